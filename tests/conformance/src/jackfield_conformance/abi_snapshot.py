@@ -271,9 +271,7 @@ def _default_folder() -> Path:
 def main(arguments: Sequence[str] | None = None, contracts: Mapping[str, type] | None = None) -> int:
     """Run ``python -m jackfield_conformance.abi_snapshot`` and return the exit code, 0 or 1.
 
-    Args:
-        arguments: Those of the command line; None: ``sys.argv``.
-        contracts: The abstract class of each kind; None: those of Jackfield, and the SDK.
+    ``contracts`` are the abstract class of each kind; without them, those of Jackfield, and the SDK.
     """
     parser = argparse.ArgumentParser(prog="abi_snapshot", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("command", choices=("check", "write"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -35,6 +36,8 @@ from jackfield_engine_fsdp.process_group import RandomStreams, Ranks
 from jackfield_huggingface.adapters import merge_folder
 from jackfield_huggingface.names import CheckpointNames
 
+_misused = functools.partial(EngineError, code="engine.state")
+
 
 class FSDPEngine(BaseEngine):
     """A Hugging Face model, language or vision-language, on text, under ``torch.distributed.fsdp.fully_shard``.
@@ -58,7 +61,7 @@ class FSDPEngine(BaseEngine):
     def initialize(self) -> None:
         """Load, adapt, shard; every rank loads the whole model on the CPU before it keeps its part."""
         if self._model is not None:
-            raise EngineError("the engine is initialized already", code="engine.state")
+            raise _misused("the engine is initialized already")
         context, config = self.context, self.config
         self._check(context)
         device = _device(context)
@@ -82,21 +85,11 @@ class FSDPEngine(BaseEngine):
     def _check(context: EngineContext) -> None:
         for name, value in (("temperature", context.temperature), ("micro_batch_tokens", context.micro_batch_tokens)):
             if value <= 0:
-                raise EngineError(
-                    f"{name} is not positive",
-                    code="config.invalid-value",
-                    where=f"EngineContext.{name}",
-                    expected="more than 0",
-                    found=value,
-                )
+                where = f"EngineContext.{name}"
+                raise loading.invalid(f"{name} is not positive", where=where, expected="more than 0", found=value)
         if context.role == "critic" and not context.model.value_head:
-            raise EngineError(
-                "a critic has no value head",
-                code="config.invalid-value",
-                where="EngineContext.model.value_head",
-                expected=True,
-                found=False,
-            )
+            where = "EngineContext.model.value_head"
+            raise loading.invalid("a critic has no value head", where=where, expected=True, found=False)
 
     def _build(self) -> TokenModel:
         spec, seed = self.context.model, self.context.seed
@@ -173,23 +166,14 @@ class FSDPEngine(BaseEngine):
 
     def _ready(self) -> TokenModel:
         if self._model is None:
-            raise EngineError(
-                "the engine is not initialized",
-                code="engine.state",
-                fix="call initialize() first, and nothing after close()",
-            )
+            raise _misused("the engine is not initialized", fix="call initialize() first, and nothing after close()")
         return self._model
 
     def _optimizing(self) -> Optimization:
         self._ready()
         if self._optimization is None:
-            raise EngineError(
-                f"this engine ({self.context.role}) has no optimizer",
-                code="engine.state",
-                where="EngineContext.optimizer",
-                expected="an OptimizerSpec",
-                found=None,
-            )
+            message = f"this engine ({self.context.role}) has no optimizer"
+            raise _misused(message, where="EngineContext.optimizer", expected="an OptimizerSpec")
         return self._optimization
 
     # ---- modes
@@ -257,17 +241,14 @@ class FSDPEngine(BaseEngine):
 
     def _check_pass(self, loss_function: object, forward_only: bool) -> None:
         if self._mode is None or (self._mode == "eval" and not forward_only):
-            raise EngineError(
+            raise _misused(
                 "a pass outside of its mode",
-                code="engine.state",
                 expected="engine.train_mode(), or engine.eval_mode() with forward_only",
                 found="no mode" if self._mode is None else f"eval_mode with forward_only={forward_only}",
                 fix="with engine.train_mode(): engine.forward_backward_batch(...)",
             )
         if self._damaged:
-            raise EngineError(
-                "an earlier pass failed half-way", code="engine.state", fix="make a new engine and load a checkpoint"
-            )
+            raise _misused("an earlier pass failed half-way", fix="make a new engine and load a checkpoint")
         if not forward_only:
             self._optimizing()
             if loss_function is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,19 +22,17 @@ from jackfield_huggingface.names import auto_class
 if TYPE_CHECKING:
     from peft import PeftModel
 
+invalid = functools.partial(EngineError, code="config.invalid-value")
+_unusable = functools.partial(EngineError, code="engine.model", where="model.path")
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a :attr:`ModelSpec.dtype`; ``config.invalid-value`` for another name."""
     if name not in DTYPES:
-        raise EngineError(
-            f"unknown dtype {name!r}",
-            code="config.invalid-value",
-            where="model.dtype",
-            expected="one of " + ", ".join(sorted(DTYPES)),
-            found=repr(name),
-        )
+        expected = "one of " + ", ".join(sorted(DTYPES))
+        raise invalid(f"unknown dtype {name!r}", where="model.dtype", expected=expected, found=repr(name))
     return DTYPES[name]
 
 
@@ -67,10 +66,8 @@ def load_causal_lm(spec: ModelSpec, attention: str, seed: int) -> PreTrainedMode
     dtype = torch_dtype(spec.dtype)
     folder = Path(spec.path)
     if not (folder / "config.json").is_file():
-        raise EngineError(
+        raise _unusable(
             f"no model in the folder {spec.path!r}",
-            code="engine.model",
-            where="model.path",
             expected="a Hugging Face folder with config.json and weights",
             found="no config.json" if folder.is_dir() else "no such folder",
             fix="give a folder that save_pretrained() wrote or that was downloaded before",
@@ -87,10 +84,8 @@ def load_causal_lm(spec: ModelSpec, attention: str, seed: int) -> PreTrainedMode
                 output_loading_info=True,
             )
     except Exception as caught:  # whatever transformers raises for a broken folder or a missing kernel
-        raise EngineError(
+        raise _unusable(
             f"the model in {spec.path!r} cannot be loaded: {caught}",
-            code="engine.model",
-            where="model.path",
             expected=f"weights that transformers loads as a causal language model with {attention} attention",
             found=type(caught).__name__,
         ) from caught
@@ -108,19 +103,15 @@ def _enable_checkpointing(model: PreTrainedModel) -> None:
     try:
         enable({"use_reentrant": False})
     except ValueError as caught:
-        raise EngineError(
-            str(caught), code="config.invalid-value", where="model.gradient_checkpointing", fix="set it to false"
-        ) from caught
+        raise invalid(str(caught), where="model.gradient_checkpointing", fix="set it to false") from caught
 
 
 def _refuse_missing_weights(path: str, report: dict[str, Any]) -> None:
     """transformers fills what it does not find with random numbers; training those would be an accident."""
     missing = sorted(report.get("missing_keys", ())) + sorted(str(key) for key in report.get("mismatched_keys", ()))
     if missing:
-        raise EngineError(
+        raise _unusable(
             f"the model folder {path!r} lacks {len(missing)} weights",
-            code="engine.model",
-            where="model.path",
             expected="every weight of the architecture that config.json names",
             found="no " + ", ".join(missing[:4]) + (" …" if len(missing) > 4 else ""),
         )
@@ -129,9 +120,8 @@ def _refuse_missing_weights(path: str, report: dict[str, Any]) -> None:
 def _refuse_bidirectional(path: str, model: PreTrainedModel) -> None:
     """A prefix language model (PaliGemma) attends to the tokens whose log-probabilities are wanted."""
     if getattr(model.config.get_text_config(), "use_bidirectional_attention", None) is True:
-        raise EngineError(
+        raise _unusable(
             f"{type(model).__name__} attends to later tokens",
-            code="engine.model",
             where=path,
             expected="a causal language model",
             found="use_bidirectional_attention: true in its configuration",
@@ -175,9 +165,8 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> PeftModel:
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             adapted = get_peft_model(model, config)
     except ValueError as caught:
-        raise EngineError(
+        raise invalid(
             f"the adapter does not fit the model: {caught}",
-            code="config.invalid-value",
             where="model.lora.target_modules",
             fix=f"choose from {_last_names(layers)}",
         ) from caught
@@ -198,9 +187,8 @@ def _refuse_stacked(adapted: PeftModel, layers: dict[str, nn.Module]) -> None:
         if isinstance(layer, LoraLayer) and not isinstance(layer.get_base_layer(), nn.Linear | Conv1D)
     ]
     if wrong:
-        raise EngineError(
+        raise invalid(
             "adapters of these layers cannot be published to rollout servers",
-            code="config.invalid-value",
             where="model.lora.target_modules",
             expected="linear layers",
             found=", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""),

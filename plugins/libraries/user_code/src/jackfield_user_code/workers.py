@@ -56,6 +56,19 @@ class _Answer(msgspec.Struct):
     error: str | None = None
 
 
+def _absolute(target: str) -> str:
+    place, separator, name = target.rpartition(":")
+    if not separator or not name or not place:
+        raise RunError(
+            "a target of a worker is not of the form module:function",
+            code="worker.start",
+            where=target,
+            expected="package.module:function or folder/file.py:function",
+        )
+    return f"{os.path.abspath(os.path.expanduser(place))}:{name}" if place.endswith(".py") else target
+
+
+@attrs.define(eq=False, slots=False)
 class UserCodeWorker:
     """One process that calls one function, one call at a time. It starts with the first call.
 
@@ -65,24 +78,15 @@ class UserCodeWorker:
     ``.1`` and another is begun. Without one, only the end is kept, for messages.
     """
 
-    def __init__(
-        self,
-        target: str,
-        *,
-        method: str = "__call__",
-        keywords: Mapping[str, Any] | None = None,
-        limits: WorkerLimits | None = None,
-        clock: Clock | None = None,
-        python: str | None = None,
-        log: Path | None = None,
-    ) -> None:
-        self._target = _absolute(target)
-        self._method = method
-        self._keywords = dict(keywords or {})
-        self._limits = limits or WorkerLimits()
-        self._clock = clock or Clock()
-        self._python = python or sys.executable
-        self._log = log
+    _target: str = attrs.field(converter=_absolute)
+    _method: str = attrs.field(default="__call__", kw_only=True)
+    _keywords: Mapping[str, Any] = attrs.field(factory=dict, converter=dict, kw_only=True)
+    _limits: WorkerLimits = attrs.field(factory=WorkerLimits, kw_only=True)
+    _clock: Clock = attrs.field(factory=Clock, kw_only=True)
+    _python: str = attrs.field(default=sys.executable, kw_only=True)
+    _log: Path | None = attrs.field(default=None, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
         self._process: ChildProcess | None = None
         self._is_loaded = False
         self._calls = 0  #: of this process
@@ -254,18 +258,6 @@ def _bytecode() -> str:
     return folder
 
 
-def _absolute(target: str) -> str:
-    place, separator, name = target.rpartition(":")
-    if not separator or not name or not place:
-        raise RunError(
-            "a target of a worker is not of the form module:function",
-            code="worker.start",
-            where=target,
-            expected="package.module:function or folder/file.py:function",
-        )
-    return f"{os.path.abspath(os.path.expanduser(place))}:{name}" if place.endswith(".py") else target
-
-
 class UserCodePool:
     """Several workers behind one fair queue: calls are served in the order in which they came.
 
@@ -273,33 +265,12 @@ class UserCodePool:
     ``log``: worker ``n`` prints to the file ``{logs}-{n}.log``.
     """
 
-    def __init__(
-        self,
-        target: str,
-        *,
-        method: str = "__call__",
-        keywords: Mapping[str, Any] | None = None,
-        workers: int = 1,
-        limits: WorkerLimits | None = None,
-        clock: Clock | None = None,
-        python: str | None = None,
-        logs: str | None = None,
-    ) -> None:
+    def __init__(self, target: str, *, workers: int = 1, logs: str | None = None, **options: Any) -> None:
+        files = [None if logs is None else Path(f"{logs}-{number}.log") for number in range(workers)]
         self._target = target
-        self._limits = limits or WorkerLimits()
-        self._clock = clock or Clock()
-        self._workers = [
-            UserCodeWorker(
-                target,
-                method=method,
-                keywords=keywords,
-                limits=self._limits,
-                clock=self._clock,
-                python=python,
-                log=None if logs is None else Path(f"{logs}-{number}.log"),
-            )
-            for number in range(workers)
-        ]
+        self._workers = [UserCodeWorker(target, log=file, **options) for file in files]
+        self._limits: WorkerLimits = options.get("limits") or WorkerLimits()
+        self._clock: Clock = options.get("clock") or Clock()
         self._idle = list(reversed(self._workers))
         self._free = asyncio.Semaphore(workers)
         self._waiting = 0

@@ -114,10 +114,10 @@ class FunctionReward(RewardAgent):
         )
 
 
-def _interpreter(python: str | None) -> str | None:
+def _interpreter(python: str | None) -> str:
     """Return the path of the interpreter; None: this one."""
     if python is None:
-        return None
+        return sys.executable
     found = shutil.which(str(Path(python).expanduser()))
     if found is None:
         raise PluginError(

@@ -31,8 +31,6 @@ class SglangServer(FolderServer):
         self._sglang: SglangProcess | None = None
         self._adapter: str | None = None
 
-    # -- life ------------------------------------------------------------------------------------------------------
-
     async def start(self) -> ServerInfo:
         """Start SGLang, and wait until it has loaded the model; ``plugin.requirement`` where it is not installed."""
         self._begin()
@@ -66,8 +64,6 @@ class SglangServer(FolderServer):
         assert self._sglang is not None
         return await self._sglang.post(path, body, seconds)
 
-    # -- requests --------------------------------------------------------------------------------------------------
-
     def _refuse(self, request: GenerateRequest) -> None:
         check_log_probs(request)
 
@@ -98,8 +94,6 @@ class SglangServer(FolderServer):
             raise
         return False
 
-    # -- pausing and memory ----------------------------------------------------------------------------------------
-
     async def _interrupt(self) -> None:
         await self._post("/pause_generation", {"mode": "abort"})
 
@@ -112,8 +106,6 @@ class SglangServer(FolderServer):
 
     async def _take_back(self, tags: list[str]) -> None:
         await self._post("/resume_memory_occupation", {"tags": tags})
-
-    # -- weights ---------------------------------------------------------------------------------------------------
 
     async def _read_folder(self, request: UpdateWeightsRequest, folder: str) -> None:
         if request.kind == "adapter":

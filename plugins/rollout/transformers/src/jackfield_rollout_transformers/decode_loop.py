@@ -125,8 +125,6 @@ class DecodeLoop:
         """Call a function in the worker thread."""
         return await asyncio.get_running_loop().run_in_executor(self.executor, functools.partial(function, *arguments))
 
-    # -- draining and sleep --------------------------------------------------------------------------------------------
-
     async def drain(self) -> bool:
         """Let what is generated end, and nothing else join. Whether it was not broken off by :meth:`go_on`."""
         self._draining = True

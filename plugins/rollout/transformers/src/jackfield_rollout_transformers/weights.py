@@ -16,6 +16,7 @@ from jackfield_huggingface.names import TensorGroup
 from jackfield_rollout_transformers.model import LoadedModel
 from jackfield_rollout_transformers.operators import rounded
 
+_MISSHAPEN = "tensors have another shape than the model's"
 #: ``digest(tensor) -> str``; handed in, so that this module can be tested alone
 Digest = Callable[[Tensor], str]
 
@@ -83,11 +84,12 @@ class ModelWeights:
         for sent_name, tensor in self.held.apply(changes, version, digests):
             found = self.model.names.find(sent_name)
             if found is None:
-                _refuse_names("the model has no such parameter", [sent_name])
+                _refuse("the model has no such parameter", [sent_name])
                 continue
             name, group = found
             if group.shapes[name] != tuple(tensor.shape):
-                _refuse_shapes([f"{sent_name} (model {group.shapes[name]}, sent {tuple(tensor.shape)})"])
+                wrong = f"{sent_name} (model {group.shapes[name]}, sent {tuple(tensor.shape)})"
+                _refuse(_MISSHAPEN, [wrong], "weights.transfer")
             if group.only_renamed:
                 self.store(group, {name: tensor})
             else:
@@ -164,9 +166,9 @@ class FullUpdate:
         Raises:
             WeightsError: ``weights.missing`` for names, ``weights.transfer`` for shapes.
         """
-        _refuse_names("the model has no such parameter", self._unknown)
-        _refuse_shapes(self._misshapen)
-        _refuse_names("parameters did not arrive", self._missing())
+        _refuse("the model has no such parameter", self._unknown)
+        _refuse(_MISSHAPEN, self._misshapen, "weights.transfer")
+        _refuse("parameters did not arrive", self._missing())
         self._weights.adapter.forget()
         self._weights.intact = True
         found: dict[str, str] = {}
@@ -218,25 +220,12 @@ class AdapterUpdate:
         return {name: self._digest(tensor) for name, tensor in self._tensors.items()}
 
 
-def _refuse_names(message: str, names: list[str]) -> None:
+def _refuse(message: str, names: list[str], code: str = "weights.missing") -> None:
     if names:
         raise WeightsError(
-            f"{message}: {_some(names)}",
-            code="weights.missing",
+            f"{message}: {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if len(names) > 8 else ""),
+            code=code,
             expected="exactly the tensors of the model folder, under their names there",
             found=f"{len(names)} wrong",
             fix="check that engine and rollout server load the same model folder",
         )
-
-
-def _refuse_shapes(names: list[str]) -> None:
-    if names:
-        raise WeightsError(
-            f"tensors have another shape than the model's: {_some(names)}",
-            code="weights.transfer",
-            fix="check that engine and rollout server load the same model folder",
-        )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

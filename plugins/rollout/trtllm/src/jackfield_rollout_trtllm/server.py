@@ -31,8 +31,6 @@ class TrtllmServer(FolderServer):
         self._idle = asyncio.Event()  #: nothing runs there
         self._idle.set()
 
-    # -- life ------------------------------------------------------------------------------------------------------
-
     async def start(self) -> ServerInfo:
         """Load the model; ``plugin.requirement`` where TensorRT-LLM is not installed."""
         self._begin()
@@ -67,8 +65,6 @@ class TrtllmServer(FolderServer):
 
     def _down(self) -> str | None:
         return "the server is not running" if self._stopped or self._llm is None else None
-
-    # -- requests --------------------------------------------------------------------------------------------------
 
     def _refuse(self, request: GenerateRequest) -> None:
         check_sampling(request)
@@ -107,8 +103,6 @@ class TrtllmServer(FolderServer):
         from tensorrt_llm import SamplingParams
 
         return SamplingParams(**arguments)
-
-    # -- pausing and memory ----------------------------------------------------------------------------------------
 
     async def _interrupt(self) -> None:
         for answer in list(self._answers):

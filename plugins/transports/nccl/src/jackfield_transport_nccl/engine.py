@@ -47,8 +47,6 @@ class NCCLCheckpointEngine(OneSenderEngine):
         self._arriving: deque[_Arriving] = deque()
         self._closing: asyncio.Future[None] | None = None
 
-    # -- before the transfer
-
     def begin(self) -> None:
         """Forget the transfer before."""
         self._arriving.clear()
@@ -116,8 +114,6 @@ class NCCLCheckpointEngine(OneSenderEngine):
 
     def _buffer_device(self) -> str:
         return self.context.device if self._group is not None and self._group.backend == "nccl" else "cpu"
-
-    # -- the transfer
 
     async def send(
         self, session: TransferSession, weights: Generator[tuple[str, torch.Tensor], None, None]

@@ -32,8 +32,6 @@ class NIXLCheckpointEngine(OneSenderEngine):
         self._receiving: Receiving | None = None
         self._buffers: list[torch.Tensor] = []  #: uint8; kept from one transfer to the next
 
-    # -- before the transfer
-
     async def met_workers(self, session: TransferSession, workers: int) -> None:
         """Register buffers that they read."""
         if not workers:
@@ -60,8 +58,6 @@ class NIXLCheckpointEngine(OneSenderEngine):
         """Take the news of a bucket that lies ready."""
         if self._receiving is not None:
             self._receiving.heard(message)
-
-    # -- the transfer
 
     async def send(
         self, session: TransferSession, weights: Generator[tuple[str, torch.Tensor], None, None]

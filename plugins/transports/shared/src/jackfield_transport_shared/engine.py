@@ -48,8 +48,6 @@ class SharedCheckpointEngine(OneSenderEngine):
         if "bucket" in message:
             self._announced.append(message)
 
-    # -- the trainer's side
-
     async def send(
         self, session: TransferSession, weights: Generator[tuple[str, torch.Tensor], None, None]
     ) -> Mapping[str, Any]:
@@ -96,8 +94,6 @@ class SharedCheckpointEngine(OneSenderEngine):
             oldest = self._pool.oldest()
             await session.until(lambda peer: has_read(peer, oldest), f"read bucket {oldest}")  # noqa: B023
         return segment
-
-    # -- the rollout's side
 
     async def receive(self, session: TransferSession) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """Yield tensors where they lie, which are to be read only."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import socket
 import sqlite3
@@ -118,6 +119,7 @@ class Database:
     def _explained(self, error: DBAPIError) -> QueueError:
         cause: Any = error.orig
         told = " ".join(str(cause).split())
+        explained = functools.partial(QueueError, where=self.label, found=told)
         if isinstance(cause, sqlite3.Error):
             passing = getattr(cause, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
         else:
@@ -125,24 +127,12 @@ class Database:
             refused = state is None and "FATAL" in told and not self._known
             passing = error.connection_invalidated or state in _CONFLICTS | _PASSING or (state is None and not refused)
         if passing:
-            return QueueError(
-                "the database does not answer",
-                code="queue.unreachable",
-                where=self.label,
-                found=told,
-                fix="look whether the server runs and the URL is right",
-            )
+            fix = "look whether the server runs and the URL is right"
+            return explained("the database does not answer", code="queue.unreachable", fix=fix)
         if getattr(cause, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-            return QueueError(
-                "the file is damaged, or no database",
-                code="queue.store",
-                where=self.label,
-                found=told,
-                fix="restore the file, or move it away: a run goes on with the rows of its checkpoint, and makes "
-                "the rest again",
-            )
-        message = "the database refuses"
-        return QueueError(message, code="queue.store", where=self.label, found=told)
+            fix = "restore the file, or move it away: a run goes on with its checkpoint's rows and makes the rest again"
+            return explained("the file is damaged, or no database", code="queue.store", fix=fix)
+        return explained("the database refuses", code="queue.store")
 
 
 class _Attempt:

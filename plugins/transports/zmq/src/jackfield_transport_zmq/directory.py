@@ -89,8 +89,6 @@ class Directory:
                 winners.append(winner)
         return winners
 
-    # -- the file
-
     def write(self, folder: Path) -> None:
         """Write ``units.json``, for this user's eyes only: who can read it may read and write samples."""
         folder.mkdir(parents=True, exist_ok=True)

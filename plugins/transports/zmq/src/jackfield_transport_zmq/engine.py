@@ -30,8 +30,6 @@ class ZMQCheckpointEngine(OneSenderEngine):
         self._receiving: Receiving | None = None
         self._buffers: list[torch.Tensor] = []  #: uint8; kept from one transfer to the next
 
-    # -- before the transfer
-
     def begin(self) -> None:
         """Begin a transfer; a sender that was prepared before, and met no worker, stops listening there."""
         sending, self._sending = self._sending, None
@@ -70,8 +68,6 @@ class ZMQCheckpointEngine(OneSenderEngine):
         """Go on sending: a worker says what it has and has room for."""
         if self._sending is not None and self.connected:
             self._sending.heard()
-
-    # -- the transfer
 
     async def send(
         self, session: TransferSession, weights: Generator[tuple[str, torch.Tensor], None, None]

@@ -89,8 +89,6 @@ class Line:
             self.close(Lost())
             self._lost(self.unit)
 
-    # -- messages
-
     def tell(self, kind: str, fields: Mapping[str, Any], buffers: Sequence[Buffer] = ()) -> None:
         """Say something that is not answered."""
         if self._socket is None:
@@ -155,8 +153,6 @@ class Line:
             future.set_exception(QueueError(message["message"], code="queue.store", where=self.unit.name))
         else:
             future.set_result(message)
-
-    # -- the end
 
     def close(self, reason: Exception | None = None) -> None:
         """Close the connection; all waits end with ``reason``."""

@@ -119,8 +119,3 @@ def assert_result(result: object, request: ScoreRequest | None = None, what: str
     for name, value in result.metrics.items():
         assert isinstance(name, str), f"{what} has a metric named {name!r}, expected a text"
         assert finite(value), f"{what} has the metric {name} = {value!r}, expected a finite number"
-
-
-def same(one: ScoreResult, other: ScoreResult) -> bool:
-    """Compare two answers: metrics may hold durations, and errors may hold ids."""
-    return (one.status, one.score, one.token_scores) == (other.status, other.score, other.token_scores)
