@@ -27,7 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Check a plugin, or with ``--table`` show certificates that are there."""
     options = _parser().parse_args(arguments)
     if options.table:
-        return _show(Path(options.table))
+        found = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(Path(options.table).glob("*.json"))]
+        print("\n".join(level_table(found)))
+        return 0 if found else 1
     if not options.plugin:
         print("could not run: say which plugin is to be checked: --plugin KIND:NAME", file=sys.stderr)
         return 2
@@ -56,12 +58,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quiet-stdout", action="store_true", help="write the report to stderr")
     parser.add_argument("--table", metavar="FOLDER", help="print the table plugin × level of a folder's certificates")
     return parser
-
-
-def _show(folder: Path) -> int:
-    found = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.json"))]
-    print("\n".join(level_table(found)))
-    return 0 if found else 1
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ class Certificate:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
-        return {"format": FORMAT, **attrs.asdict(self, value_serializer=_plain), "seconds": self.seconds}
+        return {"format": FORMAT, **attrs.asdict(self), "seconds": self.seconds}
 
     def report(self) -> str:
         """The report for people: each broken invariant in a sentence, with the page of the contract."""
@@ -158,10 +158,6 @@ def _versions() -> dict[str, str | None]:
         except PackageNotFoundError:
             found[name] = None
     return found
-
-
-def _plain(_: object, __: object, value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 DEFAULT_TIERS: tuple[Tier, ...] = ("base", "capability")

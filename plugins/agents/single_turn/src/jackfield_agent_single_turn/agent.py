@@ -9,10 +9,9 @@ from typing import Any
 
 import attrs
 
-from jackfield.abc.agent import AgentContext, AgentLoopBase, AgentLoopOutput, AgentSequence
+from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence
 from jackfield.abc.rollout import GenerateRequest, SamplingParams
 from jackfield.errors import AgentError, DataError
-from jackfield_agent_single_turn.config import Config
 
 _SAMPLING_KEYS = frozenset(field.name for field in attrs.fields(SamplingParams))
 _request_numbers = itertools.count()
@@ -21,16 +20,11 @@ _request_numbers = itertools.count()
 class SingleTurnAgent(AgentLoopBase):
     """Asks the task's messages and returns the model's answer as one sequence."""
 
-    def __init__(self, config: Config, context: AgentContext) -> None:
-        super().__init__(config, context)
-
     async def run(self, sampling_params: Mapping[str, Any], **fields: Any) -> AgentLoopOutput:
-        """Answer one task.
+        """Answer one task, of whose fields ``messages`` are looked at, and ``task_id`` for error messages.
 
-        Args:
-            sampling_params: keywords of :class:`jackfield.abc.rollout.SamplingParams`; the tokenizer's end tokens
-                are added to ``stop_token_ids`` unless ``ignore_eos`` is set.
-            **fields: ``messages``, and ``task_id`` for error messages; others are not looked at.
+        Parameters are those of :class:`jackfield.abc.rollout.SamplingParams`; the tokenizer's end tokens are added to
+        ``stop_token_ids`` unless ``ignore_eos`` is set.
 
         Returns:
             One sequence with mask 1 on each token, or none when generation was aborted before its first token.

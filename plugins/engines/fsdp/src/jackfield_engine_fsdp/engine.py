@@ -227,7 +227,10 @@ class FSDPEngine(BaseEngine):
             with torch.set_grad_enabled(not forward_only), streams:
                 for index in range(count):
                     if self._unsharded_accumulation and not forward_only:
-                        self._reduce_gradients(index == count - 1)
+                        last = index == count - 1
+                        self._sharded.set_requires_gradient_sync(last)
+                        self._sharded.set_is_last_backward(last)
+                        self._sharded.set_reshard_after_backward(last)
                     if index < len(micro_batches):
                         run.micro_batch(batch.micro_batch(micro_batches[index]), tie=self._ranks.size > 1)
                     else:
@@ -253,11 +256,6 @@ class FSDPEngine(BaseEngine):
             self._optimizing()
             if loss_function is None:
                 raise EngineError("a backward pass needs a loss function", expected="a callable", found=None)
-
-    def _reduce_gradients(self, now: bool) -> None:
-        self._sharded.set_requires_gradient_sync(now)
-        self._sharded.set_is_last_backward(now)
-        self._sharded.set_reshard_after_backward(now)
 
     def _recover(self) -> None:
         """After a failure inside of a pass: gathered weights and half-made gradients must not leak into the next.

@@ -45,9 +45,8 @@ class TokenModel(nn.Module):
 
     No attention mask is passed: with causal attention a token never sees the padding to its right.
 
-    Args:
-        dtype: of passes: the model's own, whatever its parameters are kept in.
-        published_dtypes: of parameters that are kept in float32, by their names in the language model.
+    Passes are in ``dtype``, the model's own, whatever its parameters are kept in; ``published_dtypes`` are those of
+    parameters that are kept in float32, by their names in the language model.
     """
 
     def __init__(

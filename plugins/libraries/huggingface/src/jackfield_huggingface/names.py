@@ -75,11 +75,8 @@ class CheckpointNames:
     """The names and forms that the tensors of a model loaded by transformers have in its folder.
 
     A parameter that is tied to others has one name: the one that the folder has, the library's choice where it has
-    several. Buffers that are not saved have none.
-
-    Args:
-        model: what ``from_pretrained`` returned, before it is wrapped or sharded.
-        folder: from which it was loaded; names and shapes are checked against its safetensors files.
+    several. Buffers that are not saved have none. The model is what ``from_pretrained`` returned, before it is wrapped
+    or sharded; names and shapes are checked against the safetensors files of its folder.
 
     Raises:
         WeightsError: ``weights.names`` where the library cannot turn the model back into the folder's form.

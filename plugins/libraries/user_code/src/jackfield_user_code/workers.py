@@ -159,12 +159,7 @@ class UserCodeWorker:
         After a timeout, a crash or a wrong answer the process is gone, and the next call starts another. So it is after
         a cancellation, unless the process answers within a moment, or still imports the code. Where a process that dies
         had served earlier calls, they may be to blame (a thread that one has left behind): then the call is repeated,
-        once, in a new process.
-
-        Args:
-            arguments: of the function.
-            deadline_seconds: for the answer.
-            name: of the call, for messages: the sample that is scored.
+        once, in a new process. The ``name``, of the sample that is scored, is for messages.
 
         Raises:
             RunError: ``worker.start``.

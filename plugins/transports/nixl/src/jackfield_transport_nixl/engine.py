@@ -39,7 +39,9 @@ class NIXLCheckpointEngine(OneSenderEngine):
         agent = self._agent = Agent(devices_of(self.config.devices, self.context.host))
         await finished(session, agent.start(), "NIXL to start", f"UCX on {agent.devices or 'all devices'}")
         self._buffers = Sending.slots(self._buffers, self.config.bucket_bytes, self.context.device)
-        self._sending = Sending(session, agent, self._buffers, self._in_place(agent))
+        near = agent.devices == "lo"  # else a network card would have to pin the memory of each tensor
+        in_place = near if self.config.in_place is None else self.config.in_place
+        self._sending = Sending(session, agent, self._buffers, in_place)
         await self._sending.begin()
 
     async def enter(self, session: TransferSession, place: Mapping[str, Any], version: int) -> None:
@@ -49,10 +51,6 @@ class NIXLCheckpointEngine(OneSenderEngine):
         await super().enter(session, place, version)
         await finished(session, agent.start(), "NIXL to start", f"UCX on {agent.devices or 'all devices'}")
         await self._receiving.begin()
-
-    def _in_place(self, agent: Agent) -> bool:
-        """Within a host: a network card would have to pin the memory of each tensor."""
-        return agent.devices == "lo" if self.config.in_place is None else self.config.in_place
 
     def heard(self, peer: Peer, message: Mapping[str, Any]) -> None:
         """Take the news of a bucket that lies ready."""

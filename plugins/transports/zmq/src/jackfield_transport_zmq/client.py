@@ -21,13 +21,9 @@ from jackfield_transport_zmq.values import Lease
 from jackfield_transport_zmq.wire import Buffer, Message
 
 
-async def _nothing() -> None:
-    return
-
-
 async def all_of(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Await all, also when one fails; then raise the first failure."""
-    first, *others = [*calls] or [_nothing()]
+    first, *others = [*calls] or [asyncio.sleep(0)]
     if not others:
         await first
         return
@@ -63,9 +59,6 @@ class Client:
         self._lines: dict[int, Line] = {}
         self.added(())
 
-    def _connect(self, unit: UnitAddress) -> None:
-        self._lines[unit.number] = Line(self._context, unit, self.directory, self._settings, self._heard, self._lost)
-
     @property
     def shares(self) -> bool:
         """Return whether all units can open this process's memory."""
@@ -78,7 +71,8 @@ class Client:
         self.directory.add(entries)
         for unit in self.directory.units:
             if unit.number not in self._lines and unit.number not in self.directory.lost:
-                self._connect(unit)
+                settings, heard = self._settings, self._heard
+                self._lines[unit.number] = Line(self._context, unit, self.directory, settings, heard, self._lost)
 
     def _lost(self, unit: UnitAddress) -> None:
         if unit.number in self.directory.lost:

@@ -54,15 +54,9 @@ def available_kinds() -> tuple[str, ...]:
 
 
 def write_scaffold(kind: str, name: str, parent: Path) -> Path:
-    """Write the project ``jackfield-KIND-NAME`` into a folder.
+    """Write the project ``jackfield-KIND-NAME`` into a folder of its own in ``parent``, and return that.
 
-    Args:
-        kind: The kind of plugin.
-        name: Lower-case words of letters and digits, the first a letter, joined by ``_`` or ``-``.
-        parent: The folder where the project's folder is made.
-
-    Returns:
-        The project's folder.
+    The name is lower-case words of letters and digits, the first a letter, joined by ``_`` or ``-``.
 
     Raises:
         PluginError: ``plugin.scaffold``: an unknown kind, a bad name, or something is there already. Nothing is

@@ -48,12 +48,11 @@ _TURNS = (0, 1, 2, 5)
 _ODD_ANSWERS = ("", " \n\t", "#### ", "-" * 20_000, "四 \u200b\U0001f600 \u0000", "{'score': NaN} \\boxed{1}")
 
 
-def _post_processes(subject: Subject) -> bool:
-    return subject.cls.post_process_scores is not RewardAgent.post_process_scores
-
-
 CAPABILITIES = {
-    "post_process": Capability(what="adjusts the scores of whole groups", detect=_post_processes),
+    "post_process": Capability(
+        what="adjusts the scores of whole groups",
+        detect=lambda subject: subject.cls.post_process_scores is not RewardAgent.post_process_scores,
+    ),
     "token_scores": Capability(what="yields a score per response token"),
 }
 
