@@ -62,11 +62,7 @@ class Address:
 
     @classmethod
     def read(cls, file: Path) -> Address:
-        """Read an address that a server has written.
-
-        Raises:
-            RpcError: ``rpc.address``: there is none, or it cannot be read.
-        """
+        """Read an address that a server has written. Raises ``rpc.address`` where there is none."""
         try:
             return msgspec.json.decode(file.read_bytes(), type=cls)
         except (OSError, ValueError, TypeError) as error:
@@ -311,11 +307,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _server_tls() -> tuple[ssl.SSLContext, str]:
-    """Make a fresh key and certificate. Returns the server's context and the certificate, as PEM.
-
-    Raises:
-        RpcError: ``rpc.address``: the package cryptography is missing.
-    """
+    """Make a fresh key and certificate. Returns the server's context and the certificate, as PEM."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization

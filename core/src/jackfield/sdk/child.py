@@ -106,7 +106,7 @@ class ChildProcess(asyncio.SubprocessProtocol):
     @property
     def broke_protocol(self) -> bool:
         """Return whether it was killed because of what it has written."""
-        return self._broke and self._code() == -signal.SIGKILL
+        return self._broke and self._transport is not None and self._transport.get_returncode() == -signal.SIGKILL
 
     def output(self) -> str:
         """Return the last lines that it has printed, as the end of a message."""
@@ -187,19 +187,16 @@ class ChildProcess(asyncio.SubprocessProtocol):
         self.death = self.death or f"{self._ended()}{self.output()}"
         self.connection.end(self.death)
 
-    def _code(self) -> int | None:
-        return None if self._transport is None else self._transport.get_returncode()
-
     def _ended(self) -> str:
-        code = self._code()
+        code = None if self._transport is None else self._transport.get_returncode()
         if self._killed is not None and not self._broke:
             text = f"{self._name} ({self.connection.process}) {self._killed}"
             logging.getLogger("jackfield").warning("%s", text)
         if self._killed is not None and code == -signal.SIGKILL:
             return self._killed
-        return (
-            f"ended with exit status {code}" if not code or code > 0 else f"was killed by {signal.Signals(-code).name}"
-        )
+        if code is not None and code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit status {code}"
 
 
 @attrs.define(eq=False, slots=False)

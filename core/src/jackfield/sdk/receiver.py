@@ -142,23 +142,20 @@ class HeldWeights:
 
     #: returns the (part of a) loaded parameter that holds a tensor's bytes as they were sent
     _find: Callable[[str], torch.Tensor | None] = lambda _: None
-    _copies: dict[str, torch.Tensor] = attrs.field(factory=dict, init=False)
-    _held: dict[str, None] = attrs.field(factory=dict, init=False)  #: names
+    #: copies by name; None: a tensor is held in place
+    _held: dict[str, torch.Tensor | None] = attrs.field(factory=dict, init=False)
     #: that is held, whole; None: a delta cannot be loaded
     version: int | None = attrs.field(default=None, init=False)
 
     def forget(self) -> None:
         """Drop everything: what is loaded is not what was sent any more."""
-        self._copies, self._held, self.version = {}, {}, None
+        self._held, self.version = {}, None
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
         """Take note of a tensor that has been loaded as it was sent."""
-        self._held[name] = None
         found = self._place(name)
-        if found is not None and (found.dtype, found.shape) == (tensor.dtype, tensor.shape):
-            self._copies.pop(name, None)
-        else:
-            self._copies[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        same = found is not None and (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+        self._held[name] = None if same else tensor.detach().to("cpu", copy=True).contiguous()
 
     def _place(self, name: str) -> torch.Tensor | None:
         found = self._find(name)
@@ -170,7 +167,9 @@ class HeldWeights:
         Raises:
             WeightsError: ``weights.base``: nothing.
         """
-        found = self._copies.get(name, self._place(name) if name in self._held else None)
+        found = self._held.get(name)
+        if found is None and name in self._held:
+            found = self._place(name)
         if found is None:
             message = f"blocks came of the tensor {name!r}, which is not held"
             raise WeightsError(message, code="weights.base", where=name, fix="send a full update")
@@ -201,7 +200,7 @@ class HeldWeights:
                 self.keep(name, tensor)
             else:
                 _unpack(name, tensor, whole := self.tensor(name))
-                if name in self._copies:
+                if self._held[name] is not None:
                     yield name, whole
             digests[name] = digest(self.tensor(name))
         self.version = version

@@ -65,7 +65,7 @@ class RelayServer(BaseRolloutServer):
 
     @abstractmethod
     def _down(self) -> str | None:
-        """Why the engine answers nothing (``the server is not running``); None: it does."""
+        """Return why the engine answers nothing (``the server is not running``); None: it does."""
 
     @abstractmethod
     async def _hold(self) -> None:
@@ -168,10 +168,9 @@ class RelayServer(BaseRolloutServer):
         await asyncio.gather(*(self._leave(each) for each in chosen), return_exceptions=True)
 
     def _begin(self) -> Path:
-        """The model's folder, before the engine is started; its limits are noted.
+        """Return the model's folder, before the engine is started, and note its limits.
 
-        Raises:
-            RolloutError: ``engine.model`` when there is no model, ``rollout.stopped`` for a second start.
+        Raises ``engine.model`` when there is no model, ``rollout.stopped`` for a second start.
         """
         if self._stopped or self._used:
             raise self._error("the server cannot be started twice", "rollout.stopped", fix="make a new server")
@@ -205,7 +204,7 @@ class RelayServer(BaseRolloutServer):
         return [each for each in self._running.values() if each.token_ids]
 
     def _refusal(self) -> RolloutError | None:
-        """Why nothing can be generated, if so."""
+        """Return why nothing can be generated, if so."""
         if (down := self._down()) is not None:
             return self._error(down, "rollout.stopped", fix="start it, or make a new one")
         if self._stale is not None:
