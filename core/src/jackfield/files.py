@@ -16,9 +16,7 @@ from typing import Any
 
 import xxhash
 
-_KEY = b', "digest": "'
-_DIGITS = 32
-_LENGTH = len(_KEY) + _DIGITS + len('"}')
+_KEY = ', "digest": "'
 
 
 @contextlib.contextmanager
@@ -109,17 +107,14 @@ def digest_of(path: Path) -> str:
 
 def seal(text: str, after: str = "") -> str:
     """Add the digest of a non-empty JSON object's text as its last entry, ``after`` the digest before it in a chain."""
-    return f'{text[:-1]}{_KEY.decode()}{_digest(after, text.encode())}"}}'
+    return f'{text[:-1]}{_KEY}{xxhash.xxh3_128_hexdigest((after + text).encode())}"}}'
 
 
 def unseal(content: bytes, after: str = "") -> dict[str, Any]:
     """Read the object that was sealed, without its digest; a ``ValueError``: the contents are others."""
-    body = content[:-_LENGTH] + b"}"
-    if content != body[:-1] + _KEY + _digest(after, body).encode() + b'"}':
+    text = content.decode()
+    body = text.rpartition(_KEY)[0] + "}"
+    if text != seal(body, after):
         raise ValueError("the contents are not those that were written: their digest is another one")
     found: dict[str, Any] = json.loads(body)
     return found
-
-
-def _digest(after: str, content: bytes) -> str:
-    return xxhash.xxh3_128_hexdigest(after.encode() + content)
