@@ -58,22 +58,17 @@ def _table(found: list[tuple[PluginRecord, Certification | None]], kind: str | N
     if not found:
         yield "no plugins are installed" if kind is None else f"no {kind} plugins are installed"
         return
-    rows = [("NAME", "KIND", "ABI", "DISTRIBUTION", "STATUS", "DESCRIPTION")]
-    notes = [""]
+    rows = [(("NAME", "KIND", "ABI", "DISTRIBUTION", "STATUS", "DESCRIPTION"), "")]
     for record, certificate in found:
-        note = "" if record.error is None else str(record.error)
-        status: str = record.status
+        status, note = str(record.status), "" if record.error is None else str(record.error)
         if certificate is not None:
-            status = f"{'STALE certificate' if certificate.stale else 'certified'} {certificate.date}"
-            status += f" ({certificate.level})"
+            word = "STALE certificate" if certificate.stale else "certified"
+            status = f"{word} {certificate.date} ({certificate.level})"
             note = stale_note(record, certificate.stale) if certificate.stale else ""
-        description = record.manifest.description if record.manifest else ""
-        provider = f"{record.distribution} {record.version}"
-        rows.append((record.name, record.kind, record.abi or "-", provider, status, description))
-        notes.append(note)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    for row, note in zip(rows, notes, strict=True):
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        yield "  ".join([*cells, row[-1]]).rstrip()
+        provider, description = f"{record.distribution} {record.version}", record.as_dict()["description"]
+        rows.append(((record.name, record.kind, record.abi or "-", provider, status, description), note))
+    widths = [max(map(len, column)) for column in zip(*(cells for cells, _ in rows), strict=True)]
+    for cells, note in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
         if note:
             yield textwrap.indent(note, "    ")
