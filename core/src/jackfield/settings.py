@@ -108,17 +108,14 @@ def flatten(values: Any, path: str = "") -> dict[str, Any]:
     """Return plain values by their path; an empty mapping has none."""
     if not isinstance(values, Mapping):
         return {path: values}
-    found: dict[str, Any] = {}
-    for key, inner in values.items():
-        found |= flatten(inner, f"{path}.{key}".lstrip("."))
-    return found
+    found = (flatten(inner, f"{path}.{key}".lstrip(".")) for key, inner in values.items())
+    return {place: value for inner in found for place, value in inner.items()}
 
 
 def range_of(validator: Any) -> str:
     """Say what validators of attrs ask of a number: ``>= 0 and < 1``."""
-    for inner in ("validator", "member_validator"):
-        if hasattr(validator, inner):
-            return range_of(getattr(validator, inner))
+    if inner := getattr(validator, "validator", None) or getattr(validator, "member_validator", None):
+        return range_of(inner)
     if hasattr(validator, "_validators"):
         return " and ".join(filter(None, map(range_of, validator._validators)))
     return f"{validator.compare_op} {validator.bound:g}" if hasattr(validator, "compare_op") else ""
@@ -160,7 +157,9 @@ class _Reader:
         fields = {field.name: field for field in attrs.fields(attrs.resolve_types(cls)) if field.init}
         values = {}
         for key in sorted(_mapping(data).keys() - fields.keys(), key=str):
-            raise self.unknown(key, sorted(fields), f"{path}.{key}".lstrip("."))
+            inner, known = f"{path}.{key}".lstrip("."), "one of " + ", ".join(sorted(fields)) if fields else "no keys"
+            message = f"unknown key '{key}' at {inner}{did_you_mean(key, fields)}"
+            raise self.error(message, code="config.unknown-key", where=inner, expected=known, found=key)
         for name, field in fields.items():
             inner = f"{path}.{name}".lstrip(".")
             if name in data:
@@ -214,11 +213,6 @@ class _Reader:
             code, problem = "config.wrong-type", f"{found} is of type {type(value).__name__}"
         message = f"wrong value at {path}: {problem}" if path else f"wrong values: {problem}"
         return self.error(message, code=code, where=path or None, expected=expected, found=found)
-
-    def unknown(self, key: Any, known: Sequence[str], path: str) -> JackfieldError:
-        details = {"where": path, "expected": "one of " + ", ".join(known) if known else "no keys", "found": key}
-        message = f"unknown key '{key}' at {path}{did_you_mean(key, known)}"
-        return self.error(message, code="config.unknown-key", **details)
 
 
 def _mapping(value: Any) -> Mapping[Any, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import click
@@ -125,7 +125,13 @@ def algorithms() -> None:
 def list_algorithms(kind: str | None, as_json: bool) -> None:
     """List bundles, estimators, losses and the other parts."""
     found = _described(kind)
-    show(found, _table(found))
+    width, lines = max(len(one["name"]) for one in found), list[str]()
+    for part, ones in itertools.groupby(found, key=lambda one: str(one["kind"])):
+        lines += [*([""] if lines else []), part]
+        for one in ones:
+            equation = textwrap.shorten(one["equation"], 110, placeholder=" …")
+            lines.append(f"  {one['name'].ljust(width)}  {equation}")
+    show(found, lines)
 
 
 @algorithms.command("show")
@@ -148,14 +154,6 @@ def _described(kind: str | None) -> list[dict[str, Any]]:
     from jackfield.algorithms.named import describe
 
     return [describe(part(one, name)) for one in _KINDS if kind in (None, one) for name in names(one)]
-
-
-def _table(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    width = max(len(one["name"]) for one in found)
-    for number, (kind, ones) in enumerate(itertools.groupby(found, key=lambda one: one["kind"])):
-        yield ("\n" if number else "") + str(kind)
-        for one in ones:
-            yield f"  {one['name'].ljust(width)}  {textwrap.shorten(one['equation'], 110, placeholder=' …')}"
 
 
 def _lines(one: Mapping[str, Any]) -> Iterator[str]:

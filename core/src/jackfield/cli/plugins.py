@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -34,24 +34,23 @@ def plugins() -> None:
 @json_option
 def list_plugins(kind: str | None, as_json: bool) -> None:
     """List what is installed, usable or not; imports no plugin."""
+    import attrs
+
     from jackfield.plugins import discover
     from jackfield.plugins.certificates import find_certification
 
     found = [(record, find_certification(record)) for record in discover().records(kind)]
-    show([_fields(*each) for each in found], _table(found, kind))
+    rows = []
+    for record, certificate in found:
+        shown, stale = certificate and attrs.asdict(certificate), certificate is not None and bool(certificate.stale)
+        kept = {"certified": None if stale else shown, "stale_certificate": shown if stale else None}
+        rows.append({**record.as_dict(), "status": "stale" if stale else record.status, **kept})
+    show(rows, _table(found, kind))
 
 
 def stale_note(record: PluginRecord, reason: str) -> str:
     """Say why a certificate does not count any more, and what to do."""
     return f"{reason}\nfix: jackfield plugins check {record.name} --kind {record.kind}"
-
-
-def _fields(record: PluginRecord, found: Certification | None) -> dict[str, Any]:
-    import attrs
-
-    shown, stale = None if found is None else attrs.asdict(found), found is not None and bool(found.stale)
-    certificates = {"certified": None if stale else shown, "stale_certificate": shown if stale else None}
-    return {**record.as_dict(), "status": "stale" if stale else record.status, **certificates}
 
 
 def _table(found: list[tuple[PluginRecord, Certification | None]], kind: str | None) -> Iterator[str]:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import sys
 from asyncio import CancelledError
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import click
 
 from jackfield.cli import config_arguments, deadline_option, json_option, show
-
-if TYPE_CHECKING:
-    from jackfield.cluster.replica import ReplicaState
 
 _FOLDER = click.argument("folder", type=click.Path(path_type=Path))
 
@@ -77,15 +74,14 @@ def replicas(folder: Path, count: int | None, deadline: float, as_json: bool) ->
     from jackfield.cluster.control import list_replicas, scale_replicas
 
     states = list_replicas(folder) if count is None else scale_replicas(folder, count, seconds=deadline)
-    show([attrs.asdict(state) for state in states], map(_line, states))
-
-
-def _line(state: ReplicaState) -> str:
-    version = "" if state.weight_version is None else f"  weights of version {state.weight_version}"
-    load = f"  {state.running} running, {state.waiting} waiting"
-    restarts = f"  {state.restarts} restarts" if state.restarts else ""
-    further = "".join(f"  {text}" for text in (state.address, state.detail) if text)
-    return f"replica {state.replica}: {state.state}{version}{load}{restarts}{further}"
+    lines = []
+    for state in states:
+        version = "" if state.weight_version is None else f"  weights of version {state.weight_version}"
+        restarts = f"  {state.restarts} restarts" if state.restarts else ""
+        further = "".join(f"  {text}" for text in (state.address, state.detail) if text)
+        load = f"  {state.running} running, {state.waiting} waiting"
+        lines.append(f"replica {state.replica}: {state.state}{version}{load}{restarts}{further}")
+    show([attrs.asdict(state) for state in states], lines)
 
 
 @click.group()
