@@ -74,7 +74,8 @@ def read_model(config: RunConfig) -> Mapping[str, Any]:
         if folder.is_dir():
             found = "no config.json" if isinstance(error, FileNotFoundError) else f"config.json: {error}"
         expected = "a Hugging Face folder with config.json, weights and tokenizer"
-        raise _no_model(what, "model.path", expected, found, f"check the path from {Path.cwd()}") from error
+        fix = f"check the path; the working folder is {Path.cwd()}"
+        raise _no_model(what, "model.path", expected, found, fix) from error
     pickles = [file.name for pattern in _PICKLES for file in sorted(folder.glob(pattern))]
     if pickles and not any(folder.glob("*.safetensors")):
         what = "the model's weights are pickles, which could execute code when they are read"
