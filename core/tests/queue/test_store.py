@@ -11,6 +11,7 @@ import pytest
 
 from jackfield.clock import VirtualClock
 from jackfield.errors import QueueError
+from jackfield.queue import Lineage
 from jackfield.queue.store import STORE_FILE, Store, effective_acks, read_ledger
 from jackfield.queue.transfer_queue import TransferQueue
 
@@ -220,5 +221,21 @@ def test_the_log_of_transactions_ends_anywhere(tmp_path: Path) -> None:
             saved.state()
             list(store.entries())
             store.close()
+
+    life(tmp_path, Memory(), use)
+
+
+def test_what_cannot_be_written_leaves_the_ledger_whole(tmp_path: Path) -> None:
+    """A transaction that is rolled back takes its entries along; the next one has them."""
+
+    async def use(bench: Any) -> None:
+        await bench.queue.clear()
+        tag = {"x": object()}
+        group = await bench.open((await bench.vacant(await bench.claim()))[0], 1, tag=tag)
+        with pytest.raises(ValueError, match="attrs"):
+            await bench.report(group, 0, bench.columns(1), made=Lineage("repair", ("elsewhere",)))
+        tag["x"] = 1
+        await bench.queue.commit(0)
+        assert "commit" == list(bench.queue.ledger)[-1]["event"]
 
     life(tmp_path, Memory(), use)

@@ -100,6 +100,7 @@ class Store:
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """Write ledger and lineage, and what the block writes."""
+        end = self._end
         try:
             with _translated_errors(self.path), self._db as db:  # which commits, or rolls back
                 db.execute("begin immediate")
@@ -108,8 +109,8 @@ class Store:
                 rows = [(key, made.operation, _encode(made.parents)) for key, made in self.derived.items()]
                 db.executemany("insert or replace into lineage values(?, ?, ?)", rows)
                 yield
-        except QueueError as error:
-            self._failure = error
+        except BaseException as error:
+            self._end, self._failure = end, error if isinstance(error, QueueError) else None
             raise
         self.coming.clear()
         self.derived.clear()
