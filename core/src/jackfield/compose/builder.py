@@ -42,7 +42,6 @@ from jackfield.trainer import (
     RunWorkers,
     Trainer,
     WeightSubscriber,
-    noticed,
 )
 from jackfield.weights import Replica, ReplicaProbe, WeightSynchronizer
 
@@ -155,7 +154,7 @@ class RunBuilder:
     async def _reward(self) -> int:
         """Score samples for a trainer in another process until its last step. Returns the number of groups."""
         role, deadlines = self.role, self.role.config.deadlines
-        await noticed(role, WEIGHTS, deadlines.batch, "the trainer to begin")
+        await role.noticed(WEIGHTS, deadlines.batch, "the trainer to begin")
         pipeline = RewardPipeline(role=role)
         await pipeline.register()
         self.stop.begun = True

@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from jackfield.trainer.checkpoint import Checkpoint, Checkpointer, CheckpointStore, open_checkpoint
 from jackfield.trainer.log_prob_check import LogProbCheck
-from jackfield.trainer.role import (
-    FINISHED,
-    WEIGHTS,
-    Progress,
-    Role,
-    RoleName,
-    RunWorkers,
-    Schedule,
-    WeightSubscriber,
-    noticed,
-)
+from jackfield.trainer.role import FINISHED, WEIGHTS, Progress, Role, RoleName, RunWorkers, Schedule, WeightSubscriber
 from jackfield.trainer.rollouts import Evaluator, Explorer, RewardPipeline
 from jackfield.trainer.trainer import BatchSource, Trainer
 
@@ -36,6 +26,5 @@ __all__ = [
     "Schedule",
     "Trainer",
     "WeightSubscriber",
-    "noticed",
     "open_checkpoint",
 ]

@@ -168,7 +168,7 @@ class Checkpoint:
         return sum(size for size, _ in self.files.values())
 
     def state(self) -> dict[str, Any]:
-        """Read ``state.json``.
+        """Read the ``state.json`` of the checkpoint.
 
         Raises:
             RunError: ``run.checkpoint-damaged``.

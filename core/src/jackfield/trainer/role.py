@@ -16,14 +16,14 @@ from jackfield.clock import Clock
 from jackfield.cluster.pool import Places
 from jackfield.config import RunConfig
 from jackfield.config.sections import ScheduleConfig
-from jackfield.errors import DeadlineExceeded, ScheduleError, WeightsError
+from jackfield.errors import DeadlineExceeded, QueueError, ScheduleError, WeightsError
 from jackfield.plugins.hooks import SampleRecord, StageEnded
-from jackfield.queue import TransferQueue
+from jackfield.queue import BatchMeta, TransferQueue
 from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
 from jackfield.runtime.reward_worker import RewardWorker
-from jackfield.runtime.workers import Workers, resubmitted, suppress_lost
+from jackfield.runtime.workers import Workers, lost_keys, resubmitted, suppress_lost
 from jackfield.settings import structure
 from jackfield.weights import Replica, SyncReport, verify
 
@@ -189,6 +189,17 @@ class Role:
         drained, self._measured = self._measured, {}
         return drained
 
+    async def noticed(self, topic: str, seconds: float, who: str) -> None:
+        """Wait until another role has posted something under a topic; ``who`` is named when it comes too late."""
+        await self.clock.wait_for(self.queue.wait_notice(topic, 0, 2 * seconds), seconds, who)
+
+    async def give_back_lost(self, batch: BatchMeta, error: QueueError) -> bool:
+        """Fail the lost samples that an error names; return whether the batch had some, and was released."""
+        if not set(await self.queue.fail_lost(batch, lost_keys(error))) & set(batch.keys):
+            return False
+        await self.queue.release(batch)
+        return True
+
     async def records(
         self, partition: str, keys: Sequence[str], tags: Sequence[Mapping[str, Any]], *, with_reward: bool = False
     ) -> tuple[SampleRecord, ...]:
@@ -203,11 +214,6 @@ class Role:
         with suppress_lost():
             found = await resubmitted(read, "a table of samples") if keys else ()
         return found
-
-
-async def noticed(role: Role, topic: str, seconds: float, who: str) -> None:
-    """Wait until another role has posted something under a topic; ``who`` is named when it comes too late."""
-    await role.clock.wait_for(role.queue.wait_notice(topic, 0, 2 * seconds), seconds, who)
 
 
 async def publish(role: Role, report: SyncReport | None, version: int) -> None:

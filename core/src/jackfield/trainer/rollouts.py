@@ -21,8 +21,8 @@ from jackfield.queue import Batch, BatchMeta, GroupKey, NewGroup, RolloutReport
 from jackfield.runtime.agent_worker import RolloutJob, ends_the_run
 from jackfield.runtime.reward_worker import REWARD_INPUTS, RewardWorker, Scored
 from jackfield.runtime.samples import TRAIN, is_baseline, is_expert, metric_tags, said, said_metrics, sampling_seed
-from jackfield.runtime.workers import is_lost, lost_keys, resubmitted
-from jackfield.trainer.role import FINISHED, Role, noticed
+from jackfield.runtime.workers import is_lost, resubmitted
+from jackfield.trainer.role import FINISHED, Role
 
 REWARD = "reward"  #: the name under which the reward pipeline leases groups
 EVAL = "eval"  #: the partition whose samples live as long as an evaluation; the queue's controller does not know them
@@ -117,18 +117,23 @@ class Explorer:
         await self.role.queue.end_rollouts([report])
 
     async def _make(self, job: RolloutJob) -> RolloutReport:
-        worker = self.role.workers.agents.of(f"{job.group}/{job.rollout}")
-        # the worker keeps the rollout's own deadline; this one adds RPC slack to it
-        seconds, who = 1.1 * job.seconds + 10, f"the agent worker of sample {job.id}, task {job.task.id}"
         async with nullcontext() if job.sampling is None else self.placement.hold("rollout"):
-            try:
-                return await self.role.clock.wait_for(worker.run(job), seconds, who)
-            except WorkerLost:
-                raise
-            except JackfieldError as error:
-                if job.sampling is None or ends_the_run(error):
-                    raise
-                return RolloutReport(group=job.group, rollout=job.rollout, error=_summary(error))
+            return await _run(self.role, job)
+
+
+async def _run(role: Role, job: RolloutJob) -> RolloutReport:
+    """Have an agent worker do a job; an error that says nothing of other rollouts is in the report."""
+    worker = role.workers.agents.of(f"{job.group}/{job.rollout}")
+    # the worker keeps the rollout's own deadline; this one adds RPC slack to it
+    seconds, who = 1.1 * job.seconds + 10, f"the agent worker of sample {job.id}, task {job.task.id}"
+    try:
+        return await role.clock.wait_for(worker.run(job), seconds, who)
+    except JackfieldError as error:
+        generates, lost = job.sampling is not None, job.partition == EVAL and is_lost(error)
+        if isinstance(error, WorkerLost) or lost or not generates or ends_the_run(error):
+            raise
+        text = str(error) if job.partition == EVAL else _summary(error)
+        return RolloutReport(group=job.group, rollout=job.rollout, error=text)
 
 
 def _summary(error: JackfieldError) -> str:
@@ -177,7 +182,7 @@ class RewardPipeline:
         while True:
             before = self.groups
             try:
-                return await noticed(self.role, FINISHED, seconds, who)
+                return await self.role.noticed(FINISHED, seconds, who)
             except DeadlineExceeded:
                 if self.groups == before:
                     raise
@@ -208,17 +213,16 @@ class RewardPipeline:
 
     async def _finish(self, group: BatchMeta) -> None:
         """Reward a whole group."""
-        tags, queue = group.tags[0], self.role.queue
+        tags = group.tags[0]
         async with self.role.measure("reward", "reward", tags["batch"]):
             try:
                 await resubmitted(lambda: self._reward(group), f"the reward of samples {', '.join(group.keys)}")
             except WorkerLost as error:
-                await queue.fail_samples(dict.fromkeys(group.keys, f"reward failed: {error}"))
+                await self.role.queue.fail_samples(dict.fromkeys(group.keys, f"reward failed: {error}"))
             except QueueError as error:
-                if not set(await queue.fail_lost(group, lost_keys(error))) & set(group.keys):
+                if not await self.role.give_back_lost(group, error):
                     raise
-                await queue.release(group)  # where enough of it is left, it is leased again
-                return
+                return  # where enough of it is left, it is leased again
         self._scoring.pop((tags["batch"], tags["group"]), None)
         self.groups += 1
 
@@ -302,7 +306,7 @@ class Evaluator:
             JackfieldError: what would fail every other run, too (``ends_the_run``).
         """
         async with self.role.measure("evaluate", "trainer", version), self.placement.hold("rollout"):
-            outcomes = await asyncio.gather(*(self._run(task, version) for task in self.tasks))
+            outcomes = await asyncio.gather(*(self._evaluate(task, version) for task in self.tasks))
         scores = [scored.score for scored, _ in outcomes if scored.score is not None]
         if not scores:
             raise RewardError(
@@ -332,7 +336,7 @@ class Evaluator:
         hooks.evaluation_ended(event=EvaluationEnded(step=version, metrics=metrics))
         return metrics
 
-    async def _run(self, task: Task, version: int) -> _Outcome:
+    async def _evaluate(self, task: Task, version: int) -> _Outcome:
         """Run a task; an error that says nothing of other tasks is its outcome."""
         key, config = f"{EVAL}/{version}/{task.id}", self.role.config
         sampling, seconds = attrs.asdict(config.evaluation.sampling, recurse=False), config.deadlines.rollout
@@ -345,19 +349,13 @@ class Evaluator:
             return Scored(key=f"{key}/0", score=None, error=str(error)), None
 
     async def _attempt(self, job: RolloutJob) -> _Outcome:
-        workers, clock, key = self.role.workers, self.role.clock, f"{job.id}/0"
+        workers, key, report = self.role.workers, f"{job.id}/0", await _run(self.role, job)
+        if not report.keys:
+            return Scored(key=key, score=None, error=report.error or "the agent loop returned no sequence"), None
         assert workers.rewards is not None
-        agent, rewards, who = workers.agents.of(job.id), workers.rewards.of(job.id), f"held-out task {job.task.id}"
-        try:
-            report = await clock.wait_for(agent.run(job), 1.1 * job.seconds + 10, f"the agent worker of {who}")
-            if not report.keys:
-                return Scored(key=key, score=None, error="the agent loop returned no sequence"), None
-        except JackfieldError as error:
-            if isinstance(error, WorkerLost) or is_lost(error) or ends_the_run(error):
-                raise
-            return Scored(key=key, score=None, error=str(error)), None
+        rewards, who = workers.rewards.of(job.id), f"the reward worker of held-out task {job.task.id}"
         longest = 2 * self.role.score_seconds * len(self.tasks)  # one after the other
-        (scored,) = await clock.wait_for(rewards.score(EVAL, [key]), longest, f"the reward worker of {who}")
+        (scored,) = await self.role.clock.wait_for(rewards.score(EVAL, [key]), longest, who)
         await rewards.forget([key])
         return scored, {**report.tags[0], **metric_tags("reward", scored.metrics)}
 

@@ -14,12 +14,12 @@ import attrs
 from jackfield.algorithms import VALUE_LOSS, LossSpec
 from jackfield.cluster.device import DeviceLease
 from jackfield.config.sections import MixConfig, ReplayConfig
-from jackfield.errors import JackfieldError, QueueError, RunError
+from jackfield.errors import QueueError, RunError
 from jackfield.plugins.hooks import SamplesFailed, SamplesRecorded, StepEnded, WeightsSynced
 from jackfield.queue import BatchMeta, Reuse
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.runtime.samples import TRAIN, global_counts, mini_batches, oldest_version, own, said_metrics, trained
-from jackfield.runtime.workers import is_lost, lost_keys
+from jackfield.runtime.workers import is_lost
 from jackfield.trainer.checkpoint import Checkpointer, random_state
 from jackfield.trainer.log_prob_check import LogProbCheck
 from jackfield.trainer.role import Role, publish
@@ -114,7 +114,7 @@ class Trainer:
         try:
             yield
         except QueueError as error:
-            if not step.leased or not await self.batches.give_back_lost(step.batch, error):
+            if not (step.leased and is_lost(error) and await self.role.give_back_lost(step.batch, error)):
                 raise
             step.leased = False
         else:
@@ -379,10 +379,3 @@ class BatchSource:
             if self.stop.is_set() or not leasing.done():
                 leasing.cancel()
                 await asyncio.wait({leasing})
-
-    async def give_back_lost(self, batch: BatchMeta, error: JackfieldError) -> bool:
-        """Fail the lost samples that an error names; return whether the batch had some, and was released."""
-        if not is_lost(error) or not set(await self.role.queue.fail_lost(batch, lost_keys(error))) & set(batch.keys):
-            return False
-        await self.role.queue.release(batch)
-        return True
