@@ -97,7 +97,7 @@ def create(name: str, file: str, overrides: tuple[str, ...], deadline: float) ->
     settings = config.environments[name]
     workers = [kind for kind, chosen in config.cluster.interpreters.items() if chosen == name]
     shared = ["checkpoint_engine"] if workers else []
-    if workers and config.cluster.name == "ray":  # its workers read and write rows, and have one version of Ray
+    if workers and config.cluster.name == "ray":  # its workers read and write samples, and have one version of Ray
         shared.append("transfer_queue")
         settings = attrs.evolve(settings, requires=(*settings.requires, *requirement_as_installed("ray")))
     records = [registry.resolve(getattr(config, kind).name, kind) for kind in (*workers, *shared)]

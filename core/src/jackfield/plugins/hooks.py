@@ -83,7 +83,7 @@ class RunEnded(Event):
 class StageEnded(Event):
     """A stage of the run (generate, reward, advantages, update, sync, evaluate, …) has ended.
 
-    Times are in seconds on the run's clock. ``step`` counts from 0: the ticket, or the step that the trainer is at.
+    Times are in seconds on the run's clock. ``step`` counts from 0: the batch, or the step that the trainer is at.
     """
 
     name: str
@@ -133,7 +133,7 @@ class SamplesRecorded(Event):
 
 @attrs.frozen(kw_only=True)
 class SamplesFailed(Event):
-    """Rows that ended without becoming training data since the last such event: key to reason."""
+    """Samples that ended without becoming training data since the last such event: key to reason."""
 
     step: int
     reasons: Mapping[str, str]
