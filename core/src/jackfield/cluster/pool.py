@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Protocol
 
 import attrs
@@ -101,11 +101,10 @@ class ReplicaPool:
             scaling.cancel()
         await asyncio.gather(*self._scalings, return_exceptions=True)
         self.members.clear()
-        async with AsyncExitStack() as stack:
-            while self.replicas:
-                replica = self.replicas.pop(min(self.replicas))
-                if hasattr(replica, "worker"):
-                    stack.push_async_callback(self._stop, replica)
+        while self.replicas:
+            replica = self.replicas.pop(max(self.replicas))
+            if hasattr(replica, "worker"):
+                await self._stop(replica)
 
     # -- while the run goes on
 
@@ -195,12 +194,11 @@ class ReplicaPool:
     async def _join(self, replica: Replica) -> None:
         """Start a life, load the engine's present weights, then let requests in."""
         source = self._connected()
-        async with AsyncExitStack() as held:
-            if source.takes_turns:  # before, there is no room
-                await held.enter_async_context(source.hold())
+        if not source.takes_turns:
             await self._begin(replica)
-            if not source.takes_turns:
-                await held.enter_async_context(source.hold())
+        async with source.hold():
+            if source.takes_turns:  # before, there is no room
+                await self._begin(replica)
             async with self._loading:
                 await source.load(Receiver(replica.worker.server, replica.info))
                 self._set(replica, "serving")

@@ -37,14 +37,7 @@ from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
 from jackfield.runtime.process import ROLLOUT
-from jackfield.runtime.ray.actors import (
-    Actor,
-    WorkerSpec,
-    connect_worker,
-    interface_of,
-    node_address,
-    rollout_service,
-)
+from jackfield.runtime.ray import actors
 from jackfield.runtime.ray.cluster import Cluster, check_interpreter
 from jackfield.runtime.ray.store import remote_backend, store_services
 from jackfield.runtime.reward_worker import RewardWorker
@@ -86,7 +79,7 @@ class Routes:
         """Use these replicas from now on: :meth:`~jackfield.routing.router.Router.route`."""
         for number in replicas.keys() - self._connections.keys():
             name = worker_name("rollout", number)
-            self._connections[number] = await connect_worker(replicas[number], name, self._name, Clock())
+            self._connections[number] = await actors.connect_worker(replicas[number], name, self._name, Clock())
         removed = [self._connections.pop(number) for number in self._connections.keys() - replicas.keys()]
         server: Any = BaseRolloutServer
         made = {
@@ -152,15 +145,15 @@ class WorkerMaker:
             stack.push_async_callback(backend.close)
             return {**store_services(backend), **_served(AdvantageWorker(Values(backend), self.algorithm))}
         if self.kind == "rollout":  # its server is not started
-            server = factory.rollout_server(self.number, host=node_address())
+            server = factory.rollout_server(self.number, host=actors.node_address())
             stack.push_async_callback(server.stop)
-            return {"worker": rollout_service(server, self.name)}
+            return {"worker": actors.rollout_service(server, self.name)}
         assert self.store is not None
-        connection = await connect_worker(self.store, worker_name("store"), self.name, Clock())
+        connection = await actors.connect_worker(self.store, worker_name("store"), self.name, Clock())
         stack.push_async_callback(connection.close)
         values = Values(remote_backend(connection, self.config.deadlines.batch))
         if self.kind == "engine":
-            if interface := interface_of(self.place.host):  # gloo would take the address of the machine's name
+            if interface := actors.interface_of(self.place.host):  # gloo would take the address of the machine's name
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             rank = factory.engine_rank(values, self.role, self.algorithm, stack, self.place)
             return _served(rank) if rank.sender is None else _served(rank, rank.sender)
@@ -247,7 +240,7 @@ class RayWorkers:
         fragile = [store, *others[: len(engines) * chosen.engine_ranks]]
         return RunWorkers(
             backend=remote_backend(store.connection, self._deadlines.batch),
-            ranks={role: [self._rank_stub(actor) for actor in actors] for role, actors in ranks.items()},
+            ranks={role: [self._rank_stub(actor) for actor in some] for role, some in ranks.items()},
             replicas=replicas,
             agents=Workers([self._restarting_stub(name, AgentWorker) for name in self._agents]),
             rewards=Workers([self._restarting_stub(name, RewardWorker) for name in rewards]) if rewards else None,
@@ -257,11 +250,11 @@ class RayWorkers:
             watch=partial(self._cluster.watch, fragile),
         )
 
-    def _stub(self, actor: Actor, cls: type[T], seconds: float) -> T:
+    def _stub(self, actor: actors.Actor, cls: type[T], seconds: float) -> T:
         return stub(actor.connection, cls.__name__, CONTRACTS[cls], cls, seconds)
 
     def _restarting_stub(self, name: str, cls: type[T]) -> T:
-        async def begin(actor: Actor) -> None:
+        async def begin(actor: actors.Actor) -> None:
             self._note_places()
             if name in self._agents:
                 await self._routed(actor, 0.0)
@@ -270,10 +263,10 @@ class RayWorkers:
         stub_of = partial(self._stub, cls=cls, seconds=seconds)
         return self._cluster.restarting_stub(name, stub_of, CONTRACTS[cls], begin)
 
-    def _rank(self, role: str, rank: int) -> Actor:
+    def _rank(self, role: str, rank: int) -> actors.Actor:
         return self._cluster.actors[worker_name("engine", rank, role)]
 
-    def _rank_stub(self, actor: Actor) -> EngineRank:
+    def _rank_stub(self, actor: actors.Actor) -> EngineRank:
         rank = self._stub(actor, EngineRank, self._deadlines.engine)
         rank.sender = self._stub(actor, WeightSender, self._deadlines.engine)
         return rank
@@ -322,12 +315,12 @@ class RayWorkers:
     async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
         """Route every agent worker to the replicas; one that dies gets the routes once it is restarted."""
         self._routes = dict(replicas)
-        actors = [self._cluster.actors[name] for name in self._agents]
-        return sum(await asyncio.gather(*(self._routed(actor, seconds) for actor in actors)))
+        agents = [self._cluster.actors[name] for name in self._agents]
+        return sum(await asyncio.gather(*(self._routed(actor, seconds) for actor in agents)))
 
-    async def _routed(self, agent: Actor, seconds: float) -> int:
-        actors = self._cluster.actors
-        routes = {n: address for n, each in self._routes.items() if (address := actors[each.name].address)}
+    async def _routed(self, agent: actors.Actor, seconds: float) -> int:
+        found = self._cluster.actors
+        routes = {n: address for n, each in self._routes.items() if (address := found[each.name].address)}
         try:
             return await self._stub(agent, Routes, longest(self._config)).route(routes, seconds)
         except WorkerLost:  # it is restarted with the new routes
@@ -335,12 +328,12 @@ class RayWorkers:
 
     # -- what each worker is
 
-    async def _spec(self, kind: Kind, number: int = 0, role: str = "") -> WorkerSpec:
+    async def _spec(self, kind: Kind, number: int = 0, role: str = "") -> actors.WorkerSpec:
         """Return what to start; a replica that was added gets a place of its own."""
         assert self._interpreters is not None
         name, make = worker_name(kind, number, role), partial(self._maker, kind, number, role)
         restarts = kind in ("agent", "reward")
-        spec = WorkerSpec(name=name, make=make, python=self._interpreters.get(kind), restarts=restarts)
+        spec = actors.WorkerSpec(name=name, make=make, python=self._interpreters.get(kind), restarts=restarts)
         if kind not in ("engine", "rollout"):
             return spec
         pool = "shared" if "shared" in self._groups else {"engine": "train"}.get(kind, kind)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TypeAlias, cast
 
+import attrs
+
 from jackfield.abc.transfer_queue import GetRequest, GetResult, PutRequest, PutResult, TransferQueueBackend
 from jackfield.rpc import Connection, Contract, Service, stub
 from jackfield.sdk.cells import join, split, split_request
@@ -14,11 +16,11 @@ _PIECE_BYTES = 16 * 2**20  #: of the values in one message; a larger sample has 
 _Sample: TypeAlias = dict[str, tuple[str, bytes]]  #: cells by column, as they travel
 
 
+@attrs.frozen
 class _Samples:
     """Puts and gets of the backend, in pieces."""
 
-    def __init__(self, backend: TransferQueueBackend) -> None:
-        self._backend = backend
+    _backend: TransferQueueBackend
 
     async def put(self, partition: str, keys: list[str], samples: list[_Sample]) -> int:
         """Store samples. Returns the bytes of their values."""
