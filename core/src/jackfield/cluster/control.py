@@ -93,7 +93,7 @@ def _ask(
     async def ask() -> list[ReplicaState]:
         address = Address.read(folder / _FILE)
         if not address.process.is_near:
-            raise _not_running(folder, f"a run on {address.process.host}")
+            raise RpcError("it cannot be reached", code="rpc.lost", found=f"a run on {address.process.host}")
         connection = await connect(address, "jackfield replicas", Clock(), {"replicas": _CONTRACT})
         try:
             return await question(stub(connection, "replicas", _CONTRACT, ReplicaPool, seconds))
@@ -105,19 +105,15 @@ def _ask(
     except RpcError as error:
         if error.code not in ("rpc.address", "rpc.lost"):
             raise
-        raise _not_running(folder, error.found if folder.is_dir() else "no such folder") from error
+        raise RunError(
+            "no run with replicas goes on in the folder",
+            code="run.not-running",
+            where=str(folder),
+            expected="the folder of a run whose first step has begun, on the machine and by the user of its controller",
+            found=error.found if folder.is_dir() else "no such folder",
+        ) from error
     except DeadlineExceeded as error:
         raise DeadlineExceeded(error.message, fix="ask again; what was asked for is still being done") from error
-
-
-def _not_running(folder: Path, found: object) -> RunError:
-    return RunError(
-        "no run with replicas goes on in the folder",
-        code="run.not-running",
-        where=str(folder),
-        expected="the folder of a run whose first step is under way, on the machine and by the user of its controller",
-        found=found,
-    )
 
 
 @asynccontextmanager

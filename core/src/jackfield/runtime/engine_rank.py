@@ -88,7 +88,7 @@ class EngineRank:
             What was written; None where another rank's results count.
         """
         batch, _, table = self._taken()
-        output = await self._in_thread(lambda: self._forward(table, adapter_off))
+        output = await self._in_thread(self._forward, table, adapter_off)
         if not self._engine.layout.is_output_rank:
             return None
         return await self._values.write(batch, {column: from_nested(getattr(output, kind))})
@@ -96,7 +96,7 @@ class EngineRank:
     async def score(self, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]] | None:
         """Compute log-probs of a few tokens that are no samples; None where another rank's results count."""
         data = _table(prompt_ids, responses)
-        output = await self._in_thread(lambda: self._forward(data, False))
+        output = await self._in_thread(self._forward, data, False)
         if not self._engine.layout.is_output_rank:
             return None
         return [row.tolist() for row in output.log_probs.unbind()]
@@ -112,7 +112,7 @@ class EngineRank:
         data = table.select(*_SAMPLE, *self._loss_columns)
         data["row"] = torch.arange(len(batch))
         with naming_samples(batch):
-            output, metrics = await self._in_thread(lambda: self._train(data, loss))
+            output, metrics = await self._in_thread(self._train, data, loss)
         if comparison is not None and self._engine.layout.is_output_rank:
             metrics |= distances(_require_log_probs(output), table, batch, comparison)
         result: dict[str, float] = metrics
@@ -120,16 +120,15 @@ class EngineRank:
 
     async def save(self, folder: str, format: Literal["native", "huggingface"]) -> None:
         """Write this rank's part of a checkpoint."""
-        await self._in_thread(lambda: self._engine.save_checkpoint(SaveCheckpointRequest(folder=folder, format=format)))
+        await self._in_thread(self._engine.save_checkpoint, SaveCheckpointRequest(folder=folder, format=format))
 
     async def load(self, folder: str, *, model_only: bool = False) -> None:
         """Read a native checkpoint."""
-        request = LoadCheckpointRequest(folder=folder, model_only=model_only)
-        await self._in_thread(lambda: self._engine.load_checkpoint(request))
+        await self._in_thread(self._engine.load_checkpoint, LoadCheckpointRequest(folder=folder, model_only=model_only))
 
     async def to(self, device: str) -> None:
         """Move everything to ``device``."""
-        await self._in_thread(lambda: self._engine.to(device))
+        await self._in_thread(self._engine.to, device)
 
     async def close(self) -> None:
         """Release the engine."""
@@ -149,10 +148,10 @@ class EngineRank:
         lr = engine.lr_scheduler_step()
         return output, {**output.metrics, "grad_norm": grad_norm, "lr": lr}
 
-    async def _in_thread(self, call: Callable[[], Any]) -> Any:
+    async def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
         role, rank = self._engine.context.role, self._engine.context.rank
         try:
-            return await asyncio.to_thread(call)
+            return await asyncio.to_thread(call, *arguments)
         except JackfieldError:
             raise
         except Exception as error:

@@ -243,16 +243,18 @@ def check_interpreter(python: str, what: str, seconds: float = 30.0) -> None:
     """
     report = look(python, seconds=seconds)
     report.check()
-    ours = {"ray": version("ray"), "python": ".".join(platform.python_version_tuple()[:2])}
-    theirs = {"ray": report.versions["ray"], "python": ".".join((report.python or "").split(".")[:2])}
+    ours, theirs = (
+        f"Ray {ray} on Python {'.'.join(str(python).split('.')[:2])}"
+        for ray, python in ((version("ray"), platform.python_version()), (report.versions["ray"], report.python))
+    )
     if ours != theirs:
         raise PluginError(
             f"{what} cannot run in the interpreter {report.path}",
             code="plugin.interpreter",
             where=report.path,
-            expected=f"Ray {ours['ray']} on Python {ours['python']}, as in the cluster",
-            found=f"Ray {theirs['ray']} on Python {theirs['python']}",
-            fix=f"{report.path} -m pip install ray=={ours['ray']}",
+            expected=f"{ours}, as in the cluster",
+            found=theirs,
+            fix=f"{report.path} -m pip install ray=={version('ray')}",
         )
 
 
