@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
+import attrs
 import xxhash
 
 from jackfield.errors import JackfieldError, QueueError, WorkerLost
@@ -16,14 +16,14 @@ T = TypeVar("T")
 ATTEMPTS = 3  #: times that work is given to a worker, when workers die
 
 
+@attrs.frozen
 class Workers(Generic[T]):
     """Stateless workers, wherever they live. What belongs together goes to one of them, by a text that names it."""
 
-    def __init__(self, workers: Sequence[T]) -> None:
-        self._workers = list(workers)
+    _workers: Sequence[T]
 
     def of(self, subject: str) -> T:
-        """The worker for a subject (a group, a run): always the same one."""
+        """Return the worker of a subject (a group, a rollout): always the same one."""
         return self._workers[xxhash.xxh3_64_intdigest(subject.encode()) % len(self._workers)]
 
 
@@ -60,20 +60,10 @@ def one_line(error: JackfieldError) -> str:
 
 
 def is_lost(error: JackfieldError) -> bool:
-    """Return whether rows went with a part of the queue's store."""
+    """Return whether samples went with a part of the queue's store."""
     return isinstance(error, QueueError) and error.code == "queue.lost"
 
 
 def lost_keys(error: JackfieldError) -> tuple[str, ...]:
-    """The rows that such an error names."""
+    """Return the samples that such an error names."""
     return tuple(map(str, error.found)) if is_lost(error) and isinstance(error.found, list | tuple) else ()
-
-
-@contextmanager
-def suppress_lost() -> Iterator[None]:
-    """Go on where rows went that were only to be shown."""
-    try:
-        yield
-    except QueueError as error:
-        if not is_lost(error):
-            raise

@@ -23,7 +23,7 @@ from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_rank import EngineRank
 from jackfield.runtime.reward_worker import RewardWorker
-from jackfield.runtime.workers import Workers, lost_keys, resubmitted, suppress_lost
+from jackfield.runtime.workers import Workers, is_lost, lost_keys, resubmitted
 from jackfield.settings import structure
 from jackfield.weights import Replica, SyncReport, verify
 
@@ -210,10 +210,12 @@ class Role:
             reading = self.workers.agents.of("".join(keys[:1])).records(partition, keys, tags, with_reward=with_reward)
             return self.clock.wait_for(reading, seconds, who)
 
-        found: tuple[SampleRecord, ...] = ()
-        with suppress_lost():
-            found = await resubmitted(read, "a table of samples") if keys else ()
-        return found
+        try:
+            return await resubmitted(read, "a table of samples") if keys else ()
+        except QueueError as error:
+            if not is_lost(error):
+                raise
+            return ()
 
 
 async def publish(role: Role, report: SyncReport | None, version: int) -> None:

@@ -171,7 +171,23 @@ class Actor:
     start_seconds: float  #: for the process, and for the worker, to be there
     place: Place = attrs.field(init=False)
     address: Address | None = attrs.field(default=None, init=False)  #: where the worker is served; None: it is not
-    connection: Connection = attrs.field(init=False)  #: to the worker, once it is made
+    _connection: Connection | None = attrs.field(default=None, init=False)
+
+    @property
+    def connection(self) -> Connection:
+        """Return the connection to the worker.
+
+        Raises:
+            WorkerLost: It is not made yet.
+        """
+        if self._connection is None:
+            raise _death(self.spec.name, self.spec.name, "it was not made")
+        return self._connection
+
+    @property
+    def lives(self) -> bool:
+        """Return whether the worker is made and has not died."""
+        return self._connection is not None and not self._connection.lost.done()
 
     async def find(self) -> None:
         """Wait for the process, and compare its versions.
@@ -200,8 +216,8 @@ class Actor:
 
         making = self.handle.make.remote(cast(Any, cloudpickle).dumps(self.spec.make()))
         self.address = address = cast(Address, await self._answer(making, self.start_seconds, "to be ready"))
-        self.connection = await connect_worker(address, self.spec.name, "the controller", self.clock, kills=True)
-        self.connection.lost.add_done_callback(self._forget)
+        self._connection = await connect_worker(address, self.spec.name, "the controller", self.clock, kills=True)
+        self._connection.lost.add_done_callback(self._forget)
         return address
 
     def _forget(self, lost: asyncio.Future[str]) -> None:
@@ -217,10 +233,10 @@ class Actor:
             JackfieldError: It cannot.
         """
         self.address = None
-        if hasattr(self, "connection"):
-            if self.connection.lost.done():
-                raise self.connection.error()
-            await self.connection.close()
+        if self._connection is not None:
+            if self._connection.lost.done():
+                raise self._connection.error()
+            await self._connection.close()
         await self._answer(self.handle.end.remote(), _END_SECONDS, "to end")
 
     async def kill(self) -> None:
@@ -229,7 +245,7 @@ class Actor:
         from ray.exceptions import RayError
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        process = self.connection.process if hasattr(self, "connection") else None
+        process = None if self._connection is None else self._connection.process
         if process is not None and process.is_near:
             _kill_if_stopped(process)
         elif process is not None:

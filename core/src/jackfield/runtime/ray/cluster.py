@@ -149,16 +149,10 @@ class Cluster:
 
     async def restart(self, name: str) -> Actor:
         """Make a worker once more: in its process if that still works, else in a new one."""
-        actor = self.actors[name]
-        await self._empty(actor)
-        try:
-            made = await self.start(actor.spec)
-            await made.make()
-        except BaseException:
-            made, self.actors[name] = self.actors[name], actor  # it is dead: the next restart begins like this one
-            await made.kill()
-            raise
-        return made
+        await self._empty(self.actors[name])
+        actor = await self.start(self.actors[name].spec)
+        await actor.make()
+        return actor
 
     def restarting_stub(
         self, name: str, stub_of: Callable[[Actor], T], contract: Contract, begin: Callable[[Actor], Awaitable[object]]
@@ -173,13 +167,12 @@ class Cluster:
         """
 
         async def call(method: str, *arguments: Any, **keywords: Any) -> Any:
-            actor = self.actors[name]
             try:
-                return await getattr(stub_of(actor), method)(*arguments, **keywords)
+                return await getattr(stub_of(self.actors[name]), method)(*arguments, **keywords)
             except WorkerLost:
                 with suppress(WorkerLost):  # the next call tries again
                     async with self._restarting:
-                        if self.actors[name] is actor:
+                        if not self.actors[name].lives:
                             await begin(await self.restart(name))
                 raise
 
