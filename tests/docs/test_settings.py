@@ -51,15 +51,13 @@ def test_every_setting_is_read_by_something() -> None:
 def _read(module: ast.Module) -> Iterator[str]:
     """Names that are read as attributes, and parameters that are read in their function: options come by name.
 
-    Where a module reads attributes by computed names, these are literals of it.
+    Where a module reads attributes by computed names, or whole sections (``attrs.asdict``), these are literals of it.
     """
-    calls = [
-        node for node in ast.walk(module) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr"
-    ]
-    if any(isinstance(call.args[1], ast.Name) for call in calls):
-        yield from (
-            node.value for node in ast.walk(module) if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        )
+    calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
+    named = any(getattr(call.func, "id", "") == "getattr" and isinstance(call.args[1], ast.Name) for call in calls)
+    if named or any(getattr(call.func, "attr", "") == "asdict" for call in calls):
+        constants = (node.value for node in ast.walk(module) if isinstance(node, ast.Constant))
+        yield from (value for value in constants if isinstance(value, str))
     for node in ast.walk(module):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             yield node.attr
