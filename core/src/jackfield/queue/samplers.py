@@ -51,7 +51,7 @@ class Ready:
 
 
 class Sampler(ABC):
-    """Chooses groups. It may choose none: then the consumer waits for more."""
+    """Chooses groups for a lease. It may choose none: then the consumer waits for more."""
 
     @abstractmethod
     def sample(self, ready: Ready, count: int | None) -> Sequence[str]:

@@ -66,7 +66,7 @@ class Subject:
 
     @classmethod
     def of_plain(cls, plain: Mapping[str, Any], folder: Path) -> Subject:
-        """The plugin of which :meth:`plain` told."""
+        """Return the plugin that :meth:`plain` describes."""
         from jackfield.settings import structure
 
         found: dict[str, Any] = {"folder": folder}

@@ -29,8 +29,8 @@ class DecodeLoop:
     ) -> None:
         """A hop has ``steps_per_hop`` passes, at most, while no stream runs.
 
-        ``may_run`` says whether passes may run now, in the worker thread, too; ``made`` is told of each stream that has
-        further tokens, and of each sequence that has ended.
+        ``may_run`` says whether passes may run now, in the worker thread, too; ``made`` gets each stream that has
+        further tokens, and each sequence that has ended.
         """
         self.waiting: deque[Sequence] = deque()
         self.work = asyncio.Event()  #: there may be something to do
@@ -69,7 +69,7 @@ class DecodeLoop:
         self.work.set()
 
     async def serve(self, stopped: Callable[[], bool], failed: Callable[[Exception], Awaitable[None]]) -> None:
-        """Decode until the server is stopped; ``failed`` is told of what a pass raises."""
+        """Decode until the server is stopped; ``failed`` gets what a pass raises."""
         while not stopped():
             await self.work.wait()
             self.work.clear()

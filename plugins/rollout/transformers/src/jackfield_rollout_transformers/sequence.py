@@ -38,7 +38,7 @@ class Sequence:
 
     @property
     def request(self) -> GenerateRequest:
-        """What its caller asks for."""
+        """Return the request of its caller."""
         return self.running.request
 
     @property

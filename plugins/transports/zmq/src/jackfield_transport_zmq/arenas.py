@@ -57,7 +57,7 @@ class ForeignArena:
 
     @cached_property
     def view(self) -> memoryview:
-        """Its bytes."""
+        """Return the bytes of the mapped file."""
         return memoryview(mmap.mmap(self._descriptor, self.size, prot=mmap.PROT_READ))
 
     @cached_property

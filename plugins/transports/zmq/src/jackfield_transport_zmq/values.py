@@ -59,7 +59,11 @@ def packed_cells(cells: Sequence[Cell]) -> tuple[dict[str, Any], list[Buffer]]:
 
 
 def outgoing(request: PutRequest) -> Outgoing:
-    """What a put is about, without copies; ``queue.invalid`` for rows named twice or columns of other lengths."""
+    """Return the cells of a put, without copies.
+
+    Raises:
+        QueueError: ``queue.invalid`` for rows that are named twice or columns of other lengths.
+    """
     return Outgoing([list(cells.values()) for cells in split_request(request)])
 
 
