@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -55,9 +54,7 @@ def test_a_stage_ends_at_its_deadline_with_all_that_it_started(
     """A stage that hangs is ended, and its descendants, too."""
     lock = tmp_path / "lock"
     command = ["sh", "-c", f"flock {lock} sleep 600 & wait"]
-    started = time.monotonic()
     assert not ci._run(command, 0.5)
-    assert time.monotonic() - started < 30
     assert "not finished after" in capsys.readouterr().out
     assert 0 == subprocess.run(["flock", "--timeout", "20", lock, "true"], check=False).returncode
 
