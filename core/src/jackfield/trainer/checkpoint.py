@@ -1,14 +1,14 @@
-"""Checkpoints of a run: what one holds, how a run is put back to where it was cut, and the folder that keeps them.
+"""Checkpoints of a run: writing them, restoring a run from one, and the folder that stores them.
 
-Each checkpoint is whole or absent, and the newest few are kept::
+A checkpoint is complete or absent, and the newest few are kept::
 
     step_00000040/           a checkpoint; it gets this name when everything in it is on the disk
         manifest.json        size and digest of every other file, and its own digest
-        state.json           what is small: step, configuration, random state, position in the ledger
+        state.json           step, configuration, random state, position in the ledger
         actor/ critic/       the engines' native checkpoints
         queue/               controller and values of the TransferQueue
-    step_00000050.partial/   one that is being written, or that a kill interrupted; the next start removes it
-    step_00000060.damaged/   one that the next start found damaged, and set aside
+    step_00000050.partial/   an unfinished checkpoint; if the process is killed, the next start removes it
+    step_00000060.damaged/   a checkpoint that a start found damaged and set aside
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _NAME = re.compile(r"step_(\d{8,})")
 
 @attrs.define(kw_only=True, eq=False)
 class Checkpointer:
-    """Saves and loads everything that a run consists of: engines, queue, random state."""
+    """Saves and restores the state of a run: engines, queue and random state."""
 
     role: Role
     store: CheckpointStore
-    engines: Mapping[str, EngineGroup]  #: by role: those that are trained
-    description: Mapping[str, Any]  #: of the run, for the start that resumes it: configuration, digests of the data
-    saved: int = attrs.field(default=0, init=False)  #: steps in the newest checkpoint
-    random: Mapping[str, Any] = attrs.field(factory=dict, init=False)  #: state of the generators after the last step
+    engines: Mapping[str, EngineGroup]  #: the trained engines, by role
+    description: Mapping[str, Any]  #: what a resuming start compares: configuration, digests of the data
+    saved: int = attrs.field(default=0, init=False)  #: completed steps in the newest checkpoint
+    random: Mapping[str, Any] = attrs.field(factory=dict, init=False)  #: random state after the last step
 
     def is_due(self, steps_done: int) -> bool:
         """Return whether a checkpoint is written after ``steps_done`` steps."""
@@ -58,27 +58,27 @@ class Checkpointer:
         return schedule.is_due(settings.every, steps_done) or (settings.at_end and steps_done == schedule.steps)
 
     async def save(self, steps: int, trainer: Mapping[str, Any], *, again_from: int | None = None) -> None:
-        """Write a checkpoint after ``steps`` completed steps; then it is durable, and their acks are final.
+        """Write a checkpoint after ``steps`` completed steps. On return it is durable and the steps' acks are final.
 
         Args:
-            steps: that it contains.
-            trainer: the trainer's own state, plain values.
-            again_from: the first batch that is saved as if nothing of it had been made; with it, generators are
-                saved as they were noted. None: as everything is now.
+            steps: Number of completed steps.
+            trainer: The trainer's own state, as plain values.
+            again_from: The first batch to save as not begun; the random state is then that after the last step.
+                None saves everything as it is now.
 
         Raises:
-            RunError: ``run.checkpoint-write``; earlier checkpoints are as before.
-            WorkerLost: a rank, or the storage, died meanwhile.
-            QueueError: ``queue.session``: the queue's controller died meanwhile.
+            RunError: ``run.checkpoint-write`` if writing fails. Earlier checkpoints are not affected.
+            WorkerLost: If a rank or a storage unit dies during the save.
+            QueueError: ``queue.session`` if the queue's controller dies during the save.
         """
         async with self.role.measure("checkpoint", "trainer", steps - 1):
             try:
                 saved = await self._write(steps, trainer, again_from)
             except (JackfieldError, OSError) as error:
-                free = shutil.disk_usage(self.store.folder.parent).free  # before the half that was written goes
+                free = shutil.disk_usage(self.store.folder.parent).free  # before the unfinished folder is removed
                 await asyncio.to_thread(shutil.rmtree, self.store.partial(steps), ignore_errors=True)
                 if isinstance(error, WorkerLost) or getattr(error, "code", None) == "queue.session":
-                    raise  # whose process has ended is named; the disk is well
+                    raise  # the error names the process that ended; the disk is not at fault
                 earlier, cause = self.store.folders(), f"{type(error).__name__}: {error}"
                 if isinstance(error, JackfieldError):
                     cause = error.message if error.found is None else f"{error.message}: {error.found}"
@@ -110,15 +110,15 @@ class Checkpointer:
         return await asyncio.to_thread(self.store.commit, steps, state)
 
     async def load(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Put engines, queue and random state back to where ``checkpoint`` was cut; return the trainer's own state.
+        """Restore engines, queue and random state from ``checkpoint``; return the trainer's own state.
 
-        The checkpoint is whole (:meth:`CheckpointStore.newest`), consumers of the queue are registered, and no
-        worker has begun.
+        The caller has verified the checkpoint (:meth:`CheckpointStore.newest`) and registered the queue's consumers,
+        and no worker has started yet.
 
         Raises:
-            RunError: ``run.checkpoint-damaged``.
-            EngineError: when an engine cannot read its part.
-            QueueError: when the queue cannot, or the ledger is not the one that the checkpoint knows.
+            RunError: ``run.checkpoint-damaged`` if its ``state.json`` cannot be read.
+            EngineError: If an engine cannot read its part.
+            QueueError: If the queue cannot read its part, or the ledger is not the checkpoint's.
         """
         state = checkpoint.state()
         for role, engine in self.engines.items():
@@ -130,9 +130,9 @@ class Checkpointer:
 
 
 def random_state() -> dict[str, Any]:
-    """Return this process's generators (Python's, and numpy's and torch's where they are loaded) as plain values.
+    """Return the state of this process's random generators as plain values.
 
-    Engines and rollout servers have generators of their own.
+    These are Python's, and those of numpy and torch if loaded. Engines and rollout servers have their own.
     """
     state: dict[str, Any] = {"python": random.getstate()}
     if "numpy" in sys.modules:
@@ -144,7 +144,7 @@ def random_state() -> dict[str, Any]:
 
 
 def load_random_state(state: Mapping[str, Any]) -> None:
-    """Go on where :func:`random_state` was taken; what this process has not loaded, it does not draw from."""
+    """Restore a :func:`random_state`, except for libraries that this process has not loaded."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     if "numpy" in state and "numpy" in sys.modules:
@@ -156,7 +156,7 @@ def load_random_state(state: Mapping[str, Any]) -> None:
 
 @attrs.frozen(kw_only=True)
 class Checkpoint:
-    """A checkpoint that is complete."""
+    """A complete checkpoint in a folder."""
 
     folder: Path
     step: int  #: completed steps
@@ -171,7 +171,7 @@ class Checkpoint:
         """Read the ``state.json`` of the checkpoint.
 
         Raises:
-            RunError: ``run.checkpoint-damaged``.
+            RunError: ``run.checkpoint-damaged`` if it cannot be read.
         """
         path = self.folder / _STATE
         try:
@@ -181,13 +181,13 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path, part: str = "", *, contents: bool = True) -> Checkpoint:
-    """Open a complete checkpoint by its folder, and compare its files, or those in ``part`` of it, with its manifest.
+    """Open the checkpoint in a folder, and compare its files with its manifest.
 
-    Without ``contents`` only their sizes are compared, not their digests.
+    ``part`` limits the comparison to files below it. Without ``contents``, only sizes are compared, not digests.
 
     Raises:
-        RunError: ``run.no-checkpoint`` when there is none; ``run.checkpoint-damaged``, naming the first file that
-            differs; ``run.checkpoint-format``.
+        RunError: ``run.no-checkpoint`` if there is no such folder; ``run.checkpoint-damaged`` if a file differs (the
+            first is named); ``run.checkpoint-format`` if another version of Jackfield wrote it.
     """
     if not folder.is_dir():
         raise RunError("there is no checkpoint", code="run.no-checkpoint", where=str(folder), expected="a folder")
@@ -195,7 +195,7 @@ def open_checkpoint(folder: Path, part: str = "", *, contents: bool = True) -> C
     try:
         content = path.read_bytes()
         manifest = json.loads(content)
-        if b'"digest"' in content or manifest["format"] == FORMAT:  # earlier formats were not sealed
+        if b'"digest"' in content or manifest["format"] == FORMAT:  # older formats had no seal
             manifest = unseal(content)
         if manifest["format"] != FORMAT:
             raise RunError(
@@ -226,34 +226,34 @@ def open_checkpoint(folder: Path, part: str = "", *, contents: bool = True) -> C
 
 @attrs.define
 class CheckpointStore:
-    """Writes, finds and removes checkpoints. One process at a time uses a store."""
+    """Writes, finds and removes checkpoints. Only one process may use a store at a time."""
 
-    folder: Path  #: is made with the first checkpoint
-    keep: int = 2  #: how many of the newest stay
+    folder: Path  #: created with the first checkpoint
+    keep: int = 2  #: how many of the newest checkpoints to keep
 
     def folders(self) -> dict[int, Path]:
-        """List the folders of checkpoints, whole or damaged, by their steps, the oldest first."""
+        """Return the folders of all checkpoints, complete or damaged, by step, the oldest first."""
         named = [(_NAME.fullmatch(path.name), path) for path in self.folder.glob("step_*")]
         return dict(sorted((int(match[1]), path) for match, path in named if match))
 
     def checkpoints(self) -> dict[int, Checkpoint | RunError]:
-        """List checkpoints by their steps, the oldest first, with the error of each that is visibly damaged.
+        """Return checkpoints by step, the oldest first. A visibly damaged one is replaced by its error.
 
         Raises:
-            RunError: ``run.checkpoint-format``.
+            RunError: ``run.checkpoint-format`` if another version of Jackfield wrote one.
         """
         return {step: _attempt(path, contents=False) for step, path in self.folders().items()}
 
     def newest(self, part: str = "", *, check: Callable[[Checkpoint], None] | None = None) -> Checkpoint | None:
-        """Find the newest whole checkpoint; a warning names those that are newer and damaged.
+        """Return the newest undamaged checkpoint, and log a warning for newer damaged ones.
 
-        Only the folder ``part`` in it has to be whole. ``check`` may refuse what was found, while everything is as it
-        was; then damaged ones are renamed, so that later ones of the same steps can take their places. Without it,
-        nothing is renamed.
+        With ``part``, only that folder has to be undamaged. ``check`` may raise to refuse the checkpoint before
+        anything is changed. If it accepts, newer damaged folders are renamed, which frees their names. Without
+        ``check`` nothing is renamed.
 
         Raises:
-            RunError: ``run.checkpoint-damaged`` where there are checkpoints and none is whole;
-                ``run.checkpoint-format``.
+            RunError: ``run.checkpoint-damaged`` if all checkpoints are damaged; ``run.checkpoint-format`` if another
+                version of Jackfield wrote one.
         """
         damaged: dict[Path, RunError] = {}
         for step, path in reversed(self.folders().items()):
@@ -280,14 +280,14 @@ class CheckpointStore:
         return None
 
     def begin(self, step: int) -> Path:
-        """Make an empty folder to write the checkpoint of ``step`` into."""
+        """Create an empty folder for the checkpoint of ``step``."""
         partial = self.partial(step)
         _remove(partial)
         partial.mkdir(parents=True)
         return partial
 
     def commit(self, step: int, state: Mapping[str, Any]) -> Checkpoint:
-        """Add state and manifest, bring everything to the disk, and give the folder its name; remove the oldest."""
+        """Add state and manifest, sync to disk, rename the folder to its final name, and remove old checkpoints."""
         partial, final = self.partial(step), self.folder / f"step_{step:08d}"
         (partial / _STATE).write_text(json.dumps(state, ensure_ascii=False, indent=1), encoding="utf-8")
         paths = [path for path in sorted(partial.rglob("*")) if path.is_file()]
@@ -303,18 +303,18 @@ class CheckpointStore:
         return Checkpoint(folder=final, step=step, files=files)
 
     def clean(self, *, everything: bool = False) -> None:
-        """Remove what a killed process left half written or half removed; or everything, damaged or not."""
+        """Remove unfinished folders that a killed process left; with ``everything``, all checkpoints as well."""
         for path in sorted(self.folder.glob("step_*"), reverse=True):
             if everything or path.suffix == ".partial":
                 _remove(path)
 
     def partial(self, step: int) -> Path:
-        """Return the folder of a checkpoint that is being written."""
+        """Return the folder of an unfinished checkpoint."""
         return self.folder / f"step_{step:08d}.partial"
 
 
 def _attempt(folder: Path, part: str = "", *, contents: bool = True) -> Checkpoint | RunError:
-    """Open a checkpoint; return the error where it is damaged."""
+    """Open a checkpoint; return the error if it is damaged or missing."""
     try:
         return open_checkpoint(folder, part, contents=contents)
     except RunError as error:
@@ -324,7 +324,7 @@ def _attempt(folder: Path, part: str = "", *, contents: bool = True) -> Checkpoi
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or folder, its name first: no half of a checkpoint is ever found."""
+    """Remove a file or folder. It is renamed first, so that no partly removed checkpoint is ever found."""
     doomed = path if path.suffix == ".partial" else path.with_name(f"{path.name}.removed.partial")
     if doomed != path and path.exists():
         _remove(doomed)

@@ -1,8 +1,8 @@
-"""Whether the policy that is trained is the one that generated: log-probs of the training pass, compared.
+"""A check that the trained policy is the one that generated, by the log-probs of the training pass.
 
-The probe (:class:`jackfield.weights.ReplicaProbe`) asks replicas after a synchronisation. This check looks at what is
-trained on: the pass of an optimizer step, against an inference pass of the same weights and against the rollout's own
-log-probs of the batch.
+The probe (:class:`jackfield.weights.ReplicaProbe`) asks replicas after a weight sync. This check compares the training
+pass of an optimizer step with an inference pass of the same weights, and with the log-probs that the rollout servers
+returned for the batch.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from jackfield.queue import BatchMeta
 from jackfield.runtime.engine_rank import PREFIX, Comparison
 from jackfield.trainer.role import Role
 
-_SAMPLE_FACTOR = 10.0  #: by which one sample may be farther away than all are on average
-_NEARLY_ALL = 0.99  #: share of the whole distance that is in one direction
+_SAMPLE_FACTOR = 10.0  #: a single sample's mean distance may exceed the bound of the batch by this factor
+_NEARLY_ALL = 0.99  #: sampling filters are suspected when this share of the distance has one sign
 
 _TRAIN_MODE_CAUSES = (
     "dropout in train mode (a model's own, an adapter's), or noise in the routing of experts",
@@ -39,38 +39,38 @@ _ROLLOUT_CAUSES = (
 
 @attrs.define(kw_only=True, eq=False)
 class LogProbCheck:
-    """Compares on the first batch that is trained on, on the first after a synchronisation, and every so many steps."""
+    """Compares log-probs in the first training step, in the first after a weight sync, and every few steps."""
 
     role: Role
-    bound: float  #: of the mean distance of the training pass from the rollout, in nats
-    train_mode_bound: float  #: of its mean distance from an inference pass, in nats
-    slack: float = 0.0  #: nats by which the rollout's log-probs may be higher: what sampling filters explain
-    dropout: bool = False  #: it is wanted: training and inference passes differ
+    bound: float  #: on the mean distance between training pass and rollout, in nats
+    train_mode_bound: float  #: on the mean distance between training pass and inference pass, in nats
+    slack: float = 0.0  #: nats by which sampling filters may raise the rollout's log-probs
+    dropout: bool = False  #: whether the model trains with dropout; training and inference passes then differ
     _begun: bool = attrs.field(default=False, init=False)
-    _passed: int | None = attrs.field(default=None, init=False)  #: the newest weight version that was found right
+    _passed: int | None = attrs.field(default=None, init=False)  #: the newest weight version that passed the check
 
     def is_due(self, step: int) -> bool:
-        """Return whether the first update of ``step`` (from 0) is compared; the first one of a process is."""
+        """Return whether to compare the first update of ``step`` (from 0); a process always compares its first."""
         return self.role.config.log_prob_check.every > 0 and (not self._begun or self._is_scheduled(step))
 
     def _is_scheduled(self, step: int) -> bool:
         config, schedule = self.role.config, self.role.schedule
-        first = config.critic.warmup_steps if self.role.algorithm.critic else 0  # in which the policy is trained
+        first = config.critic.warmup_steps if self.role.algorithm.critic else 0  # the first step that trains the policy
         return step in (first, schedule.sync_interval) or schedule.is_due(config.log_prob_check.every, step)
 
     def comparison(self, engine: str, version: int) -> Comparison:
-        """Return what an engine with weights of ``version`` compares; ``engine`` is a column of its inference pass."""
+        """Return the comparison for weights of ``version``; column ``engine`` has the inference pass's log-probs."""
         rollout = version if self.role.explores else None
         return Comparison(engine=engine, version=rollout, slack=self.slack, dropout=self.dropout)
 
     def judge(self, update: Mapping[str, float], batch: BatchMeta, step: int, version: int) -> dict[str, float]:
-        """Look at what an update has found; return its metrics without that.
+        """Check the distances that an update measured; return its other metrics.
 
-        A resumed run has the metrics of one that was not interrupted: what is compared beside the schedule is no
-        metric.
+        Distances become metrics at scheduled steps only, so that a resumed run has the same metrics as one that was
+        not interrupted.
 
         Raises:
-            RunError: ``run.log-probs``, with the likely causes, where a distance is beyond its bound.
+            RunError: ``run.log-probs``, with the likely causes, if a distance exceeds its bound.
         """
         self._begun = True
         found = {name.removeprefix(PREFIX): value for name, value in update.items() if name.startswith(PREFIX)}
@@ -103,7 +103,7 @@ class LogProbCheck:
         return {name: value for name, value in update.items() if not name.startswith(PREFIX)}
 
     def _rollout_causes(self, found: Mapping[str, float], batch: BatchMeta, version: int) -> list[str]:
-        """List the likeliest first, as far as it shows."""
+        """List the possible causes of a mismatch, the likeliest first."""
         causes = list(_ROLLOUT_CAUSES)
         if found["rollout/signed_sum"] >= _NEARLY_ALL * found["rollout/sum"]:
             causes.insert(0, _FILTERS)

@@ -1,4 +1,4 @@
-"""A role of a run: what its parts share, count and measure, and how roles in other processes hear of its weights."""
+"""A role of a run: the state, progress and metrics of its components, and weight publication to other processes."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ WEIGHTS, FINISHED = "weights", "finished"  #: topics of the queue: the newest we
 
 _NOTHING = SyncReport(version=-1, receipts=(), seconds=0.0, paused_seconds=0.0, bytes=0)
 
-#: What of a run this process does.
+#: The part of a run that this process executes.
 RoleName: TypeAlias = Literal["all", "train", "explore", "reward"]
 
 
 @attrs.frozen(kw_only=True)
 class Schedule(ScheduleConfig):
-    """When a batch may be started and when weights are published: every synchronous and off-by-n mode as numbers.
+    """Decides when a batch may start and when weights are published; two numbers describe every mode.
 
-    A *weight version* counts the trainer steps whose result is loaded: 0 is the initial model. Batches are numbered
-    from 0; step ``t`` trains on batch ``t`` and makes version ``t + 1``. There are ``k = sync_interval`` steps between
-    synchronisations, and explorers run ``o = sync_offset`` batches ahead.
+    A *weight version* counts the training steps whose result is in the weights: 0 is the initial model. Batches are
+    numbered from 0; step ``t`` trains on batch ``t`` and makes version ``t + 1``. Weights are published every
+    ``k = sync_interval`` steps, and explorers run ``o = sync_offset`` batches ahead.
     """
 
-    explores: bool = True  #: False: steps train on the data's own answers, and no replica needs new weights
+    explores: bool = True  #: False: the run trains on answers from the data, and no replica needs new weights
 
     @property
     def max_staleness(self) -> int:
-        """The most steps by which the weights that made a token may lag behind the step that trains on it."""
+        """The maximum number of steps between the weights that generated a token and the step that trains on it."""
         return self.sync_interval - 1 + self.sync_offset
 
     def may_start(self, batch: int, version: int) -> bool:
         """Return whether an explorer that has ``version`` loaded may start ``batch``.
 
-        Without rollouts ``version`` is the number of completed steps, and answers are copied for one further batch.
+        Without rollouts, ``version`` is the number of completed steps, and answers are copied one batch ahead.
         """
         return batch - version <= (self.max_staleness if self.explores else 1)
 
@@ -63,9 +63,9 @@ class Schedule(ScheduleConfig):
         return self.explores and (step + 1) % self.sync_interval == 0
 
     def is_due(self, every: int, steps_done: int) -> bool:
-        """Return whether what happens every so many steps happens after ``steps_done``.
+        """Return whether an action that runs every ``every`` steps runs after ``steps_done``; 0 means never.
 
-        With explorers it happens at weight syncs only: at the first one when or after its step has come. 0: never.
+        With explorers, the action waits for the first weight sync at or after its step.
         """
         interval = self.sync_interval if self.explores else 1
         if not every or not steps_done or steps_done % interval:
@@ -76,7 +76,7 @@ class Schedule(ScheduleConfig):
         """Return the staleness of a batch, in steps.
 
         Raises:
-            ScheduleError: ``schedule.staleness`` when it is beyond the bound.
+            ScheduleError: ``schedule.staleness`` if it exceeds :attr:`max_staleness`.
         """
         staleness = step - oldest_version
         if staleness > self.max_staleness:
@@ -91,10 +91,10 @@ class Schedule(ScheduleConfig):
 
 
 class Progress:
-    """A number that only grows, and tasks that wait for it to be large enough."""
+    """A number that only grows and that tasks can wait for."""
 
     def __init__(self, clock: Clock) -> None:
-        self.clock, self.value = clock, -1  #: -1: nothing has begun
+        self.clock, self.value = clock, -1  #: -1 before the first :meth:`advance`
         self._changed = asyncio.Condition()
 
     async def advance(self, value: int) -> None:
@@ -104,7 +104,7 @@ class Progress:
             self._changed.notify_all()
 
     async def until(self, enough: Callable[[int], bool], seconds: float, waiting_for: str) -> int:
-        """Wait until ``enough(value)``; a ``DeadlineExceeded`` names ``waiting_for``."""
+        """Wait until ``enough(value)`` is true; a ``DeadlineExceeded`` names ``waiting_for``."""
 
         async def wait() -> int:
             async with self._changed:
@@ -116,45 +116,45 @@ class Progress:
 
 @attrs.frozen(kw_only=True)
 class RunWorkers:
-    """The workers of one role, or what stands for them in this process. Engines and replicas are not started yet."""
+    """The workers of one role, or their stubs. Engines and replicas are not started yet."""
 
     backend: TransferQueueBackend
     ranks: Mapping[str, Sequence[EngineRank]] = attrs.field(factory=dict)  #: by engine: actor, reference, critic
     agents: Workers[AgentWorker]
     rewards: Workers[RewardWorker] | None = None
     estimator: AdvantageWorker
-    replicas: int = 0  #: that the role begins with
-    places: Places  #: of the replicas
-    shares_devices: bool = True  #: whether engine and replicas take turns
+    replicas: int = 0  #: initial number of replicas
+    places: Places  #: where the replicas run
+    shares_devices: bool = True  #: whether the engines and the replicas use the same devices in turns
     watch: Callable[[], Coroutine[Any, Any, None]] | None = None  #: raises as soon as a rank or the storage dies
 
 
 @attrs.define(kw_only=True, eq=False)
 class Role:
-    """One role of a run. Its parts read their settings in ``config``, and find each other here."""
+    """The state that the components of one role share: configuration, queue, workers, hooks and progress."""
 
     config: RunConfig
     name: RoleName = "all"
     algorithm: ResolvedAlgorithm
     clock: Clock
-    hooks: Any  #: of pluggy: ``HookManager.hook``
-    explores: bool = attrs.field(init=False)  #: whether the run trains on responses of its own
+    hooks: Any  #: pluggy's ``HookManager.hook``
+    explores: bool = attrs.field(init=False)  #: whether the run trains on responses that its policy generates
     trains: bool = attrs.field(init=False)
     evaluates: bool = attrs.field(init=False)
     generates: bool = attrs.field(init=False)  #: whether this role has replicas
     scores: bool = attrs.field(init=False)  #: whether this role scores the samples of the training batches
-    engines: Sequence[str] = attrs.field(default=(), init=False)  #: the models that are trained, and an own reference
-    score_seconds: float = attrs.field(init=False)  #: the longest that a score takes, retries included
+    engines: Sequence[str] = attrs.field(default=(), init=False)  #: the trained models, and a separate reference if any
+    score_seconds: float = attrs.field(init=False)  #: the maximum time to score a sample, retries included
     schedule: Schedule = attrs.field(init=False)
-    version: Progress = attrs.field(init=False)  #: of the weights that explorers may use
+    version: Progress = attrs.field(init=False)  #: the weight version that explorers may use
     steps_done: Progress = attrs.field(init=False)
     progress: Progress = attrs.field(init=False)  #: completed steps, an explorer's weight versions, or scored groups
-    workers: RunWorkers = attrs.field(init=False)  #: once they have been made
-    queue: TransferQueue = attrs.field(init=False)  #: once it has been opened
+    workers: RunWorkers = attrs.field(init=False)  #: set when they have been created
+    queue: TransferQueue = attrs.field(init=False)  #: set when it has been opened
     _measured: dict[str, float] = attrs.field(factory=dict, init=False)  #: metrics of the step
 
     def __attrs_post_init__(self) -> None:
-        """Read what the role does, and make what it counts."""
+        """Derive what the role does from its configuration, and create the counters."""
         config, algorithm = self.config, self.algorithm
         self.explores, self.trains = config.mode == "online", self.name in ("all", "train")
         self.evaluates = self.trains and bool(config.evaluation.every)
@@ -171,7 +171,7 @@ class Role:
 
     @asynccontextmanager
     async def measure(self, name: str, lane: str, step: int) -> AsyncIterator[None]:
-        """Measure the stage that runs inside, for the timeline and as the step's metric ``seconds/NAME``."""
+        """Time the enclosed stage, for the timeline and as the step's metric ``seconds/NAME``."""
         start = self.clock.time()
         try:
             yield
@@ -181,20 +181,20 @@ class Role:
             self.hooks.stage_ended(event=StageEnded(name=name, lane=lane, start=start, end=end, step=step))
 
     def note(self, name: str, value: float) -> None:
-        """Note a metric of the step; of several values under one name, the last."""
+        """Set a metric of the step; the last value of a name counts."""
         self._measured[name] = value
 
     def drain(self) -> dict[str, float]:
-        """Return what was measured and noted since the last call."""
+        """Return the metrics that were measured and set since the last call."""
         drained, self._measured = self._measured, {}
         return drained
 
     async def noticed(self, topic: str, seconds: float, who: str) -> None:
-        """Wait until another role has posted something under a topic; ``who`` is named when it comes too late."""
+        """Wait for another role's notice under a topic; a ``DeadlineExceeded`` names ``who``."""
         await self.clock.wait_for(self.queue.wait_notice(topic, 0, 2 * seconds), seconds, who)
 
     async def give_back_lost(self, batch: BatchMeta, error: QueueError) -> bool:
-        """Fail the lost samples that an error names; return whether the batch had some, and was released."""
+        """Fail the lost samples that an error names; return whether the batch had any and was released."""
         if not set(await self.queue.fail_lost(batch, lost_keys(error))) & set(batch.keys):
             return False
         await self.queue.release(batch)
@@ -203,7 +203,7 @@ class Role:
     async def records(
         self, partition: str, keys: Sequence[str], tags: Sequence[Mapping[str, Any]], *, with_reward: bool = False
     ) -> tuple[SampleRecord, ...]:
-        """Read samples that are only to be shown: none where some of them went with a part of the store."""
+        """Read samples for display; return none if some of them were lost with a storage unit."""
         seconds, who = self.config.deadlines.batch, f"an agent worker to read {len(keys)} samples, {keys[:1]} first"
 
         def read() -> Awaitable[tuple[SampleRecord, ...]]:
@@ -219,12 +219,12 @@ class Role:
 
 
 async def publish(role: Role, report: SyncReport | None, version: int) -> None:
-    """Publish how explorers in other processes get the trainer's weights of ``version``.
+    """Tell explorers in other processes how to load the trainer's weights of ``version``.
 
-    ``report`` is of the newest synchronisation; None: they are those of the model's folder.
+    ``report`` comes from the newest weight sync. None means that the weights are those of the model's folder.
 
     Raises:
-        WeightsError: ``weights.transfer``: the checkpoint engine keeps nothing for workers that come later.
+        WeightsError: ``weights.transfer`` if the checkpoint engine keeps no weights for workers that join later.
     """
     if report is not None and (report.retained is None or report.kind == "delta"):
         raise WeightsError(
@@ -244,23 +244,23 @@ class WeightSubscriber:
     """
 
     role: Role
-    replicas: Sequence[Replica]  #: the live list of them
-    newest: SyncReport = attrs.field(default=_NOTHING, init=False)  #: that all replicas have
-    loading: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)  #: held while replicas get weights
+    replicas: Sequence[Replica]  #: the pool's own list, which changes as replicas come and go
+    newest: SyncReport = attrs.field(default=_NOTHING, init=False)  #: the newest weights that all replicas have
+    loading: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)  #: held while replicas load weights
 
     async def run(self) -> None:
         """Follow the trainer until cancelled.
 
         Raises:
-            WeightsError: ``weights.version`` when the trainer has gone back, else as a synchronisation.
-            DeadlineExceeded: names a replica.
+            WeightsError: ``weights.version`` if the trainer's version went back; otherwise as in a weight sync.
+            DeadlineExceeded: If a replica does not load in time; it is named.
         """
         number, queue = 0, self.role.queue
         while True:
             try:
                 notice = await queue.wait_notice(WEIGHTS, number, self.role.config.deadlines.batch)
             except DeadlineExceeded:
-                continue  # a task that needs newer weights has a deadline of its own
+                continue  # whoever needs newer weights has its own deadline
             number, published = notice.number, structure(SyncReport, notice.value, WEIGHTS, WeightsError)
             try:
                 async with self.role.measure("load_weights", "weights", published.version):
@@ -268,12 +268,12 @@ class WeightSubscriber:
             except WeightsError:
                 with suppress(DeadlineExceeded):
                     await queue.wait_notice(WEIGHTS, number, 0.0)
-                    continue  # newer ones are there, and these may have been removed
+                    continue  # newer weights exist, and these may have been removed
                 raise
             await self.role.version.advance(published.version)
 
     async def load_all(self, published: SyncReport) -> None:
-        """Load published weights into all replicas; errors are those of :meth:`run`."""
+        """Load published weights into all replicas. It raises the errors of :meth:`run`."""
         async with self.loading:
             if published.version < self.newest.version:
                 raise WeightsError(
@@ -283,15 +283,15 @@ class WeightSubscriber:
                     found=published.version,
                     fix="start this explorer again",
                 )
-            if published != self.newest:  # a trainer that was restored may make a version again
+            if published != self.newest:  # a restored trainer may publish a version again
                 await asyncio.gather(*(self.load(replica, published) for replica in list(self.replicas)))
             self.newest = published
 
     async def load(self, replica: Replica, published: SyncReport | None = None) -> None:
-        """Load published weights, or the newest ones, into one replica, while :attr:`loading` is held."""
+        """Load published weights (None: the newest) into one replica. The caller holds :attr:`loading`."""
         published = published or self.newest
         if published.retained is None:
-            return  # it has those of the model's folder
+            return  # the replica has the weights of the model's folder
         engine, seconds = self.role.config.checkpoint_engine, self.role.config.deadlines.sync
         request = UpdateWeightsRequest(
             version=published.version,

@@ -1,4 +1,4 @@
-"""Rollouts: an explorer makes the samples of each batch, a pipeline scores them, and held-out tasks are evaluated."""
+"""Rollouts: the explorer that fills batches, the pipeline that scores them, and the evaluation of held-out tasks."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from jackfield.runtime.workers import is_lost, resubmitted
 from jackfield.trainer.role import FINISHED, Role
 
 REWARD = "reward"  #: the name under which the reward pipeline leases groups
-EVAL = "eval"  #: the partition whose samples live as long as an evaluation; the queue's controller does not know them
+EVAL = "eval"  #: the partition of an evaluation's samples; they are deleted with it, and the controller never sees them
 
 
 @attrs.define(kw_only=True, eq=False)
 class Explorer:
-    """Fills the batches that the schedule lets it start: with rollouts of agents, and with answers of the data."""
+    """Fills the batches that the schedule lets it start with agent rollouts and with answers from the data."""
 
     role: Role
     name: str
     placement: DeviceLease
     task_for: Callable[[GroupKey], Task]
-    expert_for: Callable[[GroupKey], Task] | None = None  #: the expert's tasks; an offline run copies its own answers
-    _groups: int = attrs.field(init=False)  #: of a batch for which agents run; answers of the data are behind them
-    _rollouts: int = attrs.field(init=False)  #: of such a group
+    expert_for: Callable[[GroupKey], Task] | None = None  #: the expert's tasks; None in an offline run
+    _groups: int = attrs.field(init=False)  #: groups per batch that agents generate; groups of given answers follow
+    _rollouts: int = attrs.field(init=False)  #: rollouts per generated group, the greedy baseline included
     _running: int = attrs.field(default=0, init=False)
     _idle: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)
 
     def __attrs_post_init__(self) -> None:
-        """Read what a batch consists of: an offline run has no rollouts, and a greedy one may be the baseline."""
+        """Derive the contents of a batch: an offline run has no rollouts, and a greedy rollout may be a baseline."""
         data, explores = self.role.config.data, self.role.explores
         self._groups, self._rollouts = (data.groups_per_batch, data.rollouts_per_group) if explores else (0, 1)
         self._rollouts += self.role.algorithm.greedy_baseline
 
     async def run(self) -> None:
-        """Explore until every batch of the schedule is finished; what others have given back comes first."""
+        """Explore until every batch of the schedule is finished. Batches that others released come first."""
         role, seconds = self.role, self.role.config.deadlines.batch
         progress = role.version if self._groups else role.steps_done
         groups = role.config.data.groups_per_batch + (role.algorithm.experts if role.explores else 0)
@@ -60,14 +60,14 @@ class Explorer:
                 who = f"the trainer, by {self.name} to start batch {number}"
                 await progress.until(partial(role.schedule.may_start, number), seconds, who)
                 batches.create_task(self._fill(batch))
-                if self._groups and batch.vacant:  # else it was restored with all its groups: it may still lose one
+                if self._groups and batch.vacant:  # else it was restored complete, and may still lose a group
                     self._idle.clear()
-                    # the next batch starts when every rollout of this one has ended; its rewards may still be pending
+                    # the next batch starts when all rollouts of this one have ended; rewards may still be pending
                     async with role.measure("rollout", "explorer", number):
                         await role.clock.wait_for(self._idle.wait(), seconds, f"the rollouts of batch {number}")
 
     async def _fill(self, batch: Batch) -> None:
-        """Make the groups of a batch; one that is dropped later, for want of a reward, comes again."""
+        """Generate the groups of a batch, and again those that are dropped later because they have no reward."""
         async with asyncio.TaskGroup() as groups:
             async for keys in self.role.queue.groups_to_fill(batch, self.role.config.deadlines.batch):
                 self._running += len(keys)
@@ -91,7 +91,7 @@ class Explorer:
                 self._idle.set()
 
     async def _roll_out(self, key: GroupKey, task: Task, rollout: int, generates: bool) -> None:
-        """Have a worker make the samples of a rollout, again where workers die, and report how it ended."""
+        """Run a rollout on a worker, with retries if workers die, and report its outcome to the queue."""
         config, attempts, sampling = self.role.config, count(), None
         if generates:
             seed = sampling_seed(config.seed_of(config.sampling), key.batch, key.index, key.retry, rollout)
@@ -122,9 +122,9 @@ class Explorer:
 
 
 async def _run(role: Role, job: RolloutJob) -> RolloutReport:
-    """Have an agent worker do a job; an error that says nothing of other rollouts is in the report."""
+    """Run a job on an agent worker. An error that concerns this rollout only is returned in the report."""
     worker = role.workers.agents.of(f"{job.group}/{job.rollout}")
-    # the worker keeps the rollout's own deadline; this one adds RPC slack to it
+    # the worker enforces the rollout's deadline; this one adds slack for the RPC
     seconds, who = 1.1 * job.seconds + 10, f"the agent worker of sample {job.id}, task {job.task.id}"
     try:
         return await role.clock.wait_for(worker.run(job), seconds, who)
@@ -137,33 +137,33 @@ async def _run(role: Role, job: RolloutJob) -> RolloutReport:
 
 
 def _summary(error: JackfieldError) -> str:
-    """Say what went wrong without the place, so that equal failures have equal texts."""
+    """Describe an error without its location, so that equal failures have equal texts."""
     found = "" if error.found is None else f", found {error.found}"
     return f"{error.message}{found} [{error.code}]"
 
 
 @attrs.define(kw_only=True, eq=False)
 class RewardPipeline:
-    """Has samples scored the moment they are there, and ``reward`` written for whole groups.
+    """Starts to score samples as soon as they arrive, and writes ``reward`` for whole groups.
 
-    A score that fails or misses its deadline fails its sample by name; the group's policy then decides.
+    A score that fails or misses its deadline fails its sample; the group policy then decides about the group.
     """
 
     role: Role
-    groups: int = attrs.field(default=0, init=False)  #: that have been rewarded
+    groups: int = attrs.field(default=0, init=False)  #: number of rewarded groups
     _scoring: dict[tuple[int, int], list[str]] = attrs.field(factory=dict, init=False)  #: keys by batch and index
     _unscored: list[Sequence[Scored]] = attrs.field(
         factory=list, init=False
-    )  #: the last groups, while none has a score
+    )  #: the last groups in a row without any score
 
     async def register(self) -> None:
-        """Register the stage with the queue, and take over the groups of a process that did this before."""
+        """Register the pipeline with the queue, and take over the leases of an earlier process."""
         dimensions = ("reward_dimensions",) if self.role.config.algorithm.reward_dimensions else ()
         await self.role.queue.register_consumer(REWARD, TRAIN, REWARD_INPUTS, writes=("reward", *dimensions))
         await self.role.queue.take_over(REWARD)
 
     async def run(self) -> None:
-        """Score until cancelled."""
+        """Score samples until cancelled."""
         queue, seconds = self.role.queue, self.role.config.deadlines.batch
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._score_early(tasks))
@@ -171,12 +171,12 @@ class RewardPipeline:
                 try:
                     batch = await queue.lease_groups(REWARD, deadline_seconds=seconds)
                 except DeadlineExceeded:
-                    continue  # an idle queue is no failure; consumers that need a reward have deadlines of their own
+                    continue  # an idle queue is no failure; consumers of rewards have their own deadlines
                 for indexes in batch.by_group().values():
                     tasks.create_task(self._finish(batch.select(indexes)))
 
     async def until_finished(self) -> None:
-        """Wait until the trainer in another process has done its last step; while groups come, the wait goes on."""
+        """Wait until the trainer in another process has finished. Each new group extends the deadline."""
         seconds = self.role.config.deadlines.batch + self.role.config.deadlines.engine
         who = "the trainer to finish, or the explorers to bring a group"
         while True:
@@ -192,7 +192,7 @@ class RewardPipeline:
         return self.role.workers.rewards.of(group)
 
     async def _score_early(self, tasks: asyncio.TaskGroup) -> None:
-        """Have samples scored before their siblings are there."""
+        """Start to score samples before their groups are complete."""
         async for keys in self.role.queue.new_samples(TRAIN):
             groups: dict[str, list[str]] = {}
             for key in keys:
@@ -201,10 +201,10 @@ class RewardPipeline:
                 tasks.create_task(self._begin(group, mine))
 
     async def _begin(self, group: str, keys: list[str]) -> None:
-        """Start scores. Whatever goes wrong shows when the group is rewarded."""
+        """Start scores. Errors surface when the group is rewarded."""
         key = GroupKey.of(group)
         before = self._scoring.get((key.batch, key.index), [])
-        dropped = before if before and _group_of(before[0]) != group else []  # these scores will never be asked for
+        dropped = before if before and _group_of(before[0]) != group else []  # these scores are no longer needed
         self._scoring[key.batch, key.index] = keys if dropped else before + keys
         with suppress(WorkerLost, QueueError):  # the worker died, or the group was dropped while its sample came
             if dropped:
@@ -212,7 +212,7 @@ class RewardPipeline:
             await self._worker(group).score(TRAIN, keys)
 
     async def _finish(self, group: BatchMeta) -> None:
-        """Reward a whole group."""
+        """Write the rewards of a whole group."""
         tags = group.tags[0]
         async with self.role.measure("reward", "reward", tags["batch"]):
             try:
@@ -222,12 +222,12 @@ class RewardPipeline:
             except QueueError as error:
                 if not await self.role.give_back_lost(group, error):
                     raise
-                return  # where enough of it is left, it is leased again
+                return  # it is leased again if enough samples are left
         self._scoring.pop((tags["batch"], tags["group"]), None)
         self.groups += 1
 
     async def _reward(self, group: BatchMeta) -> None:
-        # each score has its own deadline where it is made; this one adds the rest
+        # the reward worker enforces the deadline of each score; this one adds the time around it
         seconds, name = 2 * self.role.score_seconds + self.role.config.deadlines.batch, group.groups[0]
         tagged = zip(group.keys, group.tags, strict=True)
         uncompared = sorted(key for key, tags in tagged if is_expert(tags) or is_baseline(tags))
@@ -245,7 +245,7 @@ class RewardPipeline:
             await self.role.queue.fail_samples(failed)
 
     def _require_some_score(self, group: BatchMeta, scored: Sequence[Scored]) -> None:
-        """Groups are made again, but not when it is the reward that is wrong."""
+        """Raise if several groups in a row have no score at all: the reward itself is then at fault."""
         if any(each.error is None for each in scored):
             self._unscored.clear()
             return
@@ -266,8 +266,8 @@ class RewardPipeline:
             )
 
     def _gives_nothing(self, group: BatchMeta, siblings: Sequence[Scored]) -> bool:
-        """Tell whether a group is replaced: equal rewards have no group-relative gradient (DAPO, equation 11)."""
-        last = group.tags[0]["retry"] >= self.role.config.schedule.max_retries  # it is taken as it is
+        """Return whether to replace a group: equal rewards have no group-relative gradient (DAPO, equation 11)."""
+        last = group.tags[0]["retry"] >= self.role.config.schedule.max_retries  # it is used as it is
         if last or not self.role.algorithm.dynamic_sampling or any(each.error is not None for each in siblings):
             return False
         return bool(siblings) and len({each.score for each in siblings}) == 1
@@ -277,33 +277,33 @@ def _group_of(key: str) -> str:
     return key.rsplit("/", 2)[0]
 
 
-#: How the scoring of a held-out task ended, and the tags of its sample; None: there is no sample.
+#: The score of a held-out task, and the tags of its sample; None if there is no sample.
 _Outcome: TypeAlias = tuple[Scored, Mapping[str, Any] | None]
 
 
 @attrs.define(kw_only=True, eq=False)
 class Evaluator:
-    """Runs every held-out task once and tells the hooks the mean score."""
+    """Runs every held-out task once and reports the mean score to the hooks."""
 
     role: Role
-    tasks: Sequence[Task] = ()  #: without any, nothing is evaluated
+    tasks: Sequence[Task] = ()  #: the held-out tasks; if empty, no evaluation runs
     placement: DeviceLease
 
     def is_due(self, steps_done: int) -> bool:
-        """Return whether the weights of ``steps_done`` steps are evaluated: at weight syncs, and at both ends."""
+        """Return whether to evaluate after ``steps_done`` steps: at both ends of the run and at due weight syncs."""
         schedule, every = self.role.schedule, self.role.config.evaluation.every
         return bool(self.tasks) and (steps_done in (0, schedule.steps) or schedule.is_due(every, steps_done))
 
     async def evaluate(self, version: int) -> dict[str, float]:
-        """Evaluate the weights ``version`` that the replicas serve now.
+        """Evaluate the weights that the replicas serve now, which are those of ``version``.
 
         Returns:
-            ``score``: the mean over all tasks whose score is known; ``failed``: the fraction without one;
-            ``response_tokens``: mean length.
+            ``score``: mean over the tasks that have one; ``failed``: fraction of tasks without one;
+            ``response_tokens``: mean length of the responses.
 
         Raises:
-            RewardError: ``reward.too-many-failures`` when no task has a score.
-            JackfieldError: what would fail every other run, too (``ends_the_run``).
+            RewardError: ``reward.too-many-failures`` if no task has a score.
+            JackfieldError: If a task fails for a reason that every task shares (``ends_the_run``).
         """
         async with self.role.measure("evaluate", "trainer", version), self.placement.hold("rollout"):
             outcomes = await asyncio.gather(*(self._evaluate(task, version) for task in self.tasks))
@@ -337,7 +337,7 @@ class Evaluator:
         return metrics
 
     async def _evaluate(self, task: Task, version: int) -> _Outcome:
-        """Run a task; an error that says nothing of other tasks is its outcome."""
+        """Run and score a task. An error that concerns this task only becomes its outcome."""
         key, config = f"{EVAL}/{version}/{task.id}", self.role.config
         sampling, seconds = attrs.asdict(config.evaluation.sampling, recurse=False), config.deadlines.rollout
         seed = config.seed_of(config.evaluation.sampling)
@@ -354,14 +354,14 @@ class Evaluator:
             return Scored(key=key, score=None, error=report.error or "the agent loop returned no sequence"), None
         assert workers.rewards is not None
         rewards, who = workers.rewards.of(job.id), f"the reward worker of held-out task {job.task.id}"
-        longest = 2 * self.role.score_seconds * len(self.tasks)  # one after the other
+        longest = 2 * self.role.score_seconds * len(self.tasks)  # if all are scored one after the other
         (scored,) = await self.role.clock.wait_for(rewards.score(EVAL, [key]), longest, who)
         await rewards.forget([key])
         return scored, {**report.tags[0], **metric_tags("reward", scored.metrics)}
 
 
 def _record(task: Task, scored: Scored, tags: Mapping[str, Any] | None, record: SampleRecord | None) -> SampleRecord:
-    """Make a row of the table, empty where there is no sample."""
+    """Return the record of an evaluated task; its texts are empty if there is no sample."""
     key, error = f"{EVAL}/{task.id}", {} if scored.error is None else {"error": scored.error}
     empty = SampleRecord(key=key, prompt="", response="", reward=None, response_ids=(), response_mask=())
     shown = {"task": task.id, "ground_truth": task.ground_truth, **said(tags or {}), **error}

@@ -1,4 +1,4 @@
-"""The training loop: one loop for every schedule and every algorithm, and the batches that it trains on."""
+"""The training loop, the same for every schedule and algorithm, and the source of its batches."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ from jackfield.trainer.rollouts import Evaluator
 from jackfield.weights import SyncReport
 
 CONSUMER = "trainer"  #: the name under which the trainer leases samples
-_SHARED = ("aggregation", "length_norm")  #: options of the policy's loss that are the critic's, too
+_SHARED = ("aggregation", "length_norm")  #: options of the policy loss that also apply to the critic's
 
 
 @attrs.define(kw_only=True, eq=False)
 class Step:
-    """One training step. It outlives a batch whose samples are lost and made again."""
+    """The state of one training step. It outlives a batch whose samples are lost and regenerated."""
 
     number: int
     started: float
     batch: BatchMeta = attrs.field(init=False)
-    leased: bool = False  #: whether ``batch`` is held now
+    leased: bool = False  #: whether the trainer holds the lease on ``batch``
     metrics: dict[str, float] = attrs.field(factory=dict)
     updates: dict[tuple[str, int], Mapping[str, float]] = attrs.field(factory=dict)  #: by role and mini-batch
     trained: bool = False
 
     @property
     def rows(self) -> BatchMeta:
-        """The samples that models are trained on."""
+        """The samples of the batch that models are trained on."""
         return trained(self.batch)
 
 
 @attrs.define(kw_only=True, eq=False)
 class Trainer:
-    """Trains on the batch of each step and publishes weights as the schedule says."""
+    """Trains on the batch of each step and publishes weights on the schedule."""
 
     role: Role
     batches: BatchSource
@@ -62,19 +62,19 @@ class Trainer:
     evaluator: Evaluator
     checkpoints: Checkpointer
     placement: DeviceLease
-    kl_coefficient: float = attrs.field(init=False)  #: of the KL to the reference, in the loss or in the reward
-    updated: int = attrs.field(default=0, init=False)  #: steps that are in the engine's weights
-    _synced: SyncReport | None = attrs.field(default=None, init=False)  #: of the newest version that was published
+    kl_coefficient: float = attrs.field(init=False)  #: of the KL penalty, in the loss or in the reward
+    updated: int = attrs.field(default=0, init=False)  #: number of steps in the engine's weights
+    _synced: SyncReport | None = attrs.field(default=None, init=False)  #: report of the newest published version
     _published: int = attrs.field(default=0, init=False)  #: the weight version that the replicas serve
 
     def __attrs_post_init__(self) -> None:
-        """Begin with the coefficient of the KL that is configured."""
+        """Start from the configured KL coefficient."""
         self.kl_coefficient = self.role.config.algorithm.kl.coefficient
 
     async def begin(self, first_step: int = 0, restored: Mapping[str, Any] | None = None) -> None:
-        """Evaluate the initial model, or bring restored weights to the replicas, before explorers start.
+        """Evaluate the initial model, or send restored weights to the replicas, before explorers start.
 
-        ``restored`` is the trainer's own state in a checkpoint (the KL controller's coefficient); None: a new run.
+        ``restored`` is the trainer's state in a checkpoint (the KL controller's coefficient). None starts a new run.
         """
         self._published = self.updated = first_step
         if restored is None:
@@ -110,7 +110,7 @@ class Trainer:
 
     @asynccontextmanager
     async def recover_lost_samples(self, step: Step) -> AsyncIterator[None]:
-        """Give the batch back when samples of it are lost. Then the stages are repeated, but no update is."""
+        """Release the batch if samples of it are lost. The stages then run again, but completed updates do not."""
         try:
             yield
         except QueueError as error:
@@ -123,7 +123,7 @@ class Trainer:
     # -- the stages of a step, in order
 
     async def next_batch(self, step: Step) -> bool:
-        """Lease the batch of the step. Returns False when the run has to stop before this step."""
+        """Lease the batch of the step. Return False if the run has to stop before this step."""
         async with self.role.measure("next_batch", "trainer", step.number):
             batch = await self.batches.next(step.number, may_stop=not step.updates)
         if batch is not None:
@@ -131,25 +131,25 @@ class Trainer:
         return step.leased
 
     async def reference_log_probs(self, step: Step) -> None:
-        """Compute log-probs of the reference policy, where the algorithm has one."""
+        """Compute log-probs of the reference policy, if the algorithm has one."""
         if self.reference is not None:
             async with self.role.measure("reference_log_probs", "trainer", step.number):
                 await self.reference.compute_log_probs(step.rows, "ref_log_probs")
 
     async def old_log_probs(self, step: Step) -> None:
-        """Compute log-probs of the policy before the update, unless the rollout's are used."""
+        """Compute log-probs of the policy before the update, unless the algorithm uses those of the rollout."""
         if self.role.algorithm.recompute_old_log_probs:
             async with self.role.measure("old_log_probs", "trainer", step.number):
                 await self.actor.compute_log_probs(step.rows, "old_log_probs")
 
     async def values(self, step: Step) -> None:
-        """Compute the critic's values, where there is a critic."""
+        """Compute the critic's values, if there is a critic."""
         if self.critic is not None:
             async with self.role.measure("values", "trainer", step.number):
                 await self.critic.compute_values(step.rows, "values")
 
     async def advantages(self, step: Step) -> None:
-        """Turn rewards into advantages, unless the data's own answers are the target."""
+        """Compute advantages from rewards, unless the algorithm trains on given answers."""
         if self.role.algorithm.advantages is not None:
             async with self.role.measure("advantages", "trainer", step.number):
                 metrics, written = await self.role.workers.estimator.estimate(step.batch, self.kl_coefficient)
@@ -157,7 +157,7 @@ class Trainer:
                 step.metrics |= metrics
 
     async def update_critic(self, step: Step) -> None:
-        """Do the critic's optimizer steps on the batch."""
+        """Run the critic's optimizer steps on the batch."""
         if self.critic is not None:
             async with self.role.measure("update_critic", "trainer", step.number):
                 taken = {name: value for name, value in self.role.algorithm.loss_options.items() if name in _SHARED}
@@ -170,7 +170,7 @@ class Trainer:
                     step.updates[key] = update
 
     async def update_actor(self, step: Step) -> None:
-        """Do the policy's optimizer steps on the batch, once the critic's warm-up is over."""
+        """Run the policy's optimizer steps on the batch, once the critic's warm-up is over."""
         async with self.role.measure("update_actor", "trainer", step.number):
             if self.critic is None or step.number >= self.role.config.critic.warmup_steps:
                 for key, part in self._open_updates("actor", step):
@@ -188,7 +188,7 @@ class Trainer:
         self.updated = step.number + 1
 
     async def publish_weights(self, step: Step) -> None:
-        """Bring the new weights to the replicas when the schedule or an evaluation asks for them."""
+        """Send the new weights to the replicas if the schedule or an evaluation needs them."""
         version = step.number + 1
         if self.sync and (self.role.schedule.syncs_after(step.number) or self.evaluator.is_due(version)):
             async with self.role.measure("publish_weights", "trainer", step.number):
@@ -200,7 +200,7 @@ class Trainer:
             self._published = version
 
     async def acknowledge(self, step: Step) -> None:
-        """Tell the queue that the batch is used, and the hooks what the step was like."""
+        """Acknowledge the batch to the queue, and report the step to the hooks."""
         role, hooks, done = self.role, self.role.hooks, step.number + 1
         await role.queue.ack(step.batch, step=step.number)  # final with the next checkpoint
         hooks.step_ended(event=StepEnded(step=done, metrics={**step.metrics, **self._measured(step)}))
@@ -212,21 +212,21 @@ class Trainer:
                 hooks.samples_recorded(event=SamplesRecorded(step=done, partition=TRAIN, samples=samples))
 
     async def evaluate(self, steps_done: int) -> None:
-        """Evaluate the weights that the replicas serve, when that is due."""
+        """Evaluate the weights that the replicas serve, if an evaluation is due."""
         if self.evaluator.is_due(steps_done):
             await self.evaluator.evaluate(self._published)
 
     async def checkpoint(self, steps_done: int) -> None:
-        """Write a checkpoint when one is due; acks of the steps before it are final."""
+        """Write a checkpoint if one is due. It makes the acks of the steps before it final."""
         if not self.role.config.checkpoint.every:
-            await self.role.queue.commit(steps_done - 1)  # no run goes on from here: there is nothing to wait for
+            await self.role.queue.commit(steps_done - 1)  # no run can resume from here, so acks are final now
         if self.checkpoints.is_due(steps_done):
             await self.checkpoints.save(steps_done, {"kl_coefficient": self.kl_coefficient})
 
     async def checkpoint_before(self, step: Step) -> int:
-        """Write a checkpoint of the state before a step. Returns the number of completed steps.
+        """Write a checkpoint of the state before a step. Return the number of completed steps.
 
-        Without an offset, explorers did nothing when the last step ended: its batch is made again by a resumed run.
+        Without an offset, explorers were idle when the last step ended, so a resumed run regenerates this batch.
         """
         if step.number > self.checkpoints.saved:
             again_from = None if self.role.schedule.sync_offset else step.number
@@ -234,7 +234,7 @@ class Trainer:
         return step.number
 
     async def release_explorers(self, steps_done: int) -> None:
-        """Let explorers go on. It comes last, so that without an offset nothing is in flight at a checkpoint."""
+        """Let explorers continue. This is the last stage: without an offset, no rollout runs during a checkpoint."""
         self.checkpoints.random = random_state()
         if self.role.name == "train":
             await publish(self.role, self._synced, self._published)
@@ -244,7 +244,7 @@ class Trainer:
     # -- parts of stages
 
     def _open_updates(self, role: str, step: Step) -> Iterator[tuple[tuple[str, int], BatchMeta]]:
-        """The mini-batches of all epochs, less those that were done before samples of the batch were lost."""
+        """Yield the mini-batches of all epochs that no optimizer step has used yet."""
         settings = self.role.config.algorithm
         parts = mini_batches(step.rows, settings.mini_batches, whole_groups=self.role.algorithm.whole_groups)
         for index, part in enumerate(parts * settings.epochs):
@@ -270,7 +270,7 @@ class Trainer:
         return _finite(update, "policy/loss", step)
 
     def _measured(self, step: Step) -> dict[str, float]:
-        """Measure a step's batch, its stages and its speed."""
+        """Return metrics of the step's batch, stages and throughput."""
         tags, seconds = step.batch.tags, self.role.clock.time() - step.started
         lengths = [each["response_tokens"] for each in tags]
         measured = {
@@ -287,7 +287,7 @@ class Trainer:
             measured["staleness/max"] = float(step.number - oldest_version(tags))
             measured["groups/retries"] = float(sum(retries.values()))
         for lease, each in zip(step.batch.leases, tags, strict=True):
-            if lease.partition != TRAIN or each["batch"] != step.number:  # it is not of the step's own groups
+            if lease.partition != TRAIN or each["batch"] != step.number:  # it is replayed or mixed in
                 name = f"samples/{'replayed' if lease.partition == TRAIN else lease.partition}"
                 measured[name] = measured.get(name, 0.0) + 1.0
         return measured
@@ -309,7 +309,7 @@ def _finite(update: Mapping[str, float], loss: str, step: Step) -> Mapping[str, 
 
 
 def further_groups(ratio: float, step: int, own: int) -> int:
-    """Count what is mixed into a batch of ``own`` groups: the ratio holds over all steps, as nearly as it can."""
+    """Return how many groups to mix into a batch of ``own`` groups, so that the ratio holds over all steps."""
     each = own * Fraction(str(ratio))
     return floor((step + 1) * each) - floor(step * each)
 
@@ -323,12 +323,12 @@ class BatchSource:
     """Leases the samples of each step from the queue."""
 
     role: Role
-    stop: asyncio.Event = attrs.field(factory=asyncio.Event)  #: set when the run has to end at the next boundary
-    #: by partition: what a batch has beside the step's own groups; in the trainer's own, groups that it has used
+    stop: asyncio.Event = attrs.field(factory=asyncio.Event)  #: set when the run has to stop at the next boundary
+    #: what is added to the step's own groups, by partition; in the training partition: used groups, replayed
     mixed: dict[str, ReplayConfig | MixConfig] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        """Read what is mixed in."""
+        """Read the mixing settings."""
         named = attrs.asdict(self.role.config.mixing, recurse=False)
         self.mixed = {TRAIN if name == "replay" else name: each for name, each in named.items() if each is not None}
 
@@ -343,13 +343,13 @@ class BatchSource:
             await register(_consumer(partition), partition, columns, sampler=each.sampler, reuse=reuse)
 
     async def next(self, step: int, *, may_stop: bool) -> BatchMeta | None:
-        """Lease the batch of a step (from 0); None when the run has to stop before it.
+        """Lease the batch of a step (from 0). Return None if the run has to stop before it.
 
-        With ``may_stop`` it stops there, if that is a step before which a checkpoint can be cut.
+        With ``may_stop``, a requested stop takes effect here if a checkpoint can be cut before this step.
 
         Raises:
-            DeadlineExceeded: the batch, or what is mixed in, was not complete in time.
-            ScheduleError: ``schedule.staleness``.
+            DeadlineExceeded: If the batch, or the groups that are mixed in, are not complete in time.
+            ScheduleError: ``schedule.staleness`` if the batch is staler than the schedule allows.
         """
         queue, schedule, seconds = self.role.queue, self.role.schedule, self.role.config.deadlines.batch
         leasing = asyncio.ensure_future(queue.lease_batch(CONSUMER, step, deadline_seconds=seconds))
@@ -370,7 +370,7 @@ class BatchSource:
         return batch
 
     async def _or_stop(self, leasing: asyncio.Future[Any]) -> None:
-        """Wait for the lease or for the stop, whichever comes first; after a stop, the lease is cancelled."""
+        """Wait for the lease or for a stop, whichever comes first. A stop cancels the lease."""
         stopped: asyncio.Future[Any] = asyncio.ensure_future(self.stop.wait())
         try:
             await asyncio.wait({leasing, stopped}, return_when=asyncio.FIRST_COMPLETED)
