@@ -1,6 +1,6 @@
-"""The advantage worker: what an algorithm has to know of a whole batch, from the queue's columns into further ones.
+"""The advantage worker: it computes columns that depend on a whole batch from other columns of the queue.
 
-It takes metadata and gives plain numbers back, so that it may live in another process than the trainer.
+It takes metadata and returns plain numbers, so that it can run in another process than the trainer.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 
 class AdvantageWorker:
-    """Runs registered parts over the samples of a batch."""
+    """Runs the algorithm's registered components over the samples of a batch."""
 
     def __init__(self, values: Values, algorithm: ResolvedAlgorithm) -> None:
         self._values, self._algorithm = values, algorithm
 
     async def estimate(self, batch: BatchMeta, kl_coefficient: float = 0.0) -> tuple[dict[str, float], Written]:
-        """Write ``advantages`` and ``returns``, float32 per response token, and what else the algorithm reads.
+        """Write ``advantages`` and ``returns``, float32 per response token, and the algorithm's other columns.
 
         Args:
-            batch: Samples that the policy generated, an expert's among them, and greedy rollouts as baselines.
-            kl_coefficient: Of the KL penalty in the reward.
+            batch: Samples of the policy, samples of an expert, and greedy rollouts that serve as baselines.
+            kl_coefficient: Coefficient of the KL penalty in the reward.
 
         Returns:
-            Statistics of rewards and advantages, ``reward/kl``, the correction's diagnostics; and what was written to
-            all samples but baselines. An expert's have advantages of 0 and nothing to correct.
+            Metrics (statistics of rewards and advantages, ``reward/kl``, diagnostics of the off-policy correction),
+            and what was written for all samples but baselines. Expert samples have advantage 0 and weight 1.
         """
         algorithm, target = self._algorithm, trained(batch)
         assert algorithm.advantages is not None
@@ -63,9 +63,9 @@ class AdvantageWorker:
         return metrics, await self._values.write(target, columns)
 
     async def prepare(self, batch: BatchMeta) -> Written:
-        """Write what the loss has to know of the whole batch (see :func:`jackfield.algorithms.prepare`).
+        """Write the loss inputs that depend on the whole batch (see :func:`jackfield.algorithms.prepare`).
 
-        ``batch`` is that of one optimizer step, and has the policy's log-probs as it begins in ``log_probs``.
+        ``batch`` is the mini-batch of one optimizer step. Its column ``log_probs`` was computed before that step.
         """
         algorithm, loss = self._algorithm, part("loss", self._algorithm.loss)
         there = {"old_log_probs", "rollout_log_probs", "advantages"} if algorithm.advantages else set()
@@ -107,7 +107,7 @@ class AdvantageWorker:
         return _Responses(batch, await self._values.read(batch, sorted(names)))
 
     async def _baselines(self, batch: BatchMeta, rows: BatchMeta) -> torch.Tensor | None:
-        """``[B]``: for each sample the reward of its group's greedy rollout; None without such rollouts."""
+        """Return ``[B]``, each sample's reward of its group's greedy rollout; None without such rollouts."""
         import torch
 
         found = where(batch, is_baseline)
@@ -120,7 +120,7 @@ class AdvantageWorker:
         return torch.tensor([totals[group] for group in rows.groups])
 
     def _inputs(self, rows: _Responses, baselines: torch.Tensor | None) -> dict[str, Any]:
-        """Whatever an estimator may ask for beside rewards; each takes what it uses."""
+        """Return all inputs that estimators can use in addition to rewards; each takes what it needs."""
         import torch
 
         tags, columns, old = rows.batch.tags, rows.columns, self._algorithm.old_log_probs
@@ -132,7 +132,7 @@ class AdvantageWorker:
         }
         if "values" in columns:
             offered["values"] = rows.padded("values")
-        if "prompt_ids" in columns:  # a step's state is what the model was shown
+        if "prompt_ids" in columns:  # a step's state is the context that the model saw
             prompts = to_nested(columns["prompt_ids"]).unbind()
             offered["anchor_ids"] = _numbers([tuple(prompt.tolist()) for prompt in prompts])
         if "reward_dimensions" in columns:
@@ -142,7 +142,7 @@ class AdvantageWorker:
         return offered
 
     def _shaped(self, rows: _Responses, kl_coefficient: float, metrics: dict[str, float]) -> torch.Tensor:
-        """Rewards after shaping: changes of a whole response's reward stand on its last token."""
+        """Return shaped token rewards; a change of a whole response's reward is added to its last token."""
         import torch
 
         algorithm, rewards = self._algorithm, rows.token_rewards
@@ -162,7 +162,7 @@ class AdvantageWorker:
         return rewards
 
     def _weights(self, rows: _Responses, metrics: dict[str, float]) -> torch.Tensor:
-        """Weights of the policy that generated, 0 for what is rejected."""
+        """Return importance weights for the policy that generated; rejected tokens have weight 0."""
         assert self._algorithm.correction is not None
         weights, kept, diagnostics = self._algorithm.correction.weights(
             rows.padded("old_log_probs"), rows.padded("rollout_log_probs"), rows.mask
@@ -172,7 +172,7 @@ class AdvantageWorker:
 
 
 class _Responses:
-    """Columns of samples, padded where they are asked for."""
+    """Columns of samples, padded on request."""
 
     def __init__(self, batch: BatchMeta, columns: Mapping[str, Column]) -> None:
         self.batch, self.columns = batch, columns
@@ -182,11 +182,11 @@ class _Responses:
         self.token_rewards = self._rewards()  #: float32 ``[B, T]``
 
     def padded(self, name: str) -> torch.Tensor:
-        """``[B, T]``."""
+        """Return a column padded to ``[B, T]``."""
         return to_padded(to_nested(self.columns[name]), length=self.mask.shape[1])
 
     def _rewards(self) -> torch.Tensor:
-        """One number of a sample stands on the response's last token."""
+        """Return token rewards; a scalar reward of a sample is placed on the response's last token."""
         import torch
 
         rewards, rows = self.columns["reward"], torch.arange(len(self.mask))
@@ -202,7 +202,7 @@ class _Responses:
 
 
 class _Whole:
-    """All samples that are trained on: the policy's own, and an expert's among them."""
+    """All samples of a batch that are trained on: the policy's and an expert's, in the batch's order."""
 
     def __init__(self, batch: BatchMeta, rows: _Responses) -> None:
         import torch
@@ -212,13 +212,13 @@ class _Whole:
         self._sizes[self.own] = rows.sizes
 
     def spread(self, values: torch.Tensor, experts: float = 0.0) -> torch.Tensor:
-        """Put values of the policy's samples, float32 ``[own, ...]``, among an expert's: ``[B, ...]``."""
+        """Expand values of the policy's samples, float32 ``[own, ...]``, to ``[B, ...]``; experts' rows are filled."""
         whole = values.new_full((len(self.own), *values.shape[1:]), experts)
         whole[self.own] = values
         return whole
 
     def jagged(self, values: torch.Tensor, experts: float = 0.0) -> Column:
-        """Make a column of ``[own, T]``; each of an expert's tokens has the value ``experts``."""
+        """Make a column from ``[own, T]``; every token of an expert's sample gets the value ``experts``."""
         import torch
 
         longer = max(int(self._sizes.max()) - values.shape[1], 0)
@@ -227,7 +227,7 @@ class _Whole:
 
 
 def _numbers(names: Sequence[Any]) -> torch.Tensor:
-    """int64 ``[B]``: equal numbers for equal names."""
+    """Return int64 ``[B]`` with equal numbers for equal names."""
     import torch
 
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}

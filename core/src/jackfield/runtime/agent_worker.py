@@ -1,6 +1,6 @@
-"""Makes samples: runs agent loops and writes what they yield to the queue's backend.
+"""The agent worker: it runs agent loops and writes their samples to the queue's backend.
 
-The controller sees keys, tags and sizes; token ids go from here to the backend.
+The controller sees only keys, tags and sizes; token ids go directly to the backend.
 """
 
 from __future__ import annotations
@@ -26,52 +26,52 @@ from jackfield.runtime.workers import is_lost, resubmitted
 
 @attrs.frozen(kw_only=True)
 class RolloutJob:
-    """One rollout of an agent loop, or an answer of the data that stands for one."""
+    """One rollout of an agent loop, or answers from the data that replace one."""
 
-    id: str  #: what the keys of its samples begin with
+    id: str  #: prefix of the keys of its samples
     partition: str
     group: str
     rollout: int = 0
     task: Task
-    sampling: Mapping[str, Any] | None = None  #: None: copy the task's own answers
+    sampling: Mapping[str, Any] | None = None  #: None: copy the task's answers instead of generating
     seconds: float = 600.0  #: the rollout's deadline
-    expert: bool = False  #: an answer stands among samples of the policy, and has their columns
-    last: bool = False  #: keep the last sequence alone
+    expert: bool = False  #: the answer joins samples of the policy, and gets all their columns
+    last: bool = False  #: keep the last sequence only
 
 
 @attrs.define(eq=False)
 class AgentWorker:
-    """Runs agent loops side by side."""
+    """Runs agent loops concurrently."""
 
     _values: Values
     _tokenizer: ChatTokenizer  #: of the model
     _clock: Clock
-    #: makes a loop for one rollout, which tells of the sampling parameters of its requests; None: nothing is generated
+    #: makes the loop of one rollout; its argument is called with each request's sampling parameters; None: no agents
     _make_agent: Callable[[Callable[[SamplingParams], None]], AgentLoopBase] | None
-    #: of a sample of the data's own answers; agents have the limit in their context
+    #: for samples that copy the data's answers; agents find their limit in their context
     _max_prompt_tokens: int | None = attrs.field(default=None, kw_only=True)
-    _router: Router | None = attrs.field(default=None, kw_only=True)  #: through which the agents generate
+    _router: Router | None = attrs.field(default=None, kw_only=True)  #: sends the agents' requests to replicas
 
     async def run(self, job: RolloutJob) -> RolloutReport:
         """Run a rollout to its end, or copy the task's answers, and write the samples to the queue's backend.
 
         Raises:
-            JackfieldError: the loop's own, ``agent.failed``, ``agent.output`` or ``deadline``.
-            DataError: the task has no answer, or its prompt is too long.
-            QueueError: ``queue.lost`` where storage units die again and again.
+            JackfieldError: An error of the loop, ``agent.failed``, ``agent.output`` or ``deadline``.
+            DataError: If the task has no answer to copy, or its prompt is too long.
+            QueueError: ``queue.lost`` if storage units die repeatedly.
         """
         sequences, more = await self._sequences(job)
         tags = tuple({**sequence_tags(job.task, each, job.rollout), **more} for each in sequences)
         columns = sequence_columns(job.task, sequences, supervised=job.sampling is None and not job.expert)
         keys = tuple(f"{job.id}/{number}" for number in range(len(tags)))
         put = partial(self._values.put, job.partition, keys, columns, tags)
-        written = await resubmitted(put, f"sample {job.id}", is_lost)  # new samples go to the other units
+        written = await resubmitted(put, f"sample {job.id}", is_lost)  # a retry puts samples on the remaining units
         return RolloutReport(
             group=job.group, rollout=job.rollout, keys=keys, columns=written.columns, sizes=written.sizes, tags=tags
         )
 
     async def _sequences(self, job: RolloutJob) -> tuple[Sequence[AgentSequence], dict[str, Any]]:
-        """Run an agent loop, or copy answers. Returns the sequences, and further tags of each."""
+        """Run an agent loop, or copy answers. Return the sequences, and additional tags for each of them."""
         sampling = job.sampling
         if sampling is None:
             return self._answers(job.task), {}
@@ -90,9 +90,9 @@ class AgentWorker:
         return output.sequences[-1:] if job.last else output.sequences, tags
 
     def _answers(self, task: Task) -> list[AgentSequence]:
-        """Make sequences of the task's own answers; a task with a worse answer, too, gives two.
+        """Make sequences from the task's answers: two if the task has a rejected answer, else one.
 
-        They were not sampled, so their log-probs are 0, and they have no score.
+        Answers are not sampled, so their log-probs are 0, and they have no score.
         """
         prompt_ids = tuple(encode_prompt(self._tokenizer, task, self._max_prompt_tokens))
         return [
@@ -108,19 +108,19 @@ class AgentWorker:
         ]
 
     async def route(self, servers: Mapping[int, Generates], seconds: float) -> int:
-        """Have agents generate on these replicas from now on: :meth:`Router.route`."""
+        """Send the agents' requests to these replicas from now on (see :meth:`Router.route`)."""
         assert self._router is not None, "a worker without replicas runs no agents"
         return await self._router.route(servers, seconds)
 
     async def prompt_ids(self, task: Task, most: int) -> tuple[int, ...]:
-        """The first tokens of a task's prompt, ``most`` of them at most, and no more than a prompt may have."""
+        """Return at most ``most`` first tokens of a task's prompt, within the prompt's length limit."""
         limit = most if self._max_prompt_tokens is None else min(most, self._max_prompt_tokens)
         return self._tokenizer.encode_chat(task.messages)[:limit]
 
     async def records(
         self, partition: str, keys: Sequence[str], tags: Sequence[Mapping[str, Any]], *, with_reward: bool
     ) -> tuple[SampleRecord, ...]:
-        """Samples in a form that people read; ``reward`` is None without ``with_reward``."""
+        """Return samples as text for display; ``reward`` is None without ``with_reward``."""
         names = ("prompt_ids", "response_ids", "response_mask", *(("reward",) if with_reward else ()))
         columns = await self._values.get(partition, keys, names)
         rows = {name: rows_of(column) for name, column in columns.items()}
@@ -140,7 +140,7 @@ class AgentWorker:
 
 
 def _own_sampling(given: Mapping[str, Any], asked: Iterable[SamplingParams]) -> dict[str, str]:
-    """A tag that says what an agent has asked for in the place of what it was given."""
+    """Return a tag that lists the sampling parameters that an agent changed; empty if it changed none."""
     names = ("temperature", "top_p", "top_k", "min_p", "log_probs")
     pairs = {(name, getattr(one, name)) for one in asked for name in names if name in given}
     own = sorted(f"{name}: {value}" for name, value in pairs if value != given[name])
@@ -148,12 +148,12 @@ def _own_sampling(given: Mapping[str, Any], asked: Iterable[SamplingParams]) -> 
 
 
 def ends_the_run(error: JackfieldError) -> bool:
-    """Return whether every rollout would fail likewise: input, configuration or a replica is wrong."""
+    """Return whether every rollout would fail with this error: input, configuration or a replica is at fault."""
     return isinstance(error, ConfigError | DataError | PluginError) or error.code == "rollout.stopped"
 
 
 def _check(output: AgentLoopOutput, task: Task) -> None:
-    """Refuse what no step could show, inputs that no engine would see, and parts that do not fit."""
+    """Refuse non-finite metrics, inputs that no engine would see, and parts of a sequence that do not match."""
 
     def refuse(what: str, expected: str, found: str, fix: str | None = None) -> NoReturn:
         message, where = f"an agent loop returned {what}", f"task {task.id}"

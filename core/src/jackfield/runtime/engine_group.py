@@ -1,4 +1,4 @@
-"""The ranks of one model, seen from the controller: what goes to which rank, and what comes back."""
+"""The ranks of one model as the controller calls them: it splits batches and collects results."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from jackfield.runtime.engine_rank import Comparison, EngineRank
 
 T = TypeVar("T")
 
-_CAUSE_SECONDS = 2.0  #: for the rank that caused a failure to be known
+_CAUSE_SECONDS = 2.0  #: to wait until the rank that caused a failure is known
 
 
 @attrs.define(eq=False)
 class EngineGroup:
-    """Splits a batch by the layout that the ranks declare, and collects from the ranks whose results count.
+    """Splits a batch by the layout that the ranks declare, and collects results from the output ranks.
 
-    It handles metadata only, and does not know how the ranks are parallel: ranks of one data-parallel rank get the
+    It handles metadata only and knows no parallelism but data parallelism: ranks of one data-parallel rank get the
     same samples.
     """
 
     _role: str  #: ``actor``, ``reference`` or ``critic``, for messages
-    _ranks: Sequence[EngineRank]  #: all of them, in order, or their stubs
+    _ranks: Sequence[EngineRank]  #: all ranks in order, or their stubs
     _queue: TransferQueue
     _clock: Clock
-    #: deadline of one call of a rank: a model's loading, a pass, a step, a checkpoint
+    #: deadline of one call of a rank: loading a model, a pass, a step or a checkpoint
     _seconds: float = attrs.field(kw_only=True)
-    #: work as the base model (the reference policy of a LoRA actor)
+    #: compute with the base model (the reference policy of a LoRA actor)
     _adapter_off: bool = attrs.field(default=False, kw_only=True)
     _layouts: list[EngineLayout] = attrs.field(factory=list, init=False)
     reading: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)  #: held while weights are read between steps
 
     def without_adapter(self) -> EngineGroup:
-        """Return the same ranks as the base model."""
+        """Return a group of the same ranks that computes with the base model."""
         base = attrs.evolve(self, role="reference", adapter_off=True)
         base._layouts = self._layouts
         return base
@@ -67,18 +67,18 @@ class EngineGroup:
             await self._queue.add_columns(part, written)
 
     async def score(self, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probs of each response's tokens behind one prompt: a few, no samples. Every rank computes all of them."""
+        """Return the log-probs of each response's tokens after one prompt. Every rank computes all of them."""
         results = await self._all("to score a few tokens", lambda rank, _: rank.score(prompt_ids, responses))
         return next(result for result in results if result is not None)
 
     async def update(self, batch: BatchMeta, loss: LossSpec, comparison: Comparison | None = None) -> dict[str, float]:
-        """Do one optimizer step: ``grad_norm``, ``lr`` and the loss's metrics, and what a comparison finds."""
+        """Run one optimizer step. Return ``grad_norm``, ``lr``, the loss's metrics and a comparison's distances."""
         parts = await self._read(batch, update=True, comparison=comparison)
         results = await self._all(f"to train on {_named(batch)}", lambda rank, _: rank.update(loss))
         return combined([metrics for _, metrics in self._counting(parts, results)])
 
     def _counting(self, parts: Sequence[BatchMeta], results: Sequence[T | None]) -> list[tuple[BatchMeta, T]]:
-        """Choose one output rank of each data-parallel rank: its samples and its result."""
+        """Return samples and result of one output rank for each data-parallel rank."""
         counting: dict[int, tuple[BatchMeta, T]] = {}
         for layout, part, result in zip(self._layouts, parts, results, strict=True):
             if layout.is_output_rank and result is not None:
@@ -88,9 +88,9 @@ class EngineGroup:
     async def _read(
         self, batch: BatchMeta, *, update: bool, comparison: Comparison | None = None
     ) -> Sequence[BatchMeta]:
-        """Have each rank read its samples, and return them.
+        """Let each rank read its samples, and return the samples by rank.
 
-        Ranks work together: none begins before all have theirs, for some may be lost.
+        Samples may be lost, and ranks compute together, so no rank starts to compute before all have read.
         """
         parts = self._split(batch)
         what = f"to read {_named(batch)}"
@@ -98,7 +98,7 @@ class EngineGroup:
         return parts
 
     async def save(self, folder: str, format: Literal["native", "huggingface"]) -> None:
-        """Write a checkpoint."""
+        """Write a checkpoint into ``folder``."""
         async with self.reading:
             await self._all(f"to save {folder}", lambda rank, _: rank.save(folder, format))
 
@@ -111,7 +111,7 @@ class EngineGroup:
         await self._all(f"to move to {device}", lambda rank, _: rank.to(device))
 
     def _split(self, batch: BatchMeta) -> list[BatchMeta]:
-        """Choose the samples of each rank."""
+        """Return the samples of each rank."""
         assert self._layouts, "initialize() comes first"
         size = self._layouts[0].data_parallel_size
         if len(batch) < size:
@@ -127,7 +127,7 @@ class EngineGroup:
         return [parts[layout.data_parallel_rank] for layout in self._layouts]
 
     async def _all(self, what: str, call: Callable[[EngineRank, int], Awaitable[T]]) -> list[T]:
-        """Have every rank do its part; the first failure ends the wait for the others."""
+        """Call every rank and return the results. The first failure ends the wait for the others."""
         tasks = []
         for index, rank in enumerate(self._ranks):
             name = f"the {self._role} engine, rank {index}, {what}"
@@ -142,7 +142,7 @@ class EngineGroup:
                 task.cancel()
 
     async def _cause(self, tasks: Sequence[asyncio.Task[Any]]) -> BaseException:
-        """Find out why a call failed. When a rank dies, the others may notice first, by what they miss."""
+        """Return why a call failed. If a rank dies, others may fail first because they wait for it."""
         with suppress(DeadlineExceeded):
             await self._clock.wait_for(asyncio.wait(tasks), _CAUSE_SECONDS, "the other ranks")
         errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
@@ -150,9 +150,9 @@ class EngineGroup:
 
 
 def shares(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Row indexes of each data-parallel rank: equal numbers of rows (to one), and about equal sums of lengths.
+    """Return row indexes per data-parallel rank, with equal numbers of rows (±1) and similar sums of lengths.
 
-    Longest rows first, each to the rank with the fewest tokens that has room. With one rank: all rows, in order.
+    Rows are assigned longest first, to the rank with the fewest tokens that has room. One rank gets all, in order.
     """
     size, larger = divmod(len(lengths), ranks)
     room = [size + (rank < larger) for rank in range(ranks)]
@@ -167,9 +167,9 @@ def shares(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def combined(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """One step's metrics from the data-parallel ranks' shares.
+    """Combine the data-parallel ranks' shares of a step's metrics.
 
-    Shares add up, but for names that end in ``/max`` or ``/min``; ``grad_norm`` and ``lr`` are the same on every rank.
+    Shares are summed. Names in ``/max`` or ``/min`` take the extreme; ``grad_norm`` and ``lr`` are equal on all ranks.
     """
     rules: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min}
     whole: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""One rank of an engine: it reads its samples from the queue's backend and writes its columns there."""
+"""One rank of an engine, which reads samples from the queue's backend and writes columns there."""
 
 from __future__ import annotations
 
@@ -22,48 +22,48 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
-PREFIX = "log_prob_check/"  #: of the names that :func:`distances` returns
+PREFIX = "log_prob_check/"  #: prefix of the names that :func:`distances` returns
 _SAMPLE = ("prompt_ids", "response_ids", "response_mask")
 
 
 @attrs.frozen(kw_only=True)
 class Comparison:
-    """What a training pass is compared with; plain values, so that it can travel."""
+    """Selects what a training pass is compared with. It has plain values only, so it can be sent by RPC."""
 
     engine: str  #: column of the engine's log-probs, computed by an inference pass with the same weights
-    #: samples that weights of this version alone generated are compared with ``rollout_log_probs``, too; None: none is
+    #: samples generated entirely by this version are also compared with ``rollout_log_probs``; None: no sample is
     version: int | None
-    slack: float = 0.0  #: nats by which the rollout's may be higher than the engine's: what its filters explain
-    dropout: bool = False  #: it is wanted: the rollout's are compared with the inference pass
+    slack: float = 0.0  #: nats by which sampling filters may raise the rollout's log-probs
+    dropout: bool = False  #: the model trains with dropout: compare the rollout's with the inference pass
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Return the columns that have to be read for it."""
+        """Return the columns that the comparison reads."""
         return (self.engine,) if self.version is None else (self.engine, "rollout_log_probs")
 
 
 @attrs.define(eq=False)
 class EngineRank:
-    """Drives one :class:`~jackfield.abc.engine.BaseEngine`, in a thread, so that the event loop stays free."""
+    """Runs one :class:`~jackfield.abc.engine.BaseEngine` in a thread, so that the event loop stays responsive."""
 
     _engine: BaseEngine
     _values: Values
-    _loss_columns: Sequence[str] = attrs.field(default=(), kw_only=True)  #: what the loss reads beside the sample
-    #: columns of the queue by the names that the loss knows them under, where these differ
+    _loss_columns: Sequence[str] = attrs.field(default=(), kw_only=True)  #: further columns that the loss reads
+    #: columns of the queue by their names in the loss, if these differ
     _renamed: Mapping[str, str] = attrs.field(factory=dict, kw_only=True)
-    sender: WeightSender | None = attrs.field(default=None, kw_only=True)  #: None: it publishes no weights
+    sender: WeightSender | None = attrs.field(default=None, kw_only=True)  #: None: this rank publishes no weights
     _work: tuple[BatchMeta, Comparison | None, TensorDict] | None = attrs.field(default=None, init=False)
 
     async def initialize(self) -> EngineLayout:
-        """Load the model. Returns where this rank is among the others."""
+        """Load the model. Return this rank's place among the others."""
         await self._in_thread(self._engine.initialize)
         return self._engine.layout
 
     async def read(self, batch: BatchMeta, *, update: bool, comparison: Comparison | None = None) -> None:
-        """Read what the next call works on: :meth:`update`, or :meth:`compute`.
+        """Read the samples for the next call of :meth:`update` or :meth:`compute`.
 
         Raises:
-            QueueError: samples are not there; nothing has been begun.
+            QueueError: If samples are missing. No rank has started to compute then.
         """
         from tensordict import TensorDict
 
@@ -74,7 +74,7 @@ class EngineRank:
         self._work = batch, comparison, TensorDict(values, batch_size=[len(batch)])
 
     def _taken(self) -> tuple[BatchMeta, Comparison | None, TensorDict]:
-        """Take what was read last."""
+        """Return what :meth:`read` read last, and forget it."""
         work, self._work = self._work, None
         assert work is not None, "read() comes first"
         return work
@@ -85,7 +85,7 @@ class EngineRank:
         """Write the model's log-probs of the responses, or a critic's values, into ``column``.
 
         Returns:
-            What was written; None where another rank's results count.
+            What was written; None if this is not an output rank.
         """
         batch, _, table = self._taken()
         output = await self._in_thread(self._forward, table, adapter_off)
@@ -94,7 +94,7 @@ class EngineRank:
         return await self._values.write(batch, {column: from_nested(getattr(output, kind))})
 
     async def score(self, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]] | None:
-        """Compute log-probs of a few tokens that are no samples; None where another rank's results count."""
+        """Return log-probs of tokens that are not in the queue; None if this is not an output rank."""
         data = _table(prompt_ids, responses)
         output = await self._in_thread(self._forward, data, False)
         if not self._engine.layout.is_output_rank:
@@ -102,9 +102,9 @@ class EngineRank:
         return [row.tolist() for row in output.log_probs.unbind()]
 
     async def update(self, loss: LossSpec) -> dict[str, float]:
-        """Do this rank's part in one optimizer step: ``grad_norm``, ``lr`` and its share of the loss's metrics.
+        """Run this rank's part of one optimizer step. Return ``grad_norm``, ``lr`` and its share of the loss's metrics.
 
-        With a comparison, the :func:`distances` of the pass that is trained on, too.
+        With a comparison, the result includes the :func:`distances` of the training pass.
         """
         import torch
 
@@ -173,7 +173,7 @@ def _require_log_probs(output: EngineOutput) -> torch.Tensor:
 
 
 def _table(prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> TensorDict:
-    """Values of one prompt, in the form of a batch."""
+    """Return one prompt and its responses in the form of a batch."""
     import torch
     from tensordict import TensorDict
 
@@ -194,23 +194,23 @@ def distances(trained: torch.Tensor, table: TensorDict, batch: BatchMeta, compar
     """Compute distances of log-probs over the model's own tokens, in nats.
 
     Args:
-        trained: Of the training pass, jagged ``[B, j]``.
-        table: Jagged ``response_mask`` and the comparison's columns, ``[B, j]``.
+        trained: Log-probs of the training pass, jagged ``[B, j]``.
+        table: ``response_mask`` and the comparison's columns, jagged ``[B, j]``.
         batch: The samples.
-        comparison: With what.
+        comparison: What to compare with.
 
     Returns:
-        Behind :data:`PREFIX`, for ``train_mode`` (training against inference pass) and ``rollout`` (rollout against
-        training pass): ``tokens``, ``sum`` and ``max`` of the distances; ``rollout/signed_sum``, positive where the
+        With :data:`PREFIX`, for ``train_mode`` (training against inference pass) and ``rollout`` (rollout against
+        training pass): ``tokens``, ``sum`` and ``max`` of the distances; ``rollout/signed_sum``, positive if the
         rollout's are higher; and ``sample/KEY/max``, the mean distance of the sample that is farthest from the rollout.
-        All but ``max`` add up over ranks. Nothing of ``rollout`` where no sample can be compared.
+        All but ``max`` are summed over ranks. ``rollout`` is absent if no sample can be compared.
     """
     import torch
 
     mask = to_padded(table["response_mask"]) != 0
     now, engine = to_padded(trained), to_padded(table[comparison.engine])
     result, version = _statistics("train_mode", (now - engine).abs()[mask]), comparison.version
-    # an expert's samples have no versions
+    # samples of an expert have no versions
     compared = [
         version is not None and tags.get("weight_version_min") == version == tags.get("weight_version_max")
         for tags in batch.tags

@@ -1,7 +1,7 @@
-"""A rollout server whose process, and interpreter, are its own: what stands for it here, and the program there.
+"""A rollout server in a process and interpreter of its own: the stub in the run, and the server's main program.
 
 ``python -m jackfield.runtime.process FD PARENT`` serves the socket ``FD``, of which only ``PARENT`` has the other end.
-When that end closes, however its owner ended, the process ends with all that it has started.
+When that end closes for any reason, the process ends together with all processes that it has started.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from jackfield.plugins.registry import PluginRecord, load_plugin
 from jackfield.rpc import Connection, Contract, Service, stub
 from jackfield.sdk.child import ChildProcess
 
-_ORPHAN_SECONDS = 10.0  #: for the server to end what it has started, when its owner is gone
+_ORPHAN_SECONDS = 10.0  #: for the server to stop what it has started, once its owner is gone
 _STOP_SECONDS = 30.0
-_END_SECONDS = 15.0  #: for the process to end by itself, once its socket is closed
-_OWN = ("start", "stop", "health", "generate", "generate_stream")  #: methods that do more than to forward
+_END_SECONDS = 15.0  #: for the process to exit by itself, once its socket is closed
+_OWN = ("start", "stop", "health", "generate", "generate_stream")  #: methods that do more than forward the call
 
 
 class Host:
-    """Makes the part that it is asked for, and serves it beside itself."""
+    """The service of a new process; it makes a rollout server and serves that, too."""
 
     def __init__(self) -> None:
         self.services = {"host": Service(target=self, contract=HOST)}
 
     async def introduce(self, kind: str, name: str) -> dict[str, Any]:
-        """Say which installation and which plugin this interpreter has."""
+        """Return which installation of jackfield and which plugin this interpreter has."""
         return introduce(kind, name)
 
     async def make(self, name: str, settings: dict[str, Any], context: RolloutContext) -> None:
-        """Make a rollout server from its plugin; it is not started."""
+        """Make a rollout server from its plugin, without starting it."""
         server = load_plugin("rollout", name).build(settings, context, "rollout")
         self.services["worker"] = Service(target=server, contract=ROLLOUT)
 
@@ -75,7 +75,7 @@ async def _serve(descriptor: int) -> None:
 
 
 def _end_with(parent: int, descriptor: int) -> None:
-    """Kill this process group some seconds after the parent is gone, whatever the event loop is doing."""
+    """Kill this process group some seconds after the parent is gone, even if the event loop is blocked."""
     poller = select.poll()
     poller.register(descriptor, getattr(select, "POLLRDHUP", select.POLLHUP))
     if hasattr(os, "pidfd_open"):
@@ -95,7 +95,7 @@ def main(descriptor: int, parent: int) -> None:
     asyncio.run(_serve(descriptor))
     sys.stdout.flush()
     sys.stderr.flush()
-    if os.getppid() != parent:  # no process is there to end what the part may have left
+    if os.getppid() != parent:  # the parent is gone, so nothing else ends what the server may have left
         os.killpg(0, signal.SIGKILL)
 
 
@@ -113,20 +113,20 @@ _Forwarding: Any = type(
 
 @attrs.define(eq=False, slots=False)
 class RolloutProcess(_Forwarding):
-    """Stands for a replica that is made, started and stopped in another process, which ends with it.
+    """A replica that runs in another process, which is started and stopped with it.
 
-    Raises (all methods): what the replica raises there, with the same class and code; ``rollout.stopped`` when its
-    process has ended, saying how; ``DeadlineExceeded`` naming the replica.
+    All methods raise the replica's errors with the same class and code, ``rollout.stopped`` if its process has ended
+    (the error says how), and a ``DeadlineExceeded`` that names the replica.
     """
 
     config: Mapping[str, Any]  #: plain settings of the plugin
-    context: RolloutContext  #: the replica's; its clock stays here
-    _record: PluginRecord = attrs.field(kw_only=True)  #: the plugin, as it is installed here; there it must be the same
-    _python: str = attrs.field(kw_only=True)  #: the interpreter
-    _seconds: float = attrs.field(default=3600.0, kw_only=True)  #: the longest that any call may take
-    _log: Path | None = attrs.field(default=None, kw_only=True)  #: gets the process's output
-    _environment: Mapping[str, str] = attrs.field(factory=dict, kw_only=True)  #: variables beside this process's
-    #: the process is killed when it cannot run for so long
+    context: RolloutContext  #: the replica's context; its clock is used in this process only
+    _record: PluginRecord = attrs.field(kw_only=True)  #: the plugin as installed here; the process must have the same
+    _python: str = attrs.field(kw_only=True)  #: path of the interpreter
+    _seconds: float = attrs.field(default=3600.0, kw_only=True)  #: deadline of any call
+    _log: Path | None = attrs.field(default=None, kw_only=True)  #: file for the process's output
+    _environment: Mapping[str, str] = attrs.field(factory=dict, kw_only=True)  #: additional environment variables
+    #: the process is killed if it cannot run for this long
     _heartbeat_seconds: float = attrs.field(default=30.0, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
@@ -134,13 +134,13 @@ class RolloutProcess(_Forwarding):
         self._python = resolve_interpreter(self._python, self._name)
         self._child: ChildProcess | None = None
         self._used = self._stopped = False
-        self.on_lost: Callable[[JackfieldError], None] = lambda error: None  #: gets how the process ended
+        self.on_lost: Callable[[JackfieldError], None] = lambda error: None  #: called with how the process ended
 
     def remote(self, seconds: float | None = None) -> BaseRolloutServer:
-        """Return the server in the process; its calls take ``seconds`` at most.
+        """Return a stub of the server in the process, whose calls have a deadline of ``seconds``.
 
         Raises:
-            RolloutError: ``rollout.stopped``: it was not started.
+            RolloutError: ``rollout.stopped`` if it has not been started.
         """
         if self._child is None:
             raise self._gone("was not started")
@@ -156,11 +156,11 @@ class RolloutProcess(_Forwarding):
         return RolloutError(message, code="rollout.stopped", where=where, expected=expected, found=how, fix=fix)
 
     async def start(self) -> ServerInfo:
-        """Start the process, compare installations, make the plugin's server there, and start it.
+        """Start the process, compare the installations, then make and start the plugin's server there.
 
         Raises:
-            PluginError: the interpreter, or the plugin there, is not what this process expects.
-            JackfieldError: what the server raises.
+            PluginError: If the interpreter, or the plugin in it, is not what this process expects.
+            JackfieldError: If the server raises it.
         """
         if self._used or self._stopped:
             raise RolloutError("the server cannot be started twice", code="rollout.stopped", fix="make a new server")
@@ -176,7 +176,7 @@ class RolloutProcess(_Forwarding):
             return await self.remote().start()
         except BaseException as error:
             if not introduced and self._child is not None:
-                self._child.kill_unless_exited()  # it may never read that it has to end
+                self._child.kill_unless_exited()  # it may never read the request to stop
             await self.stop()
             if introduced or not isinstance(error, RolloutError):
                 raise
@@ -209,7 +209,7 @@ class RolloutProcess(_Forwarding):
 
     @contextmanager
     def _refusing(self, request: GenerateRequest) -> Iterator[None]:
-        """Name the request in refusals that come from decoding it; values that cannot travel make it a wrong one."""
+        """Name the request in errors about decoding it, and refuse a request that cannot be encoded."""
         name = request.request_id
         try:
             yield
@@ -222,7 +222,7 @@ class RolloutProcess(_Forwarding):
             raise
 
     async def stop(self) -> None:
-        """Stop the server, and end its process and what that has started."""
+        """Stop the server, and end its process and all processes that it has started."""
         stopped, self._stopped = self._stopped, True
         if stopped or self._child is None:
             return
@@ -233,7 +233,7 @@ class RolloutProcess(_Forwarding):
             await self._child.close(grace_seconds=_END_SECONDS)
 
     async def health(self) -> HealthReport:
-        """Report whether the replica can serve, and its load; of a process that has ended, how it ended."""
+        """Report whether the replica can serve, and its load; or how its process ended."""
         try:
             return await self.remote().health()
         except RolloutError as error:

@@ -1,6 +1,6 @@
-"""Scores samples: reads them from the queue's backend, and writes the column ``reward`` of whole groups.
+"""The reward worker: it scores samples from the queue's backend and writes ``reward`` for whole groups.
 
-The controller sees statuses and errors; responses and rewards stay here and in the backend.
+The controller sees statuses and errors only; responses and rewards stay in the worker and the backend.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from jackfield.errors import DeadlineExceeded, RewardError, described
 from jackfield.queue import Values, Written, column_from_rows, rows_of
 from jackfield.runtime.samples import not_finite
 
-REWARD_INPUTS = ("prompt_ids", "response_ids", "task")  #: the columns that a reward agent's request is made from
+REWARD_INPUTS = ("prompt_ids", "response_ids", "task")  #: the columns from which a reward agent's request is built
 
 
 @attrs.frozen(kw_only=True)
 class Scored:
-    """How the scoring of a sample ended."""
+    """The outcome of scoring a sample."""
 
     key: str
-    score: float | None  #: None where there is none
-    error: str | None  #: why there is none
-    metrics: Mapping[str, float] = attrs.field(factory=dict)  #: of the score
+    score: float | None  #: None if scoring failed
+    error: str | None  #: why scoring failed
+    metrics: Mapping[str, float] = attrs.field(factory=dict)  #: metrics that the reward reports
 
     @classmethod
     def of(cls, key: str, result: ScoreResult) -> Scored:
-        """Take from a result what the controller needs."""
+        """Extract from a result what the controller needs."""
         if result.status != "ok":
             return cls(key=key, score=None, error=f"reward {result.status}: {result.error}")
         return cls(key=key, score=result.score, error=None, metrics=dict(result.metrics))
@@ -42,22 +42,22 @@ class Scored:
 
 @attrs.define(eq=False)
 class RewardWorker:
-    """Scores samples side by side. Values of one group come to one worker."""
+    """Scores samples concurrently. All samples of a group go to the same worker."""
 
     _values: Values
-    _agent: RewardAgent  #: started
+    _agent: RewardAgent  #: an agent that has been started
     _tokenizer: ChatTokenizer  #: of the model
     _clock: Clock
-    _score_seconds: float = attrs.field(kw_only=True)  #: the deadline of one call of the agent
-    _retries: int = attrs.field(default=0, kw_only=True)  #: of a sample whose score failed, before it counts as failed
-    #: metrics of a score that are rewards of their own, ``score`` being the score itself: ``reward_dimensions``
+    _score_seconds: float = attrs.field(kw_only=True)  #: deadline of one call of the agent
+    _retries: int = attrs.field(default=0, kw_only=True)  #: further attempts to score a sample before it fails
+    #: names of the metrics in the column ``reward_dimensions``; ``score`` is the score itself
     _dimensions: Sequence[str] = attrs.field(default=(), kw_only=True)
-    _fill_failed: bool = attrs.field(default=False, kw_only=True)  #: a failed score becomes the mean of its group's
+    _fill_failed: bool = attrs.field(default=False, kw_only=True)  #: replace failed scores by their group's mean
     _scores: dict[str, asyncio.Task[ScoreResult]] = attrs.field(factory=dict, init=False)
     _turns: AbstractAsyncContextManager[Any] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        """Limit the calls of the agent."""
+        """Create the limit on concurrent calls of the agent."""
         most = self._agent.concurrency
         self._turns = nullcontext() if most is None else asyncio.Semaphore(most)
 
@@ -65,7 +65,7 @@ class RewardWorker:
         """Score samples, each once, and keep the scores until they are used or forgotten.
 
         Raises:
-            QueueError: ``queue.unknown-sample`` when a sample is gone.
+            QueueError: ``queue.unknown-sample`` if a sample has been deleted.
         """
         scoring = self._scoring(partition, keys)
         await asyncio.wait(scoring)
@@ -76,15 +76,15 @@ class RewardWorker:
     async def reward(
         self, partition: str, keys: Sequence[str], apart: Sequence[str] = ()
     ) -> tuple[tuple[Scored, ...], Written]:
-        """Write ``reward`` of one group's samples, those that have a score; forgets the scores.
+        """Write ``reward`` for the samples of one group that have a score, and forget the scores.
 
         Args:
-            partition: of the group.
-            keys: the whole group, in the order of its rollouts; samples that were not scored yet are scored now.
-            apart: keys of samples that the group's post-processing does not see: an expert's, and greedy rollouts.
+            partition: Partition of the group.
+            keys: All samples of the group, in the order of its rollouts. Samples without a score are scored now.
+            apart: Keys that the group's post-processing leaves out: expert samples and greedy rollouts.
 
         Returns:
-            how the scoring of each sample ended, in order; what was written for those with a score, in order.
+            The outcome of each sample, and what was written for the samples with a score, both in order.
         """
         results = dict(zip(keys, await asyncio.gather(*self._scoring(partition, keys)), strict=True))
         await self.forget(keys)
@@ -100,22 +100,22 @@ class RewardWorker:
         return tuple(map(Scored.of, results.keys(), results.values())), written
 
     def _compared(self, result: ScoreResult) -> list[float]:
-        """Return one number for each dimension; 0 for a sample without metrics, which is not scored."""
+        """Return one number per reward dimension; 0 for a sample that was not scored and so has no metrics."""
         return [_total(result) if name == "score" else result.metrics.get(name, 0.0) for name in self._dimensions]
 
     async def forget(self, keys: Sequence[str]) -> None:
-        """Drop scores that are not needed any more, and cancel those that are being made."""
+        """Drop scores that are no longer needed, and cancel those in progress."""
         for key in keys:
             if key in self._scores:
                 self._scores.pop(key).cancel()
 
     async def close(self) -> None:
-        """End everything the worker and its agent have started."""
+        """Cancel the scores in progress and close the agent."""
         await self.forget(list(self._scores))
         await self._agent.close()
 
     def _scoring(self, partition: str, keys: Sequence[str]) -> list[asyncio.Task[ScoreResult]]:
-        """Return the tasks that score samples; what was not begun, or could not be read, is begun now."""
+        """Return the tasks that score samples. Start those that are missing or could not read their sample."""
         missing = [key for key in keys if key not in self._scores or _is_failed(self._scores[key])]
         if missing:
             reading = asyncio.ensure_future(self._read(partition, missing))
@@ -149,7 +149,7 @@ class RewardWorker:
         return result
 
     async def _call(self, request: ScoreRequest) -> ScoreResult:
-        """Score under a deadline, which begins again with each retry; what goes wrong is a status, never a score."""
+        """Score with a deadline for each attempt. A failure becomes a status, never a score."""
         key = request.idempotency_key
         try:
             calling = self._agent.compute_score(request)
@@ -166,7 +166,7 @@ def _is_failed(scoring: asyncio.Task[ScoreResult]) -> bool:
 
 
 def _checked(result: ScoreResult, key: str, dimensions: Sequence[str] = ()) -> ScoreResult:
-    """Fail a score that no step could use or show, or that lacks one of the rewards that the algorithm compares."""
+    """Turn a score into a failure if it or a metric is not finite, or if a reward dimension is missing."""
     wrong = not_finite({"score": result.score}) or not_finite(result.metrics)
     missing = [name for name in dimensions if name != "score" and name not in result.metrics]
     if result.status != "ok" or not (wrong or missing):
@@ -185,7 +185,7 @@ def _total(result: ScoreResult) -> float:
 
 
 def _filled(results: Sequence[ScoreResult]) -> list[ScoreResult]:
-    """Give failed scores of one group the mean of the others; a group without any score stays failed."""
+    """Replace failed scores of one group by the mean of the others. A group without any score stays failed."""
     import torch
 
     good = [result.metrics for result in results if result.status == "ok"]
@@ -201,7 +201,7 @@ def _filled(results: Sequence[ScoreResult]) -> list[ScoreResult]:
 
 
 def _column(values: Sequence[Sequence[float | None]]) -> Any:
-    """Make a jagged float32 column of one row of numbers for each sample."""
+    """Make a jagged float32 column from one row of numbers per sample."""
     import torch
 
     return column_from_rows([torch.tensor(row, dtype=torch.float32) for row in values])

@@ -1,4 +1,4 @@
-"""A sample's columns and tags, the same for everybody who writes or reads them."""
+"""The columns and tags of a sample, defined once for all writers and readers."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ TRAIN = "train"  #: the partition that the trainer consumes
 
 
 def is_expert(tags: Mapping[str, Any]) -> bool:
-    """Return whether a row was written by an expert: it has no reward and is learnt from as it is."""
+    """Return whether a sample comes from an expert: it has no reward and is imitated as it is."""
     return bool(tags.get("expert", False))
 
 
 def is_baseline(tags: Mapping[str, Any]) -> bool:
-    """Return whether a row is its group's greedy rollout: its reward is a baseline, and it is not trained on."""
+    """Return whether a sample is its group's greedy rollout, whose reward is a baseline; it is not trained on."""
     return "greedy_rollout" in tags and tags["rollout"] == tags["greedy_rollout"]
 
 
 def oldest_version(rows: Iterable[Mapping[str, Any]]) -> int:
-    """Return the oldest weight version that made a token. Samples that this run did not generate have none."""
+    """Return the oldest weight version that generated a token. Samples from the data have no version."""
     return min(int(tags["weight_version_min"]) for tags in rows if "weight_version_min" in tags)
 
 
 def where(batch: BatchMeta, wanted: Callable[[Mapping[str, Any]], bool]) -> BatchMeta:
-    """Return the samples whose tags are wanted."""
+    """Return the samples whose tags satisfy ``wanted``."""
     return batch.select(index for index, tags in enumerate(batch.tags) if wanted(tags))
 
 
@@ -50,7 +50,7 @@ def trained(batch: BatchMeta) -> BatchMeta:
 
 @contextmanager
 def naming_samples(batch: BatchMeta) -> Iterator[None]:
-    """An error of an algorithm that names a row of ``batch`` names the sample."""
+    """Add the sample's key to an algorithm's error that names a row of ``batch``."""
     try:
         yield
     except ConfigError as error:
@@ -61,10 +61,10 @@ def naming_samples(batch: BatchMeta) -> Iterator[None]:
 
 
 def mini_batches(batch: BatchMeta, parts: int, *, whole_groups: bool) -> tuple[BatchMeta, ...]:
-    """Split a batch for the optimizer steps: consecutive samples, or groups, and an expert's dealt out to all parts.
+    """Split a batch into mini-batches of consecutive samples or groups, with expert samples spread over all parts.
 
     Raises:
-        QueueError: The policy has fewer samples (or groups) than there are parts.
+        QueueError: If the policy has fewer samples (or groups) than ``parts``.
     """
     experts = [index for index, tags in enumerate(batch.tags) if is_expert(tags)]
     split = own(batch).split(parts, whole_groups=whole_groups)
@@ -72,16 +72,16 @@ def mini_batches(batch: BatchMeta, parts: int, *, whole_groups: bool) -> tuple[B
 
 
 def sampling_seed(*place: object) -> int:
-    """Return the sampling seed of one rollout: whichever explorer or replica generates it, it is the same."""
+    """Return the sampling seed of one rollout, which is the same on every explorer and replica."""
     return int(xxhash.xxh3_64_intdigest("/".join(map(str, place)).encode())) >> 1
 
 
 def sequence_columns(task: Task, sequences: Sequence[AgentSequence], *, supervised: bool = False) -> dict[str, Column]:
     """Return the columns of samples.
 
-    ``prompt_ids`` and ``response_ids`` are int64, ``response_mask`` is bool, ``rollout_log_probs`` float32; ``task``
-    (JSON) is what the reward pipeline reads: the task's record, and the reward that the agent itself knows. Samples
-    that are only imitated (``supervised``) have no log-probs and no task.
+    ``prompt_ids`` and ``response_ids`` are int64, ``response_mask`` is bool, ``rollout_log_probs`` is float32. ``task``
+    is JSON for the reward pipeline: the task's record, and the reward if the agent has computed it. Samples that are
+    only imitated (``supervised``) have neither log-probs nor a task.
     """
     import torch
 
@@ -101,7 +101,7 @@ def sequence_columns(task: Task, sequences: Sequence[AgentSequence], *, supervis
 
 
 def sequence_tags(task: Task, sequence: AgentSequence, rollout: int) -> dict[str, Any]:
-    """Return what the controller knows of a sample. Versions are those of a sequence that was generated."""
+    """Return a sample's tags, which the controller stores. Only generated sequences have weight versions."""
     tags = {
         "task": task.id,
         "rollout": rollout,
@@ -117,12 +117,12 @@ def sequence_tags(task: Task, sequence: AgentSequence, rollout: int) -> dict[str
 
 
 def metric_tags(kind: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that an agent loop or a reward (``kind``) gives a sample, as tags: ``KIND/NAME``."""
+    """Return a sample's metrics from an agent loop or a reward (``kind``) as tags ``KIND/NAME``."""
     return {f"{kind}/{name}": float(value) for name, value in metrics.items()}
 
 
 def not_finite(metrics: Mapping[str, object]) -> dict[str, object]:
-    """Return those of a plugin's metrics that are no finite numbers, which no step could show."""
+    """Return the metrics of a plugin that are not finite numbers and so cannot be reported."""
     return {
         name: value
         for name, value in metrics.items()
@@ -131,12 +131,12 @@ def not_finite(metrics: Mapping[str, object]) -> dict[str, object]:
 
 
 def said(tags: Mapping[str, Any]) -> dict[str, float]:
-    """Return the tags that agent loop and reward gave a sample: ``turns``, ``agent/NAME`` and ``reward/NAME``."""
+    """Return a sample's tags from agent loop and reward: ``turns``, ``agent/NAME`` and ``reward/NAME``."""
     return {name: value for name, value in tags.items() if name == "turns" or name.startswith(("agent/", "reward/"))}
 
 
 def said_metrics(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Return means over samples that have them: ``agent/turns``, ``agent/NAME/mean`` and ``reward/NAME/mean``."""
+    """Return means over the samples that have a tag: ``agent/turns``, ``agent/NAME/mean``, ``reward/NAME/mean``."""
     values: dict[str, list[float]] = {}
     for tags in rows:
         for name, value in said(tags).items():
@@ -145,10 +145,10 @@ def said_metrics(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def global_counts(samples: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Count, from their tags, by what the losses of a batch are normalised.
+    """Return the counts by which the losses of a batch are normalised, from the samples' tags.
 
     Returns:
-        Model tokens and sequences of all samples, of those that the policy generated (``usual``), of an expert's.
+        Model tokens and sequences of all samples, of the policy's samples (``usual``), and of an expert's.
     """
     kinds = {"usual_": [each for each in samples if not is_expert(each)], "expert_": list(filter(is_expert, samples))}
     counts = {}

@@ -1,4 +1,4 @@
-"""Workers that are interchangeable: which of them does what, and what happens when one dies."""
+"""Interchangeable workers: the assignment of work to them, and retries after one dies."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from jackfield.errors import JackfieldError, QueueError, WorkerLost
 
 T = TypeVar("T")
 
-ATTEMPTS = 3  #: times that work is given to a worker, when workers die
+ATTEMPTS = 3  #: how often work is tried in total, if workers die
 
 
 @attrs.frozen
 class Workers(Generic[T]):
-    """Stateless workers, wherever they live. What belongs together goes to one of them, by a text that names it."""
+    """Stateless workers or their stubs. Work on one subject always goes to the same worker."""
 
     _workers: Sequence[T]
 
     def of(self, subject: str) -> T:
-        """Return the worker of a subject (a group, a rollout): always the same one."""
+        """Return the worker of a subject (a group or a rollout), which is always the same."""
         return self._workers[xxhash.xxh3_64_intdigest(subject.encode()) % len(self._workers)]
 
 
@@ -34,15 +34,15 @@ def _is_dead(error: JackfieldError) -> bool:
 async def resubmitted(
     work: Callable[[], Awaitable[T]], what: str, may_repeat: Callable[[JackfieldError], bool] = _is_dead
 ) -> T:
-    """Do work that was lost once more, from its beginning, up to :data:`ATTEMPTS` times.
+    """Run work, and run it again from its beginning if it is lost, up to :data:`ATTEMPTS` times in total.
 
     Args:
-        work: Work to do; with another worker, where it chooses one.
-        what: What it makes, for messages: a sample, with its key.
-        may_repeat: Whether an error says that the work was lost: with a worker that died.
+        work: Starts one attempt, on another worker if it chooses one.
+        what: Result of the work for messages, such as a sample with its key.
+        may_repeat: Returns whether an error means that the work was lost. The default: a worker died.
 
     Raises:
-        JackfieldError: The error of the last attempt, or one that says something else.
+        JackfieldError: The error of the last attempt, or the first one that must not be repeated.
     """
     for _ in range(ATTEMPTS - 1):
         try:
@@ -60,10 +60,10 @@ def one_line(error: JackfieldError) -> str:
 
 
 def is_lost(error: JackfieldError) -> bool:
-    """Return whether samples went with a part of the queue's store."""
+    """Return whether an error says that samples were lost with a storage unit."""
     return isinstance(error, QueueError) and error.code == "queue.lost"
 
 
 def lost_keys(error: JackfieldError) -> tuple[str, ...]:
-    """Return the samples that such an error names."""
+    """Return the keys of the lost samples that an error names."""
     return tuple(map(str, error.found)) if is_lost(error) and isinstance(error.found, list | tuple) else ()
