@@ -1,9 +1,9 @@
-"""The ABI: what a plugin of each kind implements, and what it is asked with.
+"""The ABI: the base class of each plugin kind, with its request and result types.
 
-One module per kind. Overridable methods take one frozen request and return one result, so that they can grow by
-defaulted fields. Versions are per kind: a new method with a default body, or a new defaulted field, is a minor step;
-anything that would break an existing implementer is a major one. ``core/abi/`` holds the committed snapshots, which
-name every public class. Importing this package imports neither torch nor ray.
+There is one module per kind. Overridable methods take one frozen request and return one result, so that defaulted
+fields can be added later. Versions are per kind: a new method with a default body or a new defaulted field raises the
+minor version; a change that breaks an existing implementation raises the major version. ``core/abi/`` holds the
+committed snapshots, which name every public class. Importing this package imports neither torch nor ray.
 """
 
 from __future__ import annotations

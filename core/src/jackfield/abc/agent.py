@@ -1,4 +1,4 @@
-"""Contract of an agent loop: how a task becomes token sequences, with whatever environment it needs."""
+"""Contract of an agent loop, which turns a task into token sequences in an environment."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from jackfield.clock import Clock
 
 
 class ChatTokenizer(Protocol):
-    """Text to tokens, once. ``jackfield.data.tokens`` implements it over a Hugging Face tokenizer."""
+    """Tokenizes text, each text once. ``jackfield.data.tokens`` implements it with a Hugging Face tokenizer."""
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a turn of the model."""
+        """The token ids that end a turn of the model."""
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Tokens of a conversation, up to where the model has to answer."""
+        """Return the tokens of a conversation, up to the point where the model answers."""
 
     def encode_turn(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Tokens that append further messages (tool results, user turns) after the model's own answer."""
+        """Return the tokens that append messages (tool results, user turns) to the model's answer."""
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of some tokens."""
+        """Return the text of tokens."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class AgentContext:
-    """What a loop works with."""
+    """The services and limits that an agent loop gets at its construction."""
 
-    generate: Callable[[GenerateRequest], Awaitable[GenerateResult]]  #: a replica, chosen by the router
+    generate: Callable[[GenerateRequest], Awaitable[GenerateResult]]  #: calls a replica that the router chooses
     tokenizer: ChatTokenizer
     clock: Clock = attrs.field(factory=Clock)
     request_prefix: str = ""  #: prefix that makes request ids unique
@@ -42,10 +42,10 @@ class AgentContext:
 
 @attrs.frozen(kw_only=True)
 class AgentSequence:
-    """One token sequence: a prompt, then everything that followed.
+    """One token sequence: a prompt and the response to it.
 
-    ``response_ids``, ``response_mask``, ``response_log_probs`` and ``weight_versions`` have one length. The mask is 1
-    exactly on tokens that the model generated; on others the log-probability is 0.0 and the version is -1.
+    ``response_ids``, ``response_mask``, ``response_log_probs`` and ``weight_versions`` have the same length. The mask
+    is 1 exactly on tokens that the model generated; on others the log-probability is 0.0 and the version is -1.
     """
 
     prompt_ids: tuple[int, ...]
@@ -53,15 +53,15 @@ class AgentSequence:
     response_mask: tuple[int, ...]
     response_log_probs: tuple[float, ...]
     weight_versions: tuple[int, ...]
-    reward: float | None = None  #: where the environment itself knows it
+    reward: float | None = None  #: set if the environment itself computes it
     multi_modal_inputs: Mapping[str, Any] = attrs.field(factory=dict)
-    step_id: int = 0  #: of a multi-step rollout that yields several sequences
+    step_id: int = 0  #: the step, in a multi-step rollout that yields several sequences
     finish_reason: str = "stop"
 
 
 @attrs.frozen(kw_only=True)
 class AgentLoopOutput:
-    """What one rollout yields: no, one or several sequences."""
+    """The result of one rollout: no, one or several sequences."""
 
     sequences: tuple[AgentSequence, ...]
     num_turns: int = 1
@@ -69,7 +69,7 @@ class AgentLoopOutput:
 
 
 class AgentLoopBase(ABC):
-    """A conversation between the model and an environment. One object serves one rollout at a time.
+    """A loop between the model and an environment. One object serves one rollout at a time.
 
     Invariants, each checked by the conformance suite: tokens are append-only over turns; the mask is 1 exactly on
     the model's tokens; lengths agree; a cancelled rollout leaves nothing running.
@@ -86,6 +86,6 @@ class AgentLoopBase(ABC):
         """Solve one task once.
 
         Args:
-            sampling_params: keywords of :class:`jackfield.abc.rollout.SamplingParams`.
-            **fields: the task's fields; ``messages`` (a list of role and content) is always there.
+            sampling_params: Keyword arguments of :class:`jackfield.abc.rollout.SamplingParams`.
+            **fields: The task's fields; ``messages`` (a list of role and content) is always present.
         """

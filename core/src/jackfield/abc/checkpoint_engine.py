@@ -1,4 +1,4 @@
-"""Contract of a checkpoint engine: how named tensors get from engine ranks to inference workers."""
+"""Contract of a checkpoint engine, which moves named tensors from engine ranks to workers."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class CheckpointEngineContext:
-    """What one end of the transfer gets at its construction, beside the plugin's own config."""
+    """The context that one end of a transfer gets at its construction, with the plugin's config."""
 
     end: Literal["sender", "receiver"]
-    rank: int = 0  #: among the trainer's ranks, or among all inference workers
+    rank: int = 0  #: index among the trainer's ranks, or among all inference workers
     world_size: int = 1
     device: str = "cpu"
-    host: str = "127.0.0.1"  #: where the trainer's side listens
+    host: str = "127.0.0.1"  #: address at which the trainer's side listens
     deadline_seconds: float = 600.0
 
 
 @attrs.frozen(kw_only=True)
 class PrepareResult:
-    """What the other side has to know of this rank: plain values that fit into JSON."""
+    """The connection data of one rank, as JSON-serialisable values."""
 
     metadata: Mapping[str, Any] = attrs.field(factory=dict)
 
 
 @attrs.frozen(kw_only=True)
 class TopologyRequest:
-    """All that is known before anybody connects."""
+    """The input of :meth:`CheckpointEngine.build_topology`, known before any end connects."""
 
     trainer_metadata: tuple[Mapping[str, Any], ...]  #: by trainer rank
     rollout_workers: int  #: inference workers of all replicas together
@@ -41,12 +41,12 @@ class TopologyRequest:
 
 @attrs.frozen(kw_only=True)
 class Topology:
-    """The connect arguments of every rank and worker: plain values that fit into JSON."""
+    """The connect arguments of every rank and worker, as JSON-serialisable values."""
 
     trainer: tuple[Mapping[str, Any], ...]
     rollout: tuple[Mapping[str, Any], ...]
-    #: of any worker that connects after the transfer, while its weights are the newest; None: it cannot
-    #: (capability ``retains_weights``)
+    #: arguments of any worker that connects after the transfer, while its weights are the newest; None: late
+    #: connections are not supported (capability ``retains_weights``)
     retained: Mapping[str, Any] | None = None
 
 
@@ -55,21 +55,21 @@ class ConnectRequest:
     """This end's share of the topology."""
 
     arguments: Mapping[str, Any]
-    version: int  #: of the weights that will be moved
+    version: int  #: weight version that will be moved
 
 
 class CheckpointEngine(ABC):
     """One end of a weight transfer.
 
-    Order of calls: trainer ranks ``prepare``; anybody calls ``build_topology``; all ends ``connect``; trainer ranks
-    ``send_weights`` while workers iterate ``receive_weights``; all ends ``finalize``. It can be repeated from
-    ``prepare``.
+    Order of calls: trainer ranks call ``prepare``; any process calls ``build_topology``; all ends call ``connect``;
+    trainer ranks call ``send_weights`` while workers iterate over ``receive_weights``; all ends call ``finalize``. The
+    sequence can be repeated from ``prepare``.
 
-    Invariants, each checked by the conformance suite: every tensor arrives once, bit-exact, whatever the bucket size,
-    tensors larger than a bucket included; a transfer that breaks off raises at both ends, within the deadline;
-    peers may die. Names and digests are checked by the core, from what went in and what came out.
+    Invariants, each checked by the conformance suite: every tensor arrives once and bit-exact, for every bucket size
+    and for tensors larger than a bucket; a transfer that fails, also because a peer died, raises at both ends within
+    the deadline. The core compares names and digests of the tensors at both ends.
 
-    Raises: ``WeightsError`` with ``weights.transfer``; ``DeadlineExceeded`` naming the peer.
+    Raises: ``WeightsError`` with ``weights.transfer``; ``DeadlineExceeded``, which names the peer.
     """
 
     abi_version: ClassVar[str] = "1.0"
@@ -80,28 +80,28 @@ class CheckpointEngine(ABC):
 
     @abstractmethod
     async def prepare(self) -> PrepareResult:
-        """Allocate buffers and listen (sender)."""
+        """Allocate buffers and listen. Trainer ranks call it."""
 
     @classmethod
     @abstractmethod
     def build_topology(cls, request: TopologyRequest) -> Topology:
-        """Decide who sends to whom."""
+        """Decide which trainer rank sends to which workers."""
 
     @abstractmethod
     async def connect(self, request: ConnectRequest) -> None:
-        """Meet the peers."""
+        """Connect to the peers."""
 
     @abstractmethod
     async def send_weights(self, weights: Generator[tuple[str, torch.Tensor], None, None]) -> None:
-        """Send every tensor (sender). Every rank exhausts the generator; a rank that does not send drops them.
+        """Send every tensor. Every trainer rank exhausts the generator; a rank that does not send drops the tensors.
 
-        A tensor may be on its way while the next one is drawn, and is reused as soon as the next but one is.
+        A tensor may be in flight while the next one is drawn; its memory is reused when the one after that is drawn.
         """
 
     @abstractmethod
     def receive_weights(self) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Yield every tensor (receiver). A tensor is valid until the next one is drawn."""
+        """Yield every received tensor. A tensor is valid until the next one is drawn."""
 
     @abstractmethod
     async def finalize(self) -> None:
-        """Release what :meth:`prepare` and :meth:`connect` took; also after a failure; idempotent."""
+        """Release what :meth:`prepare` and :meth:`connect` acquired, also after a failure. Idempotent."""

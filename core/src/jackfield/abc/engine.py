@@ -1,7 +1,7 @@
 """Contract of a training engine: one object per SPMD rank.
 
-The caller never learns how an engine is parallel. It hands every rank of one data-parallel group the same rows, as
-:attr:`BaseEngine.layout` says, and gets per-token results back in the order of the rows.
+The caller does not know how an engine is parallelised. It gives every rank of one data-parallel group the same rows,
+according to :attr:`BaseEngine.layout`, and gets per-token results back in the order of the rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class LoraSpec:
-    """A low-rank adapter, in the terms of PEFT's ``LoraConfig``."""
+    """The settings of a low-rank adapter, as in PEFT's ``LoraConfig``."""
 
     rank: int = option(8, "rank of the update", gt(0))
     alpha: float = option(16.0, "the update is scaled by alpha / rank", gt(0.0))
@@ -35,27 +35,27 @@ class LoraSpec:
 
 @attrs.frozen(kw_only=True)
 class ModelSpec:
-    """Which model is loaded and in which form."""
+    """The settings of the model that is loaded."""
 
     path: str = option(help="a Hugging Face folder")
-    dtype: str = option("float32", "of the parameters: float32, bfloat16 or float16")
+    dtype: str = option("float32", "dtype of the parameters: float32, bfloat16 or float16")
     value_head: bool = option(False, "a scalar head on the last hidden state (a critic)")
     lora: LoraSpec | None = option(None, "train a low-rank adapter; null: train the model's own weights")
-    gradient_checkpointing: bool = option(False, "compute activations again in the backward pass, for less memory")
+    gradient_checkpointing: bool = option(False, "recompute activations in the backward pass to save memory")
     dropout: float = option(
         0.0,
         "probability of every dropout of the model in training passes; dropout in its config.json is not used "
         "(capability dropout)",
         [ge(0.0), lt(1.0)],
     )
-    trust_remote_code: bool = option(False, "run Python code that the model's folder brings")
+    trust_remote_code: bool = option(False, "run Python code from the model's folder")
 
 
 @attrs.frozen(kw_only=True)
 class OptimizerSpec:
     """AdamW and its learning-rate schedule."""
 
-    lr: float = option(1e-6, "learning rate, the schedule's highest", ge(0.0))
+    lr: float = option(1e-6, "peak learning rate of the schedule", ge(0.0))
     betas: tuple[float, float] = option(
         (0.9, 0.999), "decay of the running averages of gradient and square", deep_iterable(and_(ge(0.0), lt(1.0)))
     )
@@ -70,7 +70,7 @@ class OptimizerSpec:
 
 @attrs.frozen(kw_only=True)
 class EngineContext:
-    """What a rank gets at its construction, beside the plugin's own config."""
+    """The context that a rank gets at its construction, with the plugin's config."""
 
     role: Literal["actor", "reference", "critic"]
     model: ModelSpec
@@ -78,28 +78,28 @@ class EngineContext:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    #: where the ranks meet (a torch.distributed URL); None with one rank. A ``file://`` place is good for one meeting
+    #: torch.distributed init URL; None with one rank. A ``file://`` URL can be used once
     init_method: str | None = None
     device: str = "cpu"
     seed: int = 0
     temperature: float = 1.0  #: logits are divided by it before log-probabilities and entropy
-    micro_batch_tokens: int = 16384  #: padded tokens of one forward pass, at most (one row may exceed it)
+    micro_batch_tokens: int = 16384  #: maximum padded tokens of one forward pass (one row may exceed it)
 
 
 @attrs.frozen(kw_only=True)
 class EngineLayout:
-    """Where a rank stands: how the caller splits rows and whose results it keeps."""
+    """A rank's place in data parallelism: which rows it gets and whether its results are kept."""
 
     data_parallel_rank: int = 0
     data_parallel_size: int = 1
-    is_output_rank: bool = True  #: whether this rank's :class:`EngineOutput` is the group's
+    is_output_rank: bool = True  #: whether the caller keeps this rank's :class:`EngineOutput`
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class TokenOutput:
-    """What a loss function gets from the model for one micro-batch: ``[b, T]`` over response tokens.
+    """The model's outputs for one micro-batch, ``[b, T]`` over response tokens, for the loss.
 
-    Positions past a row's response hold 0. ``log_probs`` and ``values`` carry gradients.
+    Positions after the end of a row's response are 0. ``log_probs`` and ``values`` carry gradients.
     """
 
     log_probs: torch.Tensor  #: float ``[b, T]``; zeros for a critic, which has no output layer to compute them
@@ -108,14 +108,14 @@ class TokenOutput:
 
 
 #: ``(output, data) -> (loss, metrics)``. ``data`` holds the micro-batch's response columns, padded with 0 to
-#: ``[b, T]``. The loss is this micro-batch's *share* of the batch's loss (normalised by global counts), so
-#: shares add up; metrics add up likewise, but for names that end in ``/max`` or ``/min``.
+#: ``[b, T]``. The loss is this micro-batch's *share* of the batch's loss (normalised by global counts), so that
+#: shares are summed; metrics are summed likewise, except for names that end in ``/max`` or ``/min``.
 LossFunction: TypeAlias = Callable[..., tuple[Any, Mapping[str, Any]]]
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class EngineOutput:
-    """Result of a forward (and backward) pass over this rank's rows, in the order of the rows.
+    """The result of a forward (and backward) pass over this rank's rows, in their order.
 
     Per-token tensors are jagged (``torch.nested``, ``[B, j]``, response tokens only), float32, detached, on the CPU.
     """
@@ -129,17 +129,17 @@ class EngineOutput:
 
 @attrs.frozen(kw_only=True)
 class SaveCheckpointRequest:
-    """Save into ``folder`` (empty or absent). Every rank calls it."""
+    """A request to save into ``folder``, which is empty or absent. Every rank makes it."""
 
     folder: str
-    #: ``huggingface``: for ``from_pretrained``: weights, config, and the tokenizer's files of the model's folder
+    #: ``huggingface`` can be loaded with ``from_pretrained``: weights, config and the model folder's tokenizer files
     format: Literal["native", "huggingface"] = "native"
     merge_adapter: bool = False  #: with ``huggingface``: write base model and adapter as one model
 
 
 @attrs.frozen(kw_only=True)
 class SaveCheckpointResult:
-    """What was saved."""
+    """The folder and files that were saved."""
 
     folder: str
     files: tuple[str, ...] = ()
@@ -147,7 +147,7 @@ class SaveCheckpointResult:
 
 @attrs.frozen(kw_only=True)
 class LoadCheckpointRequest:
-    """Load what :meth:`BaseEngine.save_checkpoint` wrote in native format. Every rank calls it."""
+    """A request to load a checkpoint in native format. Every rank makes it."""
 
     folder: str
     model_only: bool = False  #: leave optimizer, scheduler and random state as they are
@@ -155,7 +155,7 @@ class LoadCheckpointRequest:
 
 @attrs.frozen(kw_only=True)
 class LoadCheckpointResult:
-    """What was loaded."""
+    """The folder that was loaded."""
 
     folder: str
 
@@ -165,13 +165,13 @@ class BaseEngine(ABC):
 
     Invariants, each checked by the conformance suite:
 
-    * gradients are the *sum* over micro-batches and data-parallel ranks of the loss function's gradients:
-      no split of the rows and no number of ranks changes them;
+    * gradients are the *sum* of the loss function's gradients over micro-batches and data-parallel ranks: they do not
+      depend on the split of the rows or the number of ranks;
     * exported names are Hugging Face names and exported values are bit-exact;
     * save, load, step is bitwise equal to step; moving to another device and back changes nothing;
-    * two engines of one seed and one context are equal.
+    * two engines with the same seed and context are equal.
 
-    The constructor only stores; :meth:`initialize` loads. Methods are called by one thread at a time.
+    The constructor only stores its arguments; :meth:`initialize` loads the model. One thread at a time calls methods.
     """
 
     abi_version: ClassVar[str] = "1.0"
@@ -182,28 +182,28 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def initialize(self) -> None:
-        """Load the model, and make optimizer and learning-rate scheduler.
+        """Load the model and create the optimizer and the learning-rate scheduler.
 
         Raises:
-            EngineError: ``engine.model`` when the model folder is missing or unusable.
+            EngineError: ``engine.model`` if the model folder is missing or unusable.
         """
 
     @property
     @abstractmethod
     def layout(self) -> EngineLayout:
-        """This rank's place; valid after :meth:`initialize`."""
+        """This rank's layout, valid after :meth:`initialize`."""
 
     @abstractmethod
     def train_mode(self) -> AbstractContextManager[None]:
-        """A context in which training passes run (dropout of ``ModelSpec.dropout``, weights on the device)."""
+        """Return a context for training passes (dropout of ``ModelSpec.dropout``, weights on the device)."""
 
     @abstractmethod
     def eval_mode(self) -> AbstractContextManager[None]:
-        """A context in which inference passes run (dropout off, no gradients)."""
+        """Return a context for inference passes (dropout off, no gradients)."""
 
     @abstractmethod
     def optimizer_zero_grad(self) -> None:
-        """Forget accumulated gradients."""
+        """Discard accumulated gradients."""
 
     @abstractmethod
     def forward_backward_batch(
@@ -212,53 +212,53 @@ class BaseEngine(ABC):
         """Run this rank's rows through the model, split into micro-batches, and accumulate gradients.
 
         Args:
-            data: batch size ``[B]``; jagged int64 columns ``prompt_ids`` and ``response_ids``, and any response-aligned
+            data: Batch size ``[B]``; jagged int64 columns ``prompt_ids`` and ``response_ids``, and any response-aligned
                 jagged columns that the loss reads (``response_mask``, ``advantages``, ``old_log_probs``, …) or dense
                 row columns ``[B]``.
-            loss_function: see :data:`LossFunction`; None only with ``forward_only``.
-            forward_only: no gradients; a loss function, if given, is still evaluated.
+            loss_function: See :data:`LossFunction`; None is allowed only with ``forward_only``.
+            forward_only: Compute no gradients; a loss function, if given, is still evaluated.
 
         Raises:
-            EngineError: ``engine.state`` outside of :meth:`train_mode` or :meth:`eval_mode`.
+            EngineError: ``engine.state`` outside of :meth:`train_mode` and :meth:`eval_mode`.
         """
 
     @abstractmethod
     def optimizer_step(self) -> float:
-        """Clip, apply and return the global gradient norm before clipping; a norm that is not finite skips the step."""
+        """Clip and apply gradients; return their norm before clipping. A norm that is not finite skips the step."""
 
     @abstractmethod
     def lr_scheduler_step(self) -> float:
-        """Advance the schedule by one step; return the learning rate that the next step will use."""
+        """Advance the schedule by one step and return the learning rate of the next step."""
 
     @abstractmethod
     def get_per_tensor_param(self) -> tuple[Generator[tuple[str, torch.Tensor], None, None], Mapping[str, Any] | None]:
-        """The weights to publish, one full tensor at a time, under Hugging Face names.
+        """Return the weights to publish, one full tensor at a time, under Hugging Face names.
 
-        With an adapter: the adapter's tensors under PEFT's names and the PEFT config (the base does not change);
-        without: all of the model's tensors and None. Tied tensors come once. Every rank must exhaust the generator.
-        A tensor keeps its values until the next but one is drawn.
+        With an adapter, return the adapter's tensors under PEFT's names and the PEFT config (the base does not change);
+        without one, all of the model's tensors and None. Tied tensors are yielded once. Every rank must exhaust the
+        generator. A tensor is valid until the one after the next is drawn.
         """
 
     @abstractmethod
     def get_per_tensor_grad(self) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Gradients, full tensors summed over ranks, by trainable parameter; zeros for one that got no gradient."""
+        """Yield each trainable parameter's full gradient, summed over ranks; zeros if it got no gradient."""
 
     @abstractmethod
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Move the chosen state to ``device`` (``cpu`` to make room, the engine's own device to work)."""
+        """Move the chosen state to ``device`` (``cpu`` to free memory, the engine's own device to compute)."""
 
     @abstractmethod
     def save_checkpoint(self, request: SaveCheckpointRequest) -> SaveCheckpointResult:
-        """Write model, optimizer, schedule and random state (native) or weights alone (huggingface)."""
+        """Write model, optimizer, schedule and random state (native) or only weights (huggingface)."""
 
     @abstractmethod
     def load_checkpoint(self, request: LoadCheckpointRequest) -> LoadCheckpointResult:
-        """Read a native checkpoint; another number of ranks may have written it."""
+        """Load a native checkpoint, which a different number of ranks may have written."""
 
     @abstractmethod
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """A context in which the adapter is off (the reference policy of a LoRA actor); no adapter: no effect."""
+        """Return a context in which the adapter is off (reference policy of a LoRA actor), if there is one."""
 
     def close(self) -> None:
-        """Release processes groups, memory and files. The engine is not used again."""
+        """Release process groups, memory and files. The engine is not used again."""
         return

@@ -1,4 +1,4 @@
-"""Contract of a reward agent: how a sample gets its score, by rule, by model or by a service."""
+"""Contract of a reward agent, which scores samples by rule, by model or by a service."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jackfield.clock import Clock
 
 @attrs.frozen(kw_only=True, eq=False)
 class RewardContext:
-    """What a reward agent works with."""
+    """The context that a reward agent gets at its construction."""
 
     clock: Clock = attrs.field(factory=Clock)
     seed: int = 0
-    heartbeat_seconds: float = 30.0  #: after which a process of the agent's that sends no heartbeat is dead
-    #: what processes of the agent's print goes into files whose paths begin so (``UserCodePool``); None: nowhere
+    heartbeat_seconds: float = 30.0  #: a process of the agent without a heartbeat for so long is dead
+    #: path prefix of files that get the output of the agent's processes (``UserCodePool``); None: no files
     logs: str | None = None
 
 
@@ -27,14 +27,14 @@ class ScoreRequest:
     """One sample to score."""
 
     data_source: str
-    solution_str: str  #: the response's text
+    solution_str: str  #: text of the response
     ground_truth: str
-    extra_info: Mapping[str, Any] = attrs.field(factory=dict)  #: the task's further fields
+    extra_info: Mapping[str, Any] = attrs.field(factory=dict)  #: other fields of the task
     prompt_str: str = ""
     response_ids: tuple[int, ...] = ()
     idempotency_key: str = ""  #: the same for every retry of this sample
     retry: int = 0  #: 0 is the first call
-    deadline_seconds: float = 60.0  #: the call is cancelled after it
+    deadline_seconds: float = 60.0  #: the call is cancelled after so long
 
 
 @attrs.frozen(kw_only=True)
@@ -43,13 +43,13 @@ class ScoreResult:
 
     status: Literal["ok", "failed", "timeout"] = "ok"
     score: float | None = None  #: set exactly when ``status`` is ``ok``
-    token_scores: tuple[float, ...] | None = None  #: one per response token, in the place of one at the end
+    token_scores: tuple[float, ...] | None = None  #: one per response token, instead of one score at the end
     metrics: Mapping[str, float] = attrs.field(factory=dict)
     error: str | None = None
 
 
 class RewardAgent(ABC):
-    """Scores samples, many at once.
+    """A scorer of samples, which handles many calls concurrently.
 
     Invariants, each checked by the conformance suite: a deadline ends the call and whatever it started; a retry
     carries the same idempotency key; a failure is a status, never a score of 0; group post-processing sees whole
@@ -64,17 +64,17 @@ class RewardAgent(ABC):
 
     @abstractmethod
     async def compute_score(self, request: ScoreRequest) -> ScoreResult:
-        """Score one sample. What it raises becomes ``status="failed"`` with the error's text."""
+        """Score one sample. An exception becomes ``status="failed"`` with the exception's text."""
 
     def post_process_scores(self, scores: Sequence[ScoreResult]) -> Sequence[ScoreResult]:
-        """Adjust the scores of one whole group, in the order of its rollouts (fill in failed ones, rank, …)."""
+        """Adjust the scores of one whole group, in rollout order (fill in failed scores, rank, …)."""
         return scores
 
     @property
     def concurrency(self) -> int | None:
-        """Return how many samples the agent scores at a time; the deadlines of those that wait have not begun.
+        """The maximum number of samples that are scored at a time; None: no limit.
 
-        None: as many as there are.
+        The deadline of a sample starts when its scoring starts, not while it waits.
         """
         return None
 

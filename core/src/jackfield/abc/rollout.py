@@ -1,6 +1,6 @@
 """Contract of a rollout server: one asynchronous object per replica.
 
-Token ids in, token ids and log-probabilities out; text is never re-tokenised.
+It takes token ids and returns token ids and log-probabilities; text is never re-tokenised.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from jackfield.settings import option
 
 @attrs.frozen(kw_only=True)
 class RolloutContext:
-    """What a replica gets at its construction, beside the plugin's own config."""
+    """The context that a replica gets at its construction, with the plugin's config."""
 
-    #: its dtype is what weights are cast to as they are loaded; ``float8_e4m3fn`` belongs to ``weights_float8``
+    #: weights are cast to its dtype when they are loaded; ``float8_e4m3fn`` needs the capability ``weights_float8``
     model: ModelSpec
     replica: int = 0
     device: str = "cpu"
     seed: int = 0
     max_model_len: int | None = None  #: prompt and response tokens together; None: the model's own limit
-    host: str = "127.0.0.1"  #: where servers of the replica listen
+    host: str = "127.0.0.1"  #: address at which servers of the replica listen
     clock: Clock = attrs.field(factory=Clock)
 
 
@@ -44,7 +44,7 @@ def _few(most: int, fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, tuple | list) and len(value) <= most and all(map(fits, value))
 
 
-#: By name, the range of a setting as text, and whether a value is in it.
+#: By name of a setting: its range as text, and a predicate that checks a value.
 _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_new_tokens": ("1 to 2^31 - 1", _whole(1)),
     "temperature": ("0 (greedy), or 0.01 to 100", _number(lambda value: value == 0 or 0.01 <= value <= 100)),
@@ -74,79 +74,79 @@ def _ranged(default: Any, help: str) -> Any:
 
 @attrs.frozen(kw_only=True)
 class SamplingParams:
-    """How tokens are drawn. The same on every backend.
+    """The settings of token sampling, which mean the same on every backend.
 
-    Order: temperature, top-k, top-p, min-p. Every number has a range in which each backend computes what is said here;
-    a value out of it is refused (``rollout.request``).
+    They apply in the order temperature, top-k, top-p, min-p. Every number has a range that each backend supports;
+    a value outside of it is refused (``rollout.request``).
     """
 
     max_new_tokens: int = _ranged(128, "longest response, in tokens")
     temperature: float = _ranged(1.0, "logits are divided by it, 0.01 to 100; 0: greedy")
     top_p: float = _ranged(1.0, "keep the likeliest tokens that together have this probability; 1: all")
-    top_k: int = _ranged(0, "keep so many of the likeliest tokens; 0: all")
+    top_k: int = _ranged(0, "keep this many of the likeliest tokens; 0: all")
     min_p: float = _ranged(0.0, "keep tokens of at least this share of the likeliest one's probability; 0: all")
     seed: int | None = _ranged(
         None, "seed of a request; of a run: the base of its requests' seeds; null: the replica's, or the run's seed"
     )
-    stop_token_ids: tuple[int, ...] = _ranged((), "tokens that end a response, beside the model's own")
+    stop_token_ids: tuple[int, ...] = _ranged((), "tokens that end a response, in addition to the model's own")
     stop: tuple[str, ...] = _ranged(
         (), "texts that end a response; the text only finds the end, it is never tokenised again"
     )
-    ignore_eos: bool = option(False, "go on after the model's own end tokens")
+    ignore_eos: bool = option(False, "continue after the model's own end tokens")
     log_probs: Literal["processed", "raw"] = _ranged(
-        "processed", "processed: of the distribution that was drawn from; raw: of the logits at temperature 1"
+        "processed", "processed: of the distribution that is sampled from; raw: of the logits at temperature 1"
     )
 
 
 @attrs.frozen(kw_only=True)
 class GenerateRequest:
-    """One sample to generate."""
+    """A request to generate one sample."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = attrs.field(factory=SamplingParams)
-    minimum_weight_version: int | None = None  #: an older replica refuses (``rollout.stale``)
+    minimum_weight_version: int | None = None  #: a replica with older weights refuses (``rollout.stale``)
     multi_modal_data: Mapping[str, Any] = attrs.field(factory=dict)
 
 
 @attrs.frozen(kw_only=True)
 class GenerateChunk:
-    """Some further tokens of a streamed sample; ``finish_reason`` is set on the last."""
+    """The next tokens of a streamed sample; ``finish_reason`` is set on the last chunk."""
 
     request_id: str
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]  #: one per token, natural logarithm
-    weight_versions: tuple[int, ...]  #: of the weights that made each token
+    weight_versions: tuple[int, ...]  #: version of the weights that generated each token
     finish_reason: Literal["stop", "length", "abort"] | None = None
 
 
 @attrs.frozen(kw_only=True)
 class GenerateResult(GenerateChunk):
-    """What was generated, the end token included."""
+    """The generated tokens, including the end token."""
 
     finish_reason: Literal["stop", "length", "abort"]
 
 
 @attrs.frozen(kw_only=True)
 class AbortRequest:
-    """End requests now; each returns what it has with ``finish_reason="abort"``."""
+    """A request to end generation; each call returns its tokens with ``finish_reason="abort"``."""
 
     request_ids: tuple[str, ...] = ()  #: empty: all
 
 
 @attrs.frozen(kw_only=True)
 class AbortResult:
-    """The requests that were running or waiting and have been ended."""
+    """The running or waiting requests that were ended."""
 
     request_ids: tuple[str, ...]
 
 
 @attrs.frozen(kw_only=True)
 class PauseRequest:
-    """Stop decoding, until a request to resume.
+    """A request to stop decoding until :class:`ResumeRequest`.
 
-    ``keep``: requests stay and go on at resume; ``wait``: running requests finish first; ``abort``: they end at once.
-    New requests wait until resume.
+    ``keep``: requests are kept and continue at resume; ``wait``: running requests finish first; ``abort``: they end at
+    once. New requests wait until resume.
     """
 
     mode: Literal["keep", "wait", "abort"] = "keep"
@@ -154,40 +154,40 @@ class PauseRequest:
 
 @attrs.frozen(kw_only=True)
 class PauseResult:
-    """The requests that are kept at the pause."""
+    """The number of requests that are kept during the pause."""
 
     running: int = 0
 
 
 @attrs.frozen(kw_only=True)
 class ResumeRequest:
-    """Go on decoding."""
+    """A request to resume decoding."""
 
 
 @attrs.frozen(kw_only=True)
 class ResumeResult:
-    """The requests that go on."""
+    """The number of requests that continue."""
 
     running: int = 0
 
 
 @attrs.frozen(kw_only=True)
 class SleepRequest:
-    """Give memory back. Level 1 drops the KV cache and keeps weights (off the device); level 2 drops both."""
+    """A request to free memory. Level 1 drops the KV cache and moves weights off the device; level 2 drops both."""
 
     level: Literal[1, 2] = 1
 
 
 @attrs.frozen(kw_only=True)
 class SleepResult:
-    """What was freed on the device."""
+    """The device memory that was freed."""
 
     freed_bytes: int = 0
 
 
 @attrs.frozen(kw_only=True)
 class WakeUpRequest:
-    """Take memory again: ``weights``, ``kv_cache`` or both (empty)."""
+    """A request to allocate memory again: ``weights``, ``kv_cache`` or both (empty)."""
 
     tags: tuple[Literal["weights", "kv_cache"], ...] = ()
 
@@ -201,27 +201,27 @@ class WakeUpResult:
 
 @attrs.frozen(kw_only=True)
 class UpdateWeightsRequest:
-    """Receive and load weights; the receiver is built inside each inference worker.
+    """A request to receive and load weights. Each inference worker builds its own receiver.
 
-    After it returns, the next token of every request uses the new weights.
+    When the update returns, the next token of every request uses the new weights.
     """
 
     version: int
     checkpoint_engine: str  #: name of the plugin that moves the tensors
     checkpoint_engine_config: Mapping[str, Any] = attrs.field(factory=dict)
-    connect: tuple[Mapping[str, Any], ...] = ()  #: per inference worker: what its ``connect`` gets
+    connect: tuple[Mapping[str, Any], ...] = ()  #: arguments of ``connect``, per inference worker
     first_worker: int = 0  #: rank of this replica's first worker among the workers of all replicas
-    total_workers: int = 1  #: of all replicas
+    total_workers: int = 1  #: workers of all replicas
     kind: Literal["full", "adapter", "delta"] = "full"
     peft_config: Mapping[str, Any] | None = None
     deadline_seconds: float = 600.0
-    base_version: int | None = None  #: of a delta: the version that it changes (capability ``weights_delta``)
-    deltas_follow: bool = False  #: what is loaded now has to be held for a delta (capability ``weights_delta``)
+    base_version: int | None = None  #: the version that a delta changes (capability ``weights_delta``)
+    deltas_follow: bool = False  #: keep these weights as the base of a delta (capability ``weights_delta``)
 
 
 @attrs.frozen(kw_only=True)
 class WorkerReceipt:
-    """What one inference worker loaded: a digest (:func:`jackfield.sdk.buckets.digest`) of each tensor, by name."""
+    """The digest (:func:`jackfield.sdk.buckets.digest`) of each tensor that one worker loaded, by name."""
 
     worker: int
     digests: Mapping[str, str]
@@ -229,21 +229,21 @@ class WorkerReceipt:
 
 @attrs.frozen(kw_only=True)
 class WeightReceipt:
-    """A replica's proof of what it serves from now on."""
+    """A replica's proof of the weights that it serves from now on."""
 
     version: int
     replica: int
     workers: tuple[WorkerReceipt, ...]
-    seconds: float = 0.0  #: the whole update
-    paused_seconds: float = 0.0  #: of it, without decoding
+    seconds: float = 0.0  #: duration of the whole update
+    paused_seconds: float = 0.0  #: the part of it without decoding
 
 
 @attrs.frozen(kw_only=True)
 class ServerInfo:
-    """How a started replica is addressed."""
+    """The address and size of a started replica."""
 
     replica: int
-    workers: int = 1  #: inference workers (tensor-parallel ranks): what ``build_topology`` counts
+    workers: int = 1  #: inference workers (tensor-parallel ranks), as ``build_topology`` counts them
     openai_base_url: str | None = None
 
 
@@ -259,14 +259,14 @@ class HealthReport:
 
 
 class BaseRolloutServer(ABC):
-    """A replica that generates.
+    """A replica that generates samples.
 
     Invariants, each checked by the conformance suite:
 
     * one log-probability and one weight version per generated token; log-probabilities equal the engine's within
       the tolerance that the manifest declares;
-    * a request with a seed yields the same tokens whatever else runs, within numerical noise;
-    * aborted and resumed requests keep one token budget;
+    * a request with a seed yields the same tokens whatever else runs, up to numerical noise;
+    * aborting and resuming a request does not change its token budget;
     * after :meth:`update_weights` the next token uses the new weights, and the receipt proves it by digest.
     """
 
@@ -278,7 +278,7 @@ class BaseRolloutServer(ABC):
 
     @abstractmethod
     async def start(self) -> ServerInfo:
-        """Load the model and begin to serve, with weight version 0."""
+        """Load the model and start to serve it as weight version 0."""
 
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -286,33 +286,33 @@ class BaseRolloutServer(ABC):
 
         Raises:
             RolloutError: ``rollout.request`` for an invalid request, ``rollout.context-length`` for a prompt that
-                leaves no room for an answer, ``rollout.failed`` where the model computes nothing finite for this
-                request (others go on), ``rollout.stopped``, ``rollout.stale``.
+                leaves no room for a response, ``rollout.failed`` if the model's outputs for this request are not
+                finite (other requests continue), ``rollout.stopped``, ``rollout.stale``.
         """
 
     @abstractmethod
     def generate_stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
-        """Generate one sample and yield its tokens as they come. Closing the iterator aborts the request."""
+        """Generate one sample and yield tokens as they are generated. Closing the iterator aborts it."""
 
     @abstractmethod
     async def abort(self, request: AbortRequest) -> AbortResult:
-        """End requests; when it returns they generate no more."""
+        """End requests. They generate no more tokens once it returns."""
 
     @abstractmethod
     async def pause(self, request: PauseRequest) -> PauseResult:
-        """Stop decoding; when it returns no forward pass runs."""
+        """Stop decoding. No forward pass runs once it returns."""
 
     @abstractmethod
     async def resume(self, request: ResumeRequest) -> ResumeResult:
-        """Go on decoding."""
+        """Resume decoding."""
 
     @abstractmethod
     async def sleep(self, request: SleepRequest) -> SleepResult:
-        """Give memory back; only while paused or idle."""
+        """Free memory. The replica has to be paused or idle."""
 
     @abstractmethod
     async def wake_up(self, request: WakeUpRequest) -> WakeUpResult:
-        """Take memory again."""
+        """Allocate the freed memory again."""
 
     @abstractmethod
     async def update_weights(self, request: UpdateWeightsRequest) -> WeightReceipt:
@@ -320,8 +320,8 @@ class BaseRolloutServer(ABC):
 
         Raises:
             WeightsError: ``weights.transfer``, ``weights.missing``, ``weights.version``; the replica then serves
-                nothing until a later update succeeds. ``weights.base`` for a delta to a version that it does not hold:
-                nothing has changed then, and it goes on serving.
+                nothing until a later update succeeds. ``weights.base`` if a delta's base version is not held: then
+                nothing has changed, and the replica continues to serve.
         """
 
     @abstractmethod
@@ -330,4 +330,4 @@ class BaseRolloutServer(ABC):
 
     @abstractmethod
     async def stop(self) -> None:
-        """End everything the replica started. Waiting requests fail with ``rollout.stopped``."""
+        """Stop everything that the replica started. Waiting requests fail with ``rollout.stopped``."""

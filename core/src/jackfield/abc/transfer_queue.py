@@ -1,6 +1,6 @@
-"""Contract of a TransferQueue backend: where the values of samples are kept.
+"""Contract of a TransferQueue backend, which stores the values of samples.
 
-Metadata (rows, readiness, leases, tags) is the core's; a backend only stores bytes by key and column.
+The core keeps the metadata (rows, readiness, leases, tags); a backend only stores bytes by key and column.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class TransferQueueContext:
-    """What a backend gets at its construction, beside the plugin's own config."""
+    """The context that a backend gets at its construction, with the plugin's config."""
 
     folder: str | None = None  #: the run's folder, for durable backends
     host: str = "127.0.0.1"
     #: another process has opened the queue of this folder, and this backend is a further client of the same store
     #: (capability ``joins``)
     joins: bool = False
-    heartbeat_seconds: float = 30.0  #: after which a process of the store's that sends no heartbeat is dead
+    heartbeat_seconds: float = 30.0  #: a process of the store without a heartbeat for so long is dead
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -45,7 +45,7 @@ class Column:
 
 @attrs.frozen(kw_only=True, eq=False)
 class PutRequest:
-    """Write columns of rows. Other columns of the same rows stay as they are; the backend copies what it keeps."""
+    """A request to write columns of rows. Other columns of these rows are kept; the backend copies the values."""
 
     partition: str
     keys: tuple[str, ...]  #: distinct
@@ -54,14 +54,14 @@ class PutRequest:
 
 @attrs.frozen(kw_only=True)
 class PutResult:
-    """What was stored."""
+    """The size of what was stored."""
 
-    bytes: int  #: of values
+    bytes: int  #: bytes of values
 
 
 @attrs.frozen(kw_only=True)
 class GetRequest:
-    """Read columns of rows, in the order of ``keys``."""
+    """A request to read columns of rows, in the order of ``keys``."""
 
     partition: str
     keys: tuple[str, ...]
@@ -70,7 +70,7 @@ class GetRequest:
 
 @attrs.frozen(kw_only=True, eq=False)
 class GetResult:
-    """The columns asked for; the reader does not change them in place.
+    """The requested columns, which the reader does not modify in place.
 
     Rows of one column that were put with different dtypes, encodings or trailing shapes cannot be read together
     (``queue.column``).
@@ -81,7 +81,7 @@ class GetResult:
 
 @attrs.frozen(kw_only=True)
 class DeleteRequest:
-    """Forget rows; unknown keys are ignored."""
+    """A request to delete rows; unknown keys are ignored."""
 
     partition: str
     keys: tuple[str, ...]
@@ -89,7 +89,7 @@ class DeleteRequest:
 
 @attrs.frozen(kw_only=True)
 class DeleteResult:
-    """What was freed; bytes are those of values, here and everywhere."""
+    """The samples and bytes of values that were freed."""
 
     samples: int
     bytes: int
@@ -97,21 +97,21 @@ class DeleteResult:
 
 @attrs.frozen(kw_only=True)
 class KeysRequest:
-    """List samples and their columns."""
+    """A request to list samples and their columns."""
 
     partition: str | None = None  #: None: all
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class KeysResult:
-    """What is there; samples that went with a part of the store are not."""
+    """The stored samples, without those that were lost with a part of the store."""
 
-    samples: Mapping[tuple[str, str], tuple[str, ...]]  #: by partition and key: the columns
+    samples: Mapping[tuple[str, str], tuple[str, ...]]  #: columns by partition and key
 
 
 @attrs.frozen(kw_only=True)
 class StatsResult:
-    """What the backend holds now."""
+    """The number of samples and bytes that the backend holds now."""
 
     samples: int
     bytes: int
@@ -120,14 +120,14 @@ class StatsResult:
 
 @attrs.frozen(kw_only=True)
 class SnapshotRequest:
-    """Write the backend's state to, or read it from, ``folder``."""
+    """A request to write the backend's state to ``folder``, or to read it from there."""
 
     folder: str
 
 
 @attrs.frozen(kw_only=True)
 class SnapshotResult:
-    """What was written or read."""
+    """The samples and bytes that were written or read."""
 
     samples: int
     bytes: int
@@ -135,7 +135,7 @@ class SnapshotResult:
 
 @attrs.frozen(kw_only=True)
 class TagsRequest:
-    """Show tags beside the values, to people who read the store with its own tools."""
+    """A request to store tags beside the values, for users who read the store with its own tools."""
 
     partition: str
     keys: tuple[str, ...]
@@ -147,9 +147,9 @@ class TransferQueueBackend(ABC):
 
     Invariants, each checked by the conformance suite: bit-exact round trip for every dtype, empty rows and jagged
     shapes; putting one column keeps the others; a missing row or column is an error that names it; a restart keeps
-    everything if ``durable`` and nothing is leaked.
+    everything if ``durable``; nothing is leaked.
 
-    Raises (all methods): ``QueueError`` with ``queue.unknown-sample``, ``queue.column``, ``queue.closed``.
+    Raises (all methods): ``QueueError`` with ``queue.unknown-sample``, ``queue.column`` or ``queue.closed``.
     """
 
     abi_version: ClassVar[str] = "1.0"
@@ -157,7 +157,7 @@ class TransferQueueBackend(ABC):
     #: whether values survive ``kill -9`` of the process that put them
     durable: ClassVar[bool] = False
 
-    #: whether other processes may open the queue of the same folder, too, with ``context.joins``
+    #: whether other processes may also open the queue of the same folder, with ``context.joins``
     joins: ClassVar[bool] = False
 
     def __init__(self, config: Any, context: TransferQueueContext) -> None:
@@ -170,15 +170,15 @@ class TransferQueueBackend(ABC):
 
     @abstractmethod
     async def put(self, request: PutRequest) -> PutResult:
-        """Store; when it returns, every reader sees it."""
+        """Store values. Every reader sees them once it returns."""
 
     @abstractmethod
     async def get(self, request: GetRequest) -> GetResult:
-        """Read; when it returns, every byte is there."""
+        """Read values. Every byte is there once it returns."""
 
     @abstractmethod
     async def keys(self, request: KeysRequest) -> KeysResult:
-        """List what may be read. :meth:`get` reports values that are not what was put (``queue.lost``, found: keys)."""
+        """List readable samples. :meth:`get` reports values that differ from what was put (``queue.lost``)."""
 
     @abstractmethod
     async def delete(self, request: DeleteRequest) -> DeleteResult:
@@ -190,16 +190,16 @@ class TransferQueueBackend(ABC):
 
     @abstractmethod
     async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
-        """Write everything that was put before the call, without stopping producers."""
+        """Write everything that was put before the call. Producers are not stopped."""
 
     @abstractmethod
     async def restore(self, request: SnapshotRequest) -> SnapshotResult:
-        """Replace everything by what :meth:`checkpoint` wrote."""
+        """Replace all content with what :meth:`checkpoint` wrote."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Release memory, ports and files; idempotent."""
+        """Release memory, ports and files. Idempotent."""
 
     async def put_tags(self, request: TagsRequest) -> None:
-        """Show tags to people; the core keeps its own copy."""
+        """Store tags for users of the store's own tools; the core keeps its own copy."""
         return

@@ -1,4 +1,4 @@
-"""What plugins need beside the contracts in :mod:`jackfield.abc`. It has an ABI version of its own."""
+"""Tools for plugins that implement contracts of :mod:`jackfield.abc`. The SDK has its own ABI version."""
 
 from __future__ import annotations
 

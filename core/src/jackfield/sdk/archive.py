@@ -1,8 +1,8 @@
-"""A checkpoint's files, the same for every backend that writes them: a run may go on with another backend.
+"""The files of a checkpoint. All backends share the format, so that a run may resume with another backend.
 
-``samples-*.arrow`` has Arrow IPC streams of one record batch each, one behind the other. ``index.json`` names it, and
-the size and digest of each stream; it comes last and appears whole, so that a checkpoint which was broken off is none,
-and does no harm to the one before it. The index has a digest of its own.
+``samples-*.arrow`` is a sequence of Arrow IPC streams of one record batch each. ``index.json`` has its name, and the
+size and digest of each stream. The index is written last and atomically, so that an interrupted write leaves the
+previous checkpoint valid. The index has a digest of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 T = TypeVar("T")
 
 BATCH_ROWS = 500
-BATCH_BYTES = 1 << 25  #: of values
+BATCH_BYTES = 1 << 25  #: bytes of values per record batch
 NAME_FILE = "name.txt"
 
 _INDEX = "index.json"
@@ -43,7 +43,7 @@ _FORMAT = 4
 
 
 class ArchiveWriter:
-    """Writes a checkpoint; without :meth:`finish` there is none. A context manager."""
+    """A context manager that writes a checkpoint, which becomes valid with :meth:`finish`."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ class ArchiveWriter:
             self._bytes += sum(sample.bytes for sample in batch)
 
     def finish(self) -> SnapshotResult:
-        """Make it durable, and the checkpoint of the folder."""
+        """Make the files durable and make them the checkpoint of the folder."""
         self._file.flush()
         os.fsync(self._file.fileno())
         index = {"format": _FORMAT, "rows": self._count, "bytes": self._bytes, "file": self._path.name}
@@ -83,7 +83,7 @@ class ArchiveWriter:
         self.close()
 
     def close(self) -> None:
-        """Remove what is not the checkpoint: this file without :meth:`finish`, else those before it."""
+        """Remove obsolete files: this file if :meth:`finish` was not called, else the earlier ones."""
         self._file.close()
         for path in self._folder.glob("samples-*.arrow"):
             if (path == self._path) != self._finished:
@@ -91,14 +91,14 @@ class ArchiveWriter:
 
 
 def write_archive(folder: Path, samples: Iterable[SavedSample]) -> SnapshotResult:
-    """Write samples as the checkpoint of ``folder``, in the place of the one that is there."""
+    """Write samples as the checkpoint of ``folder`` and replace the previous one."""
     with ArchiveWriter(folder) as writer:
         writer.add(samples)
         return writer.finish()
 
 
 def batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield items in order, so many together as a store is given at once: 500, or about 32 MiB."""
+    """Yield items in order, in batches for a store: at most 500 items or about 32 MiB each."""
     batch: list[T] = []
     total = 0
     for item in items:
@@ -115,8 +115,8 @@ def read_archive(folder: Path) -> Iterator[SavedSample]:
     """Yield the samples of a folder's checkpoint.
 
     Raises:
-        QueueError: ``queue.invalid``, before the first sample, where there is no whole checkpoint, or another
-            format's; ``queue.store`` where samples are damaged.
+        QueueError: ``queue.invalid``, before the first sample, if there is no complete checkpoint or it has another
+            format; ``queue.store`` if samples are damaged.
     """
     path, streams = _opened(folder)
     with path.open("rb") as file:
@@ -129,11 +129,11 @@ def read_archive(folder: Path) -> Iterator[SavedSample]:
 
 
 def queue_name(folder: str | None) -> str:
-    """Return the name under which a server that several runs share keeps the samples of the queue in ``folder``.
+    """Return the name of the queue in ``folder`` on a server that several runs share.
 
-    The first process that opens the queue makes it, and keeps it in ``name.txt`` for all others. It begins with the
-    name of the run's folder, for people, and ends at random: a folder that was removed and made again is another
-    queue. Without a folder each call makes a new name.
+    The first process that opens the queue creates the name and writes it to ``name.txt`` for all others. It begins
+    with the name of the run's folder, for readability, and has a random end: a folder that was removed and created
+    again is another queue. Without a folder each call creates a new name.
     """
     mark = uuid.uuid4().hex[:8]
     if folder is None:
@@ -144,7 +144,7 @@ def queue_name(folder: str | None) -> str:
     partial = place / f"{NAME_FILE}.{mark}"
     partial.write_text(f"{run}-{mark}", encoding="utf-8")
     try:
-        os.link(partial, place / NAME_FILE)  # fails where another process was first
+        os.link(partial, place / NAME_FILE)  # fails if another process was first
     except FileExistsError:
         pass
     finally:
@@ -153,7 +153,7 @@ def queue_name(folder: str | None) -> str:
 
 
 def _opened(folder: Path) -> tuple[Path, list[tuple[int, str]]]:
-    """Return the file of a folder's checkpoint, which has its size, and the streams in it."""
+    """Return a checkpoint's file, whose size is checked, and the streams in it."""
     try:
         content = (folder / _INDEX).read_bytes()
         if (found := json.loads(content).get("format")) != _FORMAT:

@@ -1,7 +1,7 @@
-"""Samples as Arrow record batches: the form of checkpoints and of Parquet files.
+"""Conversion of samples to Arrow record batches, for checkpoints and Parquet files.
 
-Each column of samples is ``columns.NAME``. Where its samples have one type, the field's metadata says it, and numbers
-are numbers, JSON is text. Other dtypes are bytes; where types differ, ``types.NAME`` has them, sample by sample.
+Each column of samples is the field ``columns.NAME``. If its samples have one type, the field's metadata has that type;
+numbers are stored as numbers, JSON as text. Other dtypes are bytes. If types differ, ``types.NAME`` has them by sample.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ _NATIVE = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "fl
 
 @attrs.frozen(kw_only=True, eq=False)
 class SavedSample:
-    """One sample of a file or of a checkpoint."""
+    """One sample of a file or checkpoint."""
 
     cells: Mapping[str, Cell]  #: by column
     tags: Mapping[str, Any] = attrs.field(factory=dict)
     partition: str = ""
-    key: str = ""  #: that it had in the queue that wrote it
-    batch: int | None = None  #: None in a checkpoint: the sample was consumed, and waits for its deletion
-    group: str | None = None  #: samples of one group come together again
+    key: str = ""  #: its key in the queue that wrote it
+    batch: int | None = None  #: None in a checkpoint: the sample was consumed and is to be deleted
+    group: str | None = None  #: samples of one group form one group again
     task: str | None = None
-    acked_by: tuple[str, ...] = ()  #: consumers that are done with it
+    acked_by: tuple[str, ...] = ()  #: consumers that have acked it
 
     @property
     def bytes(self) -> int:
-        """Bytes of its values."""
+        """The size of its values in bytes."""
         return sum(len(content) for _, content in self.cells.values())
 
 
 def import_pyarrow() -> Any:
-    """Return the package pyarrow.
+    """Import and return the package pyarrow.
 
     Raises:
-        QueueError: ``plugin.requirement`` where it is missing.
+        QueueError: ``plugin.requirement`` if it is missing.
     """
     try:
         import pyarrow
@@ -58,7 +58,7 @@ def import_pyarrow() -> Any:
 
 
 def column_types(samples: Iterable[SavedSample]) -> dict[str, str | None]:
-    """Return the type of each column's cells, by name; None where they differ."""
+    """Return the type of each column's cells by name, or None if they differ."""
     found: dict[str, str | None] = {}
     for sample in samples:
         for name, (text, _) in sample.cells.items():
@@ -68,7 +68,7 @@ def column_types(samples: Iterable[SavedSample]) -> dict[str, str | None]:
 
 
 def to_arrow(samples: Sequence[SavedSample], types: Mapping[str, str | None]) -> Any:
-    """Return a record batch; with equal ``types`` its schema is the same."""
+    """Return a record batch. Batches with equal ``types`` have the same schema."""
     pa = import_pyarrow()
     kinds = dict.fromkeys(("partition", "key", "group", "task"), pa.string())
     kinds |= {"batch": pa.int64(), "tags": pa.string(), "acked_by": pa.list_(pa.string())}
@@ -89,11 +89,11 @@ def from_arrow(batch: Any, foreign: Callable[[str, Any], Cell]) -> list[SavedSam
     """Return the samples of a record batch.
 
     Args:
-        batch: of :func:`to_arrow`, or of another program.
-        foreign: makes a cell of the name of a column and a value, where the batch does not say its type.
+        batch: A batch that :func:`to_arrow` or another program wrote.
+        foreign: Converts a column name and a value to a cell, if the batch does not have the value's type.
 
     Raises:
-        QueueError: ``queue.store`` for damaged types and values; whatever pyarrow and ``foreign`` raise.
+        QueueError: ``queue.store`` for damaged types and values. Exceptions of pyarrow and ``foreign`` propagate.
     """
     names = [name.removeprefix("columns.") for name in batch.schema.names if name.startswith("columns.")]
     cells = {name: _cells(batch, name, foreign) for name in names}
@@ -109,7 +109,7 @@ def from_arrow(batch: Any, foreign: Callable[[str, Any], Cell]) -> list[SavedSam
 
 
 def _array(pa: Any, contents: Sequence[Any], text: str | None) -> Any:
-    """Return an array of the cells' own bytes; None is null."""
+    """Return an array of the cells' bytes; None is null."""
     kind = None if text is None else ColumnType.parse(text)
     is_native = kind is not None and kind.kind != "json" and kind.unit and kind.dtype in _NATIVE
     element = getattr(pa, kind.dtype.replace("bool", "uint8"))() if kind is not None and is_native else None
@@ -144,7 +144,7 @@ def _cells(batch: Any, name: str, foreign: Callable[[str, Any], Cell]) -> list[C
 
 
 def _contents(values: Any) -> list[memoryview]:
-    """Return the bytes of each value of an array that :func:`_array` made; they share its memory."""
+    """Return the bytes of each value of an array from :func:`_array`, without a copy."""
     buffers, inner = values.buffers(), values.values if values.type.num_fields else None
     if values.type.num_buffers == 2 and inner is None:  # numbers
         bounds = list(range(values.offset, values.offset + len(values) + 1))

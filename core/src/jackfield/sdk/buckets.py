@@ -1,7 +1,7 @@
-"""Tensors as bytes: many of them in one buffer, each at its place, and their digests.
+"""Packing of many tensors into one byte buffer, and digests of tensors.
 
-A model may have tens of thousands of small tensors, so these functions count microseconds: a small tensor that lies in
-row-major order in host memory is copied as bytes, which takes a third of the time of torch's copy.
+A model may have tens of thousands of small tensors, so microseconds matter: a small tensor that is in row-major order
+in host memory is copied as bytes, which takes a third of the time of torch's copy.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Entry", "aligned", "digest", "entry_of", "is_plain", "put", "raw", "view", "views"]
 
-#: A tensor's place in a buffer, as JSON: ``[name, dtype, shape, offset in bytes]``.
+#: The description of a tensor in a buffer, as JSON: ``[name, dtype, shape, offset in bytes]``.
 Entry: TypeAlias = "list[Any]"
 
-_ALIGNMENT = 64  #: of each tensor in a buffer, in bytes: a cache line, and a multiple of every dtype's size
+_ALIGNMENT = 64  #: bytes, for each tensor in a buffer: a cache line, and a multiple of every dtype's size
 _SMALL = 1 << 20  #: bytes; torch copies larger tensors with several threads
 
 
@@ -31,15 +31,15 @@ def aligned(size: int) -> int:
 
 
 def entry_of(name: str, tensor: torch.Tensor, offset: int = 0) -> Entry:
-    """Describe where a tensor is going to lie, from ``offset`` bytes on."""
+    """Return the entry of a tensor that will be put at ``offset``, in bytes."""
     return [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset]
 
 
 def put(buffer: torch.Tensor, entry: Entry, tensor: torch.Tensor) -> None:
-    """Copy a tensor, of any stride and device, to its place in a buffer: uint8, ``[bytes]``, contiguous.
+    """Copy a tensor of any stride and device into a buffer (uint8, ``[bytes]``, contiguous).
 
     Raises:
-        ValueError: there is no room for it at its place.
+        ValueError: If the tensor does not fit into the buffer at the entry's offset.
     """
     size, offset = tensor.nbytes, entry[3]
     if offset + size > buffer.nbytes:
@@ -53,12 +53,12 @@ def put(buffer: torch.Tensor, entry: Entry, tensor: torch.Tensor) -> None:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether host memory holds the values as they are, in row-major order."""
+    """Return whether the values are in host memory, unmodified and in row-major order."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def view(buffer: torch.Tensor, entry: Entry) -> torch.Tensor:
-    """Return the tensor that lies at a place in a buffer (uint8, ``[bytes]``), without a copy."""
+    """Return the tensor of an entry as a view of a buffer (uint8, ``[bytes]``)."""
     import torch
 
     _, dtype_name, shape, offset = entry
@@ -70,7 +70,7 @@ def view(buffer: torch.Tensor, entry: Entry) -> torch.Tensor:
 
 
 def views(buffer: torch.Tensor, entries: Sequence[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all tensors of a buffer with their names, as :func:`view` makes them, in half of the time."""
+    """Yield the names and views of all tensors in a buffer, in half of the time of :func:`view`."""
     whole = buffer[: buffer.numel() // _ALIGNMENT * _ALIGNMENT]
     typed: dict[str, torch.Tensor] = {}
     for entry in entries:
@@ -91,25 +91,25 @@ def views(buffer: torch.Tensor, entries: Sequence[Entry]) -> Iterator[tuple[str,
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes in row-major order, uint8 ``[bytes]``, on its device; a copy only where needed."""
+    """Return a tensor's bytes in row-major order, uint8 ``[bytes]``, on its device; copy only if needed."""
     import torch
 
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if not plain.numel():
         return torch.empty(0, dtype=torch.uint8, device=plain.device)
-    # a tensor of one element counts as contiguous whatever its stride, which a view of bytes does not take
+    # a tensor of one element counts as contiguous with any stride, but a view of bytes does not accept every stride
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def digest(tensor: torch.Tensor) -> str:
     """Compute xxh3_128, in hexadecimal, over dtype name, shape and raw little-endian bytes.
 
-    Any dtype, shape, stride and device; a tensor that is not contiguous or not on the CPU is copied. A digest finds
-    errors; it does not withstand forgery.
+    Any dtype, shape, stride and device is allowed; a tensor that is not contiguous or not on the CPU is copied. The
+    digest detects errors; it is not cryptographic.
     """
     plain = tensor if is_plain(tensor) else tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     state = xxhash.xxh3_128(f"{str(plain.dtype).removeprefix('torch.')}{list(plain.shape)}".encode())
     if size := plain.nbytes:
-        # the memory itself: of many small tensors, views of torch and numpy would take longer than hashing
+        # hash the memory directly: for many small tensors, views of torch and numpy take longer than hashing
         state.update((ctypes.c_char * size).from_address(plain.data_ptr()))
     return state.hexdigest()

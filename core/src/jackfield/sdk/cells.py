@@ -1,7 +1,7 @@
-"""A sample of a column as typed bytes: what stores and files keep.
+"""Cells: the typed bytes of one sample of a column, as stores and files keep them.
 
-A *cell* is the text of the column's type and the bytes of one sample. No pickle, no class names of Python. Stores that
-other programs can change keep a *digest* with it.
+A *cell* is the text of the column's type and the bytes of one sample. It has no pickle and no Python class names.
+Stores that other programs can change keep a *digest* with it.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ Cell: TypeAlias = tuple[str, Buffer]  #: the text of a ColumnType, and the bytes
 
 @attrs.frozen(kw_only=True)
 class ColumnType:
-    """What all samples of a column share; a sample's length follows from its bytes."""
+    """The type that all samples of a column share. A sample's length follows from its bytes."""
 
     kind: Kind
-    dtype: str  #: torch's name, without ``torch.``
-    shape: tuple[int, ...]  #: of a sample; without the length of a jagged one
+    dtype: str  #: torch's name without ``torch.``
+    shape: tuple[int, ...]  #: shape of a sample; without the length of a jagged one
 
     @classmethod
     def of(cls, column: Column) -> ColumnType:
@@ -63,10 +63,10 @@ class ColumnType:
     @classmethod
     @functools.lru_cache(maxsize=1024)
     def parse(cls, text: str) -> ColumnType:
-        """Return the type whose ``text`` this is.
+        """Return the type that has this ``text``.
 
         Raises:
-            QueueError: ``queue.store`` where it is none.
+            QueueError: ``queue.store`` if the text is not a type.
         """
         expected = '["dense" | "jagged" | "json", dtype, [length, ...]]'
         try:
@@ -80,19 +80,19 @@ class ColumnType:
 
     @property
     def text(self) -> str:
-        """The form in which stores keep it."""
+        """The text that stores keep for the type."""
         return json.dumps([self.kind, self.dtype, self.shape], separators=(",", ":"))
 
     @property
     def unit(self) -> int:
-        """Bytes of a dense sample, or of each index of a jagged one."""
+        """The bytes of a dense sample, or of each index of a jagged one."""
         return math.prod(self.shape) * int(dtype_of(self.dtype).itemsize)
 
     def length(self, content: Buffer) -> int:
-        """Return the length of a jagged sample, 1 for a dense one.
+        """Return the length of a jagged sample, or 1 for a dense one.
 
         Raises:
-            QueueError: ``queue.store`` where the bytes are not those of a sample of this type.
+            QueueError: ``queue.store`` if the bytes are not those of a sample of this type.
         """
         size = len(content)
         if self.kind == "dense":
@@ -108,9 +108,9 @@ class ColumnType:
 
 
 def content_of(column: Column) -> memoryview:
-    """Return the bytes of all samples, in order: elements in C order, little-endian; the memory is the column's.
+    """Return the bytes of all samples in order, in C order and little-endian, without a copy.
 
-    Where jagged samples have no bytes, since a trailing length is 0, they are their lengths instead, as int64.
+    If jagged samples have no bytes because a trailing dimension is 0, return their lengths as int64 instead.
     """
     import torch
 
@@ -122,7 +122,7 @@ def content_of(column: Column) -> memoryview:
 
 
 def split(column: Column) -> tuple[str, list[memoryview]]:
-    """Return the text of a column's type, and the bytes of each sample; they share its memory."""
+    """Return the text of a column's type and the bytes of each sample, without a copy."""
     kind, content = ColumnType.of(column), content_of(column)
     if column.offsets is not None and kind.unit:
         bounds = (column.offsets * kind.unit).tolist()
@@ -136,14 +136,14 @@ def join(name: str, cells: Sequence[Cell], memory: Callable[[int], torch.Tensor 
     """Return cells as one column.
 
     Args:
-        name: of the column, for errors.
-        cells: of the samples, one at least.
-        memory: asked for uint8 ``[bytes]`` in which the cells' bytes lie already, in order; None from it: they do not.
-            Without it, or then, they are copied into memory of the column's own.
+        name: The name of the column, for errors.
+        cells: The cells of the samples, at least one.
+        memory: Returns uint8 ``[bytes]`` that already has the cells' bytes in order, or None if there is none. Without
+            it, or if it returns None, the bytes are copied.
 
     Raises:
-        QueueError: ``queue.column`` for cells of different types, ``queue.invalid`` for none, ``queue.store`` for
-            damage.
+        QueueError: ``queue.column`` for cells of different types, ``queue.invalid`` for no cells, ``queue.store`` for
+            damaged cells.
     """
     if not cells:
         raise QueueError("no rows are named", expected="one key at least")
@@ -165,9 +165,9 @@ def join(name: str, cells: Sequence[Cell], memory: Callable[[int], torch.Tensor 
 
 
 def cell_digest(partition: str, key: str, name: str, kind: str, content: Buffer) -> str:
-    """Return the digest of a cell and of its place: xxh3_64, 16 hexadecimal digits.
+    """Return the digest of a cell with its partition, key and column: xxh3_64 in 16 hexadecimal digits.
 
-    A store that other programs can change keeps it: cells that were altered or swapped are found.
+    Stores that other programs can change keep it, so that altered or swapped cells are detected.
     """
     hashed = xxhash.xxh3_64(json.dumps([partition, key, name, kind]).encode())
     hashed.update(content)
@@ -175,10 +175,10 @@ def cell_digest(partition: str, key: str, name: str, kind: str, content: Buffer)
 
 
 def split_request(request: PutRequest) -> list[dict[str, Cell]]:
-    """Return the cells of each sample of a put, by column; they share the columns' memory.
+    """Return the cells of each sample of a put by column, without a copy.
 
     Raises:
-        QueueError: ``queue.invalid`` for samples that are named twice or columns of other lengths.
+        QueueError: ``queue.invalid`` for duplicate keys or columns whose length is not the number of keys.
     """
     keys = request.keys
     if len(set(keys)) != len(keys):
@@ -194,19 +194,19 @@ def split_request(request: PutRequest) -> list[dict[str, Cell]]:
 
 
 def unknown_sample(partition: str, key: str) -> QueueError:
-    """Return the error of a get that names a sample which is not there."""
+    """Return the error for a get of a sample that does not exist."""
     return QueueError(f"no row {key!r} is in the queue", code="queue.unknown-sample", where=f"{partition}: {key}")
 
 
 def lacking_column(partition: str, name: str, keys: Sequence[str], there: Iterable[str]) -> QueueError:
-    """Return the error of a get that names a column which samples lack; ``there``: what the first of them has."""
+    """Return the error for a get of a column that samples lack. ``there`` has the columns of the first of them."""
     message = f"column {name!r} is not there in {len(keys)} rows, {keys[0]} first"
     expected = f"one of {', '.join(sorted(there)) or '(none)'}"
     return QueueError(message, code="queue.column", where=f"{partition}: {keys[0]}", expected=expected, found=name)
 
 
 def damaged_samples(partition: str, keys: Iterable[str], where: str) -> QueueError:
-    """Return the error of a store whose cells are not what was put: the samples are lost, and can be made again."""
+    """Return the error for cells that differ from what was put. The samples are lost and can be generated again."""
     found, expected = sorted(set(keys)), "bytes with the digests that were put with them"
     shown = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
     message = f"values of {len(found)} rows of partition {partition!r} are not those that were put: {shown}"
@@ -214,13 +214,13 @@ def damaged_samples(partition: str, keys: Iterable[str], where: str) -> QueueErr
 
 
 def unlike_types(message: str, types: Iterable[str], where: str | None = None) -> QueueError:
-    """Return the error of columns or cells of several types that are read as one."""
+    """Return the error for columns or cells of different types that are read as one column."""
     expected = "one dtype, encoding and trailing shape, all jagged or all dense"
     return QueueError(message, code="queue.column", where=where, expected=expected, found=sorted(types))
 
 
 def tensor_of(content: bytearray, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-    """Return a tensor that keeps its bytes in ``content``."""
+    """Return a tensor that uses ``content`` as its memory."""
     import torch
 
     found = dtype_of(dtype)
@@ -229,7 +229,7 @@ def tensor_of(content: bytearray, dtype: str, shape: Sequence[int]) -> torch.Ten
 
 
 def dtype_of(name: str) -> Any:
-    """Return torch's dtype of a name; ``TypeError`` or ``AttributeError`` where there is none."""
+    """Return torch's dtype of a name; raise ``TypeError`` or ``AttributeError`` if there is none."""
     import torch
 
     found = getattr(torch, name)
@@ -239,7 +239,7 @@ def dtype_of(name: str) -> Any:
 
 
 def offsets_of(lengths: Iterable[int]) -> torch.Tensor:
-    """Return the offsets of jagged samples of these lengths, int64 ``[samples + 1]``."""
+    """Return the offsets of jagged samples with these lengths, int64 ``[samples + 1]``."""
     import torch
 
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""A child process that serves one connection: its start, its output, its death."""
+"""A child process that serves one connection, with its start, output and end."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from jackfield.rpc.wire import LIMIT
 
 __all__ = ["ChildProcess", "until_stopped"]
 
-_OUTPUT_BYTES = 8192  #: of the end of its output, for messages
+_OUTPUT_BYTES = 8192  #: bytes of the end of the output that error messages show
 _OUTPUT_LINES = 10
-_LOG_BYTES = 4 * 2**20  #: of its output in the file; the file before it is kept, too
-_DYING_SECONDS = 0.2  #: between the end of the connection and that of the process, and between that and its last output
-_END_SECONDS = 5.0  #: between a kill and the end of the process and its pipe
+_LOG_BYTES = 4 * 2**20  #: bytes of output per file; the previous file is also kept
+_DYING_SECONDS = 0.2  #: from the end of the connection to that of the process, and from that to its last output
+_END_SECONDS = 5.0  #: from a kill to the end of the process and its pipe
 
 
 @attrs.define(eq=False, slots=False)
 class ChildProcess(asyncio.SubprocessProtocol):
-    """A process that serves the other end of a socket pair. It ends with all that it has started (its process group).
+    """A process that serves the other end of a socket pair.
 
-    The process gets the number of its socket and that of this process as its last two arguments. It is killed when it
-    breaks the protocol, closes the socket, or cannot run for ``heartbeat_seconds``. A grandchild that makes a session
-    of its own escapes.
+    Its last two arguments are the number of its socket and this process's id. It is killed with its process group when
+    it breaks the protocol, closes the socket or cannot run for ``heartbeat_seconds``. A grandchild in a session of its
+    own is not killed.
     """
 
-    _name: str  #: what errors call the process
+    _name: str  #: name of the process in errors
     _clock: Clock  #: time source for all waits
     _heartbeat_seconds: float = attrs.field(kw_only=True)  #: the process is killed when it cannot run for so long
-    #: gets the output, 4 MiB at most; the file before it gets the suffix ``.1``. None: only the output's end is kept
+    #: file of the output, at most 4 MiB; the previous file gets the suffix ``.1``. None: only the output's end is kept
     _log: Path | None = attrs.field(default=None, kw_only=True)
-    #: the form of messages; json is for a program that has only the standard library
+    #: encoding of messages; json is for a program that has only the standard library
     _codec: Literal["msgpack", "json"] = attrs.field(default="msgpack", kw_only=True)
     _limit: int = attrs.field(default=LIMIT, kw_only=True)  #: bytes of the longest message from the process
-    #: makes the error of calls after its end; None: ``rpc.lost``
+    #: creates the error of calls after the end of the process; None: ``rpc.lost``
     _lost_error: Callable[[str], JackfieldError] | None = attrs.field(default=None, kw_only=True)
     death: str | None = attrs.field(default=None, init=False)  #: how it ended
     _transport: asyncio.SubprocessTransport | None = attrs.field(default=None, init=False)
@@ -57,7 +57,7 @@ class ChildProcess(asyncio.SubprocessProtocol):
             self._name, {}, self._clock, codec=Codec(self._codec), limit=limit, lost_error=lost_error, child=self
         )
         self._killed: str | None = None  #: why it was killed
-        self._broke = False  #: the reason is that it broke the protocol
+        self._broke = False  #: whether it was killed for breaking the protocol
         self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._exited = False
         self._output = bytearray()
@@ -68,10 +68,10 @@ class ChildProcess(asyncio.SubprocessProtocol):
 
         Args:
             command: The program and its arguments.
-            environment: All variables of the process; None: those of this process.
+            environment: All environment variables of the process; None: those of this process.
 
         Raises:
-            OSError: the program cannot be started.
+            OSError: If the program cannot be started.
         """
         own, other = socket.socketpair()
         loop = asyncio.get_running_loop()
@@ -93,23 +93,23 @@ class ChildProcess(asyncio.SubprocessProtocol):
 
     @property
     def pid(self) -> int:
-        """The number of the process."""
+        """The id of the process."""
         assert self._transport is not None, "it was not started"
         number: int = self._transport.get_pid()
         return number
 
     @property
     def is_ending(self) -> bool:
-        """Return whether the process has ended, or was killed."""
+        """Whether the process has ended or was killed."""
         return self._exited or self._killed is not None
 
     @property
     def broke_protocol(self) -> bool:
-        """Return whether it was killed because of what it has written."""
+        """Return whether the process was killed because its messages broke the protocol."""
         return self._broke and self._transport is not None and self._transport.get_returncode() == -signal.SIGKILL
 
     def output(self) -> str:
-        """Return the last lines that it has printed, as the end of a message."""
+        """Return the last lines of the output, as the end of an error message."""
         lines = self._output.decode(errors="replace").strip().splitlines()[-_OUTPUT_LINES:]
         return "; it printed:\n" + "\n".join(lines) if lines else ""
 
@@ -119,7 +119,7 @@ class ChildProcess(asyncio.SubprocessProtocol):
             os.killpg(self.pid, signal.SIGKILL)
 
     async def close(self, *, grace_seconds: float = 0.0) -> None:
-        """Close its socket, give it ``grace_seconds`` to end, and kill what is left. Idempotent."""
+        """Close the socket, wait ``grace_seconds`` for the process to exit, then kill it. Idempotent."""
         self.death = self.death or "was ended"
         self.connection.end(self.death)
         if self._transport is None:
@@ -135,17 +135,17 @@ class ChildProcess(asyncio.SubprocessProtocol):
             self._watching.cancel()
 
     def kill_unless_exited(self) -> None:
-        """Kill the process group while its number is its own."""
+        """Kill the process group unless the process has exited, when its id may be reused."""
         if not self._exited:
             self.kill()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport, also of a start that is cancelled."""
+        """Keep the transport, even if the start is cancelled."""
         self._transport = cast(asyncio.SubprocessTransport, transport)
         self.connection.process = Process.of(self.pid)
 
     def complain(self, complaint: str) -> None:
-        """Kill a process that cannot be trusted any more."""
+        """Kill a process that broke the protocol."""
         self._kill_for(f"was killed: it {complaint}", broke=True)
 
     def _kill_for(self, reason: str, *, broke: bool) -> None:
@@ -154,36 +154,36 @@ class ChildProcess(asyncio.SubprocessProtocol):
         self.kill_unless_exited()
 
     def socket_closed(self, how: str) -> None:
-        """Kill a process that has closed its socket, unless that was its death."""
+        """Kill a process that closed its socket without exiting."""
         if not self._exited and self.death is None:
             asyncio.get_running_loop().call_later(_DYING_SECONDS, self.complain, how)
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
-        """Keep the end of its output."""
+        """Keep the end of the output."""
         self._output += data
         del self._output[:-_OUTPUT_BYTES]
         if self._log is not None:
             _append(self._log, data)
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
-        """Note that its output has ended."""
+        """Record that the output has ended."""
         if self._exited:
             self._end()
 
     def process_exited(self) -> None:
-        """Kill what it had started, and wait a moment for its last output."""
+        """Kill the process group and wait a moment for the last output."""
         self._exited = True
         self.kill()
         asyncio.get_running_loop().call_later(_DYING_SECONDS, self._end)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Note that the process and its pipe are gone."""
+        """Record that the process and its pipe are gone."""
         if not self._gone.done():
             self._gone.set_result(None)
         self._end()
 
     def _end(self) -> None:
-        """End the connection with how the process has ended."""
+        """End the connection and report how the process ended."""
         self.death = self.death or f"{self._ended()}{self.output()}"
         self.connection.end(self.death)
 
@@ -201,7 +201,7 @@ class ChildProcess(asyncio.SubprocessProtocol):
 
 @attrs.define(eq=False, slots=False)
 class _Connection(Connection):
-    """A connection whose end waits for that of the process, so that it says how the process has ended."""
+    """A connection that waits for the process to end, so that its error says how that happened."""
 
     _child: ChildProcess = attrs.field(kw_only=True)
 
@@ -216,7 +216,7 @@ class _Connection(Connection):
 
 
 def _append(file: Path, data: bytes) -> None:
-    """Add output to a file of bounded size. A full disk does not end the process."""
+    """Append output to a file of bounded size. A full disk does not end the process."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("ab") as log:
@@ -227,7 +227,7 @@ def _append(file: Path, data: bytes) -> None:
 
 
 async def until_stopped(pid: int, clock: Clock, seconds: float) -> str:
-    """Wait until no thread of a process of this machine could run for ``seconds``; return what to report of it."""
+    """Wait until no thread of a local process could run for ``seconds``; return the reason."""
     process, silent = Process.of(pid), 0
     while silent <= LOOKS:
         await clock.sleep(seconds / LOOKS)

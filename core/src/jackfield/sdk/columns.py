@@ -1,6 +1,6 @@
-"""Columns of samples: made, read and put together.
+"""Functions that create, read and concatenate columns of samples.
 
-A jagged column keeps its samples back to back in one tensor with offsets, and is never padded.
+A jagged column keeps its samples contiguously in one tensor with offsets and is never padded.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 
 
 def dense_column(values: torch.Tensor) -> Column:
-    """Return a column of samples of one shape.
+    """Return a column whose samples have one shape.
 
     Args:
-        values: ``[samples, ...]``, any dtype.
+        values: The samples, ``[samples, ...]``, any dtype.
     """
     if values.dim() == 0:
         raise _invalid("a dense column needs one row per index of its first dimension", "[rows, ...]", "a scalar")
@@ -53,11 +53,11 @@ def column_from_rows(rows: Sequence[torch.Tensor]) -> Column:
     """Return a jagged column.
 
     Args:
-        rows: each ``[length, ...]``; lengths may differ and be 0, dtypes and trailing shapes may not. No rows at all
+        rows: Tensors ``[length, ...]``. Lengths may differ and be 0; dtypes and trailing shapes must be equal. No rows
             give an empty float32 column.
 
     Raises:
-        QueueError: ``queue.invalid`` where dtypes or trailing shapes differ, or a row is a scalar.
+        QueueError: ``queue.invalid`` if dtypes or trailing shapes differ, or a row is a scalar.
     """
     import torch
 
@@ -76,7 +76,7 @@ def json_column(values: Sequence[object]) -> Column:
     """Return a column of JSON values, kept as UTF-8 texts.
 
     Raises:
-        QueueError: ``queue.invalid`` for a value that JSON cannot hold; NaN and infinity are among them.
+        QueueError: ``queue.invalid`` for a value that JSON cannot represent, such as NaN and infinity.
     """
     try:
         texts = [_encode(value).encode() for value in values]
@@ -97,14 +97,14 @@ def from_nested(nested: Any) -> Column:
 
 
 def rows_of(column: Column) -> list[Any]:
-    """Return the samples: tensors that share the column's memory, or the values of a JSON column."""
+    """Return the samples: views of the column's values, or the values of a JSON column."""
     if column.encoding == "json":
         return [json.loads(bytes(text)) for text in split(column)[1]]
     return list(_tensors(column))
 
 
 def to_nested(column: Column) -> torch.Tensor:
-    """Return a jagged column as ``torch.nested`` ``[samples, j, ...]`` (``torch.jagged``), without a copy."""
+    """Return a jagged column as a nested tensor ``[samples, j, ...]``, without a copy."""
     import torch
 
     if column.offsets is None or column.encoding != "tensor":
@@ -113,18 +113,18 @@ def to_nested(column: Column) -> torch.Tensor:
 
 
 def byte_size(column: Column) -> int:
-    """Return the bytes of the column's values."""
+    """Return the size of the column's values in bytes."""
     return column.values.numel() * column.values.element_size()
 
 
 def row_bytes(column: Column) -> list[int]:
-    """Return the bytes of the values of each sample."""
+    """Return the size of each sample's values in bytes."""
     unit = column.values.element_size() * math.prod(column.values.shape[1:])
     return [unit] * len(column) if column.offsets is None else [length * unit for length in _lengths(column)]
 
 
 def take(column: Column, indexes: Sequence[int]) -> Column:
-    """Return the samples at ``indexes``, in that order, as a column of their own."""
+    """Return the samples at ``indexes``, in that order, as a new column."""
     text, contents = split(column)
     if not indexes:
         return attrs.evolve(
@@ -137,7 +137,7 @@ def concatenate(columns: Sequence[Column]) -> Column:
     """Return the samples of all columns, in order.
 
     Raises:
-        QueueError: ``queue.column`` where their types differ; also without any column.
+        QueueError: ``queue.column`` if their types differ, or if there is no column.
     """
     import torch
 
@@ -154,13 +154,13 @@ def concatenate(columns: Sequence[Column]) -> Column:
 
 
 def check_column(name: str, column: Column, rows: int) -> list[int]:
-    """Refuse a column that breaks the contract of :class:`~jackfield.abc.transfer_queue.Column`.
+    """Check that a column keeps the contract of :class:`~jackfield.abc.transfer_queue.Column`.
 
     Returns:
-        the bytes of each sample's values (see :func:`row_bytes`).
+        The bytes of each sample's values (see :func:`row_bytes`).
 
     Raises:
-        QueueError: ``queue.invalid``, naming the column.
+        QueueError: ``queue.invalid``, which names the column, if it does not.
     """
     import torch
 
@@ -195,9 +195,9 @@ def _lengths(column: Column) -> list[int]:
 
 
 def _tensors(column: Column) -> Sequence[torch.Tensor]:
-    """Return the samples' tensors, views of the column's values; JSON texts stay encoded."""
+    """Return the samples as views of the column's values; JSON texts stay encoded."""
     if column.offsets is None:
         return column.values.unbind(0)
-    values: Any = column.values  # torch leaves split untyped
+    values: Any = column.values  # torch has no type for split
     rows: Sequence[torch.Tensor] = values.split(_lengths(column)) if len(column) else ()
     return rows

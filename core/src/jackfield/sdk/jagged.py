@@ -1,4 +1,4 @@
-"""Jagged tensors: rows of different lengths in one ``torch.nested`` tensor of layout ``torch.jagged``."""
+"""Jagged tensors, which keep rows of different lengths in one ``torch.nested`` tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return rows ``[length, ...]`` of one dtype as a nested tensor ``[B, j, ...]``; gradients flow through.
 
     Raises:
-        DataError: without rows, or where dtypes or trailing shapes differ.
+        DataError: If there are no rows, or if dtypes or trailing shapes differ.
     """
     import torch
 
@@ -53,12 +53,12 @@ def to_padded(nested: torch.Tensor, padding: float = 0, length: int | None = Non
     """Return ``[B, j, ...]`` as ``[B, T, ...]`` with ``padding`` on the right.
 
     Args:
-        nested: layout ``torch.jagged``.
-        padding: what stands past a row's end.
-        length: T; None: the longest row's.
+        nested: A tensor of layout ``torch.jagged``.
+        padding: The value of positions after a row's end.
+        length: T; None: the length of the longest row.
 
     Raises:
-        DataError: when a row is longer than ``length``.
+        DataError: If a row is longer than ``length``.
     """
     import torch
 
@@ -72,10 +72,10 @@ def to_padded(nested: torch.Tensor, padding: float = 0, length: int | None = Non
 
 
 def from_padded(dense: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Return ``[B, T, ...]`` as ``[B, j, ...]``; what lies past a row's length (int64 ``[B]``) is left out.
+    """Return ``[B, T, ...]`` as ``[B, j, ...]`` without the values after a row's length (int64 ``[B]``).
 
     Raises:
-        DataError: when the shapes contradict each other.
+        DataError: If the shapes do not match.
     """
     import torch
 
@@ -99,7 +99,7 @@ def _checked(nested: Any) -> Any:
 
 
 def _mask(sizes: torch.Tensor, length: int) -> torch.Tensor:
-    """Return where rows have values, bool ``[B, length]``."""
+    """Return a mask of the positions where rows have values, bool ``[B, length]``."""
     import torch
 
     return torch.arange(length, device=sizes.device) < sizes[:, None]

@@ -1,4 +1,4 @@
-"""The checkpoint engine in which one rank sends to every worker, beside a transfer session."""
+"""A base checkpoint engine in which one rank sends to every worker, with a transfer session."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ __all__ = ["OneSenderEngine", "SessionSettings"]
 
 @attrs.frozen(kw_only=True)
 class SessionSettings:
-    """The settings of every engine with a transfer session."""
+    """The settings of all checkpoint engines with a transfer session."""
 
     port: int = option(
-        0, help="Where the sender listens for workers; 0: any port that is free.", validator=and_(ge(0), le(65535))
+        0, help="Port at which the sender listens for workers; 0: any free port.", validator=and_(ge(0), le(65535))
     )
 
 
 class OneSenderEngine(CheckpointEngine):
-    """One end of a transfer. The trainer's rank 0 sends to all workers; its other ranks only exhaust the generator.
+    """One end of a transfer in which the trainer's rank 0 sends to all workers.
 
-    A subclass moves the tensors. The session notices who is late, died or broke off: ``WeightsError`` with
-    ``weights.transfer`` or ``weights.version``, and ``DeadlineExceeded`` naming the peers.
+    Other trainer ranks only exhaust the generator. A subclass moves the tensors. The session detects peers that are
+    late, die or fail: ``WeightsError`` with ``weights.transfer`` or ``weights.version``, or ``DeadlineExceeded``.
     """
 
     config: Any  #: a :class:`SessionSettings`
@@ -51,10 +51,10 @@ class OneSenderEngine(CheckpointEngine):
         super().__init__(config, context)
         self.session: TransferSession | None = None
         self.connected = False
-        self.whole = False  #: everything was sent, or taken
+        self.whole = False  #: whether everything was sent or received
 
     def begin(self) -> None:
-        """Forget the transfer before."""
+        """Discard the state of the previous transfer."""
         return
 
     def heard(self, peer: Peer, values: Mapping[str, Any]) -> None:
@@ -62,36 +62,36 @@ class OneSenderEngine(CheckpointEngine):
         return
 
     def listen(self, secret: str) -> Mapping[str, Any]:
-        """Listen beside the session; return what workers, who alone know the ``secret`` (in hex), need to connect."""
+        """Listen for workers and return the data with which they connect. Only they get the ``secret`` (in hex)."""
         return {}
 
     async def met_workers(self, session: TransferSession, workers: int) -> None:
-        """Prepare to send: every worker has come."""
+        """Prepare to send, after every worker has joined."""
         return
 
     async def enter(self, session: TransferSession, place: Mapping[str, Any], version: int) -> None:
-        """Connect to the sender, as a worker, by :meth:`TransferSession.join`."""
+        """Connect to the sender as a worker, with :meth:`TransferSession.join`."""
         await session.join(place["session"], place["worker"], version)
 
     @abstractmethod
     async def send(
         self, session: TransferSession, weights: Generator[tuple[str, torch.Tensor], None, None]
     ) -> Mapping[str, Any]:
-        """Send every tensor and return what is posted to the workers with the end."""
+        """Send every tensor and return the values that are posted to the workers at the end."""
 
     @abstractmethod
     def receive(self, session: TransferSession) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """Yield every tensor."""
 
     async def close(self) -> None:
-        """Release what this end took beside the session, which it has left; idempotent."""
+        """Release what this end holds in addition to the session, which it has left. Idempotent."""
         return
 
     async def prepare(self) -> PrepareResult:
-        """Listen, as rank 0, on loopback unless the context names another interface."""
+        """Listen if this is rank 0, on loopback unless the context names another interface."""
         if self.context.rank != 0:
             return PrepareResult()
-        await self.leave()  # it may have been prepared before, without a worker
+        await self.leave()  # an earlier prepare may not have been followed by a transfer
         session, host = self._begin(), self.context.host
         try:
             address = await session.open(host, getattr(self.config, "port", 0))
@@ -132,7 +132,7 @@ class OneSenderEngine(CheckpointEngine):
         return self.session
 
     async def send_weights(self, weights: Generator[tuple[str, torch.Tensor], None, None]) -> None:
-        """Send every tensor to all workers, and wait until all have taken all."""
+        """Send every tensor to all workers and wait until all workers have received them."""
         if self.context.rank != 0:
             for _ in weights:  # gathering a tensor needs every rank
                 pass
@@ -147,7 +147,7 @@ class OneSenderEngine(CheckpointEngine):
         self.whole = True
 
     async def receive_weights(self) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Yield every tensor, then tell the sender that this worker has all."""
+        """Yield every tensor, then tell the sender that this worker has received all."""
         session = self._required("the receiver is not connected", self.connected)
         async with aclosing(self.receive(session)) as stream:
             async for item in stream:
@@ -156,14 +156,14 @@ class OneSenderEngine(CheckpointEngine):
         await session.finish()
 
     async def leave(self) -> None:
-        """Leave the session; a peer that still needs this end notices it."""
+        """Leave the session. A peer that still needs this end is notified."""
         session, self.session = self.session, None
         self.connected = False
         if session is not None:
             await session.close(None if self.whole else LEFT)
 
     async def finalize(self) -> None:
-        """Leave the session and release the rest."""
+        """Leave the session and release everything else."""
         try:
             await self.leave()
         finally:

@@ -1,4 +1,4 @@
-"""Into a cluster; one of this machine alone has no port that can be reached from another, and ends with its run."""
+"""Entry to a Ray cluster, or to a local one that listens only on loopback and ends with its run."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 __all__ = ["HOST", "enter"]
 
-HOST = "127.0.0.1"  #: Ray's processes listen there alone where a node has just this address, else on all interfaces
-_NICE = "RAY_worker_niceness"  #: Ray's default gives its workers, which do the run's work, what all others leave
+HOST = "127.0.0.1"  #: Ray's processes listen only there if it is the node's only address, else on all interfaces
+_NICE = "RAY_worker_niceness"  #: Ray's default gives its workers, which do the run's work, a low CPU priority
 _VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 def enter(address: str | None, options: Mapping[str, Any]) -> list[psutil.Process]:
-    """Join the cluster at an address, or start one of this machine alone with ``options`` of Ray.
+    """Join the cluster at an address, or start a local one with Ray's ``options``.
 
     Returns:
-        What was started here: its processes directly below this one.
+        The child processes of this one that were started.
     """
     import ray
 
@@ -38,11 +38,11 @@ def enter(address: str | None, options: Mapping[str, Any]) -> list[psutil.Proces
         return []
     finally:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)  # Ray's own would end this process before anything is put away
+            signal.signal(signal.SIGTERM, handler)  # Ray's handler would end this process before it cleans up
 
 
 def _start(options: Mapping[str, Any]) -> list[psutil.Process]:
-    """Start a cluster; try again where this machine is so busy that Ray's own deadline of 30 s has passed."""
+    """Start a cluster; retry if this machine is so busy that Ray's own deadline of 30 s passes."""
     import ray
 
     os.environ.setdefault(_NICE, "0")
@@ -63,7 +63,7 @@ def _start(options: Mapping[str, Any]) -> list[psutil.Process]:
 
 
 def _end_nodes(error: Exception) -> None:
-    """End a node that did not start in time. Ray forgets it; the frame that found this out has it."""
+    """End a node that did not start in time. Ray drops it; only a frame of the traceback refers to it."""
     from ray._private.node import Node
 
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -74,11 +74,11 @@ def _end_nodes(error: Exception) -> None:
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Have Ray take :data:`HOST` as it is while a node is started in the block.
+    """Make Ray use :data:`HOST` unchanged for a node that is started in the block.
 
-    Otherwise it replaces this address by a public one, so that other nodes could join. What it does on Windows and
-    macOS, where no cluster has a second node, is asked for here: by the environment for the processes that it starts,
-    and by its constant for this one, which may have imported Ray already.
+    Otherwise Ray replaces this address by a public one, so that other nodes can join. This selects Ray's behaviour on
+    Windows and macOS, where no cluster has a second node: through the environment for the processes that Ray starts,
+    and through Ray's constant for this process, which may have imported Ray already.
     """
     from ray._private import ray_constants
 
@@ -95,13 +95,13 @@ def _on_loopback() -> Iterator[None]:
 
 @contextmanager
 def _without_sigterm() -> Iterator[None]:
-    """Keep SIGTERM from what is started in the block, and from its children.
+    """Block SIGTERM in processes that are started in the block, and in their children.
 
-    Schedulers send that signal to every process of a job. It asks the run to end; the processes of its cluster are
-    needed for its last checkpoint, and end with it.
+    Schedulers send SIGTERM to every process of a job. It asks the run to end; the processes of its cluster are needed
+    for its last checkpoint and end with the run.
     """
     over = threading.Event()
-    threading.Thread(target=over.wait, daemon=True).start()  # through which this process itself still hears it
+    threading.Thread(target=over.wait, daemon=True).start()  # this process receives the signal in this thread
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield

@@ -1,4 +1,4 @@
-"""The processes of a cluster that was started here."""
+"""Functions for the processes of a cluster that this process started."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 __all__ = ["children", "see_gone", "with_descendants"]
 
-_GONE_SECONDS = 2.0  #: for processes of a cluster, whose workers have put their things away, to go by themselves
+_GONE_SECONDS = 2.0  #: time for a cluster's processes to exit by themselves once its workers have cleaned up
 
 
 def children() -> list[psutil.Process]:
-    """Processes that this one has started."""
+    """Return the child processes of this process."""
     import psutil
 
     return psutil.Process().children()
@@ -31,7 +31,7 @@ def with_descendants(process: psutil.Process) -> list[psutil.Process]:
 
 
 def see_gone(processes: Iterable[psutil.Process], seconds: float = _GONE_SECONDS) -> None:
-    """Return when all of them are gone; kill those that do not go by themselves within ``seconds``."""
+    """Wait until all processes have exited; kill those that still run after ``seconds``."""
     import psutil
 
     _, left = psutil.wait_procs(list(processes), timeout=seconds)

@@ -1,12 +1,12 @@
-"""The receiving end of a weight transfer, with the checks that no checkpoint engine has to make, and deltas.
+"""The receiving end of a weight transfer. It checks what an engine delivers and applies deltas.
 
-A delta has, of each tensor, the blocks of bytes that have changed since a version that every worker holds. It travels
-as a tensor like any other: uint8, under the changed tensor's name behind :data:`PREFIX`,
+A delta has the blocks of bytes of each tensor that have changed since a version that every worker holds. The blocks of
+a tensor are sent as one uint8 tensor, whose name is :data:`PREFIX` and the changed tensor's name,
 
     int64 block_bytes | int64 count | int64 index of each changed block | the blocks, one after the other
 
-little-endian; the last block of a tensor may be short. A tensor of which every block has changed, or that is new,
-travels whole, under its own name. Digests of the whole tensors, taken at both ends, prove the result.
+in little-endian order; the last block of a tensor may be short. A tensor that is new, or of which every block has
+changed, is sent whole under its own name. Digests of the whole tensors, computed at both ends, verify the result.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PREFIX", "HeldWeights", "WeightReceiver", "check_base", "open_receiver"]
 
-PREFIX = "delta:"  #: of the name of changed blocks
-_HEAD = 16  #: bytes in front of the indexes
+PREFIX = "delta:"  #: prefix of the name of a tensor of changed blocks
+_HEAD = 16  #: bytes before the indexes
 
 
 def open_receiver(
@@ -41,14 +41,14 @@ def open_receiver(
     host: str = "127.0.0.1",
     held: HeldWeights | None = None,
 ) -> WeightReceiver:
-    """Make the receiver of an update for one worker.
+    """Create the receiver of an update for one worker.
 
     Args:
         request: The update.
         worker: The worker's number within the replica.
-        device: Where tensors arrive, if the checkpoint engine can choose.
+        device: The device that receives the tensors, if the checkpoint engine can choose.
         host: The address of this machine at which its servers listen.
-        held: The worker's, which outlives the receiver. It is forgotten unless deltas follow or come.
+        held: The worker's held weights, which outlive the receiver. Dropped unless the update is or precedes a delta.
     """
     rank, seconds = request.first_worker + worker, request.deadline_seconds
     world: dict[str, Any] = {"rank": rank, "world_size": request.total_workers, "device": device, "host": host}
@@ -63,23 +63,23 @@ def open_receiver(
 
 @attrs.define(eq=False)
 class WeightReceiver:
-    """The receiving end of one inference worker. It can be used again.
+    """The receiving end of one inference worker, which can be used repeatedly.
 
     Raises (both methods): ``WeightsError`` with ``weights.transfer``, or ``weights.missing`` for a name that arrives
-    twice; ``DeadlineExceeded`` naming the sender.
+    twice; ``DeadlineExceeded``, which names the sender.
     """
 
-    _engine: CheckpointEngine  #: of the end ``receiver``
-    _held: HeldWeights | None = None  #: the worker's, which outlives the receiver; None: no delta will come
-    digests: dict[str, str] = attrs.field(factory=dict, init=False)  #: of what was received last, by name
+    _engine: CheckpointEngine  #: an engine for the end ``receiver``
+    _held: HeldWeights | None = None  #: the worker's held weights; None: there will be no delta
+    digests: dict[str, str] = attrs.field(factory=dict, init=False)  #: digests of the last received tensors, by name
 
     async def tensors(
         self, arguments: Mapping[str, Any], version: int
     ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Connect with this worker's share of the topology, yield every tensor of a version, and release everything.
+        """Connect with this worker's arguments, yield every tensor of a version, then disconnect.
 
-        A tensor is valid until the next one is drawn. Iterate inside of ``contextlib.aclosing`` where the loop may be
-        left early.
+        A tensor is valid until the next one is drawn. Iterate inside ``contextlib.aclosing`` if the loop may be left
+        early.
         """
         held = self._held
         if held is not None:
@@ -94,10 +94,10 @@ class WeightReceiver:
             held.version = version
 
     async def changes(self, arguments: Mapping[str, Any], version: int, base: int | None) -> dict[str, torch.Tensor]:
-        """Connect, receive a delta to version ``base`` as a whole, and release everything; nothing is changed yet.
+        """Connect, receive a whole delta to version ``base`` and disconnect; no weight is changed yet.
 
-        Returns what came, by the name under which it came and in host memory, for :meth:`HeldWeights.apply`. Raises
-        ``weights.base`` where another version is held.
+        Return the received tensors by name, in host memory, for :meth:`HeldWeights.apply`. Raises ``weights.base`` if
+        another version is held.
         """
         assert self._held is not None, "a worker that takes deltas holds weights"
         check_base(self._held.version, base)
@@ -121,10 +121,10 @@ class WeightReceiver:
 
 
 def check_base(held: int | None, base: int | None) -> None:
-    """Refuse a delta to another version than the one that is held.
+    """Check that the base version of a delta is held.
 
     Raises:
-        WeightsError: ``weights.base``.
+        WeightsError: ``weights.base`` if it is not.
     """
     if base is None or held != base:
         expected, found = "no delta" if held is None else f"a delta to version {held}", f"a delta to version {base}"
@@ -134,25 +134,25 @@ def check_base(held: int | None, base: int | None) -> None:
 
 @attrs.define(eq=False)
 class HeldWeights:
-    """What a worker holds of the last version that it received, byte for byte as it was sent: what a delta changes.
+    """The last version that a worker received, byte for byte as it was sent: the base of a delta.
 
-    A tensor whose parameter has just these bytes is changed there, in place. Of any other (cast, sharded, quantised)
-    a copy is kept in host memory.
+    A tensor whose parameter has exactly these bytes is changed in place. For any other tensor (cast, sharded,
+    quantised) a copy is kept in host memory.
     """
 
-    #: returns the (part of a) loaded parameter that holds a tensor's bytes as they were sent
+    #: returns the loaded parameter, or the part of it, that has a tensor's bytes as they were sent
     _find: Callable[[str], torch.Tensor | None] = lambda _: None
-    #: copies by name; None: a tensor is held in place
+    #: copies by name; None: the tensor is held in place
     _held: dict[str, torch.Tensor | None] = attrs.field(factory=dict, init=False)
-    #: that is held, whole; None: a delta cannot be loaded
+    #: version that is held completely; None: a delta cannot be loaded
     version: int | None = attrs.field(default=None, init=False)
 
     def forget(self) -> None:
-        """Drop everything: what is loaded is not what was sent any more."""
+        """Drop everything, because the loaded weights differ from what was sent."""
         self._held, self.version = {}, None
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
-        """Take note of a tensor that has been loaded as it was sent."""
+        """Record a tensor that has been loaded, as it was sent."""
         found = self._place(name)
         same = found is not None and (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
         self._held[name] = None if same else tensor.detach().to("cpu", copy=True).contiguous()
@@ -162,10 +162,10 @@ class HeldWeights:
         return found if found is not None and found.is_contiguous() else None
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return what is held of a tensor, as it was sent.
+        """Return the held bytes of a tensor, as it was sent.
 
         Raises:
-            WeightsError: ``weights.base``: nothing.
+            WeightsError: ``weights.base`` if the tensor is not held.
         """
         found = self._held.get(name)
         if found is None and name in self._held:
@@ -176,24 +176,24 @@ class HeldWeights:
         return found
 
     def unchanged(self, changes: Iterable[str]) -> dict[str, str]:
-        """Compute the digests, by name, of the tensors that a delta with these names leaves as they are."""
+        """Compute the digests, by name, of the tensors that a delta with these names does not change."""
         changed = {name.removeprefix(PREFIX) for name in changes}
         return {name: digest(self.tensor(name)) for name in self._held if name not in changed}
 
     def apply(
         self, changes: Mapping[str, torch.Tensor], version: int, digests: dict[str, str]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Change what is held; yield the whole tensors that have to be loaded because they are not held in place.
+        """Apply a delta and yield the whole tensors, not held in place, that have to be loaded.
 
         Args:
-            changes: What came, by the name under which it came.
+            changes: The received tensors, by the name under which they were sent.
             version: The version that is held once the iterator is exhausted.
-            digests: Gets those of the changed tensors, by name.
+            digests: Gets the digests of the changed tensors, by name.
 
         Raises:
-            WeightsError: ``weights.transfer``: blocks that do not fit; ``weights.base``.
+            WeightsError: ``weights.transfer`` if blocks do not fit; ``weights.base`` if a tensor is not held.
         """
-        self.version = None  # half a version is none
+        self.version = None  # a partly applied version is not held
         for sent_name, tensor in changes.items():
             if (name := sent_name.removeprefix(PREFIX)) == sent_name:
                 yield name, tensor
@@ -210,7 +210,7 @@ def _unpack(name: str, packed: torch.Tensor, whole: torch.Tensor) -> None:
     """Write blocks into a tensor, in place."""
     import torch
 
-    # of one element, any stride counts as contiguous
+    # a tensor of one element counts as contiguous with any stride
     target = whole.detach().as_strided((whole.numel(),), (1,)).view(torch.uint8)
     size = target.numel()
     block_bytes, count = packed[:_HEAD].view(torch.int64).tolist() if packed.numel() >= _HEAD else (0, 0)

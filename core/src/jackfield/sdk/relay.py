@@ -1,4 +1,4 @@
-"""Bases of rollout servers that relay requests to another engine: requests, staleness, updates."""
+"""Base classes of rollout servers that relay requests and updates to an inference engine."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from jackfield.sdk.requests import Running, check_request, own_seed
 
 __all__ = ["MEMORY", "InterruptingServer", "RelayServer"]
 
-MEMORY = ("weights", "kv_cache")  #: what sleep frees, by the names of :class:`~jackfield.abc.rollout.WakeUpRequest`
-_GRACE_SECONDS = 10.0  #: for an engine to notice that a transfer is over
+MEMORY = ("weights", "kv_cache")  #: tags of the memory that sleep frees (:class:`~jackfield.abc.rollout.WakeUpRequest`)
+_GRACE_SECONDS = 10.0  #: time for an engine to notice that a transfer is over
 
 
 class RelayServer(BaseRolloutServer):
-    """A replica whose requests another engine generates. A subclass says how.
+    """A replica that relays requests to an inference engine. A subclass implements the access to the engine.
 
-    A request is in a table from its submission to its end, and one task reads the engine's answers for it. The
-    engine, an abort or a failed update ends a request: the first of them decides how.
+    A request is in a table from its submission to its end, and one task reads the engine's responses for it. The
+    engine, an abort or a failed update ends a request; the first of them determines the result.
     """
 
-    engine_name: ClassVar[str] = "the engine"  #: for messages
-    update_kinds: tuple[str, ...] = ("full",)  #: of :class:`~jackfield.abc.rollout.UpdateWeightsRequest`
+    engine_name: ClassVar[str] = "the engine"  #: name in error messages
+    update_kinds: tuple[str, ...] = ("full",)  #: of :class:`~jackfield.abc.rollout.UpdateWeightsRequest`, supported
 
     def __init__(self, config: Any, context: RolloutContext) -> None:
         super().__init__(config, context)
@@ -54,37 +54,37 @@ class RelayServer(BaseRolloutServer):
         self._version = 0
         self._update_lock = asyncio.Lock()
         self._paused = self._stopped = self._used = False
-        self._held: int | None = None  #: the version that a delta can change
+        self._held: int | None = None  #: the version to which a delta can be applied
         self._stale: str | None = None
         self._awake = set(MEMORY)
         self._vocabulary = self._max_model_len = 0
 
     @abstractmethod
     async def _read(self, running: Running) -> None:
-        """Take the engine's answers for a request and end it; cancelled when no caller waits for it any more."""
+        """Read the engine's responses to a request and end it. It is cancelled when no caller waits any more."""
 
     @abstractmethod
     def _down(self) -> str | None:
-        """Return why the engine answers nothing (``the server is not running``); None: it does."""
+        """Return why the engine does not respond (``the server is not running``); None: it does."""
 
     @abstractmethod
     async def _hold(self) -> None:
-        """Stop decoding, for an update."""
+        """Stop decoding for an update."""
 
     @abstractmethod
     async def _release(self) -> None:
-        """Go on decoding after an update."""
+        """Resume decoding after an update."""
 
     @abstractmethod
     async def _receive(self, request: UpdateWeightsRequest) -> Any:
-        """Do what an update needs before the engine is held; :meth:`_load` gets the result."""
+        """Receive an update before decoding stops; :meth:`_load` gets the result."""
 
     @abstractmethod
     async def _load(self, request: UpdateWeightsRequest, received: Any) -> Sequence[WorkerReceipt]:
-        """Load new weights into the engine, which is held, and forget what was computed with the old ones."""
+        """Load new weights into the stopped engine and drop what was computed with the old ones."""
 
     def _refuse(self, request: GenerateRequest) -> None:
-        """Raise where the engine cannot do what a valid request asks for."""
+        """Raise if the engine does not support a valid request."""
         return
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -97,7 +97,7 @@ class RelayServer(BaseRolloutServer):
         return running.result()
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
-        """Generate one sample and yield its tokens as they come. Closing the iterator aborts the request."""
+        """Generate one sample and yield tokens as they are generated. Closing the iterator aborts it."""
         chunks: asyncio.Queue[GenerateChunk | None] = asyncio.Queue()
         running = self._submit(request, chunks)
         try:
@@ -141,7 +141,7 @@ class RelayServer(BaseRolloutServer):
         running.end(reason)
 
     async def _leave(self, running: Running) -> None:
-        """Cancel the task that reads a request's answers; no effect on one that has ended."""
+        """Cancel the task that reads a request's responses; it does nothing if the task has ended."""
         if self._running.get(running.request.request_id) is running:
             del self._running[running.request.request_id]
         reading, running.reading = running.reading, None
@@ -150,7 +150,7 @@ class RelayServer(BaseRolloutServer):
             await asyncio.gather(reading, return_exceptions=True)
 
     async def abort(self, request: AbortRequest) -> AbortResult:
-        """End requests; when it returns they generate no more."""
+        """End requests. They generate no more tokens once it returns."""
         chosen = [self._running[name] for name in request.request_ids or self._running if name in self._running]
         await self._abort(chosen)
         return AbortResult(request_ids=tuple(each.request.request_id for each in chosen))
@@ -161,16 +161,16 @@ class RelayServer(BaseRolloutServer):
         await asyncio.gather(*(self._leave(each) for each in chosen))
 
     async def _fail_all(self) -> None:
-        """Fail everything unfinished with what the server refuses new requests with."""
+        """Fail all unfinished requests with the error that new requests get."""
         chosen = list(self._running.values())
         for each in chosen:
             each.fail(self._refusal() or self._error("the request was given up", "rollout.failed"))
         await asyncio.gather(*(self._leave(each) for each in chosen), return_exceptions=True)
 
     def _begin(self) -> Path:
-        """Return the model's folder, before the engine is started, and note its limits.
+        """Return the model's folder before the engine is started, and record the model's limits.
 
-        Raises ``engine.model`` when there is no model, ``rollout.stopped`` for a second start.
+        Raises ``engine.model`` if there is no model, ``rollout.stopped`` for a second start.
         """
         if self._stopped or self._used:
             raise self._error("the server cannot be started twice", "rollout.stopped", fix="make a new server")
@@ -204,7 +204,7 @@ class RelayServer(BaseRolloutServer):
         return [each for each in self._running.values() if each.token_ids]
 
     def _refusal(self) -> RolloutError | None:
-        """Return why nothing can be generated, if so."""
+        """Return the error for new requests if nothing can be generated, else None."""
         if (down := self._down()) is not None:
             return self._error(down, "rollout.stopped", fix="start it, or make a new one")
         if self._stale is not None:
@@ -224,8 +224,8 @@ class RelayServer(BaseRolloutServer):
 
         Raises:
             WeightsError: ``weights.transfer``, ``weights.missing``, ``weights.version``.
-            PluginError: ``plugin.capability`` for a kind of update that the engine does not load; nothing has changed
-                then, nor for ``weights.base``: a delta to a version that is not held.
+            PluginError: ``plugin.capability`` for a kind of update that the engine does not support. Nothing has
+                changed then, nor for ``weights.base`` (a delta to a version that is not held).
         """
         self._require_running()
         replica, expected = f"replica {self.context.replica}", " or ".join(self.update_kinds)
@@ -234,7 +234,7 @@ class RelayServer(BaseRolloutServer):
             raise PluginError(message, code="plugin.capability", where=replica, expected=expected, found=request.kind)
         if request.kind == "delta":
             check_base(self._held, request.base_version)
-        # an engine cannot be interrupted: a caller that leaves early leaves the update to its end; the next one waits
+        # the engine cannot be interrupted: the update continues if its caller is cancelled, and the next one waits
         task = asyncio.create_task(self._update(request), name=f"update to version {request.version}")
         what = f"weights of version {request.version} for {replica}"
         try:
@@ -273,36 +273,36 @@ class RelayServer(BaseRolloutServer):
 
 
 class InterruptingServer(RelayServer):
-    """A replica whose engine is emptied at every interruption (a pause, an update).
+    """A replica that removes all requests from its engine at a pause or an update.
 
-    What is left of each request is asked for afterwards, behind the tokens that it has. So each answer was made by one
-    version of the weights, which this side knows, and nothing of an old KV cache is used. A stop string that begins
-    before an interruption and ends behind it is not seen.
+    The rest of each request is generated afterwards, with its tokens so far appended to the prompt. So one known
+    weight version generates each of the engine's responses, and no old KV cache is used. A stop string that begins
+    before an interruption and ends after it is not found.
     """
 
     def __init__(self, config: Any, context: RolloutContext) -> None:
         super().__init__(config, context)
-        self._flows = asyncio.Event()  #: whether the engine may be asked to generate
+        self._flows = asyncio.Event()  #: set while requests may be sent to the engine
         self._flows.set()
         self._interruptions = 0
 
     @abstractmethod
     async def _part(self, running: Running, left: int, seed: int, name: str) -> bool:
-        """Ask for what is left of a request, and take the answers. Returns whether it has ended, not been interrupted.
+        """Generate the rest of a request. Return True if it has ended, False if it was interrupted.
 
         Args:
-            running: The request; its tokens so far stand behind the prompt.
-            left: How many tokens it may still get.
+            running: The request, whose tokens so far are appended to the prompt.
+            left: The maximum number of further tokens.
             seed: The seed of the whole request.
-            name: A name for the engine that no other request has.
+            name: A unique name of the request, for the engine.
         """
 
     @abstractmethod
     async def _interrupt(self) -> None:
-        """Take everything that runs out of the engine; when it returns no forward pass runs."""
+        """Remove all running requests from the engine. No forward pass runs once it returns."""
 
     async def _continue(self) -> None:
-        """Undo what :meth:`_interrupt` has done to the engine."""
+        """Undo the effect of :meth:`_interrupt` on the engine."""
         return
 
     async def _read(self, running: Running) -> None:
@@ -317,7 +317,7 @@ class InterruptingServer(RelayServer):
             await self._flows.wait()
             interruptions, left = self._interruptions, budget - len(running.token_ids)
             if not left:
-                self._end(running, "length")  # it was interrupted behind its last token
+                self._end(running, "length")  # it was interrupted after its last token
                 return
             if await self._part(running, left, seed, name):
                 return
@@ -325,7 +325,7 @@ class InterruptingServer(RelayServer):
                 raise self._error(f"{self.engine_name} gave request {request.request_id!r} up", "rollout.failed")
 
     async def pause(self, request: PauseRequest) -> PauseResult:
-        """Stop decoding; when it returns no forward pass runs."""
+        """Stop decoding. No forward pass runs once it returns."""
         self._require_running()
         self._paused = True
         self._flows.clear()
@@ -337,7 +337,7 @@ class InterruptingServer(RelayServer):
         return PauseResult(running=len(self._begun()))
 
     async def resume(self, request: ResumeRequest) -> ResumeResult:
-        """Go on decoding."""
+        """Resume decoding."""
         self._require_running()
         self._paused = False
         await self._release()

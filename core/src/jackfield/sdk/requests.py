@@ -1,4 +1,4 @@
-"""Bookkeeping of requests for rollout servers: check them, seed them, and keep their tokens while they run."""
+"""Bookkeeping of requests in rollout servers: validation, seeds and the tokens of running requests."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jackfield.errors import RolloutError
 __all__ = ["Running", "check_request", "mixed", "own_seed", "shifted_seed"]
 
 _MASK = (1 << 64) - 1
-_UNSEEDED = 0x5851F42D4C957F2D  #: sets the seeds of requests without one apart from those that callers choose
+_UNSEEDED = 0x5851F42D4C957F2D  #: separates the seeds of requests without a seed from those that callers choose
 
 
 @attrs.define(eq=False)
 class Running:
-    """A request, and its tokens so far. The first call that ends it decides how."""
+    """A running request with its tokens so far. The first call that ends it determines the result."""
 
     request: GenerateRequest
     ended: asyncio.Future[None]
@@ -27,10 +27,10 @@ class Running:
     log_probs: list[float] = attrs.Factory(list)
     weight_versions: list[int] = attrs.Factory(list)
     finish_reason: Literal["stop", "length", "abort"] | None = None
-    reading: asyncio.Task[None] | None = None  #: of the answers of whoever generates
+    reading: asyncio.Task[None] | None = None  #: task that reads the engine's responses
 
     def append(self, token_ids: list[int], log_probs: list[float], version: int) -> None:
-        """Enter tokens that weights of ``version`` have made."""
+        """Append tokens that weights of ``version`` generated."""
         self.token_ids += token_ids
         self.log_probs += log_probs
         self.weight_versions += [version] * len(token_ids)
@@ -38,7 +38,7 @@ class Running:
             self.stream.put_nowait(self._chunk(len(token_ids), None))
 
     def end(self, reason: Literal["stop", "length", "abort"]) -> None:
-        """End a request that has all its tokens."""
+        """End the request, which has all its tokens."""
         self.finish_reason = reason
         if self.stream is not None:
             self.stream.put_nowait(self._chunk(0, reason))
@@ -50,12 +50,12 @@ class Running:
         """Fail the request: it gets no more tokens."""
         if not self.ended.done():
             self.ended.set_exception(error)
-            self.ended.exception()  # it is its caller's, if there still is one
+            self.ended.exception()  # mark it as retrieved: the caller may be gone
         if self.stream is not None:
             self.stream.put_nowait(None)
 
     def result(self) -> GenerateResult:
-        """Return what the caller of ``generate`` gets."""
+        """Return the result of ``generate``."""
         return GenerateResult(**self._fields(0, self.finish_reason))
 
     def _chunk(self, count: int, reason: Literal["stop", "length", "abort"] | None) -> GenerateChunk:
@@ -68,12 +68,12 @@ class Running:
 
 
 def own_seed(seed: int, replica: int, number: int) -> int:
-    """Make a seed for a request without one, apart from those that callers choose."""
+    """Return a seed for a request without one that differs from those that callers choose."""
     return mixed(mixed(mixed(seed + _UNSEEDED) + replica) + number)
 
 
 def mixed(seed: int) -> int:
-    """Make 63 bits that each depend on all bits of a seed: the finaliser of SplitMix64."""
+    """Return 63 bits that each depend on all bits of a seed (the finaliser of SplitMix64)."""
     state = (seed + 0x9E3779B97F4A7C15) & _MASK
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -81,15 +81,15 @@ def mixed(seed: int) -> int:
 
 
 def shifted_seed(seed: int, by: int) -> int:
-    """Return the seed ``by`` steps after another, within 64 bits with a sign."""
+    """Return the seed plus ``by``, wrapped to a signed 64-bit integer."""
     return (seed + by + (1 << 63) & _MASK) - (1 << 63)
 
 
 def check_request(request: GenerateRequest, vocabulary: int, max_model_len: int) -> None:
-    """Refuse what a model with so many token ids, and tokens of prompt and response together, cannot generate.
+    """Check that a model with ``vocabulary`` token ids and ``max_model_len`` can generate a request.
 
     Raises:
-        RolloutError: ``rollout.request`` or ``rollout.context-length``, naming the request.
+        RolloutError: ``rollout.request`` or ``rollout.context-length``, which names the request.
     """
     prompt = request.prompt_ids
     if not prompt:
@@ -103,7 +103,7 @@ def check_request(request: GenerateRequest, vocabulary: int, max_model_len: int)
     if request.multi_modal_data:
         raise _invalid(request, f"multi_modal_data: {', '.join(request.multi_modal_data)}", "text alone")
     try:
-        attrs.validate(request.sampling)  # it may have come from a process that does not know the ranges
+        attrs.validate(request.sampling)  # the request may come from a process that does not check the ranges
     except RolloutError as error:
         raise _invalid(request, f"{error.message}: {error.found}", str(error.expected)) from error
 

@@ -9,19 +9,19 @@ __all__ = ["length_limits"]
 
 
 def length_limits(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the lengths, in tokens, beyond which a Hugging Face model has other frequencies.
+    """Return the lengths, in tokens, above which a Hugging Face model uses other frequencies.
 
-    A pass computes them for its longest row, so rows on both sides of a limit do not go into one pass. With
-    ``longrope`` there are two sets of frequencies; with ``dynamic`` each length beyond the limit has its own. A
-    sequence that crosses a limit while it is generated keeps keys of the frequencies that it began with, and no pass
-    over the whole sequence agrees with it. ``config`` is that of ``config.json``.
+    A pass computes frequencies for its longest row, so rows below and above a limit must not share a pass. With
+    ``longrope`` there are two sets of frequencies; with ``dynamic`` each length above the limit has its own. A
+    sequence that crosses a limit during generation keeps keys with the frequencies that it began with, and no pass
+    over the whole sequence gives the same result. ``config`` is the content of ``config.json``.
 
     Returns:
-        By kind of frequencies, ``longrope`` or ``dynamic``: the lowest limit. Empty: they never depend on the length.
+        The lowest limit by kind, ``longrope`` or ``dynamic``; empty if frequencies never depend on the length.
     """
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
     limits: dict[str, int] = {}
-    for each in (rotary, *(value for value in rotary.values() if isinstance(value, Mapping))):  # by type of layer
+    for each in (rotary, *(value for value in rotary.values() if isinstance(value, Mapping))):  # one per layer type
         kind = str(each.get("rope_type", each.get("type")))
         if kind in ("longrope", "su"):
             kind, limit = "longrope", each.get("original_max_position_embeddings")

@@ -1,4 +1,4 @@
-"""The RPC of :mod:`jackfield.rpc`, for plugins whose processes call each other."""
+"""The public names of :mod:`jackfield.rpc` for plugins whose processes call each other."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Transfer sessions: what the ends of a weight transfer tell each other.
+"""Transfer sessions: the control messages between the ends of a weight transfer.
 
-The sender serves :data:`TRANSFER` and each worker connects to it. Both then post plain values to each other:
-everything but the tensors. The last value of each name is kept, and waits are conditions on what the peers have posted.
-Two names mean something to the session: ``broken``, a reason, and ``done``, after which a peer may leave. A peer that
-dies, leaves or breaks off ends every wait at once, and a wait that lasts until the deadline names the late peers.
+The sender serves :data:`TRANSFER` and each worker connects to it. Both then post named plain values to each other;
+tensors are sent separately. The last value of each name is kept, and waits are conditions on the posted values.
+The session interprets two names: ``broken``, a reason, and ``done``, after which a peer may leave. A peer that dies,
+leaves or fails ends every wait at once, and a wait that reaches the deadline names the late peers.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["LEFT", "TRANSFER", "Peer", "TransferSession", "reason_of"]
 
 T = TypeVar("T")
 
-_SENDER_FIRST = 1.0  #: seconds between the deadline of the sender, which knows who is late, and that of its workers
-LEFT = "left before everything was taken"  #: why an end breaks off that has not finished
+_SENDER_FIRST = 1.0  #: seconds by which the deadline of the sender, which knows the late peers, precedes the workers'
+LEFT = "left before everything was taken"  #: reason of an end that leaves before it has finished
 _BROKE, _ENDED = "broke off: ", "has ended"
 
 
 def reason_of(error: BaseException) -> str:
-    """Describe to the peers why this end breaks off."""
+    """Return a description, for the peers, of the error that ends the transfer at this end."""
     return _BROKE + (error.message if isinstance(error, JackfieldError) else f"{type(error).__name__}: {error}")
 
 
@@ -43,36 +43,36 @@ class Peer:
     number: int
     connection: Connection
     said: dict[str, Any] = attrs.field(factory=dict)  #: the last value of each name that it has posted
-    broken: str | None = None  #: why it will post no more
+    broken: str | None = None  #: why it will not post again
 
 
 @attrs.define(eq=False, slots=False)
 class TransferSession:
-    """One end of the conversation beside a transfer.
+    """One end of the control connection of a transfer.
 
-    Raises (all waits): ``WeightsError`` with ``weights.transfer`` when a peer breaks off; ``DeadlineExceeded``, which
-    names the peers that are late.
+    Raises (all waits): ``WeightsError`` with ``weights.transfer`` if a peer fails or leaves; ``DeadlineExceeded``,
+    which names the late peers.
     """
 
-    _seconds: float  #: the deadline of the whole, counted from :meth:`admit`; workers count from their arrival
-    #: called with each message of a peer, until the session is closed
+    _seconds: float  #: deadline of the whole transfer, counted from :meth:`admit` or, on workers, :meth:`join`
+    #: called with each message of a peer until the session is closed
     _heard: Callable[[Peer, Mapping[str, Any]], None] = lambda *_: None
 
     def __attrs_post_init__(self) -> None:
         self.peers: dict[int, Peer] = {}
-        self._clock, self._loop = Clock(), asyncio.get_running_loop()  # the loop's time may be virtual
-        self._ends = 0.0  #: on the loop's clock
-        self._expected = self._version = -1  #: not known before :meth:`admit`
+        self._clock, self._loop = Clock(), asyncio.get_running_loop()  # tests may use a virtual loop time
+        self._ends = 0.0  #: deadline in loop time
+        self._expected = self._version = -1  #: unknown before :meth:`admit`
         self._server: Server | None = None
-        self._why: str | None = None  #: why this end broke off
+        self._why: str | None = None  #: why this end ended the transfer
         self._changed = asyncio.Event()
         self._services = {"transfer": Service(target=self, contract=TRANSFER)}
 
     async def open(self, host: str, port: int = 0) -> dict[str, Any]:
-        """Listen, as the sender, and return the address for :meth:`join` as plain values.
+        """Listen as the sender and return the address for :meth:`join` as plain values.
 
         Raises:
-            WeightsError: ``weights.transfer``: the port is taken, or the host is not one of this machine's.
+            WeightsError: ``weights.transfer`` if the port is in use, or the host is not an address of this machine.
         """
         server = Server("the sender", self._services, self._clock, self._seconds + _SENDER_FIRST)
         try:
@@ -83,7 +83,7 @@ class TransferSession:
         return attrs.asdict(address)
 
     async def admit(self, workers: int, version: int) -> None:
-        """Wait, as the sender, until every worker has come, for this version."""
+        """Wait as the sender until every worker has joined for this version."""
         self._ends = self._loop.time() + self._seconds
         self._expected, self._version = workers, version
         self.notify()
@@ -92,7 +92,7 @@ class TransferSession:
         await self._wait(lambda: [name for number, name in names.items() if number not in self.peers])
 
     async def enter(self, worker: int, version: int) -> int:
-        """Admit the calling worker and return the version that is sent. Workers call it."""
+        """Admit the calling worker and return the version that is sent (called by workers over RPC)."""
         return await self._enter(worker, version, caller())
 
     async def _enter(self, worker: int, version: int, connection: Connection) -> int:
@@ -106,7 +106,7 @@ class TransferSession:
         return self._version
 
     async def join(self, address: Mapping[str, Any], worker: int, version: int) -> None:
-        """Connect to the sender, as a worker. Raises ``weights.version`` where it sends another version."""
+        """Connect to the sender as a worker. Raise ``weights.version`` if it sends another version."""
         self._ends = self._loop.time() + self._seconds
         try:
             found = await self._entered(address, worker, version)
@@ -134,14 +134,14 @@ class TransferSession:
         return peer
 
     def _gone(self, peer: Peer, reason: str) -> None:
-        """Take note that a connection has ended: the peer is finished, broke off, or has died."""
+        """Record that a connection has ended: the peer finished, failed or died."""
         if peer.broken is None and "done" not in peer.said:
             said = reason.startswith((_BROKE, LEFT))
             peer.broken = reason if said else f"died or was cut off: it {reason}"
         self.notify()
 
     async def post(self, values: dict[str, Any]) -> None:
-        """Take note of what the calling peer says. Both ends call it."""
+        """Record values of the calling peer. Both ends call it over RPC."""
         self._take(values, caller())
 
     def _take(self, values: Mapping[str, Any], connection: Connection) -> None:
@@ -154,27 +154,27 @@ class TransferSession:
         self.notify()
 
     def tell(self, values: Mapping[str, Any]) -> None:
-        """Post values to every peer that still listens."""
+        """Post values to every connected peer."""
         for peer in self.peers.values():
             peer.connection.notify("transfer.post", TRANSFER, dict(values))
 
     async def finish(self) -> None:
-        """Tell the sender that this worker has everything, and wait until the sender knows."""
+        """Tell the sender that this worker has everything and wait for its confirmation."""
         calling = self.peers[0].connection.call("transfer.post", [{"done": True}], self.remaining(), None, "finish")
         with suppress(RpcError):  # the sender has ended
             await self.wait_for(calling, "the sender to end the transfer")
 
     def break_off(self, error: BaseException) -> None:
-        """Tell every peer why this end breaks the transfer off."""
+        """Tell every peer why this end ends the transfer."""
         self._why = reason_of(error)
         self.tell({"broken": self._why})
 
     async def until(self, ready: Callable[[Peer], bool], what: str) -> None:
-        """Wait until every peer is ready, judged by what it has said; ``what`` says for errors what it has to do."""
+        """Wait until ``ready`` holds for every peer; ``what`` describes the awaited action in errors."""
         await self._wait(lambda: [f"{peer.name} to {what}" for peer in self.peers.values() if not ready(peer)])
 
     async def wait_for(self, awaitable: Awaitable[T], who: str) -> T:
-        """Await something else until the transfer's deadline, or until a peer breaks off; ``who`` is late then."""
+        """Await ``awaitable`` until the deadline or a peer's failure; errors name ``who`` as late."""
         future = asyncio.ensure_future(awaitable)
         future.add_done_callback(lambda _: self.notify())
         try:
@@ -182,17 +182,17 @@ class TransferSession:
         except BaseException:
             future.cancel()
             if future.done() and not future.cancelled():
-                future.exception()  # a consequence of what is raised
+                future.exception()  # it is a consequence of the raised error
             raise
         return future.result()
 
     async def cause(self, seconds: float = 1.0) -> None:
-        """Raise what a peer did, if that shows soon after a failure of something that all ends do together."""
+        """Raise a peer's failure that is reported within ``seconds``, after a collective operation failed."""
         with suppress(DeadlineExceeded):
             await self._clock.wait_for(self._wait(lambda: ["a peer"]), seconds, "")
 
     async def _wait(self, late: Callable[[], list[str]]) -> None:
-        """Wait until none is late."""
+        """Wait until ``late`` returns no peers."""
         while True:
             broken = [f"{peer.name} {peer.broken}" for peer in self.peers.values() if peer.broken is not None]
             if broken:
@@ -205,7 +205,7 @@ class TransferSession:
                 raise self._late(" and ".join(late())) from None
 
     def remaining(self) -> float:
-        """Return the seconds to the deadline."""
+        """Return the seconds until the deadline."""
         return max(self._ends - self._loop.time(), 0.0)
 
     def _late(self, who: str) -> DeadlineExceeded:
@@ -218,7 +218,7 @@ class TransferSession:
         changed.set()
 
     async def close(self, broken: str | None = None) -> None:
-        """Leave the session; idempotent. ``broken`` is why this end breaks off; None: it has finished."""
+        """Leave the session. Idempotent. ``broken`` is why this end fails; None: it has finished."""
         peers, self.peers = list(self.peers.values()), {}
         for peer in peers:
             peer.connection.send(Goodbye(self._why or broken or ""))
@@ -226,7 +226,7 @@ class TransferSession:
         server, self._server = self._server, None
         if server is not None:
             await server.close()
-        self._heard = lambda *_: None  # let the engine's memory go with its last reference
+        self._heard = lambda *_: None  # do not keep the engine's memory alive
 
 
 TRANSFER = Contract(TransferSession, ["enter", "post"])
