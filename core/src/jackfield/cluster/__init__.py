@@ -1,1 +1,1 @@
-"""Where workers live: the replica pool, the lease on devices, and what other processes see of them."""
+"""Replicas and their devices: the replica pool, the device lease, and the control interface for other processes."""

@@ -1,6 +1,6 @@
-"""What other processes see of the replicas of a run: ``jackfield replicas``, and metrics for Prometheus.
+"""The control interface to the replicas of a run: ``jackfield replicas``, and metrics for Prometheus.
 
-The run listens on this machine alone. Its address is in ``control.json`` in the run's folder, which only its owner can
+The run listens on loopback only. Its address is in ``control.json`` in the run's folder, which only its owner can
 read.
 """
 
@@ -22,7 +22,7 @@ _ANSWER_SECONDS = 60.0
 _CONTRACT = Contract(ReplicaPool, ["states", "scale"])
 
 _HOST = "127.0.0.1"
-_SCRAPE_SECONDS = 30.0  #: for one request of Prometheus, and its answer
+_SCRAPE_SECONDS = 30.0  #: for one request of Prometheus and its response
 _HEAD = "HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\nConnection: close\r\n"
 _METRICS = {
     "healthy": ("gauge", "1 where the replica serves"),
@@ -40,11 +40,11 @@ async def serve_control(
     """Serve the replicas of a run to ``jackfield replicas``.
 
     Args:
-        folder: Folder of the run, which gets the address.
+        folder: Folder of the run, where the address is written.
         pool: The run's replicas.
         clock: Time source for all waits and deadlines.
         heartbeat_seconds: Silence after which a client is dead.
-        metrics_port: Where :func:`serve_metrics` serves; the file names its address, too. None: nowhere.
+        metrics_port: Port for :func:`serve_metrics`, whose address is also written. None serves no metrics.
     """
     server = Server("the run", {"replicas": Service(target=pool, contract=_CONTRACT)}, clock, heartbeat_seconds)
     async with AsyncExitStack() as stack:
@@ -58,31 +58,31 @@ async def serve_control(
 
 
 def list_replicas(folder: Path) -> list[ReplicaState]:
-    """List the replicas of the run that goes on in ``folder``, in whatever process of this machine.
+    """List the replicas of the run that is active in ``folder``, in any process of this machine.
 
     Raises:
-        RunError: ``run.not-running``: there is none, it has not begun, or it has no replicas.
-        DeadlineExceeded: It does not answer.
+        RunError: ``run.not-running`` if no run is active there, it has not begun, or it has no replicas.
+        DeadlineExceeded: If the run does not respond.
     """
     return _ask(Path(folder), _ANSWER_SECONDS, lambda remote: remote.states())
 
 
 def scale_replicas(folder: Path, count: int, *, seconds: float = 3600.0) -> list[ReplicaState]:
-    """Add or remove replicas of the run that goes on in ``folder``, until it has ``count``.
+    """Add or remove replicas of the run that is active in ``folder`` until it has ``count``.
 
-    It returns when all have the engine's weights and serve, or have been ended. Call it in a thread where the run is in
-    this process.
+    It returns when new replicas serve with the engine's weights, or surplus ones have ended. If the run is in this
+    process, call it in another thread.
 
     Args:
         folder: Folder of the run.
         count: Number of replicas.
-        seconds: Time to wait for it; the run goes on with it afterwards.
+        seconds: Time to wait. The run continues to scale after a timeout.
 
     Raises:
-        RunError: ``run.not-running``; ``cluster.unavailable``: there is no room.
-        ConfigError: ``count`` is less than 1.
-        JackfieldError: Why a replica could not be added.
-        DeadlineExceeded: It is not done yet.
+        RunError: ``run.not-running`` if no run is active; ``cluster.unavailable`` if there is no room.
+        ConfigError: If ``count`` is less than 1.
+        JackfieldError: If a replica cannot be added.
+        DeadlineExceeded: If it takes longer than ``seconds``.
     """
     return _ask(Path(folder), seconds, lambda remote: remote.scale(count))
 
@@ -118,18 +118,18 @@ def _ask(
 
 @asynccontextmanager
 async def serve_metrics(pool: ReplicaPool, port: int) -> AsyncIterator[str]:
-    """Serve metrics labelled with a replica's number, in Prometheus' text format; yields the address.
+    """Serve metrics of each replica, labelled with its number, in Prometheus' text format. Yield the address.
 
     Args:
         pool: The run's replicas.
-        port: On loopback; 0: a free one.
+        port: Port on loopback; 0 chooses a free one.
 
     Raises:
-        ConfigError: ``config.invalid-value``: The port is taken.
+        ConfigError: ``config.invalid-value`` if the port is in use.
     """
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # a client that says too little or too much gets no answer
+        # a request that is incomplete or too long gets no response
         with suppress(asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError, TimeoutError):
             async with asyncio.timeout(_SCRAPE_SECONDS):
                 await reader.readuntil(b"\r\n\r\n")

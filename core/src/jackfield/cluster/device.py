@@ -1,4 +1,4 @@
-"""The lease on devices that several roles share, and the hand-over between engines and replicas."""
+"""The lease on devices that engines and replicas share, and the hand-over between them."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class _Turn:
 
 @attrs.define(eq=False)
 class DeviceLease:
-    """One lease on a group of devices, held by one role at a time; a role may hold it many times at once.
+    """A lease on a group of devices, held by one role at a time. A role may have several holders at once.
 
-    A phase takes it only once its inputs are ready and never waits for another phase while it holds it, so it cannot
-    deadlock. Requests are served in order.
+    A phase requests it once its inputs are ready, and never waits for another phase while it holds the lease. So the
+    lease cannot deadlock. Requests are served in order.
     """
 
     _clock: Clock
-    _seconds: float  #: deadline of a wait for the lease, and of a hand-over
-    #: awaited when the role changes, with the role before (None: there was none) and the new one
+    _seconds: float  #: deadline for acquiring the lease, and for a hand-over
+    #: awaited when the role changes, with the previous role (None at first) and the new one
     _hand_over: Callable[[str | None, str], Awaitable[None]] | None = None
-    _role: str | None = attrs.field(default=None, init=False)  #: that holds the lease, or held it last
+    _role: str | None = attrs.field(default=None, init=False)  #: the role that holds the lease, or held it last
     _holders: int = attrs.field(default=0, init=False)
     _resident: str | None = attrs.field(default=None, init=False)  #: the role whose state is on the devices
     _waiting: list[_Turn] = attrs.field(factory=list, init=False)
@@ -49,11 +49,11 @@ class DeviceLease:
         """Hold the devices for ``role``.
 
         Args:
-            role: for whom.
-            joins: come in together with a holder of this role even before others who wait: it waits for us.
+            role: Role that uses the devices.
+            joins: Join a current holder of the same role ahead of other requests, because it waits for this one.
 
         Raises:
-            DeadlineExceeded: naming the role that holds them.
+            DeadlineExceeded: If another role holds the devices for too long; it is named.
         """
         turn, who = _Turn(role, joins), f"the devices, for {role}, while {self._role} holds them"
         self._waiting.append(turn)
@@ -76,14 +76,14 @@ class DeviceLease:
         self._holders += 1
 
     def _may_hold(self, turn: _Turn) -> bool:
-        """Return whether a request can be granted: together with the holders, and after those that came before."""
+        """Return whether to grant a request: no other role holds the lease, and no earlier request waits."""
         if self._holders and self._role != turn.role:
             return False
         first = next(each for each in self._waiting if each is turn or each.role != turn.role)
         return first is turn or (turn.joins and self._holders > 0)
 
     def _wake(self) -> None:
-        """Look at all requests again."""
+        """Let all waiting requests check again whether they are granted."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -98,19 +98,19 @@ class DeviceLease:
 
 @attrs.define(eq=False)
 class SharedDevice:
-    """The hand-overs of a lease between engines and replicas, and a synchronisation that wakes replicas first."""
+    """Moves engines and replicas on and off a shared device, and wakes replicas for a weight sync."""
 
-    _engines: Sequence[EngineGroup]  #: of every model that the trainer works with on the device
-    _pool: ReplicaPool  #: replicas that work there in turns with them
-    _device: str  #: where engines work
-    #: replicas answer it when they have the device, and the engine compares when it has it again; None: nothing does
+    _engines: Sequence[EngineGroup]  #: engines of all models that use the device
+    _pool: ReplicaPool  #: replicas that use the device in turns with them
+    _device: str  #: device of the engines
+    #: replicas answer while they have the device, and the engine compares when it is back; None: no probe
     _probe: ReplicaProbe | None = None
-    #: a version that replicas have and have not answered the probe with
+    #: the version that replicas have loaded but not yet answered the probe with
     _unasked: int | None = attrs.field(default=None, init=False)
     _answers: list[ProbeAnswer] = attrs.field(factory=list, init=False)
 
     async def hand_over(self, before: str | None, role: str) -> None:
-        """Move memory when the role changes: engines leave or come back, replicas sleep or wake up."""
+        """Move memory when the role changes: engines are moved off or back, replicas sleep or wake up."""
         if before == "rollout":
             await self._pool.each(lambda server: server.sleep(SleepRequest(level=1)))
         elif before == "train":
@@ -127,14 +127,14 @@ class SharedDevice:
                 await self.ask(self._pool.members, version)
 
     async def sync(self, version: int) -> SyncReport:
-        """Synchronise while the engines hold the device: the replicas take room for the weights alone."""
+        """Sync weights while the engines hold the device; replicas allocate memory for their weights only."""
         await self._wake_up(WakeUpRequest(tags=("weights",)))
         report = await self._pool.sync(version)
         self._unasked = version
         return report
 
     async def ask(self, replicas: Sequence[Replica], version: int) -> None:
-        """Let replicas that have ``version`` answer the probe, while they have the device. The dead do not answer."""
+        """Ask replicas that serve ``version`` to answer the probe while they have the device; dead ones are ignored."""
         if self._probe is None:
             return
         servers = {replica.info.replica: replica.server for replica in replicas}

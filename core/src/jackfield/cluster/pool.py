@@ -1,4 +1,4 @@
-"""The replica pool: starts replicas, routes to them, restarts them with weights, adds and removes them."""
+"""The replica pool, which starts, routes, restarts, adds and removes the replicas of a run."""
 
 from __future__ import annotations
 
@@ -24,58 +24,58 @@ _LOG = logging.getLogger("jackfield")
 
 
 class Places(Protocol):
-    """Where replicas live: in this process, in processes of their own, or in a cluster."""
+    """Where replicas run: in this process, in other processes, or in a cluster."""
 
     async def start(self, number: int) -> Worker:
-        """Make a replica's server; another one, where the replica has died. The server is not started.
+        """Make a replica's server without starting it. For a replica that has died, make a new server.
 
         Raises:
-            JackfieldError: There is no room, or it does not come; nothing of a new replica is left.
+            JackfieldError: If there is no room, or making it fails. Nothing of a new replica is left then.
         """
 
     async def end(self, number: int) -> None:
-        """Give up the process and the place of a replica that has been stopped."""
+        """Release the process and the place of a replica that has been stopped."""
 
     async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
-        """Tell all agents which replicas serve: :meth:`jackfield.routing.router.Router.route`."""
+        """Tell all agents which replicas serve (see :meth:`jackfield.routing.router.Router.route`)."""
 
 
 @attrs.frozen(kw_only=True)
 class WeightSource:
-    """Where replicas get the engine's weights."""
+    """Functions that bring the engine's weights to replicas."""
 
-    load: Callable[[Receiver], Awaitable[None]]  #: brings them to one replica, with a receipt, while they are held
-    #: keeps the engine from training and everybody from synchronising, and gives replicas the device
+    load: Callable[[Receiver], Awaitable[None]]  #: sends them to one replica, with a receipt, inside ``hold``
+    #: blocks training and weight syncs, and gives replicas the device
     hold: Callable[[], AbstractAsyncContextManager[None]]
-    sync: Callable[[int], Awaitable[SyncReport]] | None = None  #: brings a version to all members; None: others do
-    takes_turns: bool = False  #: whether the engine leaves the device before a replica may start
-    posts: bool = False  #: whether a version is for replicas of other processes, too
+    sync: Callable[[int], Awaitable[SyncReport]] | None = None  #: sends a version to all members, if it is this process
+    takes_turns: bool = False  #: whether the engine must leave the device before a replica starts
+    posts: bool = False  #: whether versions are also published to replicas of other processes
 
 
 @attrs.define(eq=False)
 class ReplicaPool:
     """Owns the replicas of a run.
 
-    Weights go to :attr:`members`. Requests go to the replicas in the agents' routing tables: those that have
-    acknowledged the engine's weights. A replica that is removed gets no requests, ends those that it had, and is a
-    member up to then.
+    All :attr:`members` get weights. Only replicas that have loaded the engine's weights are in the agents' routing
+    tables and get requests. A replica that is being removed gets no new requests; it stays a member until its running
+    requests have ended.
     """
 
     _places: Places
     _config: RunConfig
     _clock: Clock
-    source: WeightSource | None = attrs.field(default=None, init=False)  #: None: the run has not begun
+    source: WeightSource | None = attrs.field(default=None, init=False)  #: None until the run has begun
     replicas: dict[int, Replica] = attrs.field(factory=dict, init=False)
-    members: list[Receiver] = attrs.field(factory=list, init=False)  #: by number: those that get every version
+    members: list[Receiver] = attrs.field(factory=list, init=False)  #: replicas that get every version, by number
     _scaling: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)
     _loading: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)
     _tasks: asyncio.TaskGroup | None = attrs.field(default=None, init=False)
     _scalings: set[asyncio.Task[list[ReplicaState]]] = attrs.field(factory=set, init=False)
 
-    # -- the run's beginning and end
+    # -- start and end of the run
 
     async def start(self, count: int) -> None:
-        """Start the first replicas, in order; they have the weights of the model's folder."""
+        """Start the first replicas in order, with the weights of the model's folder."""
         for number in range(count):
             await self._begin(self._new(number))
             self._set(self.replicas[number], "serving")
@@ -85,7 +85,7 @@ class ReplicaPool:
         """Restart replicas that die, until cancelled.
 
         Raises:
-            JackfieldError: In a group: a replica has died too often.
+            JackfieldError: If a replica has died too often. It is raised in an exception group.
         """
         try:
             async with asyncio.TaskGroup() as self._tasks:
@@ -96,7 +96,7 @@ class ReplicaPool:
             self._tasks = None
 
     async def close(self) -> None:
-        """Give up what :meth:`scale` does, and stop all replicas; :class:`Places` ends their processes."""
+        """Cancel calls of :meth:`scale` and stop all replicas. :class:`Places` ends their processes."""
         for scaling in self._scalings:
             scaling.cancel()
         await asyncio.gather(*self._scalings, return_exceptions=True)
@@ -106,13 +106,13 @@ class ReplicaPool:
             if hasattr(replica, "worker"):
                 await self._stop(replica)
 
-    # -- while the run goes on
+    # -- during the run
 
     async def sync(self, version: int) -> SyncReport:
-        """Bring a version to all members; again without those that die meanwhile, which load it when they are back.
+        """Send a version to all members. If one dies, repeat without it; it loads the version after its restart.
 
         Raises:
-            JackfieldError: What failed although every member lives.
+            JackfieldError: If it fails although every member is alive.
         """
         source = self._connected()
         assert source.sync is not None, "this process has the engine"
@@ -126,10 +126,10 @@ class ReplicaPool:
         return SyncReport(version=version, receipts=(), seconds=0.0, paused_seconds=0.0, bytes=0)
 
     async def each(self, call: Callable[[BaseRolloutServer], Awaitable[object]]) -> None:
-        """Call every member; those that have died are left out.
+        """Call every member, and drop those that have died.
 
         Raises:
-            Exception: What a living replica raised.
+            Exception: If a live replica raises it.
         """
 
         async def called(replica: Replica) -> None:
@@ -143,17 +143,17 @@ class ReplicaPool:
         await asyncio.gather(*(called(self.replicas[each.info.replica]) for each in self.members))
 
     async def scale(self, count: int) -> list[ReplicaState]:
-        """Add or remove replicas until there are ``count``; of several requests one is done after the other.
+        """Add or remove replicas until there are ``count``. Concurrent requests run one after the other.
 
-        It goes on although the caller leaves.
+        Scaling continues if the caller is cancelled.
 
         Returns:
-            How they are then.
+            The resulting state of all replicas.
 
         Raises:
-            ConfigError: ``count`` is less than 1.
-            JackfieldError: The first failure. Nothing is left of a replica that could not be added, the others of the
-                same request are; the run goes on.
+            ConfigError: If ``count`` is less than 1.
+            JackfieldError: The first failure. A replica that could not be added is removed entirely; the others of
+                the request stay, and the run continues.
         """
         if count < 1:
             where, fix = "the number of replicas", "give a larger number, or end the run"
@@ -176,7 +176,7 @@ class ReplicaPool:
             return await self.states()
 
     async def states(self) -> list[ReplicaState]:
-        """Return how each replica is, by number."""
+        """Return the state of each replica, ordered by number."""
         return list(await asyncio.gather(*(replica.describe() for _, replica in sorted(self.replicas.items()))))
 
     # -- one replica's life
@@ -186,18 +186,18 @@ class ReplicaPool:
         return replica
 
     async def _begin(self, replica: Replica) -> None:
-        """Start a life of a replica."""
+        """Make and start a server for a replica."""
         replica.worker = await self._places.start(replica.number)
         starting, seconds = f"{replica.name} ({self._config.rollout.name}) to start", self._config.deadlines.start
         replica.info = await self._clock.wait_for(replica.worker.server.start(), seconds, starting)
 
     async def _join(self, replica: Replica) -> None:
-        """Start a life, load the engine's present weights, then let requests in."""
+        """Start a replica's server, load the engine's current weights, then route requests to it."""
         source = self._connected()
         if not source.takes_turns:
             await self._begin(replica)
         async with source.hold():
-            if source.takes_turns:  # before, there is no room
+            if source.takes_turns:  # without the hold there is no room
                 await self._begin(replica)
             async with self._loading:
                 await source.load(Receiver(replica.worker.server, replica.info))
@@ -213,7 +213,7 @@ class ReplicaPool:
         lost = await asyncio.shield(replica.worker.lost)
         while True:
             self._set(replica, "restarting")
-            await self._route(0.0)  # its requests go elsewhere, or wait for a table that has a replica
+            await self._route(0.0)  # its requests go elsewhere, or wait until a replica serves
             self._count(replica, lost)
             await self._stop(replica)
             try:
@@ -228,7 +228,7 @@ class ReplicaPool:
         """Count a restart.
 
         Raises:
-            JackfieldError: It was the last one: what is known of the death.
+            JackfieldError: If no restart is left. It says how the replica died.
         """
         if replica.worker.restartable and replica.restarts < self._config.cluster.replica_restarts:
             replica.restarts += 1
@@ -246,7 +246,7 @@ class ReplicaPool:
         ) from lost
 
     async def _stop(self, replica: Replica) -> None:
-        """Stop a server. One that cannot be stopped ends with its process, or with the run's."""
+        """Stop a server. If it cannot be stopped, it ends with its process or with the run's."""
         try:
             stopping = replica.worker.server.stop()
             await self._clock.wait_for(stopping, _STOP_SECONDS, f"{replica.name} to stop")
@@ -256,7 +256,7 @@ class ReplicaPool:
             _LOG.warning("%s does not stop: %s", replica.name, error)
 
     async def _end(self, replica: Replica) -> None:
-        """Leave nothing of a replica."""
+        """Stop a replica and remove everything that belongs to it."""
         if replica.keeper is not None:
             replica.keeper.cancel()
         self.replicas.pop(replica.number, None)
@@ -279,7 +279,7 @@ class ReplicaPool:
         _LOG.info("%s serves, the run has %d", replica.name, len(self.members))
 
     async def _remove(self, replicas: Sequence[Replica]) -> None:
-        """Send no requests there, wait for those that run or move them, send no weights there, end them."""
+        """Stop routing to replicas, wait for their requests or move them, then end the replicas."""
         before = {replica.number: replica.state for replica in replicas}
         try:
             for replica in replicas:
@@ -298,21 +298,21 @@ class ReplicaPool:
         again = "%d of their requests were generated again elsewhere"
         _LOG.info(f"rollout replicas %s were removed, {again}", numbers, moved)
 
-    # -- what all need
+    # -- shared parts
 
     def _set(self, replica: Replica, state: State) -> None:
-        """Change a replica's state, and with it who gets weights."""
+        """Change a replica's state, and update the members accordingly."""
         replica.state = state
         members = [each for _, each in sorted(self.replicas.items()) if each.state in ("serving", "draining")]
         self.members[:] = [Receiver(each.worker.server, each.info) for each in members]
 
     async def _route(self, seconds: float | None = None) -> int:
-        """Tell the agents who serves; return the number of requests that were moved for it."""
+        """Tell the agents which replicas serve; return the number of requests that were moved."""
         served = {number: replica for number, replica in self.replicas.items() if replica.state == "serving"}
         return await self._places.route(served, self._config.deadlines.drain if seconds is None else seconds)
 
     async def _remove_lost(self, workers: Sequence[tuple[Replica, Worker]], error: Exception | None = None) -> bool:
-        """Leave out members that have died and can be restarted; return whether there were any."""
+        """Drop members that have died and can be restarted; return whether there were any."""
         asked = [each for each in workers if each[1].restartable]
         lost = await asyncio.gather(*(replica.is_lost(worker, error) for replica, worker in asked))
         for (replica, worker), dead in zip(asked, lost, strict=True):

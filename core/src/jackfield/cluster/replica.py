@@ -1,4 +1,4 @@
-"""One replica of a run, through all lives of its process."""
+"""A replica of a run, which keeps its identity when its process is restarted."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ State = Literal["starting", "serving", "draining", "restarting", "unhealthy"]
 
 @attrs.define(eq=False)
 class Worker:
-    """One life of a replica."""
+    """One life of a replica, from the start of its server to its death."""
 
-    server: BaseRolloutServer  #: or its stub
-    #: here: nothing can replace it; process: another process can; cluster: and the run can recover from its death
+    server: BaseRolloutServer  #: the server or its stub
+    #: "here": it cannot be replaced; "process": another process can; "cluster": the run can also recover from its death
     place: Literal["here", "process", "cluster"] = "here"
     lost: asyncio.Future[JackfieldError] = attrs.field(factory=lambda: asyncio.get_running_loop().create_future())
 
     @property
     def restartable(self) -> bool:
-        """Return whether another process can take its place."""
+        """Return whether another process can replace it."""
         return self.place != "here"
 
     def lose(self, error: JackfieldError) -> None:
-        """Note how it died; the first reason counts."""
+        """Record how it died. Only the first reason counts."""
         if not self.lost.done():
             self.lost.set_result(error)
 
 
 @attrs.frozen(kw_only=True)
 class ReplicaState:
-    """How a replica is."""
+    """The state and load of a replica."""
 
     replica: int
     state: State
-    weight_version: int | None = None  #: None: not known
+    weight_version: int | None = None  #: None if unknown
     running: int = 0  #: requests that are decoded now
-    waiting: int = 0  #: requests that wait for a place in the batch
-    restarts: int = 0  #: times that its process was replaced
-    address: str | None = None  #: of its OpenAI-compatible endpoint
+    waiting: int = 0  #: requests that wait to join the server's batch
+    restarts: int = 0  #: how often its process was replaced
+    address: str | None = None  #: base URL of its OpenAI-compatible endpoint
     detail: str = ""
 
 
 @attrs.define(eq=False)
 class Replica:
-    """A replica of the pool, through all its lives. Agents of this process generate through it."""
+    """A replica of the pool through all its lives. Agents in this process call it to generate."""
 
     number: int
     clock: Clock
@@ -63,14 +63,14 @@ class Replica:
 
     @property
     def name(self) -> str:
-        """Return its name in messages."""
+        """Return the replica's name for messages."""
         return f"rollout replica {self.number}"
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate one sample.
 
         Raises:
-            RolloutError: ``rollout.stopped``: the replica has died.
+            RolloutError: ``rollout.stopped`` if the replica has died.
         """
         worker = self.worker
         try:
@@ -85,7 +85,7 @@ class Replica:
         return await self.worker.server.health()
 
     async def is_lost(self, worker: Worker, error: Exception | None = None) -> bool:
-        """Return whether a life of this replica has ended; look at its health where that is not known."""
+        """Return whether a life of this replica has ended; ask for its health if that is unknown."""
         if not worker.lost.done():
             cause = await cause_of_death(worker.server, self.clock, self.name, error)
             if cause is not None:
@@ -93,7 +93,7 @@ class Replica:
         return worker.lost.done()
 
     def _death(self, worker: Worker, cause: str, error: Exception | None) -> JackfieldError:
-        """Make the error of a replica that is not healthy any more."""
+        """Return the error for a replica that is no longer healthy."""
         if isinstance(error, JackfieldError) and error.code in LOST:
             return error
         found = f"its health: {cause}" if error is None else f"{described(error)}; its health: {cause}"
@@ -109,7 +109,7 @@ class Replica:
         )
 
     async def describe(self) -> ReplicaState:
-        """Return how the replica is."""
+        """Return the state and load of the replica."""
         state = ReplicaState(replica=self.number, state=self.state, restarts=self.restarts)
         if self.state not in ("serving", "draining"):
             return state

@@ -1,1 +1,1 @@
-"""What rollouts are made with: the router of their requests."""
+"""Routing of generation requests to replicas."""

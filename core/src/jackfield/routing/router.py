@@ -1,4 +1,4 @@
-"""Which replica serves a request, and whether one that has failed a request still lives."""
+"""The router, which chooses a replica for each request, and the check whether a failed replica is alive."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from jackfield.abc.rollout import GenerateRequest, GenerateResult, HealthReport,
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError
 
-LOST = ("rollout.stopped", "worker.died")  #: codes of errors that say that a replica has died
-HEALTH_SECONDS = 10.0  #: for a replica to tell its health
+LOST = ("rollout.stopped", "worker.died")  #: codes of errors which mean that a replica has died
+HEALTH_SECONDS = 10.0  #: for a replica to report its health
 
-#: Refusals of one request by a replica that is well.
+#: Codes by which a healthy replica refuses a single request.
 _REFUSALS = ("rollout.request", "rollout.context-length", "rollout.stale", "plugin.capability")
 _WAIT_SECONDS = 3600.0  #: for a replica that serves; the pool's own deadlines are shorter
-_UPDATE_SECONDS = 600.0  #: for an update that has failed to be repeated
-_LOOK_SECONDS = 0.1  #: between two looks at whether it was
+_UPDATE_SECONDS = 600.0  #: for a failed weight update to be repeated
+_LOOK_SECONDS = 0.1  #: between two checks whether it was repeated
 
 
 class Generates(Protocol):
-    """What the router needs of a replica."""
+    """The methods of a replica that the router calls."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate one sample."""
@@ -34,7 +34,7 @@ class Generates(Protocol):
 
 @attrs.define(eq=False)
 class _Route:
-    """A replica that gets requests, or did."""
+    """A replica that gets requests, or got them before it was removed."""
 
     number: int
     server: Generates
@@ -43,22 +43,22 @@ class _Route:
 
 @attrs.define(eq=False)
 class Router:
-    """Sends requests to the replica with the fewest running ones; later turns of a rollout go where its first went."""
+    """Sends a rollout's requests to one replica, the one with the fewest running requests at the first turn."""
 
     _clock: Clock
-    _routes: dict[int, _Route] = attrs.field(factory=dict, init=False)  #: requests wait while there is none
+    _routes: dict[int, _Route] = attrs.field(factory=dict, init=False)  #: requests wait while this is empty
     _changed: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)
 
     def of_one_rollout(
         self, asks: Callable[[SamplingParams], None] = lambda _: None
     ) -> Callable[[GenerateRequest], Awaitable[GenerateResult]]:
-        """Return what generates for one rollout: its first replica has the earlier turns in its cache.
+        """Return a function that generates for one rollout, on one replica because it has cached earlier turns.
 
-        ``asks`` receives the sampling parameters of each request.
+        ``asks`` is called with the sampling parameters of each request.
 
-        A request of a replica that dies or is removed is generated on another one, from its beginning, with the same
-        seed. A request that fails with an update of its replica's weights is repeated after the next update. Any other
-        error of a living replica is the request's.
+        If the replica dies or is removed, the request starts again on another one, with the same seed. If a weight
+        update fails and the request with it, the request is repeated after the next update. Any other error of a live
+        replica is raised.
         """
         chosen: _Route | None = None
 
@@ -73,7 +73,7 @@ class Router:
                 except JackfieldError as error:
                     if error.code in LOST:
                         if not self._is_removed(chosen):
-                            del self._routes[chosen.number]  # the pool's next table says what becomes of it
+                            del self._routes[chosen.number]  # the pool's next table decides about it
                     elif error.code != "rollout.stale" or not await self._is_updated(chosen, request):
                         raise
                 else:
@@ -83,11 +83,11 @@ class Router:
         return generate
 
     async def route(self, servers: Mapping[int, Generates], seconds: float) -> int:
-        """Use these replicas from now on; return when no request is left on those that are not among them.
+        """Use these replicas from now on; return when no request is left on removed ones.
 
         Args:
-            servers: By number; one whose number is known stays as it is.
-            seconds: For requests on a removed replica to end. Then they are generated again elsewhere.
+            servers: Replicas by number. A number that is already in use keeps its replica.
+            seconds: Time for requests on a removed replica to end. The rest are generated again elsewhere.
 
         Returns:
             Number of requests that were moved.
@@ -101,7 +101,7 @@ class Router:
         return sum(await asyncio.gather(*(self._empty(route, seconds) for route in removed)))
 
     async def _empty(self, route: _Route, seconds: float) -> int:
-        """Wait until a removed replica has no request, or move what it has."""
+        """Wait until a removed replica has no requests, and move those that take too long."""
         if not route.running:
             return 0
         _, late = await asyncio.wait(set(route.running), timeout=seconds)
@@ -111,7 +111,7 @@ class Router:
         return len(late)
 
     async def _generate(self, route: _Route, request: GenerateRequest) -> GenerateResult | None:
-        """Generate on a replica. Returns None for a request that was aborted because its replica was removed."""
+        """Generate on a replica. Return None if the request was aborted because the replica was removed."""
         task = asyncio.ensure_future(route.server.generate(request))
         route.running.add(task)
         try:
@@ -125,10 +125,10 @@ class Router:
             route.running.discard(task)
 
     async def _is_updated(self, route: _Route, request: GenerateRequest) -> bool:
-        """Wait until a replica has whole weights; return whether these are new enough for a refused request.
+        """Wait until a replica has complete weights; return whether they are new enough for a refused request.
 
         Raises:
-            DeadlineExceeded: Naming the replica.
+            DeadlineExceeded: If the weights do not come in time; the replica is named.
         """
         name, ends = f"replica {route.number}", self._clock.time() + _UPDATE_SECONDS
         while not self._is_removed(route):
@@ -143,7 +143,7 @@ class Router:
         return True
 
     async def _least_loaded(self) -> _Route:
-        """Choose a replica; wait for one while none serves."""
+        """Return the replica with the fewest running requests; wait for one while none serves."""
         while not self._routes:
             await self._clock.wait_for(self._changed.wait(), _WAIT_SECONDS, "a rollout replica that serves")
         return min(self._routes.values(), key=lambda route: len(route.running))
@@ -153,13 +153,13 @@ class Router:
 
 
 async def cause_of_death(server: Generates, clock: Clock, name: str, error: Exception | None = None) -> str | None:
-    """Ask a replica for its health. Returns why it does not serve any more; None: it does.
+    """Ask a replica for its health. Return why it no longer serves, or None if it does.
 
     Args:
-        server: The replica's.
+        server: Server of the replica.
         clock: Time source of the deadline.
         name: Name of the replica, for messages.
-        error: Error of a request. One by which it refused the request says that it is well.
+        error: Error of a failed request. A mere refusal of the request means that the replica is healthy.
     """
     if isinstance(error, JackfieldError) and error.code in _REFUSALS:
         return None

@@ -1,1 +1,1 @@
-"""Workers as Ray actors: the cluster, the host of a worker, and the connection to it."""
+"""Workers in Ray actors: the cluster, the host of a worker, and the connection to it."""

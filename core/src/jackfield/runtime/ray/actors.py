@@ -1,4 +1,4 @@
-"""Workers in actors, from both sides: Ray places a process; there a host makes the worker and serves it by the RPC."""
+"""Workers in Ray actors: Ray starts the process, and a host in it makes the worker and serves it by RPC."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ from jackfield.routing.router import cause_of_death
 from jackfield.rpc import Address, Connection, Process, Server, Service, connect
 from jackfield.runtime.process import ROLLOUT
 
-_END_SECONDS = 15.0  #: for a worker to close what it has opened
+_END_SECONDS = 15.0  #: for a worker to close its resources
 
 unavailable = partial(RunError, code="cluster.unavailable")
 
-#: Makes a worker and returns what is served of it; the stack is closed when the worker has to end.
+#: Makes a worker and returns its services; the stack is closed when the worker has to end.
 MakeServices: TypeAlias = Callable[[AsyncExitStack], Awaitable[Mapping[str, Service]]]
 
 
 @attrs.frozen(kw_only=True)
 class Place:
-    """Where a worker turned out to live: its part of the handshake."""
+    """Where a worker's process runs, as it reports in the handshake."""
 
     pid: int
-    node: str  #: Ray's id of it
-    address: str  #: of its node
-    port: int  #: free there, at the moment
-    versions: Mapping[str, str]  #: of jackfield and ray
+    node: str  #: Ray's id of the node
+    address: str  #: address of the node
+    port: int  #: a port that was free on the node
+    versions: Mapping[str, str]  #: installed versions of jackfield and ray
 
 
 class Host:
-    """Lives in an actor. It has one worker at a time: another may be made once the first has ended."""
+    """The Ray actor. It holds one worker at a time, and can make another once the first has ended."""
 
     def __init__(self, name: str, folder: str, one_thread: bool, heartbeat_seconds: float) -> None:
         """
         Args:
-            name: of the worker.
-            folder: the controller's working directory, against which paths in the configuration stand.
-            one_thread: whether what the worker does in threads goes through one, in order.
-            heartbeat_seconds: after which clients take this process for dead.
+            name: Name of the worker.
+            folder: The controller's working directory, which relative paths in the configuration start from.
+            one_thread: Whether the worker's threaded calls share one thread and run in order.
+            heartbeat_seconds: Silence after which clients consider this process dead.
         """
         self._name, self._one_thread, self._heartbeat_seconds = name, one_thread, heartbeat_seconds
         self._lock, self._stack = asyncio.Lock(), AsyncExitStack()
@@ -67,10 +67,10 @@ class Host:
             os.chdir(folder)
 
     async def place(self) -> Place:
-        """Return where this is, once the memory of an earlier worker is free for the next one's."""
+        """Free the memory of an earlier worker, and return where this process runs."""
         import ray
 
-        gc.unfreeze()  # an earlier worker was made with the imports
+        gc.unfreeze()  # imports were frozen together with the earlier worker
         gc.collect()
         address = node_address()
         with socket.create_server((address, 0)) as server:
@@ -82,7 +82,7 @@ class Host:
         """Make the worker, and return where it is served.
 
         Args:
-            make: a :data:`MakeServices` as Ray's ``cloudpickle`` writes it.
+            make: A :data:`MakeServices`, pickled by Ray's ``cloudpickle``.
         """
         from ray import cloudpickle
 
@@ -98,13 +98,13 @@ class Host:
             return attrs.evolve(served, process=attrs.evolve(served.process, host=f"node {node_address()}"))
 
     async def end(self) -> None:
-        """Close what the worker has opened, if there is one."""
+        """End the worker, if there is one, and close its resources."""
         async with self._lock:
             await self._stack.aclose()
 
 
 def rollout_service(server: BaseRolloutServer, name: str) -> Service:
-    """Return the service of a replica whose process ends once it fails a request and is not healthy any more."""
+    """Return the service of a replica; its process exits if a request fails and the replica is unhealthy."""
 
     async def generate(request: GenerateRequest) -> GenerateResult:
         try:
@@ -121,19 +121,19 @@ def rollout_service(server: BaseRolloutServer, name: str) -> Service:
 
 
 def _outlive_sigterm() -> None:
-    """Ignore SIGTERM here: it asks the run to end, which needs its workers for the last checkpoint.
+    """Ignore SIGTERM in this process: the run needs its workers for the last checkpoint.
 
-    Ray would end this process, and schedulers send the signal to every process. The handler is a function without
-    effects, which other than ``SIG_IGN`` is not inherited by what this process starts: that hears the signal.
+    Schedulers send the signal to every process, and Ray would end this one. The handler is a function without effect;
+    unlike ``SIG_IGN`` it is not inherited, so child processes still receive the signal.
     """
-    libc = ctypes.CDLL(None)  # Python would want the main thread for this
+    libc = ctypes.CDLL(None)  # Python's signal module works in the main thread only
     libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
     libc.signal(int(signal.SIGTERM), ctypes.cast(libc.abs, ctypes.c_void_p))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface that has an address; the loopback one for any address of loopback."""
+    """Return the network interface that has an address; any loopback address gives the loopback interface."""
     import psutil
 
     wanted = "127.0.0.1" if ipaddress.ip_address(address).is_loopback else address
@@ -142,7 +142,7 @@ def interface_of(address: str) -> str | None:
 
 
 def node_address() -> str:
-    """Return the address of this process's node."""
+    """Return the IP address of this process's node."""
     import ray
 
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
@@ -150,27 +150,27 @@ def node_address() -> str:
 
 @attrs.frozen(kw_only=True)
 class WorkerSpec:
-    """Which worker to start, and where."""
+    """Describes which worker to start, and where."""
 
     name: str
-    make: Callable[[], MakeServices]  #: what makes it there; asked for once the processes of all workers are known
-    group: Any = None  #: of places; None: anywhere
-    bundle: int = 0  #: in the group
-    resources: Mapping[str, float] = attrs.field(factory=dict)  #: that it takes of the bundle
-    python: str | None = None  #: an interpreter of its own, looked at beforehand with :func:`check_interpreter`
-    restarts: bool = False  #: a call that finds it dead restarts it, and nothing else watches it
+    make: Callable[[], MakeServices]  #: returns the function that makes it; called once all processes are known
+    group: Any = None  #: Ray placement group; None: anywhere
+    bundle: int = 0  #: index of the bundle in the group
+    resources: Mapping[str, float] = attrs.field(factory=dict)  #: what it takes from the bundle
+    python: str | None = None  #: another interpreter, which :func:`check_interpreter` has accepted
+    restarts: bool = False  #: a call that finds the worker dead restarts it; it is not watched otherwise
 
 
 @attrs.define(eq=False)
 class Actor:
-    """One process of the cluster, and the worker in it."""
+    """A process of the cluster and the worker in it."""
 
     spec: WorkerSpec
-    handle: Any  #: Ray's
+    handle: Any  #: Ray's actor handle
     clock: Clock
-    start_seconds: float  #: for the process, and for the worker, to be there
+    start_seconds: float  #: deadline for the process to start, and for the worker to be made
     place: Place = attrs.field(init=False)
-    address: Address | None = attrs.field(default=None, init=False)  #: where the worker is served; None: it is not
+    address: Address | None = attrs.field(default=None, init=False)  #: where the worker is served; None: there is none
     _connection: Connection | None = attrs.field(default=None, init=False)
 
     @property
@@ -178,7 +178,7 @@ class Actor:
         """Return the connection to the worker.
 
         Raises:
-            WorkerLost: It is not made yet.
+            WorkerLost: If the worker has not been made.
         """
         if self._connection is None:
             raise _death(self.spec.name, self.spec.name, "it was not made")
@@ -186,14 +186,14 @@ class Actor:
 
     @property
     def lives(self) -> bool:
-        """Return whether the worker is made and has not died."""
+        """Return whether the worker has been made and is alive."""
         return self._connection is not None and not self._connection.lost.done()
 
     async def find(self) -> None:
         """Wait for the process, and compare its versions.
 
         Raises:
-            RunError: ``cluster.unavailable``: it has another version of Jackfield or Ray.
+            RunError: ``cluster.unavailable`` if it has another version of Jackfield or Ray.
         """
         self.place = place = await self._answer(self.handle.place.remote(), self.start_seconds, "to start")
         ours = {package: version(package) for package in place.versions}
@@ -210,7 +210,7 @@ class Actor:
         """Make the worker in its process, connect to it, and return where it is served.
 
         Raises:
-            JackfieldError: What it raises there.
+            JackfieldError: If making it raises this error in the process.
         """
         from ray import cloudpickle
 
@@ -222,7 +222,7 @@ class Actor:
 
     def _forget(self, lost: asyncio.Future[str]) -> None:
         address, self.address = self.address, None
-        if address is not None and self.spec.restarts:  # any other death is reported by what watches for it
+        if address is not None and self.spec.restarts:  # the death of a watched worker is reported elsewhere
             log = logging.getLogger("jackfield")
             log.warning("%s (%s) died: it %s", self.spec.name, address.process, lost.result())
 
@@ -230,7 +230,7 @@ class Actor:
         """End the worker, so that the process can make another.
 
         Raises:
-            JackfieldError: It cannot.
+            JackfieldError: If the worker has died or does not end in time.
         """
         self.address = None
         if self._connection is not None:
@@ -240,7 +240,7 @@ class Actor:
         await self._answer(self.handle.end.remote(), _END_SECONDS, "to end")
 
     async def kill(self) -> None:
-        """End the process; on its node, if it cannot run: then it does not hear when Ray asks it to end."""
+        """End the process. A stopped process does not react to Ray, so it is killed on its node first."""
         import ray
         from ray.exceptions import RayError
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -251,16 +251,16 @@ class Actor:
         elif process is not None:
             strategy = NodeAffinitySchedulingStrategy(self.place.node, soft=False)
             task = ray.remote(_kill_if_stopped).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
-            with suppress(RayError, DeadlineExceeded):  # the node is gone, and Ray knows it, or will
+            with suppress(RayError, DeadlineExceeded):  # the node may be gone
                 await self.clock.wait_for(task.remote(process), _END_SECONDS, f"{process} to be killed")
         ray.kill(self.handle, no_restart=True)
 
     async def _answer(self, reference: Any, seconds: float, what: str) -> Any:
-        """Return what the actor's method returns.
+        """Return the result of a call of the actor.
 
         Raises:
-            JackfieldError: What it raises; ``RunError`` naming the worker for any other exception; ``WorkerLost`` when
-                the actor died; ``DeadlineExceeded``.
+            JackfieldError: The call's own error; ``RunError`` with the worker's name for any other exception;
+                ``WorkerLost`` if the actor died; ``DeadlineExceeded``.
         """
         import ray
         from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -269,7 +269,7 @@ class Actor:
         try:
             return await self.clock.wait_for(reference, seconds, f"{name} {what}")
         except (asyncio.CancelledError, DeadlineExceeded):
-            if ray.is_initialized():  # Ray would start a cluster in order to cancel
+            if ray.is_initialized():  # otherwise Ray would start a cluster to cancel
                 with suppress(RayError):
                     ray.cancel(reference)
             raise
@@ -288,14 +288,14 @@ def _kill_if_stopped(process: Process) -> None:
 
 
 async def connect_worker(address: Address, name: str, client: str, clock: Clock, *, kills: bool = False) -> Connection:
-    """Connect to a worker; after its death calls raise ``WorkerLost``.
+    """Connect to a worker. After its death, calls raise ``WorkerLost``.
 
     Args:
-        address: where it is served.
-        name: of the worker.
-        client: name of this process, for the worker.
+        address: Where the worker is served.
+        name: Name of the worker.
+        client: Name of this process, for the worker's messages.
         clock: Time source for all waits and deadlines.
-        kills: whether a worker that sends no heartbeats is killed: the controller does, and says why it died.
+        kills: Whether to kill a worker that sends no heartbeats. The controller does, and reports why it died.
     """
 
     def lost(reason: str) -> JackfieldError:
@@ -310,7 +310,7 @@ def _death(name: str, where: str, found: str) -> WorkerLost:
 
 
 def _reason(text: str) -> str:
-    """Return the line of Ray's explanation that says why."""
+    """Return the line of Ray's explanation that gives the cause."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if "creation task" in text:
         return lines[-1][:300]

@@ -1,4 +1,4 @@
-"""A Ray cluster: one that this process starts and ends, or one that it joins; and the actors in it."""
+"""A Ray cluster that this process starts or joins, and the actors in it."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_REACH_SECONDS = 10.0  #: for the head of a cluster to accept a connection
+_REACH_SECONDS = 10.0  #: for the head node to accept a connection
 _TOKEN, _MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"
 
 
 @attrs.define(eq=False)
 class Cluster:
-    """Started by :meth:`open`; everything that it has started ends with :meth:`close`.
+    """A Ray cluster and its actors. :meth:`open` starts or joins it; :meth:`close` ends everything it started.
 
-    Processes and places outlast the workers in them: after :meth:`rest`, a worker or a group of places of the same
-    name is given what was there before.
+    Processes and placement groups outlive their workers: after :meth:`rest`, a worker or placement group of the same
+    name reuses them.
     """
 
     _clock: Clock
-    _start_seconds: float  #: for a worker, or a group of places, to be there
-    _heartbeat_seconds: float = 30.0  #: without a heartbeat of a worker, after which its process is killed
-    actors: dict[str, Actor] = attrs.field(factory=dict, init=False)  #: of the workers, by name
+    _start_seconds: float  #: deadline for a worker or a placement group
+    _heartbeat_seconds: float = 30.0  #: a worker's process is killed after this long without a heartbeat
+    actors: dict[str, Actor] = attrs.field(factory=dict, init=False)  #: actors that have a worker, by its name
     _spare: dict[str, Actor] = attrs.field(factory=dict, init=False)  #: processes without a worker
     _groups: dict[str, Any] = attrs.field(factory=dict, init=False)
     _restarting: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)
-    #: of a cluster that was started here; the others are below them
+    #: top processes of a cluster that was started here; its other processes descend from them
     _processes: list[psutil.Process] = attrs.field(factory=list, init=False)
 
     async def open(self, options: RayConfig, needed_cpus: float) -> None:
         """Start or join a cluster.
 
         Raises:
-            RunError: ``cluster.unavailable``.
+            RunError: ``cluster.unavailable`` if it cannot be started or joined.
         """
         _use_token(joins=options.address is not None)
         if _ray().is_initialized():
@@ -72,9 +72,9 @@ class Cluster:
         try:
             if options.address is not None:
                 await self._clock.wait_for(_reach(options.address), _REACH_SECONDS, f"the cluster {options.address}")
-            # in this thread: what Ray starts would end with another one, and Ray has deadlines of its own here
+            # in this thread: Ray's processes would end with any other thread, and Ray has its own deadlines here
             self._processes = enter(options.address, {} if options.address else own)
-        except Exception as error:  # whatever Ray raises
+        except Exception as error:  # Ray raises many kinds
             raise unavailable(
                 f"the Ray cluster at {options.address} cannot be joined" if options.address else "Ray cannot start",
                 where=options.address,
@@ -84,10 +84,10 @@ class Cluster:
             ) from error
 
     async def places(self, count: int, resources: Mapping[str, float], what: str) -> Any:
-        """Return a placement group of ``count`` bundles, each with ``resources``; the one of ``what`` if it is there.
+        """Return the placement group of ``what``, or create one of ``count`` bundles with ``resources`` each.
 
         Raises:
-            RunError: ``cluster.unavailable`` when the cluster cannot give them in time.
+            RunError: ``cluster.unavailable`` if the cluster cannot provide it in time.
         """
         from ray.util.placement_group import placement_group
 
@@ -113,17 +113,17 @@ class Cluster:
         return group
 
     def give_back(self, what: str) -> None:
-        """Give back the places of ``what``, if there are any."""
+        """Remove the placement group of ``what``, if there is one."""
         from ray.util.placement_group import remove_placement_group
 
         if what in self._groups:
             remove_placement_group(self._groups.pop(what))
 
     async def start(self, spec: WorkerSpec) -> Actor:
-        """Start a process for a worker, or take the one that an earlier worker of this name has left.
+        """Start a process for a worker, or reuse the process of an earlier worker of this name.
 
         Raises:
-            RunError: ``cluster.unavailable``: it does not start, or has other versions.
+            RunError: ``cluster.unavailable`` if it does not start or has other versions.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -148,7 +148,7 @@ class Cluster:
         return actor
 
     async def restart(self, name: str) -> Actor:
-        """Make a worker once more: in its process if that still works, else in a new one."""
+        """Make a worker again, in its process if that still works, otherwise in a new one."""
         await self._empty(self.actors[name])
         actor = await self.start(self.actors[name].spec)
         await actor.make()
@@ -157,13 +157,13 @@ class Cluster:
     def restarting_stub(
         self, name: str, stub_of: Callable[[Actor], T], contract: Contract, begin: Callable[[Actor], Awaitable[object]]
     ) -> T:
-        """Return a stub of a worker without state: a call that its death has ended raises once it is restarted.
+        """Return a stub of a stateless worker. A call that fails by its death raises once it has been restarted.
 
         Args:
-            name: of the worker.
-            stub_of: makes a stub of one life of the worker.
-            contract: of the stub.
-            begin: called each time that the worker was restarted.
+            name: Name of the worker.
+            stub_of: Makes a stub of the worker in an actor.
+            contract: Methods of the stub.
+            begin: Called after each restart of the worker.
         """
 
         async def call(method: str, *arguments: Any, **keywords: Any) -> Any:
@@ -180,17 +180,17 @@ class Cluster:
 
     @staticmethod
     async def watch(actors: Sequence[Actor]) -> None:
-        """Return never, or raise as soon as one of the actors dies.
+        """Wait until one of the actors dies, and raise its error. This never returns.
 
         Raises:
-            WorkerLost: naming it.
+            WorkerLost: When an actor dies; it is named.
         """
         lives = {asyncio.shield(actor.connection.lost): actor for actor in actors}
         done, _ = await asyncio.wait(lives, return_when=asyncio.FIRST_COMPLETED)
         raise lives[done.pop()].connection.error()
 
     async def _empty(self, actor: Actor) -> None:
-        """End a worker. Its process is kept, unless it is not fit for another."""
+        """End a worker. Keep its process for another one, or kill it if the worker does not end."""
         try:
             await actor.empty()
         except JackfieldError:
@@ -199,21 +199,21 @@ class Cluster:
             self._spare[actor.spec.name] = actor
 
     async def end(self, name: str) -> None:
-        """End one worker, if it is there, and its process."""
+        """End one worker, if there is one of this name, and its process."""
         if name in self.actors:
             await self._empty(self.actors.pop(name))
         if name in self._spare:
             await self._spare.pop(name).kill()
 
     async def rest(self) -> None:
-        """End all workers. Their processes are kept, unless they are not fit for others."""
+        """End all workers. Their processes are kept for other workers if they still respond."""
         actors, self.actors = self.actors, {}
         await asyncio.gather(*map(self._empty, reversed(actors.values())))
 
     async def close(self) -> None:
-        """End all actors, give their places back, and leave the cluster; end it, if it was started here.
+        """End all actors, remove their placement groups, and leave the cluster. End it if it was started here.
 
-        No process of a cluster that was started here is left. Ray itself only tells them to end.
+        Ray only asks processes to end; this waits until no process of a cluster started here is left.
         """
         import ray
 
@@ -229,10 +229,10 @@ class Cluster:
 
 
 def check_interpreter(python: str, what: str, seconds: float = 30.0) -> None:
-    """Refuse an interpreter in which Ray could not start an actor: Ray itself would wait for ever.
+    """Refuse an interpreter in which Ray cannot start an actor. Ray itself would wait for ever.
 
     Raises:
-        PluginError: ``plugin.interpreter`` or ``plugin.requirement``, naming what was to run there.
+        PluginError: ``plugin.interpreter`` or ``plugin.requirement`` if it is not suitable. The error names ``what``.
     """
     report = look(python, seconds=seconds)
     report.check()
@@ -252,24 +252,24 @@ def check_interpreter(python: str, what: str, seconds: float = 30.0) -> None:
 
 
 def _use_token(*, joins: bool) -> None:
-    """Have a token in this process's environment, for good: Ray reads it once.
+    """Set up Ray's authentication token in this process's environment. Ray reads it once.
 
-    For a cluster that is started it is a new one, which Ray would otherwise write into the home folder. For one that
-    is joined it is whatever is there; Ray, given an address, would not show it.
+    To start a cluster, generate a token, which Ray would otherwise write into the home folder. To join one, use the
+    token that exists; given an address, Ray would not send it by itself.
     """
     there = any(name in os.environ for name in (_TOKEN, "RAY_AUTH_TOKEN_PATH"))
     if joins:
         there |= (Path.home() / ".ray" / "auth_token").is_file()
         if there and _MODE not in os.environ:
             os.environ[_MODE] = "token"
-            if "ray" in sys.modules:  # it has read its settings
+            if "ray" in sys.modules:  # Ray has already read its settings
                 sys.modules["ray._raylet"].Config.initialize("")
     elif not there:
         os.environ[_TOKEN] = secrets.token_hex(32)
 
 
 async def _reach(address: str) -> None:
-    """Ray itself tries for minutes."""
+    """Connect to the head node once, because Ray itself retries for minutes."""
     host, _, port = address.rpartition(":")
     _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
     writer.close()

@@ -1,4 +1,4 @@
-"""The queue's backend in a worker of its own: other workers read and write samples there, as cells, by the RPC."""
+"""The queue's backend in its own worker, where other workers read and write samples by RPC, as encoded cells."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from jackfield.abc.transfer_queue import GetRequest, GetResult, PutRequest, PutR
 from jackfield.rpc import Connection, Contract, Service, stub
 from jackfield.sdk.cells import join, split, split_request
 
-_PIECE_BYTES = 16 * 2**20  #: of the values in one message; a larger sample has one of its own
+_PIECE_BYTES = 16 * 2**20  #: a message is complete once its values reach this size
 
-_Sample: TypeAlias = dict[str, tuple[str, bytes]]  #: cells by column, as they travel
+_Sample: TypeAlias = dict[str, tuple[str, bytes]]  #: encoded cells by column
 
 
 @attrs.frozen
 class _Samples:
-    """Puts and gets of the backend, in pieces."""
+    """The service that puts and gets samples in pieces of limited size."""
 
     _backend: TransferQueueBackend
 
     async def put(self, partition: str, keys: list[str], samples: list[_Sample]) -> int:
-        """Store samples. Returns the bytes of their values."""
+        """Store samples. Return the size of their values in bytes."""
         columns = {name: join(name, [sample[name] for sample in samples]) for name in samples[0]}
         stored = await self._backend.put(PutRequest(partition=partition, keys=tuple(keys), columns=columns))
         return stored.bytes
 
     async def get(self, request: GetRequest) -> AsyncIterator[list[_Sample]]:
-        """Yield the samples, in order, some at a time."""
+        """Yield the samples in order, several at a time."""
         columns = (await self._backend.get(request)).columns
         cells = {name: split(column) for name, column in columns.items()}
         samples = [
@@ -45,7 +45,7 @@ _SAMPLES = Contract(_Samples)
 
 
 def store_services(backend: TransferQueueBackend) -> dict[str, Service]:
-    """Return what a process serves that has a backend."""
+    """Return the services of a process that holds a backend."""
     return {
         "backend": Service(target=backend, contract=_BACKEND),
         "samples": Service(target=_Samples(backend), contract=_SAMPLES),
@@ -53,7 +53,7 @@ def store_services(backend: TransferQueueBackend) -> dict[str, Service]:
 
 
 def remote_backend(connection: Connection, seconds: float) -> TransferQueueBackend:
-    """Return the backend of the process at the other end, each of whose calls may take ``seconds``."""
+    """Return a stub of the backend at the other end, whose calls have a deadline of ``seconds``."""
     made: TransferQueueBackend = stub(connection, "backend", _BACKEND, TransferQueueBackend, seconds)  # type: ignore[type-abstract]
     samples = stub(connection, "samples", _SAMPLES, _Samples, seconds)
 
@@ -68,14 +68,14 @@ def remote_backend(connection: Connection, seconds: float) -> TransferQueueBacke
         return GetResult(columns={name: join(name, [sample[name] for sample in found]) for name in request.columns})
 
     async def close() -> None:
-        """Its process closes it."""
+        """Do nothing: the backend's own process closes it."""
 
     vars(made).update(put=put, get=get, close=close, durable=False, joins=False)
     return made
 
 
 def _pieces(samples: Sequence[_Sample]) -> Iterator[tuple[int, int]]:
-    """Cut samples into ranges of about equal size."""
+    """Yield ranges of samples; a range ends once it reaches :data:`_PIECE_BYTES`."""
     start = size = 0
     for end, sample in enumerate(samples, 1):
         size += sum(len(content) for _, content in sample.values())
