@@ -18,12 +18,12 @@ _request_numbers = itertools.count()
 
 
 class SingleTurnAgent(AgentLoopBase):
-    """Asks the task's messages and returns the model's answer as one sequence."""
+    """An agent that asks the model once and returns its answer as one sequence."""
 
     async def run(self, sampling_params: Mapping[str, Any], **fields: Any) -> AgentLoopOutput:
-        """Answer one task, of whose fields ``messages`` are looked at, and ``task_id`` for error messages.
+        """Answer one task. Only its field ``messages`` is used, and ``task_id`` in error messages.
 
-        Parameters are those of :class:`jackfield.abc.rollout.SamplingParams`; the tokenizer's end tokens are added to
+        Sampling parameters are the fields of :class:`jackfield.abc.rollout.SamplingParams`; end tokens are added to
         ``stop_token_ids`` unless ``ignore_eos`` is set.
 
         Returns:
@@ -31,7 +31,7 @@ class SingleTurnAgent(AgentLoopBase):
 
         Raises:
             AgentError: ``agent.failed`` for a task without messages or unknown sampling parameters.
-            DataError: ``data.prompt-too-long``.
+            DataError: ``data.prompt-too-long`` for a prompt above the limit.
         """
         prompt_ids = self._prompt(fields)
         result = await self.context.generate(

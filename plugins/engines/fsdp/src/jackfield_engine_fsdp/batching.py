@@ -1,4 +1,4 @@
-"""Rows to micro-batches and per-token results back to rows.
+"""Split rows into micro-batches, and put per-token results back into the order of the rows.
 
 Shapes: ``B`` rows of this rank, ``b`` rows of a micro-batch, ``S`` its padded length, ``T`` its longest response,
 ``N`` its response tokens, ``j`` a jagged dimension.
@@ -20,7 +20,7 @@ from jackfield_engine_fsdp.modules import Rotary
 
 @attrs.frozen(eq=False)
 class Jagged:
-    """A jagged column, opened: row ``i`` is ``values[starts[i] : starts[i] + lengths[i]]``."""
+    """The parts of a jagged column: row ``i`` is ``values[starts[i] : starts[i] + lengths[i]]``."""
 
     values: torch.Tensor  #: ``[total, ...]``
     starts: torch.Tensor  #: int64 ``[B]``
@@ -28,12 +28,12 @@ class Jagged:
 
     @classmethod
     def of(cls, nested: torch.Tensor) -> Jagged:
-        """Open a ``torch.nested`` tensor of layout ``jagged``; also one with holes between its rows."""
+        """Unpack a ``torch.nested`` tensor of layout ``jagged``, which may have holes between its rows."""
         starts = nested.offsets()[:-1]  # type: ignore[attr-defined]
         return cls(nested.values().detach(), starts, jagged_lengths(nested))
 
     def padded(self, rows: torch.Tensor, length: int) -> torch.Tensor:
-        """The chosen rows, padded with 0 to ``[b, length, ...]``."""
+        """Return the chosen rows, padded with 0 to ``[b, length, ...]``."""
         steps = torch.arange(length)
         inside = steps < self.lengths[rows].unsqueeze(1)
         if self.values.shape[0] == 0:
@@ -45,7 +45,7 @@ class Jagged:
 
 @attrs.frozen(kw_only=True, eq=False)
 class MicroBatch:
-    """What one forward pass needs, on the engine's device."""
+    """The inputs of one forward pass, on the engine's device."""
 
     rows: torch.Tensor  #: int64 ``[b]``, on the CPU: which rows of the batch these are
     input_ids: torch.Tensor  #: int64 ``[b, S]``, ``prompt | response but its last token | 0``
@@ -56,17 +56,17 @@ class MicroBatch:
     columns: Mapping[str, torch.Tensor]  #: ``[b, T]`` response columns and ``[b]`` row columns
 
     def data(self) -> TensorDict:
-        """The columns, for the loss function."""
+        """Return the columns for the loss function."""
         return TensorDict(dict(self.columns), batch_size=[len(self.rows)])
 
     def dense(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Per-token results ``[N]`` as ``[b, T]`` with 0 past each response; differentiable."""
+        """Return per-token results ``[N]`` as ``[b, T]`` with 0 past each response; differentiable."""
         empty = tokens.new_zeros(len(self.rows) * self.length)
         return empty.index_copy(0, self.cells, tokens).view(len(self.rows), self.length)
 
 
 class RowBatch:
-    """This rank's rows, opened once, of which micro-batches are cut.
+    """This rank's rows, unpacked once. Micro-batches are cut from them.
 
     Raises:
         EngineError: ``engine.failed`` for missing or dense token columns, and responses without a prompt;
@@ -116,7 +116,7 @@ class RowBatch:
         return tokens
 
     def plan(self, max_tokens: int) -> list[torch.Tensor]:
-        """The rows of each micro-batch, see :func:`plan`; rows of other rotary frequencies are in others."""
+        """Return the rows of each micro-batch (:func:`plan`), one set of rotary frequencies in each."""
         lengths = self.prompts.lengths + self.responses.lengths
         sides: dict[tuple[int, ...], list[int]] = {}
         for row, length in enumerate(lengths.tolist()):
@@ -127,8 +127,8 @@ class RowBatch:
     def micro_batch(self, rows: torch.Tensor) -> MicroBatch:
         """Cut the given rows out, on the engine's device.
 
-        The last token of a response is a label only: nothing is predicted from it. Where rotary frequencies depend on
-        the length it has a position, for the length to be that of the row.
+        The last token of a response is a label only: nothing is predicted from it. If rotary frequencies depend on
+        the length, it still gets a position, so that the length is the row's.
         """
         prompt, response = self.prompts.lengths[rows].unsqueeze(1), self.responses.lengths[rows].unsqueeze(1)
         size = max(1, int((prompt + response).max()) - (0 if self._rotary.limits else 1))
@@ -153,7 +153,7 @@ class RowBatch:
         )
 
     def idle_micro_batch(self) -> MicroBatch:
-        """One row of two tokens: what a rank computes while others have more micro-batches than it has."""
+        """Return a dummy row of two tokens, for a rank with fewer micro-batches than the others."""
         one = torch.zeros(1, dtype=torch.int64, device=self.device)
         return MicroBatch(
             rows=torch.zeros(1, dtype=torch.int64),
@@ -169,7 +169,7 @@ class RowBatch:
 def plan(lengths: torch.Tensor, max_tokens: int) -> list[torch.Tensor]:
     """Split rows of ``lengths`` int64 ``[B]`` into micro-batches of at most ``max_tokens`` padded tokens.
 
-    Rows are taken longest first, so that neighbours have like lengths and little is padded; a longer row goes alone.
+    The longest rows come first, so lengths within a micro-batch are similar. A row above the limit goes alone.
     """
     order = torch.argsort(lengths, descending=True, stable=True)
     groups: list[torch.Tensor] = []
@@ -182,7 +182,7 @@ def plan(lengths: torch.Tensor, max_tokens: int) -> list[torch.Tensor]:
 
 
 class TokenBuffer:
-    """Collects one per-token result of all rows, whatever the order in which micro-batches come."""
+    """A collector of one per-token result of all rows. Micro-batches may come in any order."""
 
     def __init__(self, responses: Jagged) -> None:
         self._lengths = responses.lengths
@@ -190,13 +190,13 @@ class TokenBuffer:
         self._values = torch.zeros(int(self._offsets[-1]), dtype=torch.float32)
 
     def add(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Take the results ``[N]`` of a micro-batch's rows."""
+        """Add the results ``[N]`` of a micro-batch's rows."""
         lengths = self._lengths[rows]
         within = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
         self._values[self._offsets[rows].repeat_interleave(lengths) + within] = tokens.detach().float().cpu()
 
     def nested(self) -> torch.Tensor:
-        """The results, jagged float32 ``[B, j]``, in the order of the rows."""
+        """Return the results, jagged float32 ``[B, j]``, in the order of the rows."""
         if len(self._lengths) == 0:
             return torch.nested.nested_tensor_from_jagged(self._values, self._offsets)
         return jagged(torch.split(self._values, self._lengths.tolist()))

@@ -27,12 +27,12 @@ from jackfield_engine_fsdp.tensors import read_tensors, write_tensors
 
 FORMAT = 2
 
-#: What files raise that are damaged, or of another kind than their names say.
+#: Exceptions from reading files that are damaged or not of the expected format.
 _UNREADABLE = (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
 
 
 def make_folder(folder: str, ranks: Ranks) -> Path:
-    """Make the folder of a checkpoint, on every rank's behalf; every rank raises where it holds something."""
+    """Create a checkpoint's folder for all ranks; every rank raises if the folder is not empty."""
     path, problem = Path(folder), None
     if ranks.rank == 0:
         try:
@@ -53,7 +53,7 @@ def make_folder(folder: str, ranks: Ranks) -> Path:
 def save(
     folder: Path, model: TokenModel, optimization: Optimization | None, streams: RandomStreams, ranks: Ranks
 ) -> None:
-    """Write a native checkpoint into an empty folder. Collective; every rank raises where one cannot write."""
+    """Write a native checkpoint into an empty folder. Collective; if one rank cannot write, all raise."""
     with _agreed(ranks, "the checkpoint could not be written", folder, "look at the disk's room and permissions"):
         (folder / "tensors").mkdir(exist_ok=True)
         write_tensors(folder / "tensors", ranks.rank, _tensors(model, optimization))
@@ -69,7 +69,7 @@ def save(
 
 @contextmanager
 def _agreed(ranks: Ranks, message: str, folder: Path, fix: str) -> Iterator[None]:
-    """Each rank does its part; where one fails, every rank raises. Raises ``EngineError``: ``engine.failed``."""
+    """Run the body on each rank; if one fails, every rank raises ``EngineError`` (``engine.failed``)."""
     error: EngineError | None = None
     try:
         yield
@@ -94,10 +94,10 @@ def load(
     ranks: Ranks,
     model_only: bool,
 ) -> None:
-    """Read what :func:`save` wrote, into the model and optimizer that are there. A collective operation.
+    """Read what :func:`save` wrote into the existing model and optimizer. A collective operation.
 
     Raises:
-        EngineError: ``engine.failed`` when the folder holds no complete checkpoint or one of another model.
+        EngineError: ``engine.failed`` if the folder holds no complete checkpoint, or one of another model.
     """
     fix = "go on from another checkpoint"
     with _agreed(ranks, "the checkpoint cannot be read", folder, fix):
@@ -132,9 +132,9 @@ def _read_record(folder: Path) -> dict[str, Any]:
 
 
 def _tensors(model: TokenModel, optimization: Optimization | None) -> dict[str, torch.Tensor]:
-    """What is saved, by name, as the live tensors: saving reads them, loading writes into them.
+    """Return the live tensors to save, by name: saving reads them, loading writes into them.
 
-    With an adapter the base model is left out: it never changes, and the model folder has it.
+    With an adapter the base model is left out, because it never changes and is in the model folder.
     """
     adapter = has_adapter(model.language_model)
     kept = {

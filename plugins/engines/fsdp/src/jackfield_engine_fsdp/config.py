@@ -12,7 +12,7 @@ from jackfield.sdk import option
 
 @attrs.frozen(kw_only=True)
 class Config:
-    """How the model is sharded and computed; what is trained and how stands in the engine's context."""
+    """How the model is sharded and computed. The engine's context says what is trained, and how."""
 
     mixed_precision: Literal["none", "bfloat16"] = option(
         "none",

@@ -1,4 +1,4 @@
-"""The engine: one rank of a model that is sharded with FSDP2."""
+"""The engine: one rank of a model sharded with FSDP2."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _misused = functools.partial(EngineError, code="engine.state")
 
 
 class FSDPEngine(BaseEngine):
-    """A Hugging Face model, language or vision-language, on text, under ``torch.distributed.fsdp.fully_shard``.
+    """A Hugging Face model, trained on text and sharded by ``torch.distributed.fsdp.fully_shard``.
 
-    Every rank is one data-parallel rank. A role ``critic`` with a value head runs no output layer: its loss functions
-    get ``log_probs`` of zeros, and its results have none.
+    Vision-language models work, too. Every rank is a data-parallel rank. With the role ``critic`` and a value head no
+    output layer runs: loss functions get ``log_probs`` of zeros, and the results have none.
     """
 
     config: Config
@@ -54,12 +54,12 @@ class FSDPEngine(BaseEngine):
         self._model: TokenModel | None = None
         self._optimization: Optimization | None = None
         self._mode: str | None = None
-        self._damaged = False  # a pass failed and what it left behind cannot be cleared
+        self._damaged = False  # a pass failed and its leftovers cannot be cleared
 
     # ---- life
 
     def initialize(self) -> None:
-        """Load, adapt, shard; every rank loads the whole model on the CPU before it keeps its part."""
+        """Load, adapt and shard the model. Every rank loads all of it on the CPU, then keeps its part."""
         if self._model is not None:
             raise _misused("the engine is initialized already")
         context, config = self.context, self.config
@@ -75,7 +75,7 @@ class FSDPEngine(BaseEngine):
         except BaseException:
             self._ranks.leave()
             raise
-        model.to(device)  # buffers; parameters are there
+        model.to(device)  # buffers; parameters are on the device already
         self._streams = RandomStreams(context.seed + context.rank, device)
         self._placement = Placement(model, self._optimization, device, streamed=config.cpu_offload)
         self._unsharded_accumulation = self._accumulates_unsharded(sum(p.numel() for _, p in trainable))
@@ -103,7 +103,7 @@ class FSDPEngine(BaseEngine):
         head = None
         if spec.value_head:
             hidden_size = causal_lm.config.get_text_config().hidden_size
-            # PEFT keeps adapters of half-precision models in float32, and FSDP wants trainable parameters of one dtype
+            # PEFT keeps adapters of half-precision models in float32, and FSDP needs trainable parameters of one dtype
             head_dtype = torch.float32 if spec.lora is not None or published else dtype
             head = loading.make_value_head(hidden_size, head_dtype, seed)
         model = TokenModel(
@@ -122,9 +122,9 @@ class FSDPEngine(BaseEngine):
         return model.eval()
 
     def _masters(self, causal_lm: PreTrainedModel) -> dict[str, torch.dtype]:
-        """Keep what is trained in float32, or say what that costs; the dtypes before, see ``published_dtypes``.
+        """Cast trained weights to float32, or warn; return the previous dtypes (``published_dtypes``).
 
-        An adapter of a model in half precision is in float32 by itself, and its base is not trained.
+        An adapter of a half-precision model is already in float32, and its base is not trained.
         """
         spec, optimizer = self.context.model, self.context.optimizer
         if optimizer is None or spec.lora is not None or causal_lm.dtype == torch.float32:
@@ -149,14 +149,14 @@ class FSDPEngine(BaseEngine):
 
     @property
     def layout(self) -> EngineLayout:
-        """Every rank is a data-parallel rank of its own."""
+        """Return this rank's place: every rank is a data-parallel rank."""
         self._ready()
         return EngineLayout(
             data_parallel_rank=self.context.rank, data_parallel_size=self.context.world_size, is_output_rank=True
         )
 
     def close(self) -> None:
-        """Forget model and optimizer, and leave the process group."""
+        """Release model and optimizer, and leave the process group."""
         self._model = self._optimization = self._mode = None
         for name in ("_sharded", "_placement", "_names"):
             self.__dict__.pop(name, None)
@@ -179,11 +179,11 @@ class FSDPEngine(BaseEngine):
     # ---- modes
 
     def train_mode(self) -> AbstractContextManager[None]:
-        """Dropout of the context's model, weights on the device; what was off the device goes back there at the end."""
+        """Set up training passes: ``model.dropout``, weights on the device; undo the moves at the end."""
         return self._in_mode("train")
 
     def eval_mode(self) -> AbstractContextManager[None]:
-        """Dropout off, no gradients, weights on the device."""
+        """Set up inference passes: no dropout, no gradients, weights on the device."""
         return self._in_mode("eval")
 
     @contextmanager
@@ -200,7 +200,7 @@ class FSDPEngine(BaseEngine):
                 model.train(before == "train")
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Inside, the model is its base model; no effect without an adapter."""
+        """Disable the adapter inside the block; without an adapter, do nothing."""
         language_model = self._ready().language_model
         return language_model.disable_adapter() if has_adapter(language_model) else nullcontext()
 
@@ -211,8 +211,8 @@ class FSDPEngine(BaseEngine):
     ) -> EngineOutput:
         """See :meth:`jackfield.abc.engine.BaseEngine.forward_backward_batch`.
 
-        Micro-batches run longest rows first. A rank with fewer micro-batches than another computes an empty one in
-        step with it, because gathering weights and reducing gradients are collective.
+        The micro-batch with the longest rows runs first. A rank with fewer micro-batches than another computes dummy
+        ones, because gathering weights and reducing gradients are collective.
         """
         model = self._ready()
         self._check_pass(loss_function, forward_only)
@@ -258,10 +258,10 @@ class FSDPEngine(BaseEngine):
                 raise EngineError("a backward pass needs a loss function", expected="a callable", found=None)
 
     def _recover(self) -> None:
-        """After a failure inside of a pass: gathered weights and half-made gradients must not leak into the next.
+        """Clear gathered weights and partial gradients after a failed pass, so the next pass is clean.
 
-        Where that cannot be made sure (other ranks wait in a collective, or gradients are held unsharded), no pass
-        follows.
+        If that is impossible (other ranks wait in a collective, or gradients are held unsharded), later passes are
+        refused.
         """
         recovers = hasattr(self._sharded, "reset_iter_state") and not self._unsharded_accumulation
         if recovers and self.context.world_size == 1:
@@ -270,21 +270,21 @@ class FSDPEngine(BaseEngine):
             self._damaged = True
 
     def optimizer_zero_grad(self) -> None:
-        """Forget accumulated gradients."""
+        """Drop accumulated gradients."""
         self._optimizing().zero_grad()
 
     def optimizer_step(self) -> float:
-        """Clip by the global norm, step, return the norm before clipping; not finite: no step."""
+        """Clip by the global norm, step, and return the norm before clipping. If it is not finite, do not step."""
         return self._optimizing().step()
 
     def lr_scheduler_step(self) -> float:
-        """Advance the schedule; the learning rate of the next optimizer step."""
+        """Advance the schedule; return the learning rate of the next optimizer step."""
         return self._optimizing().advance_schedule()
 
     # ---- weights
 
     def get_per_tensor_param(self) -> tuple[Generator[tuple[str, torch.Tensor], None, None], Mapping[str, Any] | None]:
-        """Copies of the full tensors on the engine's device, as a checkpoint has them; the value head stays here."""
+        """Return copies of the full tensors, in checkpoint form, on the engine's device; no value head."""
         model, names = self._ready(), self._names
 
         def tensors() -> Generator[tuple[str, torch.Tensor], None, None]:
@@ -293,7 +293,7 @@ class FSDPEngine(BaseEngine):
         return tensors(), export.adapter_config(model)
 
     def get_per_tensor_grad(self) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Full gradients in the order of the parameters; zeros where a parameter got none."""
+        """Yield full gradients in the order of the parameters; zeros if a parameter got none."""
         model = self._ready()
         adapter = has_adapter(model.language_model)
         for name, parameter in self._optimizing().parameters.items():
@@ -306,7 +306,7 @@ class FSDPEngine(BaseEngine):
         self._placement.move(device, model=model, optimizer=optimizer, grad=grad)
 
     def save_checkpoint(self, request: SaveCheckpointRequest) -> SaveCheckpointResult:
-        """Native: model, optimizer, schedule and random state. Hugging Face: a folder for ``from_pretrained``."""
+        """Save model, optimizer, schedule and random state, or a Hugging Face folder of the weights."""
         model = self._ready()
         assert self._ranks is not None, "initialized"
         folder = checkpointing.make_folder(request.folder, self._ranks)
@@ -322,7 +322,7 @@ class FSDPEngine(BaseEngine):
         return SaveCheckpointResult(folder=request.folder, files=tuple(files))
 
     def load_checkpoint(self, request: LoadCheckpointRequest) -> LoadCheckpointResult:
-        """Read a native checkpoint; random state only where as many ranks wrote it."""
+        """Load a native checkpoint; random state only if as many ranks wrote it."""
         model = self._ready()
         assert self._ranks is not None, "initialized"
         folder = Path(request.folder)
@@ -331,7 +331,7 @@ class FSDPEngine(BaseEngine):
 
 
 def _device(context: EngineContext) -> torch.device:
-    """The device of this rank: ``cuda`` alone means the one of its local rank."""
+    """Return this rank's device; ``cuda`` without a number means that of its local rank."""
     device = torch.device(context.device)
     if device.type == "cuda":
         device = torch.device("cuda", context.local_rank if device.index is None else device.index)

@@ -1,4 +1,4 @@
-"""Full tensors under Hugging Face and PEFT names, and folders that ``from_pretrained`` reads."""
+"""Export full tensors under Hugging Face and PEFT names, and folders for ``from_pretrained``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jackfield_engine_fsdp.loading import without_progress_bars
 from jackfield_engine_fsdp.model import TokenModel, has_adapter, is_of_adapter
 from jackfield_huggingface.names import CheckpointNames
 
-#: What lies beside the weights and is needed to use them; copied as it is.
+#: Files beside the weights that are needed to use them; copied unchanged.
 COMPANIONS = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -35,7 +35,7 @@ COMPANIONS = (
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a sharded tensor, detached, in memory of its own. A collective operation."""
+    """Return the whole of a sharded tensor, detached, in its own memory. A collective operation."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor.clone()
@@ -45,25 +45,25 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def published_name(name: str) -> str:
-    """PEFT's file name of an adapter's parameter: without the adapter's own name."""
+    """Return the name of an adapter's parameter in PEFT's files: without the adapter's name."""
     return ".".join(part for part in name.split(".") if part != "default")
 
 
 def trainable_name(name: str, adapter: bool) -> str:
-    """The published name of a parameter of :class:`TokenModel`."""
+    """Return the published name of a parameter of :class:`TokenModel`."""
     inner = name.removeprefix("language_model.")
     return published_name(inner) if adapter and inner != name else inner
 
 
 def published_tensors(model: TokenModel, names: CheckpointNames) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what inference loads: the adapter's tensors if there is one, else the model's, as a checkpoint has them.
+    """Yield the tensors that inference loads, in checkpoint form: the adapter's, else the model's.
 
-    A group of tensors that are stacked in the model is gathered, and then converted: at most about three times its
-    size is in memory, beside the model.
+    A group of tensors that are stacked in the model is gathered and then converted, which needs at most about three
+    times its size, beside the model.
     """
     if has_adapter(model.language_model):
         for name, parameter in model.language_model.named_parameters():
-            if is_of_adapter(name):  # an engine without an optimizer trains nothing, and exports all the same
+            if is_of_adapter(name):  # an engine without an optimizer trains nothing, but exports
                 yield published_name(name), full(parameter)
         return
     module, dtypes = model.causal_lm, model.published_dtypes
@@ -74,14 +74,14 @@ def published_tensors(model: TokenModel, names: CheckpointNames) -> Iterator[tup
 
 
 def value_head_tensors(model: TokenModel) -> dict[str, torch.Tensor]:
-    """The value head's full tensors, empty without one."""
+    """Return the value head's full tensors; empty without a value head."""
     if model.value_head is None:
         return {}
     return {name: full(parameter) for name, parameter in model.value_head.named_parameters()}
 
 
 def adapter_config(model: TokenModel) -> dict[str, Any] | None:
-    """The adapter's PEFT config as JSON-ready values; None without an adapter."""
+    """Return the adapter's PEFT config as JSON-ready values; None without an adapter."""
     if not has_adapter(model.language_model):
         return None
     return {name: _plain(value) for name, value in model.language_model.peft_config["default"].to_dict().items()}
@@ -102,8 +102,8 @@ def _plain(value: Any) -> Any:
 def save_folder(model: TokenModel, names: CheckpointNames, source: Path, folder: Path, writes: bool) -> None:
     """Write an empty folder for ``from_pretrained`` (transformers', or PEFT's with an adapter).
 
-    A collective operation: those without ``writes`` take part in the gathering alone. The tokenizer's files are copied
-    from ``source``, the folder from which the model came.
+    A collective operation: ranks without ``writes`` only take part in the gathering. The tokenizer's files are copied
+    from ``source``, the model's folder.
     """
     tensors = {name: tensor.cpu() for name, tensor in published_tensors(model, names) if writes}
     head = value_head_tensors(model)

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a module that is ready to be sharded."""
+"""Load a Hugging Face folder into a module that is ready to be sharded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a :attr:`ModelSpec.dtype`; ``config.invalid-value`` for another name."""
+    """Return the torch dtype of a :attr:`ModelSpec.dtype`; ``config.invalid-value`` for another name."""
     if name not in DTYPES:
         expected = "one of " + ", ".join(sorted(DTYPES))
         raise invalid(f"unknown dtype {name!r}", where="model.dtype", expected=expected, found=repr(name))
@@ -38,7 +38,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Inside, transformers draws no bars: the run that uses the engine shows its own progress."""
+    """Hide transformers' progress bars inside the block: the run shows its own progress."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -50,17 +50,17 @@ def without_progress_bars() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside, torch's random numbers start from ``seed``; outside, nothing has happened."""
+    """Seed torch's random numbers inside the block, and restore their state afterwards."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         yield
 
 
 def load_causal_lm(spec: ModelSpec, attention: str, seed: int) -> PreTrainedModel:
-    """The model of ``spec.path`` on the CPU, whole, in every rank; of a vision-language model all of it.
+    """Load the whole model of ``spec.path`` on the CPU, in every rank; vision-language models, too.
 
     Raises:
-        EngineError: ``engine.model`` when the folder is missing, cannot be loaded or lacks weights;
+        EngineError: ``engine.model`` if the folder is missing, cannot be loaded or lacks weights;
             ``config.invalid-value`` for an unknown dtype.
     """
     dtype = torch_dtype(spec.dtype)
@@ -83,7 +83,7 @@ def load_causal_lm(spec: ModelSpec, attention: str, seed: int) -> PreTrainedMode
                 local_files_only=True,
                 output_loading_info=True,
             )
-    except Exception as caught:  # whatever transformers raises for a broken folder or a missing kernel
+    except Exception as caught:  # transformers raises various types for a broken folder or a missing kernel
         raise _unusable(
             f"the model in {spec.path!r} cannot be loaded: {caught}",
             expected=f"weights that transformers loads as a causal language model with {attention} attention",
@@ -98,7 +98,7 @@ def load_causal_lm(spec: ModelSpec, attention: str, seed: int) -> PreTrainedMode
 
 
 def _enable_checkpointing(model: PreTrainedModel) -> None:
-    # the method has a new name since transformers 5.2x, and the old one warns
+    # transformers 5.2x renamed the method, and the old name warns
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     try:
         enable({"use_reentrant": False})
@@ -107,7 +107,7 @@ def _enable_checkpointing(model: PreTrainedModel) -> None:
 
 
 def _refuse_missing_weights(path: str, report: dict[str, Any]) -> None:
-    """transformers fills what it does not find with random numbers; training those would be an accident."""
+    """Refuse a folder that lacks weights, which transformers would fill with random numbers."""
     missing = sorted(report.get("missing_keys", ())) + sorted(str(key) for key in report.get("mismatched_keys", ()))
     if missing:
         raise _unusable(
@@ -118,7 +118,7 @@ def _refuse_missing_weights(path: str, report: dict[str, Any]) -> None:
 
 
 def _refuse_bidirectional(path: str, model: PreTrainedModel) -> None:
-    """A prefix language model (PaliGemma) attends to the tokens whose log-probabilities are wanted."""
+    """Refuse a prefix language model (PaliGemma): it attends to the tokens that are to be predicted."""
     if getattr(model.config.get_text_config(), "use_bidirectional_attention", None) is True:
         raise _unusable(
             f"{type(model).__name__} attends to later tokens",
@@ -129,7 +129,7 @@ def _refuse_bidirectional(path: str, model: PreTrainedModel) -> None:
 
 
 def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The layers of the language model that an adapter can be merged into, by name: all but the output layer."""
+    """Return the language model's layers that an adapter can merge into, by name; no output layer."""
     head = model.get_output_embeddings()
     inside = set((getattr(model.base_model, "language_model", None) or model).modules())
     return {
@@ -140,11 +140,11 @@ def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> PeftModel:
-    """``model`` with a fresh adapter (the same for the same seed); only the adapter is trainable.
+    """Add a fresh adapter to ``model`` (the same for the same seed); only the adapter is trainable.
 
     Raises:
-        EngineError: ``config.invalid-value`` when PEFT refuses the settings, e.g. target modules that are not there,
-            and for layers whose adapters no rollout server could load: experts that are stacked in one parameter.
+        EngineError: ``config.invalid-value`` if PEFT refuses the settings, e.g. unknown target modules, and for
+            layers whose adapters no rollout server could load: experts that are stacked in one parameter.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -161,7 +161,7 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> PeftModel:
     )
     try:
         with seeded(seed), warnings.catch_warnings():
-            # peft 0.21 asks transformers 5.23 by an old name
+            # peft 0.21 uses a name that transformers 5.23 has renamed
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             adapted = get_peft_model(model, config)
     except ValueError as caught:
@@ -178,7 +178,7 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> PeftModel:
 
 
 def _refuse_stacked(adapted: PeftModel, layers: dict[str, nn.Module]) -> None:
-    """PEFT adapts stacked experts by a wrapper around the parameter, which servers cannot merge or load."""
+    """Refuse stacked experts: PEFT wraps their parameter, and servers cannot merge or load that."""
     from peft.tuners.lora.layer import LoraLayer
 
     wrong = [
@@ -201,7 +201,7 @@ def _last_names(layers: dict[str, nn.Module]) -> str:
 
 
 def make_masters(model: PreTrainedModel) -> dict[str, torch.dtype]:
-    """Cast every parameter to float32 in place; their dtypes before, by name. Tied parameters stay tied."""
+    """Cast every parameter to float32 in place; return the previous dtypes by name. Ties are kept."""
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.data = parameter.data.float()
@@ -210,7 +210,7 @@ def make_masters(model: PreTrainedModel) -> dict[str, torch.dtype]:
 
 @torch.no_grad()
 def changed_by(step: float, parameters: Iterable[torch.Tensor]) -> float:
-    """The share of elements that change when ``step`` is added, in their own dtype.
+    """Return the share of elements that change when ``step`` is added in their own dtype.
 
     An update of AdamW is about as large as the learning rate. An element of bfloat16 has 8 bits: it does not change by
     less than 1/512 to 1/256 of itself.
@@ -224,7 +224,7 @@ def changed_by(step: float, parameters: Iterable[torch.Tensor]) -> float:
 
 
 def make_value_head(hidden_size: int, dtype: torch.dtype, seed: int) -> nn.Linear:
-    """A scalar head ``[*, hidden_size] -> [*, 1]``: weights N(0, 1/hidden_size), the same for a seed; bias 0."""
+    """Create a head ``[*, hidden_size] -> [*, 1]``: weights N(0, 1/hidden_size) from the seed, bias 0."""
     generator = torch.Generator().manual_seed(seed)
     with seeded(seed):
         head = nn.Linear(hidden_size, 1)

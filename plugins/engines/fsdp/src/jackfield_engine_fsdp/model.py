@@ -1,4 +1,4 @@
-"""The module that is sharded: a language model that answers with log-probabilities of given tokens.
+"""The module that is sharded: a language model that returns log-probabilities of given tokens.
 
 Shapes: ``B`` rows, ``S`` padded positions, ``N`` response tokens, ``H`` hidden size, ``V`` vocabulary.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def has_adapter(model: PreTrainedModel | PeftModel) -> TypeGuard[PeftModel]:
-    """Return whether a model is one of PEFT's, which takes a while to import and is left out without an adapter."""
+    """Return whether a model is PEFT's. Without an adapter PEFT, which imports slowly, is not imported."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
 
@@ -37,16 +37,16 @@ def is_of_adapter(name: str) -> bool:
 
 
 class TokenModel(nn.Module):
-    """A causal language model, with an adapter and a value head where wanted, over right-padded rows.
+    """A causal language model over right-padded rows, with an optional adapter and value head.
 
     Hidden states are narrowed to the wanted positions *before* the output layer, so that logits exist for
-    response tokens only. The narrowing is a hook on the output layer: the model's own forward stays in charge, with
-    whatever it does to its logits (soft caps, scales).
+    response tokens only. The narrowing is a hook on the output layer, so the model's own forward still applies what
+    it does to its logits (soft caps, scales).
 
     No attention mask is passed: with causal attention a token never sees the padding to its right.
 
-    Passes are in ``dtype``, the model's own, whatever its parameters are kept in; ``published_dtypes`` are those of
-    parameters that are kept in float32, by their names in the language model.
+    Passes compute in ``dtype``, the model's own, whatever dtype its parameters are kept in. ``published_dtypes`` has
+    the dtypes of parameters that are kept in float32, by their names in the language model.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class TokenModel(nn.Module):
 
     @property
     def causal_lm(self) -> PreTrainedModel:
-        """The transformers model itself, inside of the adapter if there is one."""
+        """Return the transformers model, without the adapter's wrapper."""
         model = self.language_model
         return model.get_base_model() if has_adapter(model) else model
 
     def train(self, mode: bool = True) -> Self:
-        """Training mode, as far as it changes what training passes are meant to differ in."""
+        """Set the training mode, but only for the modules in which training is meant to differ."""
         self.dropout.set_training(self, mode)
         return self
 
@@ -98,7 +98,7 @@ class TokenModel(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor, want_entropy: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Log-probabilities, entropy and values of ``N`` tokens, float32 ``[N]`` each, None where not computed.
+        """Return log-probabilities, entropy and values of ``N`` tokens: float32 ``[N]``, None if not computed.
 
         ``input_ids`` are int64 ``[B, S]``, ``labels`` int64 ``[N]``; ``positions``, int64 ``[N]``, are the indices into
         the flattened ``[B * S]`` where each label is predicted.
@@ -128,10 +128,10 @@ class TokenModel(nn.Module):
 def token_statistics(
     logits: torch.Tensor, labels: torch.Tensor, temperature: float, want_entropy: bool, chunk: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probabilities of ``labels`` int64 ``[N]`` and entropies under ``softmax(logits / temperature)``, in float32.
+    """Return float32 log-probabilities of ``labels`` int64 ``[N]``, and entropies.
 
-    ``logits`` are ``[N, V]`` of any float dtype. At most ``chunk`` of them (but one row) are in float32 at once; pieces
-    are computed again in the backward pass.
+    The distribution is ``softmax(logits / temperature)``; ``logits`` are ``[N, V]`` of any float dtype. At most
+    ``chunk`` of them (at least one row) are in float32 at once; pieces are recomputed in the backward pass.
     """
     rows = max(1, chunk // logits.shape[-1])
     if logits.shape[0] <= rows:
@@ -161,7 +161,7 @@ def _statistics(
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules of which the model's class says that they are not to be split: its decoder layers."""
+    """Return the decoder layers: the modules that the model's class declares as not to be split."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
@@ -175,7 +175,7 @@ def shard(model: TokenModel, mesh: DeviceMesh, config: Config) -> FSDPModule:
     options: dict[str, Any] = {"mesh": mesh}
     if config.mixed_precision == "bfloat16":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    elif model.published_dtypes:  # a pass is that of a model in its own dtype: nothing but parameters is cast
+    elif model.published_dtypes:  # passes compute in the model's own dtype: only parameters are cast
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=model.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -197,7 +197,7 @@ def shard(model: TokenModel, mesh: DeviceMesh, config: Config) -> FSDPModule:
 
 
 def _float32_modules(model: TokenModel) -> list[nn.Module]:
-    """Modules that compute in float32 in a model of fewer bits, as their classes ask (routers of experts)."""
+    """Return modules that compute in float32 in a half-precision model (routers of experts)."""
     if model.dtype == torch.float32:
         return []
     kept = {name.rpartition(".")[0] for name, dtype in model.published_dtypes.items() if dtype == torch.float32}

@@ -1,11 +1,11 @@
-"""What is changed of a loaded model's modules: dropout, rotary embeddings, and norms on CPUs.
+"""Changes to a loaded model's modules: dropout, rotary embeddings, and norms on CPUs.
 
 Hugging Face configs name dropout in many ways (``attention_dropout``, ``resid_pdrop``, ``layerdrop``,
 ``router_jitter_noise``, …), and modules hold it as layers or as numbers. Losses compare training passes with inference
-passes of the same weights, so all of it is off; ``ModelSpec.dropout`` sets what is dropout.
+passes of the same weights, so all of it is off; ``ModelSpec.dropout`` sets the dropout probability.
 
-The library's norm is a chain of operations, each with a pass over memory, a backward pass of its own and tensors that
-are kept for it. Ours makes three passes forward and keeps its input.
+The library's norm is a chain of operations, each with a pass over memory, its own backward pass and saved tensors.
+Ours makes three forward passes over memory and saves only its input.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from jackfield_huggingface.norms import replace_norms
 
 #: "xdrope" is a rotary embedding; "router_jitter_noise" of PhiMoE's routers is the width of a mask, in inference, too
 _RANDOM = re.compile(r"(?<!x)drop|(?<!router_)jitter")
-#: never a dropout probability: what skips whole layers (ranks would gather different ones), and noise
+#: not dropout: settings that skip whole layers (ranks would gather different ones) or add noise
 _ALWAYS_OFF = re.compile(r"layer_?drop|drop_?path|drop_?connect|jitter")
 
 
 class Dropout:
-    """Every dropout of a model, set to one probability; skipped layers and router noise are switched off.
+    """All dropout of a model, set to one probability; skipped layers and router noise are off.
 
-    The model is taken as it was loaded, before an adapter is added: that has a dropout of its own.
+    Pass the model as it was loaded, before an adapter with its own dropout is added.
     """
 
     def __init__(self, model: nn.Module, probability: float) -> None:
@@ -46,7 +46,7 @@ class Dropout:
 
     @contextmanager
     def config_as_loaded(self) -> Iterator[None]:
-        """Inside, the model's configs name the dropout that they came with: they are saved so."""
+        """Restore the original dropout in the model's configs inside the block, for saving them."""
         for values, loaded in self._loaded:
             values.update({name: value for name, value in loaded.items() if _RANDOM.search(name)})
         try:
@@ -56,9 +56,9 @@ class Dropout:
                 _set_numbers(values, self.probability)
 
     def set_training(self, model: nn.Module, training: bool) -> None:
-        """``model.train(training)``, but without dropout only for what needs it: checkpointing, adapters' dropout.
+        """Set the mode; without dropout, only checkpointing and adapters' dropout get training mode.
 
-        Some models draw random numbers in training without any probability (routers that sample their experts), or
+        In training mode some models draw random numbers regardless of dropout (routers that sample their experts) or
         clip their weights; in evaluation mode they do neither.
         """
         nn.Module.train(model, training and self.probability > 0.0)
@@ -68,7 +68,7 @@ class Dropout:
 
 
 def _config_values(model: nn.Module) -> list[dict[str, Any]]:
-    """The attributes of each config of ``model``'s modules, and of the configs within them."""
+    """Return the attributes of each config of ``model``'s modules, nested configs included."""
     found: dict[int, PreTrainedConfig] = {}
     open_configs = [getattr(module, "config", None) for module in model.modules()]
     while open_configs:
@@ -87,9 +87,9 @@ def _set_numbers(values: dict[str, Any], probability: float) -> None:
 
 
 class Rotary:
-    """What the rotary embeddings of a model, as it was loaded, make of the lengths of rows.
+    """The dependence of a loaded model's rotary embeddings on the lengths of rows.
 
-    The library takes the frequencies from the number of positions of a pass, and keeps those of the longest one so far.
+    The library derives the frequencies from the number of positions of a pass, and keeps those of the longest so far.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -97,7 +97,7 @@ class Rotary:
         self._stateful = [module for module in model.modules() if "dynamic" in self.limits and _keeps(module)]
 
     def side(self, length: int) -> tuple[int, ...]:
-        """Rows of ``length`` tokens, prompt and response, share a pass with others of the same side only."""
+        """Return the class of rows of ``length`` tokens (prompt and response); a pass has one class."""
         return tuple(
             0 if length <= limit else length if kind == "dynamic" else 1 for kind, limit in self.limits.items()
         )
@@ -152,5 +152,5 @@ def _forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def speed_up_norms(model: nn.Module) -> int:
-    """Give the model's norms a faster forward, where it computes what theirs does; return how many."""
+    """Replace the forward of the model's norms by a faster equivalent; return how many were replaced."""
     return replace_norms(model, _forward, _NORM_TOLERANCE)

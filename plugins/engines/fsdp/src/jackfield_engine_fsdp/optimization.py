@@ -1,4 +1,4 @@
-"""AdamW on sharded parameters, its learning-rate schedule, the gradient norm, and where all of this lies."""
+"""AdamW on sharded parameters: learning-rate schedule, gradient norm, and placement of the state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jackfield_engine_fsdp.process_group import Ranks
 
 
 def learning_rate(spec: OptimizerSpec, step: int) -> float:
-    """The learning rate of step ``step`` (the first is 0).
+    """Return the learning rate of step ``step`` (the first is 0).
 
     ``lr * step / warmup_steps`` while warming up; then, with progress p from 0 to 1 at ``total_steps`` and
     r = ``min_lr_ratio``: ``lr`` (constant), ``lr * (r + (1 - r) * (1 - p))`` (linear) or
@@ -35,15 +35,15 @@ def learning_rate(spec: OptimizerSpec, step: int) -> float:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor: a view of the same memory."""
+    """Return this rank's part of a sharded tensor: a view of the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Optimization:
     """The optimizer of the trainable parameters and its place in the schedule.
 
-    AdamW gets this rank's parts as plain tensors: it works element by element, and so needs no ``DTensor``, whose first
-    step costs 0.2 s of planning.
+    AdamW gets this rank's parts as plain tensors: it works element by element and needs no ``DTensor``, whose first
+    step spends 0.2 s on planning.
 
     Raises:
         EngineError: ``config.invalid-value`` for a decay without a length.
@@ -78,7 +78,7 @@ class Optimization:
             parameter.grad = None
 
     def step(self) -> float:
-        """Clip and apply; the norm before clipping. A norm that is not finite skips the step."""
+        """Clip and step; return the norm before clipping. A norm that is not finite skips the step."""
         norm = self._gradient_norm()
         if not math.isfinite(norm):
             return norm
@@ -95,7 +95,7 @@ class Optimization:
         return norm
 
     def _gradient_norm(self) -> float:
-        """The 2-norm over all parameters and ranks, summed in float64."""
+        """Return the 2-norm over all parameters and ranks, summed in float64."""
         device = self._ranks.device
         squares = [
             torch.linalg.vector_norm(local(p.grad), dtype=torch.float32).double() ** 2
@@ -108,11 +108,11 @@ class Optimization:
         return math.sqrt(self._ranks.sum(total).item())
 
     def advance_schedule(self) -> float:
-        """One step on in the schedule; the learning rate of the next step."""
+        """Advance the schedule by one step; return the learning rate of the next step."""
         return self.set_schedule_step(self.schedule_step + 1)
 
     def set_schedule_step(self, step: int) -> float:
-        """Stand at ``step`` of the schedule; the learning rate there."""
+        """Move the schedule to ``step``; return the learning rate there."""
         self.schedule_step = step
         rate = learning_rate(self.spec, step)
         for group in self._optimizer.param_groups:
@@ -120,9 +120,9 @@ class Optimization:
         return rate
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """AdamW's tensors by parameter name: what it holds, and what it would start from where it holds nothing.
+        """Return AdamW's tensors by parameter name; their initial values if it has none yet.
 
-        They share their memory with AdamW's; those of a sharded parameter are sharded as it is.
+        They share memory with AdamW's state, and are sharded like their parameters.
         """
         found = {}
         for name, parameter in self.parameters.items():
@@ -143,7 +143,7 @@ class Optimization:
 
 
 def _sharded_as(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-    """A part's tensor as that of the whole parameter."""
+    """Wrap a part's tensor as a tensor that is sharded like ``parameter``."""
     if not isinstance(parameter, DTensor):
         return value
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -151,7 +151,7 @@ def _sharded_as(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
 
 
 class Placement:
-    """Moves the sharded state and remembers where it is; if it is ``streamed``, FSDP keeps it on the CPU by itself."""
+    """The place of the sharded state, and its moves. If ``streamed``, FSDP itself keeps it on the CPU."""
 
     def __init__(
         self, model: TokenModel, optimization: Optimization | None, device: torch.device, *, streamed: bool
@@ -164,7 +164,7 @@ class Placement:
         self._aside: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients that are not where their parameters are
 
     def move(self, device: str, *, model: bool, optimizer: bool, grad: bool) -> None:
-        """Move the chosen state, to the CPU or the engine's own device; every bit of it stays the same."""
+        """Move the chosen state to the CPU or the engine's own device, without changing a bit."""
         try:
             target = torch.device(device)
         except RuntimeError:
@@ -185,7 +185,7 @@ class Placement:
 
     @contextmanager
     def on_device(self, training: bool) -> Iterator[None]:
-        """Inside, the weights (and, to train, the rest) are on the device; afterwards everything is where it was."""
+        """Keep weights (for training, all state) on the device inside the block; then move it back."""
         before = dict(self._at)
         parts = ("model", "optimizer", "grad") if training else ("model",)
         self._move(dict.fromkeys(parts, self._device))

@@ -1,4 +1,4 @@
-"""One forward (and backward) pass over a rank's rows, micro-batch by micro-batch."""
+"""A forward (and backward) pass over a rank's rows, one micro-batch at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jackfield_engine_fsdp.model import TokenModel
 
 
 class Pass:
-    """Runs micro-batches of this rank's rows and adds up what they give."""
+    """A pass that runs micro-batches of this rank's rows and sums their results."""
 
     def __init__(
         self, model: TokenModel, batch: RowBatch, function: Callable[..., Any] | None, *, backward: bool
@@ -36,7 +36,7 @@ class Pass:
     def micro_batch(self, micro: MicroBatch, tie: bool) -> None:
         """Run one micro-batch.
 
-        To ``tie`` lets every output take part in the backward pass, with a factor of 0 if the loss ignores it, so that
+        With ``tie`` every output takes part in the backward pass, with a factor of 0 if the loss ignores it, so that
         all ranks reduce the same gradients.
         """
         log_probs, entropy, values = self._forward(micro)
@@ -60,7 +60,7 @@ class Pass:
             loss.backward()
 
     def idle(self, micro: MicroBatch) -> None:
-        """Keep step with the other ranks: the same collectives, gradients of zero."""
+        """Run the same collectives as the other ranks, with gradients of zero."""
         outputs = self._forward(micro)
         if self._backward:
             _nothing(*outputs).backward()
@@ -70,7 +70,7 @@ class Pass:
         return result  # type: ignore[no-any-return]
 
     def _add(self, loss: Any, metrics: Any) -> None:
-        """Losses and metrics stay on the device until the end: reading them here would wait for it."""
+        """Add loss and metrics on the device; reading them here would wait for the device."""
         self._loss = self._loss + _detached(loss)
         for name, value in metrics.items():
             value = _detached(value)
@@ -84,7 +84,7 @@ class Pass:
                 self._sums[name] = self._sums[name] + value
 
     def output(self) -> EngineOutput:
-        """Everything in the order of the rows."""
+        """Return all results in the order of the rows."""
         results = {name: buffer.nested() for name, buffer in self._buffers.items()}
         metrics = {name: float(value) for name, value in self._sums.items()}
         loss = None if self._function is None else float(self._loss)
@@ -102,12 +102,12 @@ def _larger(one: Any, other: Any) -> Any:
 
 
 def _nothing(*outputs: torch.Tensor | None) -> torch.Tensor:
-    """A zero that depends on all outputs."""
+    """Return a zero that depends on all outputs."""
     return torch.stack([output.sum() for output in outputs if output is not None]).sum() * 0.0
 
 
 def reshard(model: TokenModel) -> None:
-    """Free gathered weights: after a pass without a backward, FSDP would go on with them even if the shards change."""
+    """Free gathered weights: without a backward pass FSDP keeps them even when the shards change."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,4 +1,4 @@
-"""The ranks of an engine: the process group in which they meet, and the random numbers of each."""
+"""The ranks of an engine: their process group, and the random numbers of each."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from jackfield.abc.engine import EngineContext
 from jackfield.errors import EngineError
 
 _lock = threading.Lock()
-_users = 0  # engines of this process that use a group which one of them has made
+_users = 0  # engines of this process that use a group which one of them created
 _ours = False
 
 
 class Ranks:
     """One engine's hold on the default process group.
 
-    The first engine makes the group unless the process already has one; the last engine that is closed destroys
-    it, if an engine made it.
+    The first engine creates the group unless the process already has one. The last engine that is closed destroys
+    it, if an engine created it.
 
     Raises:
-        EngineError: ``engine.state`` when the existing group has another rank or size, ``config.invalid-value``
-            when several ranks have no place to meet.
+        EngineError: ``engine.state`` if the existing group has another rank or size, ``config.invalid-value``
+            if several ranks have no ``init_method``.
     """
 
     def __init__(self, context: EngineContext, device: torch.device, timeout: float) -> None:
@@ -46,7 +46,7 @@ class Ranks:
         self.mesh: DeviceMesh = init_device_mesh(device.type, (self.size,), mesh_dim_names=("data",))
 
     def maximum(self, value: int) -> int:
-        """The largest ``value`` over the ranks."""
+        """Return the largest ``value`` of all ranks."""
         if self.size == 1:
             return value
         shared = torch.tensor([value], dtype=torch.int64, device=self.device)
@@ -54,7 +54,7 @@ class Ranks:
         return int(shared.item())
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum of a tensor over the ranks, in place."""
+        """Sum a tensor over the ranks, in place."""
         if self.size > 1:
             dist.all_reduce(value)
         return value
@@ -64,7 +64,7 @@ class Ranks:
         self.maximum(0)
 
     def leave(self) -> None:
-        """Give up the hold; can be repeated."""
+        """Release the group; may be called again."""
         global _users, _ours
         with _lock:
             if not self._held:
@@ -79,7 +79,7 @@ class Ranks:
 
 
 def _forget_meshes() -> None:
-    """Clear torch's caches of shardings: by their meshes they would keep the sockets of the group that has ended."""
+    """Clear torch's sharding caches, whose meshes would keep the ended group's sockets open."""
     _clear_sharding_prop_cache()
     DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_cached.cache_clear()
     gc.collect()
@@ -105,7 +105,7 @@ def _join(context: EngineContext, timeout: float) -> None:
 
 
 def _make_group(context: EngineContext, timeout: float) -> None:
-    # both where there are GPUs: an engine on the CPU may be first, and one on a GPU come later
+    # both backends if there are GPUs: the first engine may be on the CPU, and a later one on a GPU
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     deadline = timedelta(seconds=timeout)
     rank, size = context.rank, context.world_size
@@ -128,8 +128,8 @@ def _make_group(context: EngineContext, timeout: float) -> None:
 class RandomStreams:
     """The states of torch's, numpy's and Python's generators, swapped in while the engine computes.
 
-    So two engines in one process, or a sampler beside an engine, do not disturb each other, and a checkpoint of
-    this engine is complete.
+    So two engines in one process, or an engine and a sampler, do not disturb each other, and the engine's checkpoint is
+    complete.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -143,7 +143,7 @@ class RandomStreams:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, random numbers come from this engine's streams."""
+        """Draw random numbers from this engine's streams inside the block."""
         outside = self._read()
         self._write(self._inside)
         try:
@@ -153,7 +153,7 @@ class RandomStreams:
             self._write(outside)
 
     def state(self) -> dict[str, Any]:
-        """The streams as JSON-ready values."""
+        """Return the streams as JSON-ready values."""
         inside = self._inside
         kind, keys, position, has_gauss, gauss = inside["numpy"]
         version, words, next_gauss = inside["python"]
@@ -165,7 +165,7 @@ class RandomStreams:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state` was taken."""
+        """Restore streams from :meth:`state`."""
         kind, keys, position, has_gauss, gauss = state["numpy"]
         version, words, next_gauss = state["python"]
         accelerator = state["accelerator"]

@@ -1,11 +1,11 @@
-"""Sharded tensors in a folder: safetensors for the values, JSON for where they belong. Nothing is unpickled.
+"""Sharded tensors in a folder: safetensors for the values, JSON for their places. Nothing is unpickled.
 
 ::
 
-    tensors_<rank>.json                   by file and tensor: the shape of the whole, where this part begins
+    tensors_<rank>.json                   by file and tensor: the whole shape, and where this part begins
     tensors_<rank>_<number>.safetensors   the parts that the rank holds
 
-A reader of any number of ranks takes from the parts what its own tensors need.
+Any number of ranks can read: each takes from the parts what its own tensors need.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch.distributed.tensor import DTensor
 
 from jackfield.errors import EngineError
 
-_FILE_BYTES = 1 << 30  #: after which a rank begins another file: so much is copied to the CPU at a time
+_FILE_BYTES = 1 << 30  #: size after which a rank begins another file; at most this much is copied to the CPU at once
 
 Place = tuple[slice, ...]
 
 
 @attrs.frozen(eq=False)
 class _Part:
-    """What a rank holds of a tensor."""
+    """A rank's part of a tensor."""
 
     values: torch.Tensor  #: shares the tensor's memory
     shape: tuple[int, ...]  #: of the whole
@@ -49,10 +49,10 @@ class _Saved:
 
 
 def write_tensors(folder: Path, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write this rank's parts; rank 0 writes what every rank has.
+    """Write this rank's parts; rank 0 also writes tensors that every rank has.
 
     Raises:
-        OSError, SafetensorError: a file could not be written.
+        OSError, SafetensorError: If a file cannot be written.
     """
     parts = {name: _part(tensor) for name, tensor in tensors.items()}
     parts = {name: part for name, part in parts.items() if part.values.numel() and (rank == 0 or not part.replicated)}
@@ -78,11 +78,11 @@ def _batches(parts: Mapping[str, _Part]) -> Iterator[list[str]]:
 
 
 def read_tensors(folder: Path, ranks: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Read into the tensors that are there what ``ranks`` ranks wrote; nothing is changed where something lacks.
+    """Read what ``ranks`` ranks wrote into existing tensors; if anything is missing, change nothing.
 
     Raises:
-        EngineError: ``engine.failed`` where the saved tensors are not those that are there.
-        OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError: a file is not what was written.
+        EngineError: ``engine.failed`` if the saved tensors do not match the existing ones.
+        OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError: If a file is damaged.
     """
     saved = _saved(folder, ranks)
     parts = {name: _part(tensor) for name, tensor in tensors.items()}
@@ -109,7 +109,7 @@ def read_tensors(folder: Path, ranks: int, tensors: Mapping[str, torch.Tensor]) 
 
 
 def _saved(folder: Path, ranks: int) -> dict[str, list[_Saved]]:
-    """Every part in the folder, by the tensor's name."""
+    """Return every part in the folder, by the tensor's name."""
     found: dict[str, list[_Saved]] = {}
     for rank in range(ranks):
         index = json.loads((folder / f"tensors_{rank}.json").read_text(encoding="utf-8"))
@@ -121,7 +121,7 @@ def _saved(folder: Path, ranks: int) -> dict[str, list[_Saved]]:
 
 
 def _copy(file: Any, name: str, piece: _Saved, part: _Part) -> int:
-    """Copy what a saved part and a part of ours have in common; its number of elements."""
+    """Copy the overlap of a saved part and our part; return its number of elements."""
     stored = file.get_slice(name)
     theirs, ours = _common(piece.start, stored.get_shape(), part.start, part.values.shape)
     target = part.values[ours]
@@ -133,7 +133,7 @@ def _copy(file: Any, name: str, piece: _Saved, part: _Part) -> int:
 def _common(
     start: Sequence[int], shape: Sequence[int], our_start: Sequence[int], our_shape: Sequence[int]
 ) -> tuple[Place, Place]:
-    """Where the elements lie in each of two parts that both have."""
+    """Return where the overlap of two parts lies in each of them."""
     theirs, ours = [], []
     for begin, length, our_begin, our_length in zip(start, shape, our_start, our_shape, strict=True):
         first = max(begin, our_begin)
@@ -144,7 +144,7 @@ def _common(
 
 
 def _part(tensor: torch.Tensor) -> _Part:
-    """This rank's part; sharded tensors lie on one dimension of ranks, as ``torch.chunk`` cuts them."""
+    """Return this rank's part; shards lie on one mesh dimension, cut as by ``torch.chunk``."""
     start = [0] * tensor.dim()
     if not isinstance(tensor, DTensor):
         return _Part(tensor.detach(), tuple(tensor.shape), tuple(start), replicated=True)

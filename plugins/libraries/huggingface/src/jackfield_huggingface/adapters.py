@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 8  #: names in a message
 _NAME = re.compile(r"(base_model\.model\.)?(?P<module>.+)\.(?P<factor>lora_A|lora_B)(\.default)?\.weight")
-#: Settings of PEFT that are more than a product of two matrices, with the values at which they are off.
+#: PEFT settings beyond a product of two matrices, with the values that switch them off.
 _MORE: Mapping[str, tuple[Any, ...]] = {
     "peft_type": (None, "LORA"),
     "use_dora": (None, False),
@@ -32,10 +32,10 @@ _Pair: TypeAlias = "dict[str, torch.Tensor]"
 
 
 class MergedAdapter:
-    """Knows the weights as they were, so that one adapter replaces another.
+    """A LoRA adapter that is merged into weights. It keeps the original weights to replace the adapter.
 
-    ``find`` gives the weight of a module, a part of a parameter or all of it, or None where there is none that is
-    whole; by ``modules``, the names of all that have a weight, a layer that an adapter lacks is noticed.
+    ``find`` returns the weight of a module (part or all of a parameter), or None if there is no whole one. ``modules``
+    are the names of all modules with a weight, which show a layer that an adapter lacks.
     """
 
     def __init__(
@@ -46,18 +46,18 @@ class MergedAdapter:
         self.bases: dict[str, torch.Tensor] = {}  #: unadapted weights, by module
 
     def forget(self) -> None:
-        """Drop the unadapted weights: all weights are new."""
+        """Drop the original weights, because all weights are new."""
         self.bases.clear()
 
     def merge(self, tensors: Mapping[str, torch.Tensor], peft_config: Mapping[str, Any]) -> None:
-        """Replace the adapter that is merged, if one is. Refuses all of it before it changes anything.
+        """Merge an adapter in the place of the earlier one. Check all of it before changing anything.
 
-        The product is taken in float32, the sum is stored in the weight's dtype. ``tensors`` are all of the adapter,
-        under PEFT's names; ``peft_config`` is what PEFT calls ``LoraConfig``.
+        The product is computed in float32, and the sum is stored in the weight's dtype. ``tensors`` are all of the
+        adapter's, under PEFT's names; ``peft_config`` is PEFT's ``LoraConfig``.
 
         Raises:
             WeightsError: ``weights.missing`` for an unknown tensor, half a pair or a layer without any;
-                ``weights.transfer`` for a shape, and for a setting that is more than LoRA of linear layers.
+                ``weights.transfer`` for a wrong shape, or a setting beyond LoRA of linear layers.
         """
         import torch
 
@@ -94,7 +94,7 @@ class MergedAdapter:
         return found
 
     def _missing(self, pairs: Mapping[str, _Pair], peft_config: Mapping[str, Any]) -> list[str]:
-        """List halves of pairs, and whole layers where the config has the layers' names."""
+        """List missing halves of pairs, and missing layers if the config names layers."""
         factors = ("lora_A", "lora_B")
         missing = [f"{module}.{factor}" for factor in factors for module, pair in pairs.items() if factor not in pair]
         wanted = peft_config.get("target_modules")
@@ -127,7 +127,7 @@ def merge_folder(spec: ModelSpec, folder: Path) -> None:
 
 
 def _stored(product: torch.Tensor, peft_config: Mapping[str, Any]) -> torch.Tensor:
-    """Turn a product ``[out, in]`` as the weight lies: gpt2's ``Conv1D`` keeps ``[in, out]``."""
+    """Lay out a product ``[out, in]`` like its weight: gpt2's ``Conv1D`` keeps ``[in, out]``."""
     return product.T if peft_config.get("fan_in_fan_out") else product
 
 

@@ -1,4 +1,4 @@
-"""Weight folders: updates that are received into a folder, from which an inference engine then loads them."""
+"""Weight folders: updates are received into a folder, and an inference engine loads them from there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LAYER = re.compile(r"(?:model\.|language_model\.)*layers\.(\d+)\.")  #: of the 
 #: Layers that predict further tokens (Qwen), and what old checkpoints hold beside parameters: frequencies, masks.
 _EXTRA = re.compile(r"(?:^|\.)mtp\.|\.inv_freq$|\.(?:attn|attention)\.(?:masked_)?bias$")
 
-_FILE_BYTES = 1 << 30  #: of one file; as much waits in memory to be written
+_FILE_BYTES = 1 << 30  #: size of one file; at most this much waits in memory to be written
 
 
 @attrs.frozen
@@ -41,13 +41,13 @@ class ReceivedWeights:
 
 
 class WeightFolder:
-    """Receives updates for one replica, whose engine is one receiver however many workers it has."""
+    """A receiver of updates for one replica. Its engine is one receiver for any number of workers."""
 
     def __init__(self, context: RolloutContext, where: str) -> None:
-        """Each update gets a folder of its own in ``where``; the model's folder says which tensors there are.
+        """Read the expected tensors from the model's folder. Each update gets its own folder in ``where``.
 
         Raises:
-            WeightsError: ``weights.storage``: the model's folder has no safetensors files.
+            WeightsError: ``weights.storage`` if the model's folder has no safetensors files.
         """
         self._host, self._where = context.host, where
         self._model = Path(context.model.path)
@@ -84,7 +84,7 @@ class WeightFolder:
         shutil.copy(self._model / "config.json", folder)
         waiting: dict[str, torch.Tensor] = {}
         files = size = 0
-        wrong: WeightsError | None = None  # raised at the end: the sender is not cut off, and does not fail for it
+        wrong: WeightsError | None = None  # raised at the end, so that the sender can finish and does not fail
         async with aclosing(receiver.tensors(request.connect[0], request.version)) as tensors:
             async for name, tensor in tensors:
                 try:
@@ -120,11 +120,11 @@ class WeightFolder:
 def tensors_of(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor of the model in a folder's safetensors files, by name.
 
-    What the folder holds beside the model is left out, as no engine loads it: further layers, which predict several
-    tokens (DeepSeek and GLM number them on, Qwen calls them ``mtp``), and buffers.
+    Tensors that no engine loads are left out: buffers, and further layers for multi-token prediction (DeepSeek and GLM
+    continue the layer numbers, Qwen calls them ``mtp``).
 
     Raises:
-        WeightsError: ``weights.storage``: there are none.
+        WeightsError: ``weights.storage`` if there are no such files.
     """
     found = shapes_of(folder)
     if not found:
@@ -140,7 +140,7 @@ def tensors_of(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _described(folder: Path) -> dict[str, Any]:
-    """Return what a model folder's configuration says of the language model."""
+    """Return the language model's part of a model folder's configuration."""
     described: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return {**described, **(described.get("text_config") or {})}
 
@@ -155,7 +155,7 @@ def check_tensor(name: str, tensor: torch.Tensor, expected: Mapping[str, tuple[i
 
 
 def check_complete(found: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]], *, tied: bool) -> None:
-    """Refuse half a model (``weights.missing``), naming tensors; of tied tensors one is enough."""
+    """Refuse an incomplete model (``weights.missing``), naming tensors; one of tied tensors is enough."""
     ends = ("lm_head.weight", "embed_tokens.weight")
     has_one = tied and any(name.endswith(ends) for name in found)
     missing = [name for name in expected if name not in found and not (has_one and name.endswith(ends))]
@@ -175,7 +175,7 @@ def _write(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
         return
     try:
         save_file(dict(tensors), file, metadata={"format": "pt"})
-    except Exception as error:  # safetensors has an error of its own for a full disk
+    except Exception as error:  # safetensors raises its own error for a full disk
         raise WeightsError(
             "received weights cannot be written",
             code="weights.storage",

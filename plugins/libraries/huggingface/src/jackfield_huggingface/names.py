@@ -3,8 +3,8 @@
 A loaded model may hold its weights in another form than its checkpoint: transformers stacks the projections of all
 experts into one parameter (``mlp.experts.gate_up_proj`` for ``mlp.experts.0.gate_proj.weight`` and all others), and
 moves the parts of vision-language models. Weights travel, and are saved, under the names of the checkpoint, in its
-shapes. :class:`CheckpointNames` converts both ways, one *group* of tensors after the other: a parameter that is only
-renamed is a group of its own; one that is stacked, with all tensors that it is made of, is another.
+shapes. :class:`CheckpointNames` converts both ways, one *group* of tensors at a time. A parameter that is only renamed
+is a group; so is a stacked parameter with all tensors that it is made of.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
 def auto_class(folder: Path, trust_remote_code: bool = False) -> Any:
     """Return the class of transformers whose ``from_pretrained`` loads all of the model in ``folder``.
 
-    ``AutoModelForImageTextToText`` where config.json names such a model, or nothing else fits;
-    ``AutoModelForCausalLM`` otherwise. The latter would load only the language model of some vision-language models.
+    ``AutoModelForImageTextToText`` if config.json names such a model, or nothing else fits; ``AutoModelForCausalLM``
+    otherwise, which would load only the language model of some vision-language models.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto import modeling_auto
@@ -74,12 +74,12 @@ class TensorGroup:
 class CheckpointNames:
     """The names and forms that the tensors of a model loaded by transformers have in its folder.
 
-    A parameter that is tied to others has one name: the one that the folder has, the library's choice where it has
-    several. Buffers that are not saved have none. The model is what ``from_pretrained`` returned, before it is wrapped
-    or sharded; names and shapes are checked against the safetensors files of its folder.
+    Tied parameters have one name: the one in the folder, or the library's choice if the folder has several. Buffers
+    that are not saved have none. Pass the model that ``from_pretrained`` returned, before it is wrapped or sharded;
+    names and shapes are checked against the safetensors files of its folder.
 
     Raises:
-        WeightsError: ``weights.names`` where the library cannot turn the model back into the folder's form.
+        WeightsError: ``weights.names`` if the library cannot turn the model back into the folder's form.
     """
 
     def __init__(self, model: Any, folder: Path) -> None:
@@ -98,7 +98,7 @@ class CheckpointNames:
         self._check()
 
     def find(self, name: str) -> tuple[str, TensorGroup] | None:
-        """Return the group of a tensor of the checkpoint, and its name there; tied tensors have several."""
+        """Return the name and group of a checkpoint's tensor; any of the names of tied tensors works."""
         name = self._aliases.get(name, name)
         group = self._groups.get(name)
         return None if group is None else (name, group)
@@ -135,7 +135,7 @@ class CheckpointNames:
     # -- planning --------------------------------------------------------------------------------------------------
 
     def _parts(self, state: Mapping[str, torch.Tensor]) -> tuple[list[str], dict[str, str]]:
-        """Return the names of all that is saved, tied tensors once, and other names of those, as in the folder."""
+        """Return the names of all saved tensors, tied ones once, and the tied ones' other names."""
         ignored = set(self._model._keys_to_ignore_on_save or ())
         secondary = set(getattr(self._model, "all_tied_weights_keys", None) or ())
         same: dict[int, list[str]] = {}
@@ -152,14 +152,14 @@ class CheckpointNames:
         return _sorted(parts), aliases
 
     def _saved_name(self, name: str) -> str:
-        """Return the folder's name of what the library calls ``name``: with or without the model's prefix."""
+        """Return the folder's name for the library's ``name``: with or without the model's prefix."""
         name = self._backward.renamed(name)
         prefix = f"{self._model.base_model_prefix}."
         others = (name, prefix + name, name.removeprefix(prefix))
         return next((other for other in others if other in self._disk), name)
 
     def _plan(self, parts: list[str]) -> Iterator[TensorGroup]:
-        """Yield groups in the order of their first parts, tried with tensors that have shapes alone."""
+        """Yield groups in the order of their first parts, tried on tensors without data."""
         import torch
 
         collected: dict[str, tuple[Any, dict[str, str]]] = {}
@@ -191,7 +191,7 @@ class CheckpointNames:
         return name, None, ""
 
     def _check(self) -> None:
-        """Refuse what does not end where it began: at the folder's tensors, and at the model's."""
+        """Refuse conversions whose round trip does not give the folder's and the model's tensors."""
         import torch
 
         wrong = [
@@ -239,7 +239,7 @@ class _Transforms:
         return name
 
     def converted(self, name: str) -> tuple[str, Any, str]:
-        """Return the name after the one converter that takes it, the converter, and its pattern."""
+        """Return the converted name, the one converter that matches, and its pattern."""
         for converter in self._converters:
             key, pattern = converter.rename_source_key(name)
             if pattern is not None:

@@ -1,4 +1,4 @@
-"""Root-mean-square norms of a loaded model, given another forward where it computes the same."""
+"""Replace the forward of a loaded model's root-mean-square norms by an equivalent one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import nn
 
 
 def replace_norms(model: nn.Module, forward: Callable[[Any, torch.Tensor], torch.Tensor], tolerance: float) -> int:
-    """Give the model's norms ``forward``, where it computes what theirs does; return how many.
+    """Set ``forward`` on the norms of the model for which it computes the same; return how many.
 
-    A norm of another kind (with an offset of its weight, say) shows when both are tried, to a relative and absolute
-    tolerance, and stays as it is. Norms in float32 are looked at: in other dtypes the library rounds in between.
+    Both forwards are compared, to a relative and absolute tolerance; a norm of another kind (say, with an offset of
+    its weight) is kept. Only norms in float32 are replaced: in other dtypes the library rounds in between.
     """
     chosen = [module for module in model.modules() if _is_candidate(module)]
     tried = {type(module): module for module in reversed(chosen)}
@@ -45,7 +45,7 @@ def _agrees(module: nn.Module, forward: Callable[[Any, torch.Tensor], torch.Tens
     ramp = torch.linspace(-2.0, 3.0, 4 * len(weight), device=weight.device).view(4, -1)
     ramp *= torch.tensor([[1e-3], [0.1], [1.0], [30.0]], device=weight.device)
     try:
-        weight.copy_(torch.linspace(0.5, 1.5, len(weight)))  # weights of one would hide an offset or an order
+        weight.copy_(torch.linspace(0.5, 1.5, len(weight)))  # weights of 1 would hide an offset or an order
         return torch.allclose(module(ramp), forward(module, ramp), rtol=tolerance, atol=tolerance)
     finally:
         weight.copy_(before)

@@ -1,4 +1,4 @@
-"""What rollout servers share that relay to another engine: arguments that are not free, sleep, and weight folders."""
+"""Shared parts of rollout servers that relay to an engine: reserved arguments, sleep, weight folders."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from jackfield_huggingface.folders import ReceivedWeights, WeightFolder
 
 
 def without(ours: Mapping[str, str], engine: str, where: str) -> Callable[[Any, Any, Mapping[str, Any]], None]:
-    """Return a validator of further arguments of an engine, under the setting ``where``.
+    """Return a validator of further arguments of an engine, given in the setting ``where``.
 
-    ``ours`` are those that a plugin sets itself, with the setting that stands for each.
+    ``ours`` maps the arguments that a plugin sets itself to the setting to use for each.
     """
 
     def validate(_: Any, __: Any, value: Mapping[str, Any]) -> None:
@@ -39,12 +39,12 @@ def without(ours: Mapping[str, str], engine: str, where: str) -> Callable[[Any, 
 
 
 class SleepingServer(RelayServer):
-    """A replica whose engine gives memory back. A subclass says how."""
+    """A replica whose engine can release memory. A subclass says how."""
 
-    level_1: ClassVar[tuple[str, ...]] = MEMORY  #: what sleep of level 1 gives back
+    level_1: ClassVar[tuple[str, ...]] = MEMORY  #: memory that sleep of level 1 releases
 
     def missing(self, error: object = None) -> PluginError:
-        """Return the error where the engine's package is not there."""
+        """Return the error for a missing package of the engine."""
         return PluginError(
             f"{self.engine_name} is not installed in this interpreter",
             where="the rollout server",
@@ -53,7 +53,7 @@ class SleepingServer(RelayServer):
         )
 
     def cannot_serve(self, error: Exception) -> JackfieldError:
-        """Return the error where the engine does not load the model."""
+        """Return the error for a model that the engine cannot load."""
         return self._error(
             f"{self.engine_name} cannot serve the model: {type(error).__name__}: {error}",
             "engine.model",
@@ -63,14 +63,14 @@ class SleepingServer(RelayServer):
 
     @abstractmethod
     async def _give_back(self, tags: list[str], level: int) -> None:
-        """Have the engine give memory back."""
+        """Let the engine release memory."""
 
     @abstractmethod
     async def _take_back(self, tags: list[str]) -> None:
-        """Have the engine take memory again."""
+        """Let the engine allocate its memory again."""
 
     async def sleep(self, request: SleepRequest) -> SleepResult:
-        """Give memory back; only while paused or idle."""
+        """Release memory; only while paused or idle."""
         self._require_running()
         if not self._paused and self._running:
             raise self._error("the server is decoding", "rollout.request", fix="pause it before it sleeps")
@@ -83,7 +83,7 @@ class SleepingServer(RelayServer):
         return SleepResult()
 
     async def wake_up(self, request: WakeUpRequest) -> WakeUpResult:
-        """Take memory again."""
+        """Allocate the memory again."""
         self._require_running()
         tags = [tag for tag in request.tags or MEMORY if tag not in self._awake]
         if tags:
@@ -93,20 +93,20 @@ class SleepingServer(RelayServer):
 
 
 class FolderServer(SleepingServer, InterruptingServer):
-    """A replica whose engine reads new weights in a folder, however many workers it has."""
+    """A replica whose engine reads new weights from a folder, with any number of workers."""
 
     _weight_folder: WeightFolder
 
     @abstractmethod
     async def _read_folder(self, request: UpdateWeightsRequest, folder: str) -> None:
-        """Have the engine load what lies in a folder, and forget cached prefixes."""
+        """Let the engine load the weights in a folder, and drop cached prefixes."""
 
     @abstractmethod
     def _refuse(self, request: GenerateRequest) -> None:
-        """Raise where the engine cannot do what a valid request asks for."""
+        """Raise if the engine does not support what a valid request asks for."""
 
     async def _receive(self, request: UpdateWeightsRequest) -> ReceivedWeights:
-        """Write what comes into a folder, while the engine decodes."""
+        """Receive weights into a folder while the engine decodes."""
         return await self._weight_folder.receive(request)
 
     async def _load(self, request: UpdateWeightsRequest, received: ReceivedWeights) -> Sequence[WorkerReceipt]:

@@ -35,7 +35,7 @@ class Choice:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
     def piece(self, chunk: GenerateChunk) -> dict[str, Any]:
-        """A streamed choice with what a chunk adds."""
+        """Return a streamed choice with the content of a chunk."""
         self.chunks.append(chunk)
         text = self._text.feed(chunk.token_ids)
         if chunk.finish_reason is not None:
@@ -43,7 +43,7 @@ class Choice:
         return self._choice("delta", text, [chunk])
 
     def whole(self) -> dict[str, Any]:
-        """The choice once everything has come."""
+        """Return the complete choice."""
         text = "".join(self._text.feed(chunk.token_ids) for chunk in self.chunks) + self._text.finish()
         return self._choice("message", text, self.chunks)
 
@@ -84,7 +84,7 @@ class Choice:
 
 @attrs.frozen
 class Answer:
-    """What all choices of a request share."""
+    """The data that all choices of a request share."""
 
     body: Body
     model: str
@@ -93,16 +93,16 @@ class Answer:
     created: int = attrs.field(factory=lambda: int(time.time()))
 
     def whole(self) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
         return {**self._head(""), "choices": [choice.whole() for choice in self.choices], "usage": self.usage()}
 
     def event(self, choices: list[dict[str, Any]], usage: bool = False) -> dict[str, Any]:
-        """One event of a stream."""
+        """Return one event of a stream."""
         event = {**self._head(".chunk" if self.body.chat else ""), "choices": choices}
         return {**event, "usage": self.usage()} if usage else event
 
     def usage(self) -> dict[str, int]:
-        """Count the tokens that went in and came out; a prompt counts once, however many answers it has."""
+        """Count prompt and answer tokens; a prompt counts once for all of its answers."""
         prompt = sum(len(choice.prompt) for choice in self.choices) // self.body.choices
         completion = sum(choice.completion_tokens for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -1,8 +1,8 @@
-"""What clients send, as requests of our contract.
+"""Bodies of clients' requests, converted to requests of the rollout contract.
 
-Beside OpenAI's fields there are those by which the field's servers extend them: ``top_k``, ``min_p``, ``ignore_eos``,
-``stop_token_ids``, ``return_token_ids``, and a prompt of token ids. What is not served is refused, unless it is the
-value that changes nothing.
+Beside OpenAI's fields there are the usual extensions: ``top_k``, ``min_p``, ``ignore_eos``, ``stop_token_ids``,
+``return_token_ids``, and a prompt of token ids. A field that is not supported is refused, unless its value has no
+effect.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COLDEST = 0.01  #: of :class:`~jackfield.abc.rollout.SamplingParams`, beside 0
 _TINY = 1e-9  #: keeps the likeliest token alone
 _INT64 = 2**63
 
-#: Ranges of numbers: name, lowest, highest, what is expected. None is left to its default.
+#: Ranges of numbers: name, lowest, highest, text of the expectation. None means the default.
 _RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("n", 1, _MOST_CHOICES, f"1 to {_MOST_CHOICES}"),
     ("temperature", 0, _HOTTEST, f"0 (greedy), or {_COLDEST} to {_HOTTEST:g}"),
@@ -41,10 +41,10 @@ _RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("minimum_weight_version", 0, _INT64 - 1, "0 to 2^63 - 1"),
 )
 
-#: Fields that say nothing about the answer.
+#: Fields that have no effect on the answer.
 _NOTES = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier"})
 
-#: Fields that are not served, with the values that change nothing.
+#: Fields that are not supported, with their values that have no effect.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "echo": (None, False),
@@ -68,14 +68,14 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 @attrs.frozen(kw_only=True)
 class StreamOptions:
-    """How an answer is streamed."""
+    """The options of a streamed answer."""
 
     include_usage: bool = False
 
 
 @attrs.frozen(kw_only=True)
 class Body(ABC):
-    """What both kinds of requests have."""
+    """The fields that both kinds of requests have."""
 
     model: str | None = None
     n: int | None = None
@@ -96,19 +96,19 @@ class Body(ABC):
 
     @property
     def choices(self) -> int:
-        """Answers for each prompt."""
+        """Return the number of answers for each prompt."""
         return 1 if self.n is None else self.n
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Texts that end an answer."""
+        """Return the texts that end an answer."""
         given = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if not all(given) or len(given) > _MOST_STOPS:
             raise refused("stop", f"at most {_MOST_STOPS} texts that are not empty", self.stop)
         return given
 
     def check(self) -> None:
-        """Refuse numbers out of their ranges, and what would have no effect, naming the field."""
+        """Refuse numbers out of range and fields without effect, naming the field."""
         for name, lowest, highest, expected in _RANGES:
             value = getattr(self, name, None)
             if value is not None and not lowest <= value <= highest:
@@ -127,7 +127,7 @@ class Body(ABC):
     @property
     @abstractmethod
     def most_tokens(self) -> int:
-        """The longest answer."""
+        """Return the maximum number of tokens of an answer."""
 
     @property
     @abstractmethod
@@ -136,10 +136,10 @@ class Body(ABC):
 
     @abstractmethod
     def prompts(self, tokenizer: ServedTokenizer) -> list[tuple[int, ...]]:
-        """Token ids of each prompt."""
+        """Return the token ids of each prompt."""
 
     def sampling(self, choice: int) -> SamplingParams:
-        """Return how tokens of one of the answers are drawn."""
+        """Return the sampling parameters of one of the answers."""
         given = {
             "temperature": self.temperature,
             "top_p": None if self.top_p is None else max(self.top_p, _TINY),
@@ -227,7 +227,7 @@ class ChatBody(Body):
         return 1
 
     def prompts(self, tokenizer: ServedTokenizer) -> list[tuple[int, ...]]:
-        """The token ids of the rendered conversation, as the only prompt, unless OpenAI or its template refuses it."""
+        """Return the rendered conversation as the only prompt; raise if OpenAI's rules or the template refuse it."""
         if not self.messages:
             raise refused("messages", "at least one message", self.messages)
         for place, message in enumerate(self.messages):
@@ -235,13 +235,13 @@ class ChatBody(Body):
         messages = [_plain(message) for message in self.messages]
         try:
             return [tokenizer.encode_chat(messages)]
-        except Exception as error:  # the template's own, whatever it is: these messages do not fit it
+        except Exception as error:  # a template raises any type for messages that do not fit it
             text = f"the chat template does not take the messages: {error}"
             raise ClientError(text, "invalid_value", "messages") from error
 
 
 def read_body(cls: type[Body], data: Any) -> Body:
-    """Structure a body; ``ClientError`` for a field that is not served, or out of its range."""
+    """Structure a body; ``ClientError`` for a field that is unsupported or out of range."""
     if not isinstance(data, Mapping):
         raise refused("the body", "a JSON object", data)
     for name, neutral in _NEUTRAL.items():
@@ -257,7 +257,7 @@ def read_body(cls: type[Body], data: Any) -> Body:
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose text parts are joined; templates want one text."""
+    """Join the text parts of a message; templates need one text."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)

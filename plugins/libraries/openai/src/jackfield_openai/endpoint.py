@@ -33,7 +33,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _STATUS = {"rollout.stale": 503, "rollout.stopped": 503, "rollout.failed": 500}
 
-#: OpenAI's codes for what a client did wrong, by ours.
+#: OpenAI's codes of client errors, by our codes.
 _CODES = {
     "config.unknown-key": "unknown_parameter",
     "config.missing-key": "missing_required_parameter",
@@ -46,13 +46,13 @@ _CODES = {
 _PARAMS = {"rollout": "prompt", "plugin": None}  #: fields, by kind of our codes
 _HTTP_CODES = {404: "unknown_url", 405: "method_not_supported", 413: "request_too_large"}
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_READING_SECONDS = 30.0  #: for a client to read an answer, after the deadline of its making
+_READING_SECONDS = 30.0  #: time for a client to read an answer, after the deadline for generating it
 _MESSAGE_CHARACTERS = 1000
 _OPEN = frozenset({"/health"})  #: without a key: load balancers ask
 
 
 class OpenAIEndpoint:
-    """The address of one started rollout server; without a tokenizer, it is loaded from the model's folder."""
+    """The endpoint of one started rollout server. The tokenizer's default is that of the model's folder."""
 
     def __init__(
         self, server: BaseRolloutServer, config: EndpointConfig, tokenizer: ServedTokenizer | None = None
@@ -69,11 +69,11 @@ class OpenAIEndpoint:
         self._requests = 0
 
     async def start(self) -> str:
-        """Listen; returns the base URL, which ends in ``/v1``.
+        """Start to listen; return the base URL, which ends in ``/v1``.
 
         Raises:
-            ConfigError: ``config.invalid-value``: no key where it listens beyond loopback, or the port is taken.
-            RolloutError: ``rollout.request``: the model's folder has no tokenizer.
+            ConfigError: ``config.invalid-value`` without a key beyond loopback, or if the port is taken.
+            RolloutError: ``rollout.request`` if the model's folder has no tokenizer.
         """
         host, context = self._context.host, self._context
         if self._config.api_key is None and not is_loopback(host):
@@ -116,11 +116,11 @@ class OpenAIEndpoint:
         if server is None or len(server.connections) >= self._config.max_connections:
             return _Full()
         idle, loop = self._config.idle_seconds, asyncio.get_running_loop()
-        log: Any = None  # of accesses: there is none
+        log: Any = None  # no log of accesses
         return _Connection(server, loop=loop, keepalive_timeout=idle, lingering_time=1.0, access_log=log)
 
     async def close(self) -> None:
-        """Stop listening; requests that run are ended. May be called again."""
+        """Stop listening and end running requests. May be called again."""
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.close()
@@ -153,7 +153,7 @@ class OpenAIEndpoint:
             raise refused("n", f"at most {self._config.max_choices} answers (prompts x n)", count)
         assert self._tokenizer is not None
         tokenizer = self._tokenizer
-        async with self._encoding:  # a long text takes seconds, in which others are answered
+        async with self._encoding:  # a long text takes seconds; others are answered meanwhile
             encoded = await asyncio.to_thread(body.prompts, tokenizer)
         prompts = [prompt for prompt in encoded for _ in range(body.choices)]
         choices = [Choice(index, prompt, body, tokenizer) for index, prompt in enumerate(prompts)]
@@ -163,7 +163,7 @@ class OpenAIEndpoint:
         return await self._context.clock.wait_for(whole, self._config.request_seconds + _READING_SECONDS, reading)
 
     async def _read(self, request: web.Request) -> Any:
-        """The JSON of a body, which comes in time."""
+        """Return the JSON of a body; refuse one that is late."""
         try:
             async with asyncio.timeout(self._config.body_seconds):
                 content = await request.read()
@@ -191,7 +191,7 @@ class OpenAIEndpoint:
 
         await self._in_time(answer, collect())
         response = web.json_response(answer.whole())
-        await response.prepare(request)  # here, where a client that does not read has a deadline
+        await response.prepare(request)  # inside the deadline: a client may not read
         await response.write_eof()
         return response
 
@@ -227,7 +227,7 @@ class OpenAIEndpoint:
         async with _cancelled_at_end(asyncio.create_task(follow_in_time())) as following:
             first = await pieces.get()
             if first is None:
-                await following  # raises before anything is sent, so that the status tells
+                await following  # raises before anything is sent, so that the status shows it
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
             await response.prepare(request)
             piece = first
@@ -239,7 +239,7 @@ class OpenAIEndpoint:
                 if usage:
                     await _send(response, answer.event([], usage=True))
                 await response.write(b"data: [DONE]\n\n")
-            except Exception as error:  # the status has been sent: the last event tells
+            except Exception as error:  # the status has been sent: the last event reports the error
                 await _send(response, _error_body(_first(error))[0])
         await response.write_eof()
         return response
@@ -261,7 +261,7 @@ class OpenAIEndpoint:
             minimum_weight_version=choice.minimum_weight_version,
         )
 
-    # -- who may, and what went wrong ------------------------------------------------------------------------------
+    # -- keys and errors -------------------------------------------------------------------------------------------
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -272,14 +272,14 @@ class OpenAIEndpoint:
                 raise ClientError("the key is missing or wrong", "invalid_api_key", status=401)
             return await handler(request)
         except Exception as error:
-            if request.writer.output_size:  # an answer has begun: no other can follow it
+            if request.writer.output_size:  # a response has begun: no second one can follow
                 request.protocol.force_close()
             body, status = _error_body(_first(error))
             return web.json_response(body, status=status)
 
 
 def _error_body(error: BaseException) -> tuple[dict[str, Any], int]:
-    """OpenAI's form of an error, and its status."""
+    """Return an error in OpenAI's form, and its status."""
     code, status = _CODES.get(getattr(error, "code", ""), ""), 400
     param: str | None = None
     if isinstance(error, ClientError):
@@ -308,7 +308,7 @@ def _error_body(error: BaseException) -> tuple[dict[str, Any], int]:
 
 
 def _message(error: BaseException) -> str:
-    """For clients: of what they did wrong, without our codes, and without a fix, which speaks of settings."""
+    """Return a message for clients, without our codes and fixes, which name settings of the run."""
     if not isinstance(error, JackfieldError) or error.code not in _CODES:
         return str(error)
     parts = [f"{word} {what}" for word, what in (("expected", error.expected), ("found", error.found)) if what]
@@ -320,14 +320,14 @@ def _refuse_constant(name: str) -> Any:
 
 
 class _Connection(web.RequestHandler):
-    """A connection. What comes there and is no HTTP is answered in OpenAI's form, and is one line of the log."""
+    """A connection. Input that is not HTTP is answered in OpenAI's form and logged in one line."""
 
     __slots__ = ()
 
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
-        """The answer to a request that could not be read."""
+        """Return the answer to a request that could not be read."""
         if status >= 500 or request.writer.output_size:
             return super().handle_error(request, status, exc, message)
         text = " ".join((message or str(exc)).split())[:200]
@@ -338,13 +338,13 @@ class _Connection(web.RequestHandler):
         return response
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        """The rest of a body that cannot be read is no failure of the server; the client has its answer."""
+        """Ignore the unread rest of a bad body: it is no failure of the server, and the client has its answer."""
         if not isinstance(kw.get("exc_info"), web.RequestPayloadError | HttpProcessingError):
             super().log_exception(*args, **kw)
 
 
 class _Full(asyncio.Protocol):
-    """A connection above the limit: it gets 503 and ends, without being read."""
+    """A connection above the limit. It gets 503 and is closed unread."""
 
     def connection_made(self, transport: Any) -> None:
         error = {"message": "too many connections", "type": "server_error", "param": None}

@@ -1,4 +1,4 @@
-"""What Prometheus reads of a replica."""
+"""Metrics of a replica for Prometheus."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Metrics:
 
     @contextlib.contextmanager
     def request(self, prompt_tokens: int) -> Iterator[Callable[[str, int], None]]:
-        """Count a request; what it yields takes its finish reason and tokens. One that raises counts as ``error``."""
+        """Count a request; yield a callback for its finish reason and tokens. An exception counts as ``error``."""
         ended: list[tuple[str, int]] = []
         try:
             with self._seconds.labels(self._replica).time():
@@ -55,7 +55,7 @@ class Metrics:
             self._tokens.labels(self._replica, "generated").inc(tokens)
 
     def text(self, health: HealthReport) -> bytes:
-        """Everything in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         for name, gauge in self._gauges.items():
             gauge.labels(self._replica).set(float(getattr(health, name)))
         return generate_latest(self._registry)

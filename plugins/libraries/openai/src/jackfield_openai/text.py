@@ -1,7 +1,7 @@
-"""Text to tokens, tokens to text while they come, and messages of a chat by OpenAI's rules.
+"""Tokenise text, detokenise streams, and check chat messages by OpenAI's rules.
 
-Each role has its fields; ``content`` is a text or a list of text parts. Only an assistant's may be null, or missing,
-where it calls tools. ``reasoning_content`` and ``reasoning`` are what the field's servers add to an assistant's.
+Each role has its fields; ``content`` is a text or a list of text parts. Only an assistant's content may be null or
+missing, if it calls tools. Servers of the field add ``reasoning_content`` and ``reasoning`` to assistant messages.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-_UNFINISHED = "\ufffd"  # a character of which not all bytes are there
+_UNFINISHED = "\ufffd"  # a character whose bytes are incomplete
 
 
 class ServedTokenizer:
-    """The tokenizer of a model folder. A chat template is asked for only by chats.
+    """The tokenizer of a model folder. Only chats need a chat template.
 
     Raises:
-        OSError: there is none.
+        OSError: If the folder has no tokenizer.
     """
 
     def __init__(self, path: str, trust_remote_code: bool = False) -> None:
@@ -27,38 +27,38 @@ class ServedTokenizer:
         )
 
     def encode_text(self, text: str) -> tuple[int, ...]:
-        """Tokens of a bare text, with those that the tokenizer begins one with."""
+        """Return the tokens of a bare text, including the tokenizer's initial ones."""
         return tuple(self._tokenizer.encode(text))
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Tokens of a conversation, up to where the model has to answer. Raises what the template raises."""
+        """Return a conversation's tokens, up to where the model answers; raise what the template raises."""
         found = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
         return tuple(found)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of some tokens, without special ones."""
+        """Return the text of tokens, without special ones."""
         return str(
             self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
 
 
 class TextStream:
-    """The text of one answer, piece by piece, as ``decode`` makes it from token ids.
+    """The text of one answer, decoded piece by piece from token ids.
 
-    A piece is given out once later tokens cannot change it: characters wait for their last byte, and what may turn out
-    to be the beginning of a stop string waits until it is none. The stop string itself is not part of the text.
+    A piece is released once later tokens cannot change it: characters wait for their last byte, and a possible
+    beginning of a stop string waits until it is decided. The stop string itself is not part of the text.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
         self._decode = decode
         self._stop = tuple(stop)
         self._ids: list[int] = []
-        self._begin = self._end = 0  # tokens whose text is out; those before _begin are too far back to matter
+        self._begin = self._end = 0  # tokens whose text is released; those before _begin no longer matter
         self._held = ""
         self._stopped = False
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Take further tokens; return the text that is certain now."""
+        """Add tokens; return the text that is final now."""
         self._ids.extend(token_ids)
         known = self._decode(self._ids[self._begin : self._end])
         text = self._decode(self._ids[self._begin :])
@@ -86,7 +86,7 @@ class TextStream:
 
 
 def _overlap(text: str, string: str) -> int:
-    """How many characters at the end of ``text`` are the beginning of ``string``."""
+    """Return how many characters at the end of ``text`` are the beginning of ``string``."""
     longest = min(len(text), len(string) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(string[:size])), 0)
 
@@ -95,7 +95,7 @@ _INVALID = "invalid_value"  #: OpenAI's code
 
 
 class ClientError(Exception):
-    """What a client did wrong, in OpenAI's words: its code (``invalid_value``), and the field of the body."""
+    """A client's mistake, with OpenAI's code (``invalid_value``) and the field of the body."""
 
     def __init__(self, message: str, code: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -103,7 +103,7 @@ class ClientError(Exception):
 
 
 def refused(name: str, expected: str, found: Any, code: str = _INVALID) -> ClientError:
-    """A bad field of a body."""
+    """Return the error of a bad field of a body."""
     return ClientError(f"{name} cannot be served: expected {expected}; found {repr(found)[:200]}", code, name)
 
 
@@ -122,7 +122,7 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {"tool": ("tool_call_id",), "function":
 
 
 def check_message(message: Any, path: str) -> None:
-    """Refuse a message that OpenAI refuses. Raises ``ClientError``: naming the field, as ``messages[0].content``."""
+    """Refuse a message that OpenAI refuses; ``ClientError`` names the field, as ``messages[0].content``."""
     if not isinstance(message, Mapping):
         raise refused(path, "an object", message, "invalid_type")
     role = _text(message, "role", path)

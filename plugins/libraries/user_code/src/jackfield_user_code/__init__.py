@@ -1,4 +1,4 @@
-"""Worker processes for code that may hang, crash, print or eat memory: a user's functions."""
+"""Worker processes for a user's functions, which may hang, crash, print or exhaust memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The program of a worker process: loads one function and calls it, one call at a time.
+"""The program of a worker process. It loads one function and calls it, one call at a time.
 
-Run by its path, not as a module of a package, and with nothing but the standard library, so that it starts fast and
-in any interpreter. It speaks the messages of ``jackfield.rpc.wire`` as JSON. The user's code does not know the socket,
-its forks do not have it, and what it prints goes elsewhere.
+It is run by its path, not as a module of a package, and needs only the standard library, so it starts fast in any
+interpreter. It speaks the messages of ``jackfield.rpc.wire`` as JSON. The user's code cannot reach the socket, its
+forks do not inherit it, and its output goes elsewhere.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
                 answer = {"value": json.dumps(value, default=_scalar)}
             except BaseException as error:  # SystemExit is the user's code's, too
                 answer = {"error": _describe(error)}
-            if os.getpid() != serving:  # a fork that the user's code has made, and that came back here
+            if os.getpid() != serving:  # a fork of the user's code that returned to here
                 os._exit(0)
             reply = json.dumps([_REPLY, id, answer, None]).encode()
             channel.sendall(_HEAD.pack(_MAGIC, len(reply)) + reply)
@@ -69,7 +69,7 @@ def _messages(channel: socket.socket) -> Iterator[list[Any]]:
 
 
 class _Functions:
-    """What the other end calls."""
+    """The functions that the other end calls."""
 
     function: Callable[..., Any]
 
@@ -82,7 +82,7 @@ class _Functions:
 
 
 def _let_go(*descriptors: int) -> None:
-    """Point descriptors elsewhere: a fork neither takes requests nor answers them."""
+    """Redirect descriptors, so that a fork neither takes nor answers requests."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in descriptors:
         os.dup2(null, descriptor, inheritable=False)
@@ -96,7 +96,7 @@ async def _wait(value: Any) -> Any:
 def _die_with_parent(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before
+    if os.getppid() != parent:  # the parent died before
         os._exit(1)
 
 
@@ -129,13 +129,13 @@ def _file_module(path: str) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(name, module)
-    sys.path.insert(0, os.path.dirname(path))  # the file's neighbours, as when it is run as a script
+    sys.path.insert(0, os.path.dirname(path))  # imports beside the file work, as in a script
     spec.loader.exec_module(module)
     return module
 
 
 def _limit_cpu(seconds: float) -> None:
-    """Let this process use so much more CPU time: it ends an endless loop when no process is left to kill it."""
+    """Limit further CPU time, which ends an endless loop when no parent is left to kill it."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     limit = math.ceil(usage.ru_utime + usage.ru_stime + seconds)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
@@ -143,14 +143,14 @@ def _limit_cpu(seconds: float) -> None:
 
 
 def _scalar(value: Any) -> Any:
-    """NumPy's and torch's scalars are numbers to their users."""
+    """Convert scalars of NumPy and torch to numbers."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         return value.item()
     raise TypeError(f"the result is not JSON: it contains {type(value).__module__}.{type(value).__qualname__}")
 
 
 def _describe(error: BaseException) -> str:
-    """The exception and the line of the user's code, then the frames; those of this file say nothing."""
+    """Return the exception, the line of the user's code and its frames, without those of this file."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     head, newline, rest = traceback.format_exception_only(error)[-1].strip().partition("\n")
     own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames

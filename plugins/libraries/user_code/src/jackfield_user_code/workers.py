@@ -1,4 +1,4 @@
-"""Worker processes that call one function of a user's code, one call at a time each."""
+"""Worker processes that each call one function of a user's code, one call at a time."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from jackfield.sdk.child import ChildProcess
 
 _CHILD = Path(__file__).with_name("_child.py")
 _ANSWER_BYTES = 64 * 2**20  #: a longer answer ends the process
-_LEAVE_SECONDS = 0.25  #: for an answer that is not wanted any more; after it a process is killed
+_LEAVE_SECONDS = 0.25  #: wait for the answer to an abandoned call; then the process is killed
 
 
 @attrs.frozen(kw_only=True)
 class WorkerLimits:
-    """What one worker process may use."""
+    """The limits of one worker process."""
 
     memory_bytes: int | None = 4 * 2**30  #: of address space (RLIMIT_AS); None: unlimited
     cpu_seconds: float | None = None  #: per call (RLIMIT_CPU); None: the deadline on all cores, and a little more
@@ -40,17 +40,17 @@ class WorkerLimits:
 
 @attrs.frozen(kw_only=True)
 class WorkerResult:
-    """What a call yielded, or why it did not."""
+    """The result of a call, or why there is none."""
 
-    #: failed: the function raised; died: its process ended, or gave an answer that belongs to no request
+    #: failed: the function raised; died: its process ended, or sent an answer without a request
     status: Literal["ok", "failed", "died", "timeout"]
     value: Any = None  #: JSON value, with ``ok``
-    error: str | None = None  #: the last lines of a traceback, how the process died, or who was waited for
+    error: str | None = None  #: the last lines of a traceback, how the process died, or what was waited for
     timed_out_after: float | None = None  #: seconds that the function had; None: it did not run out of time
 
 
 class _Answer(msgspec.Struct):
-    """What a call of a process returns."""
+    """The return value of a call in a process."""
 
     value: str = "null"  #: JSON as Python writes it: with NaN
     error: str | None = None
@@ -73,9 +73,9 @@ class UserCodeWorker:
     """One process that calls one function, one call at a time. It starts with the first call.
 
     ``target`` is ``package.module:function`` or ``folder/file.py:function``: a function, or a class (constructed once)
-    or instance of which ``method`` is called. ``keywords``, JSON values, are those of the constructor where it is a
-    class, else of each call. What the code prints is added to the file ``log``, 4 MiB at most; then it gets the suffix
-    ``.1`` and another is begun. Without one, only the end is kept, for messages.
+    or instance whose ``method`` is called. ``keywords`` are JSON values for the constructor of a class, else for each
+    call. Output of the code is appended to the file ``log``; above 4 MiB the file gets the suffix ``.1`` and a new one
+    is begun. Without ``log`` only the end of the output is kept, for messages.
     """
 
     _target: str = attrs.field(converter=_absolute)
@@ -95,11 +95,11 @@ class UserCodeWorker:
 
     @property
     def pid(self) -> int | None:
-        """The process, when there is one."""
+        """Return the process id; None without a process."""
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
-        """Start the process and import the code, unless that is done; ``worker.start``: it cannot, or not in time."""
+        """Start the process and import the code, once; ``worker.start`` if that fails or is late."""
         if self._process is None or self._process.is_ending:
             await self.close()
             await self._spawn()
@@ -122,7 +122,7 @@ class UserCodeWorker:
             limit=_ANSWER_BYTES,
         )
         command = [self._python, "-P", "-u", str(_CHILD)]
-        if sys.dont_write_bytecode:  # large libraries would be compiled again at each start, for seconds
+        if sys.dont_write_bytecode:  # else large libraries are compiled at each start, which takes seconds
             command.append(_bytecode())
         try:
             connection = await process.start(command)
@@ -132,7 +132,7 @@ class UserCodeWorker:
         connection.lost.add_done_callback(lambda _: self._died(process))
 
     def _died(self, process: ChildProcess) -> None:
-        """Warn of a process that has died while it had nothing to do."""
+        """Warn about a process that died while it was idle."""
         if process is self._process and self._answering is not None and self._answering.done():
             _warn(self._death(process, "had nothing to do"))
 
@@ -156,13 +156,13 @@ class UserCodeWorker:
     async def call(self, arguments: Mapping[str, Any], deadline_seconds: float, name: str = "") -> WorkerResult:
         """Call the function with keyword arguments (JSON values).
 
-        After a timeout, a crash or a wrong answer the process is gone, and the next call starts another. So it is after
-        a cancellation, unless the process answers within a moment, or still imports the code. Where a process that dies
-        had served earlier calls, they may be to blame (a thread that one has left behind): then the call is repeated,
-        once, in a new process. The ``name``, of the sample that is scored, is for messages.
+        After a timeout, a crash or a wrong answer the process is gone, and the next call starts another. The same holds
+        after a cancellation, unless the process answers within a moment or is still importing the code. If a process
+        dies that has served earlier calls, one of them may be the cause (say, by a thread it left behind), so the call
+        is repeated once in a new process. ``name`` is the scored sample, for messages.
 
         Raises:
-            RunError: ``worker.start``.
+            RunError: ``worker.start`` if the process cannot start.
         """
         cpu_seconds = self._limits.cpu_seconds
         if cpu_seconds is None:
@@ -181,15 +181,15 @@ class UserCodeWorker:
             deadline_seconds = max(deadline_seconds - (self._clock.time() - began), 0.0)
 
     async def close(self) -> None:
-        """Kill the process and what it started. May be called at any time, and again."""
+        """Kill the process and its descendants. May be called at any time, and again."""
         process, self._process = self._process, None
         if process is not None:
             self._ending = asyncio.ensure_future(process.close())
         if self._ending is not None:
-            await asyncio.shield(self._ending)  # also of a caller that was cancelled
+            await asyncio.shield(self._ending)  # also started by a caller that was cancelled
 
     async def _result(self, seconds: float, purpose: str) -> WorkerResult:
-        """Wait for the answer to what the process was asked last."""
+        """Wait for the answer to the last request."""
         process, answering = self._process, self._answering
         assert process is not None
         assert answering is not None
@@ -204,7 +204,7 @@ class UserCodeWorker:
             await self.close()
             _warn(death)
             return WorkerResult(status="died", error=str(death))
-        except BaseException:  # cancelled: the answer is not wanted, but the next call wants a process with the code
+        except BaseException:  # cancelled: the answer is discarded, but the next call can use the process
             if self._is_loaded:
                 await self._leave(answering)
             raise
@@ -213,14 +213,14 @@ class UserCodeWorker:
         return WorkerResult(status="ok", value=json.loads(answer.value))
 
     async def _leave(self, answering: asyncio.Future[_Answer]) -> None:
-        """Kill a process that is busy with what is not wanted, unless it is done in a moment."""
+        """Kill a process that is busy with an abandoned call, unless it ends in a moment."""
         try:
             await self._clock.wait_for(asyncio.shield(answering), _LEAVE_SECONDS, "an answer that is not wanted")
         except BaseException:
             await self.close()
 
     def _death(self, process: ChildProcess, what: str) -> RunError:
-        """Make the error of a process that has ended."""
+        """Return the error for a process that has ended."""
         how, _, output = (process.death or "has ended").partition("; it printed:")
         wrong = process.broke_protocol
         return RunError(
@@ -247,16 +247,16 @@ def _warn(death: RunError) -> None:
 
 @functools.cache
 def _bytecode() -> str:
-    """A folder for the bytecode of what worker processes import; it goes with this process."""
+    """Return a bytecode folder for worker processes, which is removed with this process."""
     folder = tempfile.mkdtemp(prefix="jackfield-bytecode-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
 class UserCodePool:
-    """Several workers behind one fair queue: calls are served in the order in which they came.
+    """Several workers behind one queue. Calls are served in the order of their arrival.
 
-    Takes the arguments of :class:`UserCodeWorker`; ``workers``, the number of processes; and ``logs`` in the place of
+    It takes the arguments of :class:`UserCodeWorker`, the number of processes ``workers``, and ``logs`` instead of
     ``log``: worker ``n`` prints to the file ``{logs}-{n}.log``.
     """
 
@@ -272,21 +272,21 @@ class UserCodePool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Processes that exist now."""
+        """Return the ids of the existing processes."""
         return tuple(worker.pid for worker in self._workers if worker.pid is not None)
 
     async def start(self) -> None:
-        """Start one process now, to see early that the code can be loaded. The others start when they are needed."""
+        """Start one process, to find out early that the code loads. The others start when needed."""
         async with self._worker(self._limits.start_seconds) as worker:
             await worker.start()
 
     async def call(
         self, arguments: Mapping[str, Any], deadline_seconds: float, call_seconds: float | None = None, name: str = ""
     ) -> WorkerResult:
-        """Call the function in the next free process. What cannot start is a failed result, with the reason.
+        """Call the function in the next free process. A process that cannot start gives a failed result.
 
-        ``deadline_seconds`` are for everything, the wait for a free process included; ``call_seconds`` for the function
-        alone: by default what is left. The ``name``, of the sample that is scored, is for messages.
+        ``deadline_seconds`` includes the wait for a free process; ``call_seconds`` is for the function alone (default:
+        the rest of the deadline). ``name`` is the scored sample, for messages.
         """
         began = self._clock.time()
         try:
