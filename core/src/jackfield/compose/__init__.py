@@ -1,4 +1,4 @@
-"""The one place where names in a configuration become objects."""
+"""Construction of a run's objects from the names in its configuration; no other package does this."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds the objects of a run, or of one of its roles, from the configuration, and runs their loops."""
+"""Construction of the objects of a run, or of one of its roles, and execution of their loops."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ from jackfield.trainer import (
 )
 from jackfield.weights import Replica, ReplicaProbe, WeightSynchronizer
 
-_PROBE_PROMPT = 32  #: tokens of the first task's prompt
-#: What a role is called at the queue's controller, before the run's name.
+_PROBE_PROMPT = 32  #: how many tokens of the first task's prompt the probe uses
+#: Name of each role at the queue's controller; the run's name follows.
 _CLIENTS = {"all": "the run", "train": "the trainer of", "explore": "the explorer", "reward": "the role"}
 
 
@@ -54,23 +54,23 @@ _CLIENTS = {"all": "the run", "train": "the trainer of", "explore": "the explore
 class RunBuilder:
     """Builds the objects of one role, runs its loops, and closes everything."""
 
-    role: Role  #: the run, checked
+    role: Role  #: the role of a run whose configuration has been checked
     tasks: Mapping[str, TaskSet]
     stop: Stop
     factory: WorkerFactory
     make_workers: Callable[[Role, AsyncExitStack], Awaitable[RunWorkers]]
     stack: AsyncExitStack = attrs.field(init=False)  #: closes what was started, in reverse order
-    placement: DeviceLease = attrs.field(init=False)  #: of what generates
+    placement: DeviceLease = attrs.field(init=False)  #: lease on the devices of the replicas
     _loops: asyncio.TaskGroup = attrs.field(init=False)
     _background: list[asyncio.Task[None]] = attrs.field(init=False, factory=list)
-    _engines: list[EngineGroup] = attrs.field(init=False, factory=list)  #: every model that is loaded beside replicas
+    _engines: list[EngineGroup] = attrs.field(init=False, factory=list)  #: all loaded models but those of replicas
     _pool: ReplicaPool | None = attrs.field(init=False, default=None)
-    _finished: bool = attrs.field(init=False, default=False)  #: whether the role has done its work
+    _finished: bool = attrs.field(init=False, default=False)  #: whether the role has completed its work
 
     async def execute(self, checkpoint: Checkpoint | None) -> int:
-        """Run the role to its end, training from a checkpoint on if there is one, and close everything.
+        """Run the role to its end, from a checkpoint if one is given, and close everything.
 
-        Returns what :attr:`~jackfield.trainer.Role.progress` counts.
+        Return the value of :attr:`~jackfield.trainer.Role.progress`.
         """
         role = self.role
         async with AsyncExitStack() as self.stack, asyncio.TaskGroup() as self._loops:
@@ -87,7 +87,7 @@ class RunBuilder:
         return count
 
     def _run(self, *loops: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run loops until the role has ended; an error of theirs ends the role."""
+        """Start background loops that run until the role ends. An error of a loop ends the role."""
         self._background += [self._loops.create_task(loop()) for loop in loops]
 
     async def _open_queue(self) -> None:
@@ -106,7 +106,7 @@ class RunBuilder:
     # -- roles
 
     async def _train(self, checkpoint: Checkpoint | None) -> int:
-        """Train until the schedule ends or a stop is requested. Returns the number of completed steps."""
+        """Train until the schedule ends or a stop is requested. Return the number of completed steps."""
         role, config, folder = self.role, self.role.config, Path(self.role.config.folder)
         trainer = await self._trainer()
         if role.workers.watch is not None:
@@ -138,7 +138,7 @@ class RunBuilder:
         return steps
 
     async def _explore(self) -> int:
-        """Explore for a trainer in another process until it has all batches. Returns its newest weight version."""
+        """Explore for a trainer in another process until it has all batches. Return the newest weight version."""
         pool = await self._start_replicas()
         assert pool is not None
         weights = WeightSubscriber(role=self.role, replicas=pool.members)
@@ -152,7 +152,7 @@ class RunBuilder:
         return self.role.version.value
 
     async def _reward(self) -> int:
-        """Score samples for a trainer in another process until its last step. Returns the number of groups."""
+        """Score samples for a trainer in another process until its last step. Return the number of groups."""
         role, deadlines = self.role, self.role.config.deadlines
         await role.noticed(WEIGHTS, deadlines.batch, "the trainer to begin")
         pipeline = RewardPipeline(role=role)
@@ -164,16 +164,16 @@ class RunBuilder:
         return pipeline.groups
 
     def _explorer(self, name: str) -> Explorer:
-        """Make an explorer; in an offline run it copies the answers of the data."""
+        """Make an explorer. In an offline run it copies answers from the data."""
         groups, experts = self.role.config.data.groups_per_batch, self.role.algorithm.experts
         expert_for = partial(self._task, "expert", experts, groups) if self.role.explores and experts else None
         task_for = partial(self._task, "train", groups, 0)
         return Explorer(role=self.role, name=name, placement=self.placement, task_for=task_for, expert_for=expert_for)
 
     def _task(self, which: str, groups: int, first: int, key: GroupKey) -> Task:
-        """Return the task of a group: the same for any number of explorers, and for a run that resumes.
+        """Return the task of a group, independent of the number of explorers and of resumes.
 
-        Tasks of the file fill so many ``groups`` of each batch, from the index ``first`` on; a retry has another one.
+        The file's tasks fill ``groups`` groups of each batch from index ``first`` on. A retry gets another task.
         """
         tasks, config, seed = self.tasks[which], self.role.config, self.role.config.seed
         position = key.batch * groups + key.index - first
@@ -184,7 +184,7 @@ class RunBuilder:
     # -- replicas
 
     async def _start_replicas(self) -> ReplicaPool | None:
-        """Start the rollout servers; None where this role has none."""
+        """Start the rollout servers. Return None if this role has none."""
         workers = self.role.workers
         if not workers.replicas:
             return None
@@ -194,7 +194,7 @@ class RunBuilder:
         return pool
 
     async def _open_control(self) -> None:
-        """Let other processes list and change the replicas, where there are any."""
+        """Let other processes list and scale the replicas, if there are any."""
         config = self.role.config
         if self._pool is not None:
             silence, port = config.deadlines.heartbeat, config.cluster.metrics_port
@@ -204,7 +204,7 @@ class RunBuilder:
     # -- the trainer
 
     async def _trainer(self) -> Trainer:
-        """Build the trainer around its engines and replicas; replicas that come later get weights through it."""
+        """Build the trainer with its engines and replicas, and the weight source for replicas that join later."""
         role, config, workers = self.role, self.role.config, self.role.workers
         actor = await self._engine_group("actor")
         pool = await self._start_replicas()
@@ -213,7 +213,7 @@ class RunBuilder:
         if pool is not None or role.name == "train":
             synchronizer = self._synchronizer(pool, None if takes_turns or pool is None else probe)
         reference = None
-        if role.algorithm.reference:  # the initial policy: the actor without its adapter, or a model of its own
+        if role.algorithm.reference:  # the initial policy: the actor without its adapter, or a separate model
             own = "reference" in role.engines
             reference = await self._engine_group("reference") if own else actor.without_adapter()
         critic = await self._engine_group("critic") if role.algorithm.critic else None
@@ -265,12 +265,12 @@ class RunBuilder:
         )
 
     def _source(self, synchronizer: WeightSynchronizer, shared: SharedDevice | None, trainer: Trainer) -> WeightSource:
-        """Return how replicas get weights that join later or were restarted."""
+        """Return the source of weights for replicas that join later or are restarted."""
 
         async def load(replica: Replica) -> None:
             version = trainer.updated
             async with self.role.measure("load_weights", "weights", version):
-                if version:  # else they are those of the model's folder, which it has loaded
+                if version:  # version 0 is the model's folder, which the replica has loaded
                     async with trainer.actor.reading:
                         await synchronizer.catch_up(replica, version)
                 if shared is not None:
@@ -299,7 +299,7 @@ class RunBuilder:
 
 
 def following(subscriber: WeightSubscriber, placement: DeviceLease) -> WeightSource:
-    """Return how later replicas of an explorer get the newest weights, and what holds newer ones back meanwhile."""
+    """Return an explorer's source of weights for replicas that join later; its hold blocks newer versions."""
 
     @asynccontextmanager
     async def hold() -> AsyncIterator[None]:

@@ -1,4 +1,4 @@
-"""What a run refuses by its settings and its plugins: these are found, checked and imported."""
+"""Checks of a run's settings and plugins before it starts: plugins are found, checked and imported."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from jackfield.plugins.interpreters import environment_python, look, resolve_int
 from jackfield.queue import register_sampler
 from jackfield.trainer import RoleName
 
-HEAVY = ("engine", "rollout")  #: kinds whose plugins import torch: they come last
+HEAVY = ("engine", "rollout")  #: kinds whose plugins import torch, which are imported last
 _PROBE_SECONDS = 30.0
 
 
 def refusal(config: RunConfig, where: str, message: str, expected: str, code: str | None = None) -> ConfigError:
-    """Return the error of the setting at the path ``where``, which shows the setting's value."""
+    """Return the error for the setting at the path ``where``. It shows the setting's value."""
     found = functools.reduce(getattr, where.split("."), config)
     shown = None if attrs.has(type(found)) else found
     return ConfigError(message, code=code, where=where, expected=expected, found=shown)
 
 
 def address_file(config: RunConfig) -> Path:
-    """Return the file in which a served controller says how to reach it."""
+    """Return the file in which a served controller publishes its address."""
     return Path(config.queue.address or Path(config.folder) / "queue" / "address.json")
 
 
 def with_address(config: RunConfig) -> RunConfig:
-    """Return the configuration of a process whose queue has its controller in a process of its own."""
+    """Return the configuration for a process whose queue controller runs in a separate process."""
     return attrs.evolve(config, queue=attrs.evolve(config.queue, address=str(address_file(config).absolute())))
 
 
 def role_config(config: RunConfig, role: RoleName) -> RunConfig:
-    """Return the configuration of a role: where its controller is, and a folder of its own within the run's.
+    """Return the configuration of a role, with the controller's address and a folder within the run's.
 
     Raises:
-        ConfigError: the run is one that roles cannot share, or that has to be shared.
+        ConfigError: If roles cannot share the run, or must share it.
     """
     shared, distributed = role != "all", config.queue.rewards == "distributed"
     if distributed and not shared:
@@ -67,16 +67,16 @@ def role_config(config: RunConfig, role: RoleName) -> RunConfig:
 
 
 def chosen(config: RunConfig) -> list[tuple[str, str]]:
-    """List the plugins of a run by kind and name."""
+    """Return kind and name of each plugin of a run."""
     return [(kind, getattr(config, kind).name) for kind in KINDS]
 
 
 def check_plugins(config: RunConfig, registry: Registry, role: RoleName = "all") -> None:
-    """The manifest check, settings, interpreters and capabilities; imports config modules only.
+    """Check manifests, settings, interpreters and capabilities of plugins; import config modules only.
 
     Raises:
-        PluginError: a plugin is not there, broken, of another ABI, or cannot do what the run needs.
-        ConfigError: a plugin's settings are wrong.
+        PluginError: If a plugin is missing, broken, of another ABI, or cannot do what the run needs.
+        ConfigError: If a plugin's settings are wrong.
     """
     for kind, name in chosen(config):
         try:
@@ -93,12 +93,12 @@ def check_plugins(config: RunConfig, registry: Registry, role: RoleName = "all")
 
 
 def check_capabilities(config: RunConfig, registry: Registry, role: RoleName = "all") -> None:
-    """Check what settings ask of plugins.
+    """Check that plugins declare the capabilities that the settings need.
 
     Raises:
-        PluginError: ``plugin.capability``: a plugin has not declared it.
-        ConfigError: it does not go together with an adapter, or with a cluster, whose storage worker has the controller
-            beside it.
+        PluginError: ``plugin.capability`` if a plugin does not declare one.
+        ConfigError: If a setting does not work with an adapter, or with a cluster, whose queue's controller runs in
+            the storage worker.
     """
     served, lora, weights = config.queue.address is not None, config.model.lora is not None, config.weights
     float8, delta = weights.dtype == "float8_e4m3fn", weights.kind == "delta"
@@ -126,9 +126,9 @@ def check_capabilities(config: RunConfig, registry: Registry, role: RoleName = "
 
 
 def hooks_of(config: RunConfig, registry: Registry, hooks: Sequence[object] = ()) -> HookManager:
-    """Collect the hooks of the run's plugins, and have plugins offer small parts.
+    """Collect the hooks of the run's plugins, and let plugins register components.
 
-    Samplers are the queue's, all others the algorithms'.
+    Samplers are registered with the queue, all other components with the algorithms.
     """
     manager = HookManager(hooks, [registry.find(kind, name) for kind, name in chosen(config)])
 
@@ -143,10 +143,10 @@ def hooks_of(config: RunConfig, registry: Registry, hooks: Sequence[object] = ()
 
 
 def import_plugins(config: RunConfig, registry: Registry, *, heavy: bool) -> None:
-    """The structure check, for plugins that import torch or for the others; those that run elsewhere are checked there.
+    """Import plugins, those that import torch (``heavy``) or the others, and check their classes.
 
     Raises:
-        PluginError: a plugin cannot be imported, or its class does not fit its contract.
+        PluginError: If a plugin of this interpreter cannot be imported or its class does not fit its contract.
     """
     elsewhere = interpreters(config, registry)
     for kind, name in chosen(config):
@@ -155,12 +155,12 @@ def import_plugins(config: RunConfig, registry: Registry, *, heavy: bool) -> Non
 
 
 def interpreters(config: RunConfig, registry: Registry) -> dict[str, str]:
-    """The paths of interpreters that kinds of workers have for themselves; nothing is started.
+    """Return the interpreters of the kinds of workers that do not use this one, without starting any.
 
-    What the configuration says comes before what a manifest says.
+    The configuration has precedence over manifests.
 
     Raises:
-        PluginError: ``plugin.interpreter``: there is no such program, or not for this kind of worker.
+        PluginError: ``plugin.interpreter`` if there is no such program, or this kind of worker cannot have one.
     """
     found = {}
     for kind, name in chosen(config):
@@ -190,9 +190,9 @@ def _no_interpreter(what: str, where: str, expected: str, found: str, fix: str) 
 
 
 def _add_failures(error: PluginNotFound, registry: Registry, kind: str, name: str) -> None:
-    """Add what the installed plugins of this kind say when they are imported.
+    """Add the import errors of the installed plugins of this kind to an error.
 
-    Importing torch to answer a slip of the pen would take longer than to correct it.
+    If the name looks misspelt, plugins that import torch are skipped, because that takes long.
     """
     usable = [record for record in registry.records(kind) if record.error is None]
     if kind in HEAVY and difflib.get_close_matches(name, [record.name for record in usable]):

@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, what an earlier start of the run left in it, its checkpoints and its models."""
+"""The folder of a run: its lock, the state that earlier starts left, its checkpoints and its models."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ T = TypeVar("T")
 
 _FINISHED = "finished.json"
 
-#: What a disk answers, rather than a connection or a program.
+#: Error numbers that come from a disk rather than from a connection or a program.
 DISK_ERRORS = frozenset({errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EROFS})
 _ROOM = "look at the disk's room and permissions, then give the same command: it goes on from the newest checkpoint"
 
-#: What may change between two starts of one run: nothing of it decides what is learnt. The data's paths may change
-#: because its contents are compared.
+#: Settings that may change between two starts of a run, because they do not affect what is learnt. Paths of data may
+#: change because the contents are compared.
 _FREE = (
     "name folder observe deadlines checkpoint cluster environments checkpoint_engine log_prob_check schedule.steps "
     "evaluation.every queue.address queue.durable queue.host queue.max_bytes queue.max_samples queue.port "
@@ -46,7 +46,7 @@ _FREE = (
 
 
 def storage_error(folder: Path, error: OSError) -> RunError:
-    """Return the error of a disk that fails: ``run.storage``."""
+    """Return the error ``run.storage`` for a disk that fails."""
     room, expected = "", "room on the disk, and permission to write"
     with suppress(OSError):
         room = f" ({shutil.disk_usage(folder).free >> 20} MB of the disk are free)"
@@ -56,7 +56,7 @@ def storage_error(folder: Path, error: OSError) -> RunError:
 
 @contextmanager
 def storage_errors(folder: Path) -> Iterator[None]:
-    """Turn an error of the system into ``run.storage``."""
+    """Turn an ``OSError`` into ``run.storage``."""
     try:
         yield
     except OSError as error:
@@ -65,10 +65,10 @@ def storage_errors(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold the folder for this process; the lock ends with the process, however it ends.
+    """Lock the folder for this process. The lock ends with the process, even if it is killed.
 
     Raises:
-        RunError: ``run.folder-in-use``, naming the process that holds it.
+        RunError: ``run.folder-in-use`` if another process holds it; the error names that process.
     """
     with (folder / ".lock").open("a+", encoding="utf-8") as file:
         try:
@@ -85,21 +85,21 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 
 def starting_point(config: RunConfig, digests: Mapping[str, str] | None = None) -> Checkpoint | None:
-    """Find the checkpoint to go on from: the newest whole one. What earlier starts left half done is removed.
+    """Return the newest undamaged checkpoint to resume from, and remove what earlier starts left unfinished.
 
-    Without ``checkpoint.resume`` nothing is read of what is there. A refusal leaves the folder as it was. ``digests``
-    are those of the data by the names of the files; with None it has been compared.
+    Without ``checkpoint.resume``, earlier state is removed without being read. If an error is raised, the folder is
+    unchanged. ``digests`` are the data's digests by file; with None, the data is not compared again.
 
     Raises:
-        RunError: ``run.changed`` when the folder's run is another one; ``run.checkpoint-damaged``,
-            ``run.checkpoint-format``.
-        QueueError: ``queue.ledger``.
+        RunError: ``run.changed`` if the folder belongs to a different run; ``run.checkpoint-damaged`` or
+            ``run.checkpoint-format`` as in :meth:`CheckpointStore.newest`.
+        QueueError: ``queue.ledger`` if the ledger is not the one that the checkpoint knows.
     """
     folder, served = Path(config.folder), config.queue.address is not None
     store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
     if not config.checkpoint.resume:
         store.clean(everything=True)
-        if not served:  # else a controller works there
+        if not served:  # a served controller uses the folder
             _clear_queue(folder / "queue")
 
     def check(found: Checkpoint) -> None:
@@ -116,7 +116,7 @@ def starting_point(config: RunConfig, digests: Mapping[str, str] | None = None) 
 
 
 def _clear_queue(folder: Path) -> None:
-    """Remove what an earlier run's queue kept here, damaged or not; its name stays, under which servers know it."""
+    """Remove the queue files of an earlier run, damaged or not, except the name by which servers know the queue."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -125,7 +125,7 @@ def _clear_queue(folder: Path) -> None:
 
 
 def _check_same(checkpoint: Checkpoint, config: RunConfig, digests: Mapping[str, str]) -> None:
-    """Compare settings and data with those of the checkpoint's run."""
+    """Raise if settings or data differ from those of the checkpoint's run."""
     state, steps = checkpoint.state(), config.schedule.steps
     before, now = flatten(state["config"]), flatten(as_plain(config))
     pairs = [(path, before.get(path), now.get(path)) for path in {**before, **now}]
@@ -142,19 +142,19 @@ def _check_same(checkpoint: Checkpoint, config: RunConfig, digests: Mapping[str,
 
 
 def _is_free(path: str, before: object, now: object) -> bool:
-    """Return whether a setting is as it was or may change; ``correct`` decides on the correction."""
+    """Return whether a setting is unchanged or may change; ``correct`` may not, since it enables the correction."""
     if path == "log_prob_check.on_mismatch" and "correct" in (before, now):
         return before == now
     return before == now or any(f"{path}.".startswith(f"{free}.") for free in _FREE.split())
 
 
 def mark_finished(folder: Path, steps: int) -> None:
-    """Note that the model of the last step is in its place."""
+    """Record that the model of the last step has been written."""
     replace_file(folder / _FINISHED, seal(json.dumps({"steps": steps})))
 
 
 def is_finished(config: RunConfig, checkpoint: Checkpoint | None) -> bool:
-    """Return whether the run has done its last step, and its model is there."""
+    """Return whether the run has completed its last step and its model exists."""
     marker, model = (Path(config.folder) / name for name in (_FINISHED, "model"))
     if checkpoint is None or not marker.is_file() or not model.is_dir():
         return False
@@ -167,23 +167,23 @@ def is_finished(config: RunConfig, checkpoint: Checkpoint | None) -> bool:
 
 
 def run_checkpoints(folder: Path) -> dict[int, Checkpoint | RunError]:
-    """List the checkpoints of a run's folder by their steps, the oldest first, or the error of one that is damaged.
+    """Return the checkpoints of a run's folder by step, the oldest first, with an error for each damaged one.
 
-    Manifests and sizes are looked at, not contents.
+    Manifests and sizes are checked, but not contents.
 
     Raises:
-        RunError: ``run.no-checkpoint``, ``run.checkpoint-format``.
+        RunError: ``run.no-checkpoint`` if there is none; ``run.checkpoint-format`` if another version wrote one.
     """
     return _found(CheckpointStore(folder / "checkpoints").checkpoints(), folder)
 
 
 def find_checkpoint(folder: Path, part: str = "") -> Checkpoint:
-    """Find a checkpoint by its own folder, or the newest whole one of a run by the run's folder.
+    """Return the checkpoint in a folder, or the newest undamaged one if it is a run's folder.
 
-    The folder ``part`` in it is verified; everything, where it is not given.
+    Only the folder ``part`` of the checkpoint is verified; by default, everything is.
 
     Raises:
-        RunError: ``run.no-checkpoint``, ``run.checkpoint-damaged``, ``run.checkpoint-format``.
+        RunError: ``run.no-checkpoint``, ``run.checkpoint-damaged`` or ``run.checkpoint-format``.
     """
     if (folder / "manifest.json").is_file():
         return open_checkpoint(folder, part)
@@ -198,24 +198,24 @@ def _found(found: T | None, folder: Path) -> T:
 
 
 def find_queue(folder: Path) -> Path:
-    """Find the folder of a checkpointed queue: itself, or that of a run's (newest whole) checkpoint."""
+    """Return the folder of a checkpointed queue, given that folder, a checkpoint or a run's folder."""
     return folder if (folder / STORE_FILE).is_file() else find_checkpoint(folder, "queue/").folder / "queue"
 
 
 def export_checkpoint(checkpoint: Checkpoint, out: Path, *, merge: bool = False) -> None:
-    """Write the actor's weights, as they were at a verified ``checkpoint``, to the Hugging Face folder ``out``.
+    """Write the actor's weights of a verified ``checkpoint`` to the Hugging Face folder ``out``.
 
-    The run's model folder is needed for the model's shape and the tokenizer; one process of this machine must hold the
-    model.
+    This needs the run's model folder for the model's shape and the tokenizer. The model must fit into one process on
+    this machine.
 
     Args:
-        checkpoint: of a run.
-        out: an empty or absent folder.
-        merge: write base model and adapter as one model; False: the adapter alone, where one was trained.
+        checkpoint: Checkpoint of a run.
+        out: An empty or absent folder.
+        merge: Write base model and adapter as one model. False writes only the adapter, if one was trained.
 
     Raises:
-        RunError: ``run.no-adapter``: there is nothing to merge.
-        EngineError: when ``out`` is not empty, or the engine cannot load or save.
+        RunError: ``run.no-adapter`` if there is nothing to merge.
+        EngineError: If ``out`` is not empty, or the engine cannot load or save.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise EngineError("the folder for the model is not empty", where=str(out), expected="an empty or absent folder")
@@ -240,10 +240,10 @@ def export_checkpoint(checkpoint: Checkpoint, out: Path, *, merge: bool = False)
 
 
 async def export_model(actor: EngineGroup, model: Path) -> None:
-    """Write the model beside its place, then put it there: an earlier model is replaced by a whole one.
+    """Write the model to a temporary folder, then move it into place, so that a model is always complete.
 
     Raises:
-        RunError: ``run.checkpoint-write``.
+        RunError: ``run.checkpoint-write`` if writing fails.
     """
     partial = model.with_name(f"{model.name}.partial")
     try:

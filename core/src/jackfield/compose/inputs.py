@@ -1,7 +1,7 @@
-"""What a run reads before it begins: tasks, the model's description, the tokenizer, samples that are mixed in.
+"""The inputs that a run reads before it starts: tasks, model description, tokenizer, samples that are mixed in.
 
-Whatever is wrong with them is refused here, before anything is started and before the run's folder is touched.
-Reading tasks and the model's description loads neither torch nor transformers, so that most mistakes show at once.
+Errors in them are raised here, before anything is started and before the run's folder is changed. Reading tasks and
+the model's description imports neither torch nor transformers, so that most mistakes show quickly.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from jackfield.queue.sample_files import cell_of, read_samples, saved_samples, s
 from jackfield.sdk.arrow import SavedSample
 from jackfield.sdk.rotary import length_limits
 
-#: Files of weights that torch.load would read.
+#: Weight files that only torch.load (pickle) could read.
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 
-_ENCODED_PROMPTS = 64  #: of each file, its longest texts: so many are tokenised before the run begins
+_ENCODED_PROMPTS = 64  #: how many of each file's longest texts are tokenised before the run starts
 
 
 def read_tasks(config: RunConfig, algorithm: ResolvedAlgorithm) -> dict[str, TaskSet]:
-    """Open the task files that the run reads: train, and eval and expert where it has a use for them.
+    """Open the task files of the run: train, and eval and expert if they are used.
 
     Raises:
-        ConfigError: ``config.missing-key``: no file is named.
+        ConfigError: ``config.missing-key`` if no file is configured.
         DataError: ``data.missing``, ``data.empty`` or ``data.malformed``, with file and line.
     """
     tasks = {}
@@ -56,15 +56,15 @@ def read_tasks(config: RunConfig, algorithm: ResolvedAlgorithm) -> dict[str, Tas
 
 
 def digests(tasks: Mapping[str, TaskSet]) -> dict[str, str]:
-    """Return the digest of each file's contents, by its name in the configuration: a resumed run compares them."""
+    """Return the digest of each file's contents, by its name in the configuration. A resumed run compares them."""
     return {which: each.digest for which, each in tasks.items()}
 
 
 def read_model(config: RunConfig) -> Mapping[str, Any]:
-    """Read the ``config.json`` of the model's folder: what it says of the text model.
+    """Return the text model's part of the ``config.json`` in the model's folder.
 
     Raises:
-        EngineError: ``engine.model``: there is no model in the folder, or its weights are pickles.
+        EngineError: ``engine.model`` if the folder holds no model, or its weights are pickles.
     """
     folder = Path(config.model.path)
     try:
@@ -89,12 +89,12 @@ def _no_model(what: str, where: str, expected: str, found: str, fix: str) -> Eng
 
 
 def prompt_limit(config: RunConfig) -> int | None:
-    """Return the most tokens that a prompt may have: what is configured, or what leaves room for a response.
+    """Return the maximum length of a prompt in tokens, as configured or so that a response still fits.
 
     Raises:
-        EngineError: as :func:`read_model`.
-        ConfigError: prompt and response do not fit together, or samples would cross a length beyond which rotary
-            frequencies are others.
+        EngineError: See :func:`read_model`.
+        ConfigError: If prompt and response do not fit together, or samples could cross a length beyond which the
+            model uses other rotary frequencies.
     """
     model, given = read_model(config), config.cluster.max_model_len
     positions = model.get("max_position_embeddings")
@@ -125,14 +125,14 @@ def load_tokenizer(config: RunConfig) -> HuggingFaceChatTokenizer:
 
 
 def check_tokens(config: RunConfig, tasks: Mapping[str, TaskSet]) -> None:
-    """Load the tokenizer, and see that it fits the model, that prompts are not too long and that answers render.
+    """Check that the tokenizer fits the model, that prompts are not too long, and that answers can be rendered.
 
-    The longest texts of each file, of those that were checked when it was opened, are tokenised here; a line of the
-    others that is refused ends the run when it comes.
+    Only the longest of the texts that were checked on opening a file are tokenised here. If another line is wrong, the
+    run fails when it gets there.
 
     Raises:
-        DataError: ``data.missing``, ``data.no-chat-template``, ``data.vocabulary``, ``data.prompt-too-long``, or
-            what the template refuses, with file and line.
+        DataError: ``data.missing``, ``data.no-chat-template``, ``data.vocabulary``, ``data.prompt-too-long``, or an
+            error of the template, with file and line.
     """
     tokenizer, limit, vocabulary = load_tokenizer(config), prompt_limit(config), read_model(config).get("vocab_size")
     if vocabulary is not None:
@@ -146,11 +146,11 @@ def check_tokens(config: RunConfig, tasks: Mapping[str, TaskSet]) -> None:
 
 
 def check_samplers(settings: MixingConfig) -> None:
-    """Make each sampler of what is mixed in.
+    """Check the samplers of the mixing settings by making them.
 
     Raises:
-        QueueError: an unknown sampler.
-        ConfigError: options that a sampler does not have.
+        QueueError: If a sampler is unknown.
+        ConfigError: If a sampler does not have one of its options.
     """
     for name, mixed in attrs.asdict(settings, recurse=False).items():
         if mixed is not None:
@@ -158,11 +158,11 @@ def check_samplers(settings: MixingConfig) -> None:
 
 
 def check_rows(config: RunConfig) -> None:
-    """Look at the first row of each file that is mixed in; those from elsewhere need rewards where the run has them.
+    """Check the first sample of each file that is mixed in; human samples need a reward if the run uses rewards.
 
     Raises:
-        ConfigError: there is no row, or it lacks what every row needs.
-        QueueError: it is no file of rows.
+        ConfigError: If a file is empty, or its first sample lacks something that every sample needs.
+        QueueError: If a file is not a file of samples.
     """
     for name, file in _files(config.mixing).items():
         needed = ["prompt_ids", "response_ids"]
@@ -176,7 +176,7 @@ def check_rows(config: RunConfig) -> None:
 
 
 def mixed_samples(settings: MixingConfig, queue: TransferQueue, values: Values) -> list[ImportedSamples]:
-    """List what fills the partitions that are mixed in: before the first step of a new run, and again where lost."""
+    """Return the samples to import into mixed-in partitions, at the start of a new run and after losses."""
     return [
         ImportedSamples(queue, values, name, partial(_read, file), file, partial(_completed, expert=name == "expert"))
         for name, file in _files(settings).items()
@@ -184,7 +184,7 @@ def mixed_samples(settings: MixingConfig, queue: TransferQueue, values: Values) 
 
 
 def _files(settings: MixingConfig) -> dict[str, str]:
-    """Return the files that are mixed in, by their partitions."""
+    """Return the files that are mixed in, by partition."""
     return {name: mixed.samples for name in ("expert", "human") if (mixed := getattr(settings, name)) is not None}
 
 
@@ -196,9 +196,9 @@ def _read(file: str) -> Iterator[SavedSample]:
 
 
 def _completed(row: SavedSample, *, expert: bool) -> SavedSample:
-    """Add the tags that a run counts by, and to an expert's row the columns that an expert does not write.
+    """Add the tags that a run needs, and to an expert's sample the columns that an expert does not write.
 
-    Versions of other runs' weights say nothing here.
+    Weight versions are removed, because those of other runs mean nothing here.
     """
     cells, length = dict(row.cells), shape_of(row.cells["response_ids"])[0]
     cells.setdefault("response_mask", cell_of("response_mask", [True] * length))

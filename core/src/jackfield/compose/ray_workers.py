@@ -1,6 +1,6 @@
-"""The workers of one run in a Ray cluster: each made in an actor of its own, from the run's configuration.
+"""The workers of a run in a Ray cluster, each made in its own actor from the run's configuration.
 
-Nothing of the controller's process is sent to an actor but the configuration and addresses of other workers.
+Actors receive only the configuration and the addresses of other workers from the controller's process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from jackfield.weights import WeightSender
 
 T = TypeVar("T")
 
-_ROLES = 4  #: actor, reference, critic and replica fit into one place
+_ROLES = 4  #: one place holds an actor, a reference, a critic and a replica
 
 
 Kind: TypeAlias = Literal["store", "engine", "rollout", "agent", "reward"]
@@ -62,21 +62,21 @@ _NAMES = {
 
 
 def worker_name(kind: Kind, number: int = 0, role: str = "") -> str:
-    """Return the name of a worker; ``role`` is an engine's."""
+    """Return the name of a worker. ``role`` is the role of an engine."""
     return _NAMES[kind].format(number=number, role=role)
 
 
 @attrs.define(eq=False)
 class Routes:
-    """The replicas on which an agent worker generates, by their addresses."""
+    """An agent worker's connections to the replicas on which it generates."""
 
     _worker: AgentWorker
-    _name: str  #: of the worker
-    _seconds: float  #: the longest that a call of a replica may take
+    _name: str  #: name of the worker
+    _seconds: float  #: deadline of a call of a replica
     _connections: dict[int, Connection] = attrs.field(factory=dict, init=False)
 
     async def route(self, replicas: dict[int, Address], seconds: float) -> int:
-        """Use these replicas from now on: :meth:`~jackfield.routing.router.Router.route`."""
+        """Use these replicas from now on (see :meth:`~jackfield.routing.router.Router.route`)."""
         for number in replicas.keys() - self._connections.keys():
             name = worker_name("rollout", number)
             self._connections[number] = await actors.connect_worker(replicas[number], name, self._name, Clock())
@@ -106,32 +106,32 @@ CONTRACTS: Mapping[type, Contract] = {
 
 
 def longest(config: RunConfig) -> float:
-    """Return the longest that a call of a worker may take, in seconds."""
+    """Return the maximum duration of a call of a worker, in seconds."""
     deadlines = config.deadlines
     return max(deadlines.rollout, deadlines.start, deadlines.sync, deadlines.reward)
 
 
 @attrs.frozen(kw_only=True)
 class WorkerMaker:
-    """Makes one worker in its process. It is all that is sent there."""
+    """Makes one worker in its process. Nothing else is sent there."""
 
     config: RunConfig
     algorithm: ResolvedAlgorithm
     generates: bool  #: whether the run has replicas
     kind: Kind
     number: int
-    role: str  #: of an engine
+    role: str  #: role of an engine
     name: str
-    store: Address | None  #: where values are, once that is known
-    place: RankPlace  #: of a rank
+    store: Address | None  #: address of the store, once it is known
+    place: RankPlace  #: place of an engine's rank
 
     async def __call__(self, stack: AsyncExitStack) -> Mapping[str, Service]:
-        """Make the worker and return what is served of it; the stack closes what it has opened."""
+        """Make the worker and return its services; ``stack`` closes its resources."""
         if self.config.cluster.threads is not None:
             import torch
 
             torch.set_num_threads(self.config.cluster.threads)
-        registry = installed()  # an interpreter of a worker's own need not have the plugins of the others
+        registry = installed()  # its interpreter need not have the plugins of other workers
         chosen = {kind: getattr(self.config, kind).name for kind in KINDS}
         here = [each.manifest for each in registry.records() if each.manifest and each.name == chosen[each.kind]]
         HookManager([], here).hook.register_parts(register=register_part)
@@ -144,7 +144,7 @@ class WorkerMaker:
             backend = factory.backend()
             stack.push_async_callback(backend.close)
             return {**store_services(backend), **_served(AdvantageWorker(Values(backend), self.algorithm))}
-        if self.kind == "rollout":  # its server is not started
+        if self.kind == "rollout":  # the pool starts its server later
             server = factory.rollout_server(self.number, host=actors.node_address())
             stack.push_async_callback(server.stop)
             return {"worker": actors.rollout_service(server, self.name)}
@@ -159,7 +159,7 @@ class WorkerMaker:
             return _served(rank) if rank.sender is None else _served(rank, rank.sender)
         if self.kind == "reward":
             return _served(await factory.reward_worker(values, stack, self.number))
-        if self.number == 0:  # it checks whether data, tokenizer and model fit
+        if self.number == 0:  # it checks that data, tokenizer and model fit together
             algorithm = resolve_algorithm(self.config, factory.registry.find("rollout", self.config.rollout.name))
             check_tokens(self.config, read_tasks(self.config, algorithm))
         prefix = f"{self.config.name}-{self.number}"
@@ -175,22 +175,22 @@ def _served(*targets: Any) -> dict[str, Service]:
 
 
 class RayWorkers:
-    """Makes the workers of a run in a cluster, and again after a recovery: in what is left of their processes."""
+    """Makes the workers of a run in a cluster. After a recovery it makes them again and reuses live processes."""
 
     def __init__(self, make: WorkerFactory) -> None:
         self._registry, self._config, self._deadlines = make.registry, make.config, make.config.deadlines
         self._cluster = Cluster(make.clock, self._deadlines.start, self._deadlines.heartbeat)
         self._interpreters: dict[str, str] | None = None  # None: the cluster is not open
-        self._replicas: int | None = None  # apart from those on their way, as the workers before have left them
+        self._replicas: int | None = None  # how many to make at the start or after a recovery
         self._role: Role
-        self._groups: dict[str, tuple[Any, int]]  # groups of places, and their numbers
+        self._groups: dict[str, tuple[Any, int]]  # placement groups with their numbers of bundles
         self._meetings: str
 
     async def make(self, role: Role, stack: AsyncExitStack) -> RunWorkers:
         """Start or join the cluster, and start every worker in it; ``stack`` ends them.
 
         Raises:
-            JackfieldError: The first thing that is missing, or does not answer in time.
+            JackfieldError: If something is missing or does not respond in time. The first error is raised.
         """
         chosen, replicas = self._config.cluster.ray, self._config.cluster.replicas if role.generates else 0
         pools = {"train": chosen.engine_ranks, "rollout": replicas}
@@ -207,7 +207,7 @@ class RayWorkers:
         stack.push_async_callback(self._cluster.rest)
         self._agents: list[str] = []
         self._routes: Mapping[int, Replica] = {}
-        self._made = set(range(self._replicas or 0))  # replicas that are made with the others, and are not started
+        self._made = set(range(self._replicas or 0))  # replicas that are made together and that start() returns first
         self._groups = {
             name: (await self._cluster.places(count, self._resources(1), name), count)
             for name, count in pools.items()
@@ -216,12 +216,12 @@ class RayWorkers:
         return await self._workers(self._replicas or 0)
 
     async def close(self) -> None:
-        """End the workers' processes, and leave the cluster."""
+        """End the workers' processes and leave the cluster."""
         if self._interpreters is not None:
             await self._cluster.close()
 
     async def _workers(self, replicas: int) -> RunWorkers:
-        """Start everything side by side: processes need seconds to import what they work with."""
+        """Start all workers concurrently, because each process needs seconds to import its libraries."""
         chosen, engines, seconds = self._config.cluster.ray, self._role.engines, self._deadlines.engine
         specs = [
             await self._spec("store"),
@@ -274,10 +274,10 @@ class RayWorkers:
     # -- replicas
 
     async def start(self, number: int) -> Worker:
-        """Make a replica's server in an actor, in a place of its own where the first places have no room for it.
+        """Make a replica's server in an actor, in one of the first places or, if they are full, in a new one.
 
         Raises:
-            JackfieldError: There is no place for it, or it does not come; nothing of a new replica is left.
+            JackfieldError: If there is no room, or making it fails. Nothing of a new replica is left then.
         """
         name = worker_name("rollout", number)
         if number in self._made:
@@ -303,7 +303,7 @@ class RayWorkers:
         self._replicas = (self._replicas or 0) + 1
 
     async def end(self, number: int) -> None:
-        """End its process, and give its place back if it was added to the run."""
+        """End a replica's process, and release its place if that was added for it."""
         self._replicas = (self._replicas or 0) - 1
         await self._drop(worker_name("rollout", number))
 
@@ -313,7 +313,7 @@ class RayWorkers:
         self._cluster.give_back(name)
 
     async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
-        """Route every agent worker to the replicas; one that dies gets the routes once it is restarted."""
+        """Send the routes to every agent worker. One that dies gets them after its restart."""
         self._routes = dict(replicas)
         agents = [self._cluster.actors[name] for name in self._agents]
         return sum(await asyncio.gather(*(self._routed(actor, seconds) for actor in agents)))
@@ -323,13 +323,13 @@ class RayWorkers:
         routes = {n: address for n, each in self._routes.items() if (address := found[each.name].address)}
         try:
             return await self._stub(agent, Routes, longest(self._config)).route(routes, seconds)
-        except WorkerLost:  # it is restarted with the new routes
+        except WorkerLost:  # its restart uses the new routes
             return 0
 
-    # -- what each worker is
+    # -- descriptions of workers
 
     async def _spec(self, kind: Kind, number: int = 0, role: str = "") -> actors.WorkerSpec:
-        """Return what to start; a replica that was added gets a place of its own."""
+        """Return the description of a worker; a replica that is added to the run gets a new place."""
         assert self._interpreters is not None
         name, make = worker_name(kind, number, role), partial(self._maker, kind, number, role)
         restarts = kind in ("agent", "reward")
@@ -343,7 +343,7 @@ class RayWorkers:
         return attrs.evolve(spec, group=group, bundle=bundle, resources=self._resources(_ROLES))
 
     def _maker(self, kind: Kind, number: int, role: str) -> WorkerMaker:
-        """Return what is sent to a worker's process, once the addresses in it are known."""
+        """Return the maker to send to a worker's process; the addresses in it must be known."""
         return WorkerMaker(
             config=self._config,
             algorithm=self._role.algorithm,
@@ -357,10 +357,10 @@ class RayWorkers:
         )
 
     def _rank_place(self, role: str, rank: int) -> RankPlace:
-        """Return where the ranks of an engine meet, and the number of one of them on its node."""
+        """Return the rendezvous of an engine's ranks, and the number of one of them on its node."""
         places = [self._rank(role, each).place for each in range(self._config.cluster.ray.engine_ranks)]
         host, first = places[rank].address, places[0]
-        meeting = f"file://{self._meetings}/{role}"  # torch's store at a port would listen on all interfaces
+        meeting = f"file://{self._meetings}/{role}"  # torch's TCP store would listen on all interfaces
         if self._config.cluster.ray.address is not None:
             meeting = f"tcp://{f'[{first.address}]' if ':' in first.address else first.address}:{first.port}"
         return RankPlace(
@@ -372,13 +372,13 @@ class RayWorkers:
         )
 
     def _note_places(self) -> None:
-        """Write who lives where, for people."""
+        """Write the places of all workers to a file, for information."""
         found = {name: actor.place for name, actor in self._cluster.actors.items() if hasattr(actor, "place")}
         lines = {name: {"pid": place.pid, "node": place.address} for name, place in found.items()}
         replace_file(Path(self._config.folder) / "workers.json", json.dumps(lines, indent=1))
 
     def _resources(self, parts: int) -> dict[str, float]:
-        """Return a place's resources, or a part of them; Ray counts in ten-thousandths."""
+        """Return the resources of a place divided by ``parts``; Ray counts in ten-thousandths."""
         chosen = self._config.cluster.ray
         amounts = {"CPU": chosen.cpus_per_place, "GPU": chosen.gpus_per_place}
         shares = {name: int(10_000 * amount / parts) / 10_000 for name, amount in amounts.items()}

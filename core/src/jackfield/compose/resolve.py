@@ -1,7 +1,7 @@
-"""Resolve the algorithm of a configuration: its parts, their options, and what they need, by their signatures.
+"""Resolution of a configuration's algorithm: its components, their options, and their inputs by their signatures.
 
-How the policy that generates differs from the one that is trained decides on the correction and on the bounds of the
-log-prob checks.
+The off-policy correction and the bounds of the log-prob checks depend on how the numerics of the generating policy
+differ from those of the trained one.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ _OF_ESTIMATORS = (
 )
 _OF_BUNDLES = "critic reference dynamic_sampling expert_data pairs prepare rollout_log_probs"
 
-#: What an estimator can get of every batch, and what a run adds where an estimator needs it.
+#: Inputs that an estimator can get from every batch, and those that a run adds if an estimator needs them.
 _ESTIMATOR_INPUTS = frozenset(_OF_ESTIMATORS.split())
-#: Words in a bundle's ``needs`` that a run knows; the estimator's inputs are known, too.
+#: Words that a run knows in a bundle's ``needs``, in addition to the estimator's inputs.
 _KNOWN_NEEDS = frozenset(_OF_BUNDLES.split())
 
-#: How far a replica's log-probs may be from the engine's on average, in nats, where none is configured.
+#: Default bounds on the mean distance of a replica's log-probs from the engine's, in nats.
 _EXACT_BOUND, _ROUNDED_BOUND, _FLOAT8_BOUND = 0.01, 0.25, 0.5
-#: The same for two passes of the engine with the same weights.
+#: Default bounds on the distance between two passes of the engine with the same weights.
 _EXACT_ENGINE_BOUND, _ROUNDED_ENGINE_BOUND = 0.001, 0.1
 
 
 def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm:
-    """Make every choice that the configuration leaves open.
+    """Return the algorithm with every choice made that the configuration leaves open.
 
-    The manifest of the rollout plugin says how far its log-probs are from the engine's.
+    The manifest of the rollout plugin says whether its log-probs are exactly the engine's.
 
     Raises:
-        ConfigError: an algorithm that this run cannot have, or a setting without effect.
+        ConfigError: If this run cannot use the algorithm, or a setting has no effect.
     """
     settings, chosen = config.algorithm, _algorithm(config)
     _check_mode(config, chosen)
@@ -86,9 +86,9 @@ def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm
 
 
 def _algorithm(config: RunConfig) -> Algorithm:
-    """The bundle with what the configuration replaces.
+    """Return the bundle with the components and options that the configuration replaces.
 
-    Another part has its own defaults; the bundle's own part keeps the bundle's options beside those given.
+    A replaced component has its own default options. The bundle's component keeps the bundle's other options.
     """
     settings, chosen = config.algorithm, algorithm(config.algorithm.name)
     changed: dict[str, Any] = {"aggregation": settings.aggregation or chosen.aggregation}
@@ -100,14 +100,14 @@ def _algorithm(config: RunConfig) -> Algorithm:
             checked = part(kind, name).checked(given.options, f"algorithm.{kind}.options")
             changed |= {kind: name, f"{kind}_options": {**options, **checked}}
     chosen = attrs.evolve(chosen, **changed)
-    assert chosen.parts  # looks every name up
+    assert chosen.parts  # looks up every name
     return chosen
 
 
 def _with_columns(resolved: ResolvedAlgorithm, loss: Part, kl: Part | None) -> tuple[ResolvedAlgorithm, frozenset[str]]:
-    """Add the columns that the loss reads beside the sample; return the inputs that it can have, too.
+    """Add the further columns that the loss reads; return also the inputs that it can have.
 
-    ``rewards`` is for losses that cannot do without: an advantage says the same after shaping.
+    Only losses that require ``rewards`` get them; others use advantages, which include shaping.
     """
     supplied = {"old_log_probs"} | ({"advantages", "rollout_log_probs"} if resolved.advantages else set())
     supplied |= ({"ref_log_probs"} if resolved.reference else set()) | ({"expert_mask"} if resolved.mixes else set())
@@ -124,7 +124,7 @@ def _with_columns(resolved: ResolvedAlgorithm, loss: Part, kl: Part | None) -> t
 
 
 def _check_mode(config: RunConfig, chosen: Algorithm) -> None:
-    """Refuse an algorithm of the other mode, and sampling whose responses cannot be trained on."""
+    """Refuse an algorithm for the other mode, and sampling settings whose responses cannot be trained on."""
     name, online = config.algorithm.name, config.mode == "online"
     if chosen.advantages is not None and not online:
         expected = "online, or an algorithm that learns from the data's own answers (sft, dpo)"
@@ -140,7 +140,7 @@ def _check_mode(config: RunConfig, chosen: Algorithm) -> None:
 
 
 def _check_supply(config: RunConfig, chosen: Algorithm, resolved: ResolvedAlgorithm, there: frozenset[str]) -> None:
-    """Refuse what cannot be had, by name."""
+    """Refuse inputs that the run cannot provide; the error names them."""
     loss = part("loss", resolved.loss)
     needs = part("advantages", resolved.advantages).needs if resolved.advantages else ()
     of_loss = there | {*COUNTS, "rewards", "log_probs", "response_mask", "pair_ids", "expert_mask"}
@@ -167,7 +167,7 @@ def _check_supply(config: RunConfig, chosen: Algorithm, resolved: ResolvedAlgori
 
 
 def _check_effect(config: RunConfig, resolved: ResolvedAlgorithm) -> None:
-    """Refuse a setting that does nothing here."""
+    """Refuse a setting that has no effect on this algorithm."""
     settings, kl, weights = config.algorithm, config.algorithm.kl, config.weights
     estimator = part("advantages", resolved.advantages) if resolved.advantages else None
     several = estimator is not None and "reward_dimensions" in estimator.inputs
@@ -188,18 +188,18 @@ def _check_effect(config: RunConfig, resolved: ResolvedAlgorithm) -> None:
 
 
 def _filters(config: RunConfig) -> dict[str, float]:
-    """The sampling filters of training responses that leave tokens out, by name."""
+    """Return the sampling filters that exclude tokens from training responses, by name."""
     sampling = config.sampling
     active = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
     return {name: getattr(sampling, name) for name, found in active.items() if found and config.mode == "online"}
 
 
 def _correction(config: RunConfig, loss: Part, rollout: Manifest, *, sampled: bool) -> tuple[Correction | None, bool]:
-    """Return the correction, and whether log-probs of the policy before the update are the engine's.
+    """Return the correction, and whether the old log-probs (before the update) come from the engine.
 
-    The correction is on by default where numerics differ, and the loss can be weighed and does not weigh itself. Around
-    the rollout server's log-probs the loss's ratio weighs, and it only rejects; they are of the filtered distribution
-    where there is a filter, and ratios to them do not begin at 1.
+    It is on by default if numerics differ and the loss takes token weights but does not weight itself. If the old
+    log-probs are the rollout server's, the loss's ratio already weights, and the correction only rejects. Sampling
+    filters change the server's log-probs, so that ratios to them would not start at 1.
     """
     settings, given, active = config.algorithm.correction, config.algorithm.old_log_probs, _filters(config)
     mismatch, weighs_itself = config.log_prob_check.on_mismatch == "correct", "rollout_log_probs" in loss.inputs
@@ -230,14 +230,14 @@ def _correction(config: RunConfig, loss: Part, rollout: Manifest, *, sampled: bo
 
 
 def _rounding(config: RunConfig) -> tuple[bool, bool]:
-    """Whether the engine, and whether anything, computes with fewer bits than float32 has."""
+    """Return whether the engine, and whether any component, computes in less than float32 precision."""
     mixed = config.engine.settings.get("mixed_precision") or "none"
     engine = mixed != "none" or config.model.dtype != "float32"
     return engine, engine or config.weights.dtype not in (None, "float32")
 
 
 def rollout_bound(config: RunConfig) -> float:
-    """Return how far the log-probs of replicas may be from the engine's on average, in nats."""
+    """Return the bound on the mean distance of replicas' log-probs from the engine's, in nats."""
     bound = _ROUNDED_BOUND if _rounding(config)[1] else _EXACT_BOUND
     return config.log_prob_check.bound or (_FLOAT8_BOUND if config.weights.dtype == "float8_e4m3fn" else bound)
 
@@ -245,8 +245,8 @@ def rollout_bound(config: RunConfig) -> float:
 def log_prob_check_options(config: RunConfig) -> dict[str, Any]:
     """Return the bounds of :class:`~jackfield.trainer.LogProbCheck`.
 
-    Filters leave tokens whose log-probs are above the policy's by the slack, in nats. A top-p keeps at least that share
-    of the probability; of the others only the batch knows.
+    The slack is the amount, in nats, by which filters may raise the log-probs of the remaining tokens. It is known for
+    top-p, which keeps at least that share of the probability; for other filters it depends on the batch.
     """
     lora, active = config.model.lora, _filters(config)
     engine = _ROUNDED_ENGINE_BOUND if _rounding(config)[0] else _EXACT_ENGINE_BOUND

@@ -1,4 +1,4 @@
-"""From a configuration to a run, or to one of its roles: refuse what can be refused, start, recover, end."""
+"""Execution of a run, or of one of its roles, from a configuration: check, start, recover and end."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ from jackfield.trainer import Checkpoint, Role, RoleName
 
 @attrs.frozen(kw_only=True)
 class RunResult:
-    """What a run, or one role of it, leaves behind."""
+    """The outcome of a run or of one of its roles."""
 
     folder: Path
-    #: completed steps; of the role explore the newest weight version that it had, of the role reward the groups
+    #: completed steps; for the role explore its newest weight version, for the role reward the number of groups
     steps: int
-    finished_before: bool = False  #: the folder held the finished run, and nothing was done
-    stopped: bool = False  #: a signal has ended it before its last step; there is no model
+    finished_before: bool = False  #: the run had already finished, and nothing was done
+    stopped: bool = False  #: a signal ended the run before its last step, so there is no model
 
     @property
     def model(self) -> Path:
-        """A Hugging Face folder with the trained weights."""
+        """The Hugging Face folder with the trained weights."""
         return self.folder / "model"
 
 
@@ -65,21 +65,21 @@ def run(
     registry: Registry | None = None,
     stop: Stop | None = None,
 ) -> RunResult:
-    """Do a run, or one role of it, in this process.
+    """Execute a run, or one role of it, in this process.
 
     Args:
-        config: what to do.
-        role: all: the whole run. The others share a run whose queue has a controller in a process of its own. train:
-            train on what explorers make. explore: make samples until every batch is trained on; any number of
-            processes may do so, and come and go. reward: score samples; one process at a time does so.
-        hooks: further listeners, beside those of the configuration.
-        registry: the installed plugins; discovered when not given.
-        stop: ends the run early; None: nothing does.
+        config: Configuration of the run.
+        role: "all" is the whole run. Other roles share a run whose queue controller is in a separate process. "train"
+            trains on the explorers' samples. "explore" makes samples until every batch is trained on; any number of
+            processes may do it, and join or leave at any time. "reward" scores samples, in one process at a time.
+        hooks: Listeners in addition to those of the configuration.
+        registry: The installed plugins. By default they are discovered.
+        stop: Requests an early end. None: the run cannot be stopped early.
 
     Raises:
-        JackfieldError: the error that ended the run. The folder keeps everything that was written before, and the
-            same call goes on from the newest checkpoint; what an explorer had begun is made by others.
-        CancelledError: ``stop`` has ended it before a step was done.
+        JackfieldError: The error that ended the run. The folder keeps what was written, and the same call resumes from
+            the newest checkpoint. Other explorers take over the batches of one that failed.
+        CancelledError: If ``stop`` ended the run before a step was completed.
     """
     stop = stop or Stop(config.checkpoint.grace_seconds)
     with asyncio.Runner() as runner:
@@ -94,7 +94,7 @@ async def run_async(
     registry: Registry | None = None,
     stop: Stop | None = None,
 ) -> RunResult:
-    """Do the same inside of a running event loop."""
+    """Execute a run or a role in a running event loop; see :func:`run`."""
     registry, clock, stop = registry or discover(), Clock(), stop or Stop(config.checkpoint.grace_seconds)
     config = role_config(resolve_defaults(config), role)
     folder, trains, checkpoint = Path(config.folder), role in ("all", "train"), None
@@ -142,14 +142,14 @@ async def run_async(
 
 @asynccontextmanager
 async def serve_queue(config: RunConfig) -> AsyncIterator[tuple[QueueServer, Path]]:
-    """Serve the controller of a run's queue, and open its backend for others to join.
+    """Serve the controller of a run's queue, and open its backend for other processes.
 
-    Yields the server, and the file with its address.
+    Yield the server and the file with its address.
 
     Raises:
-        PluginError: the backend keeps values in one process.
-        RunError: ``run.folder-in-use``: one is served already.
-        QueueError: ``queue.store``: the address is taken.
+        PluginError: If the backend keeps values in a single process.
+        RunError: ``run.folder-in-use`` if the controller is already served.
+        QueueError: ``queue.store`` if the address is in use.
     """
     registry, clock, folder = discover(), Clock(), Path(config.folder) / "queue"
     check_plugins(with_address(config), registry)
@@ -173,9 +173,9 @@ async def serve_queue(config: RunConfig) -> AsyncIterator[tuple[QueueServer, Pat
 def _prepare(
     config: RunConfig, registry: Registry, hooks: Sequence[object], role: RoleName, clock: Clock
 ) -> tuple[Role, dict[str, TaskSet]]:
-    """Refuse what can be refused while the run's folder is as it was; what loads torch comes last."""
+    """Make all checks that do not change the run's folder; those that import torch come last."""
     check_plugins(config, registry, role)
-    here = config.cluster.name == "inline"  # else what runs in other processes is looked at there
+    here = config.cluster.name == "inline"  # otherwise workers check their plugins in their own processes
     if here:
         import_plugins(config, registry, heavy=False)
     manager = hooks_of(config, registry, hooks)
@@ -184,8 +184,8 @@ def _prepare(
     tasks = read_tasks(config, algorithm)
     prompt_limit(config)
     if not sys.stderr.isatty():
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # bars, which a log cannot show
-    # every nested tensor that is made from its values asks for a deprecated flag of torch.fx
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a log cannot show them
+    # making a nested tensor from its values reads a deprecated flag of torch.fx, which logs a warning
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     if here:
         check_tokens(config, tasks)
@@ -196,11 +196,11 @@ def _prepare(
 
 @contextmanager
 def _reported(builder: RunBuilder, checkpoint: Checkpoint | None) -> Iterator[None]:
-    """Notify the hooks of start and end, and leave the traceback of a failure in the folder.
+    """Notify the hooks of start and end, and write the traceback of a failure into the folder.
 
     Raises:
-        CancelledError: a signal has ended the run, or a worker, which had perhaps received the same signal, died
-            after it.
+        CancelledError: If a signal ended the run, or a worker died after a signal (it may have received the same
+            signal).
     """
     role, config, folder = builder.role, builder.role.config, Path(builder.role.config.folder)
     failure, stopped, first_step = None, False, 0 if checkpoint is None else checkpoint.step
@@ -210,7 +210,7 @@ def _reported(builder: RunBuilder, checkpoint: Checkpoint | None) -> Iterator[No
     try:
         yield
     except asyncio.CancelledError:
-        stopped = True  # by a signal, or by the caller: nothing has failed
+        stopped = True  # by a signal or by the caller; this is no failure
         raise
     except BaseException as error:
         failure = _first(error, folder)
@@ -218,7 +218,7 @@ def _reported(builder: RunBuilder, checkpoint: Checkpoint | None) -> Iterator[No
             failure, stopped = None, True
             raise asyncio.CancelledError from error
         text = "".join(traceback.format_exception(error))
-        with suppress(OSError):  # a full disk must not hide what failed
+        with suppress(OSError):  # a full disk must not hide the failure
             (folder / "error.txt").write_text(text, encoding="utf-8", errors="backslashreplace")
         if failure is error:
             raise
@@ -229,9 +229,9 @@ def _reported(builder: RunBuilder, checkpoint: Checkpoint | None) -> Iterator[No
 
 
 def _first(error: BaseException, folder: Path) -> BaseException:
-    """The error to show: task groups wrap what their tasks raised."""
+    """Return the error to show, taken from the exception groups in which task groups wrap it."""
     if isinstance(error, BaseExceptionGroup) and (lost := error.subgroup(WorkerLost)) is not None:
-        error = lost  # what else failed missed that worker
+        error = lost  # other errors are consequences of that worker's death
     while isinstance(error, BaseExceptionGroup):
         ours = [inner for inner in error.exceptions if isinstance(inner, JackfieldError | BaseExceptionGroup)]
         error = (ours or list(error.exceptions))[0]

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: the first asks a run to end at its next boundary, a second one ends the process at once."""
+"""Signals: the first SIGTERM or SIGINT ends a run at its next boundary, a second one ends the process at once."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
-_WORKING = 0.8  #: share of the grace in which a boundary may be reached; the rest is for closing
-_STARTING_SECONDS = 2.0  #: for what has only begun to start to be closed; it has nothing to save
+_WORKING = 0.8  #: share of the grace period for reaching a boundary; the rest is for closing
+_STARTING_SECONDS = 2.0  #: grace period of a run that is still starting and has nothing to save
 
 
 class Stop:
-    """Whether a run is to end before its time.
+    """A request to stop a run early, made by a signal.
 
     Args:
-        grace: seconds between the first signal and the end of the process, whatever it does then; fewer where it has
-            only begun to start.
+        grace: Maximum seconds from the first signal to the end of the process, which is then killed. A run that is
+            still starting gets less.
     """
 
     def __init__(self, grace: float) -> None:
         self._grace = grace
         self._loop: asyncio.AbstractEventLoop | None = None
         self._until = ""
-        self.begun = False  #: whether everything has started: from then on, closing is worth waiting for
-        self.code: int | None = None  #: the exit code that the first signal asks for, 128 and its number
+        self.begun = False  #: whether everything has started, so that closing may take the whole grace period
+        self.code: int | None = None  #: exit code of the first signal: 128 + its number
         self.requested = asyncio.Event()  #: set by the first signal
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Have this object receive the signals; of the main thread."""
+        """Let this object receive the signals. Call it in the main thread."""
         before = {number: signal.signal(number, self._received) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
@@ -46,7 +46,7 @@ class Stop:
 
     @contextlib.contextmanager
     def boundary(self, until: str) -> Iterator[None]:
-        """Declare that what runs inside ends soon after a signal, so that it is worth waiting for ``until`` then."""
+        """Declare that the enclosed code ends soon after a signal, at ``until``; a stop waits for that."""
         self.begun, self._until = True, until
         try:
             yield
@@ -54,10 +54,10 @@ class Stop:
             self._until = ""
 
     async def bounded(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do ``work``; after a signal it is cancelled, once it has had its time where it has a boundary.
+        """Run ``work``. After a signal, cancel it; inside a :meth:`boundary`, let it try to reach that first.
 
         Raises:
-            CancelledError: a signal has ended it.
+            CancelledError: If a signal ended it.
         """
         self._loop = asyncio.get_running_loop()
         task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self.requested.wait())
@@ -67,7 +67,7 @@ class Stop:
                 await asyncio.wait({task}, timeout=_WORKING * self._grace)
         finally:
             asked.cancel()
-            task.cancel()  # no effect on what is done
+            task.cancel()  # no effect on a finished task
             await asyncio.wait({task})
             self._loop = None
         return task.result()
@@ -82,12 +82,12 @@ class Stop:
         timer.daemon = True
         timer.start()
         if self._loop is None:
-            raise SystemExit(self.code)  # nothing has begun, or everything has ended
+            raise SystemExit(self.code)  # no work is running
         self._loop.call_soon_threadsafe(self.requested.set)
 
 
 def _end_now(number: int) -> NoReturn:
-    """End this process and everything that it has started."""
+    """Kill this process and all processes that it has started."""
     for pid in _descendants(os.getpid()):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
@@ -95,7 +95,7 @@ def _end_now(number: int) -> NoReturn:
 
 
 def _descendants(ancestor: int) -> list[int]:
-    """List the processes below one, from Linux's process table; elsewhere none are found."""
+    """Return the descendants of a process from Linux's ``/proc``; on other systems, return none."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The workers of a run, each made in the process where it lives: from the run's configuration and its plugins."""
+"""The workers of a run, each made in its own process from the run's configuration and plugins."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from jackfield.runtime.workers import Workers
 from jackfield.trainer import Role, RunWorkers
 from jackfield.weights import WeightSender
 
-_CRITIC_COLUMNS = ("returns", "values")  #: what the critic's loss reads beside the sample
+_CRITIC_COLUMNS = ("returns", "values")  #: further columns that the critic's loss reads
 
 
 @attrs.frozen(kw_only=True)
 class RankPlace:
-    """Where a rank of an engine is among the others."""
+    """The place of a rank among the other ranks of its engine."""
 
     rank: int = 0
     world_size: int = 1
@@ -55,18 +55,18 @@ _ALONE = RankPlace()
 
 @attrs.define(kw_only=True, eq=False)
 class WorkerFactory:
-    """Makes workers of one run in this process, from plugins of this interpreter.
+    """Makes workers of a run in this process, from plugins of this interpreter.
 
-    An inline run has one of each kind. Its replicas are in this process, too, or in processes that it starts.
+    An inline run has one worker of each kind. Its replicas run in this process or in child processes.
     """
 
     config: RunConfig
     registry: Registry
     clock: Clock
-    _agent: AgentWorker = attrs.field(init=False)  #: of an inline run
+    _agent: AgentWorker = attrs.field(init=False)  #: the agent worker of an inline run
 
     async def make(self, role: Role, stack: AsyncExitStack) -> RunWorkers:
-        """Make the workers of a role, again after each recovery; ``stack`` ends what was started."""
+        """Make the workers of a role, again after each recovery. ``stack`` ends them."""
         self._use_one_compute_thread(stack)
         address = self.config.queue.address
         backend = self.backend(None if address is None else Path(address).parent)
@@ -83,28 +83,28 @@ class WorkerFactory:
         )
 
     def _use_one_compute_thread(self, stack: AsyncExitStack) -> None:
-        """Engine and replicas share one device: their work goes through one thread, so that none competes for cores."""
+        """Run engine and replicas in one thread: they share one device and would compete for cores."""
         import torch
 
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         if self.config.cluster.threads is not None:
             torch.set_num_threads(self.config.cluster.threads)
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jackfield-compute")
-        asyncio.get_running_loop().set_default_executor(pool)  # the loop shuts it down at its end
+        asyncio.get_running_loop().set_default_executor(pool)  # the loop shuts it down when it closes
 
     def _plugin(self, kind: str, context: Any) -> Any:
         chosen: PluginSection = getattr(self.config, kind)
         return self.registry.load(kind, chosen.name).build(chosen.settings, context, kind)
 
     def backend(self, joins: Path | None = None) -> TransferQueueBackend:
-        """Where values are kept, or a client of the store of a served controller's folder ``joins``; not started."""
+        """Make a backend without starting it; with ``joins``, a client of the store in a served controller's folder."""
         folder, silence = joins or Path(self.config.folder) / "queue", self.config.deadlines.heartbeat
         context = TransferQueueContext(folder=str(folder), joins=joins is not None, heartbeat_seconds=silence)
         backend: TransferQueueBackend = self._plugin("transfer_queue", context)
         return backend
 
     def queue(self, backend: TransferQueueBackend) -> TransferQueue:
-        """Make the queue of the run, with its controller in this process; not started."""
+        """Make the queue of the run, with its controller in this process, without starting it."""
         settings = self.config.queue
         return TransferQueue(
             backend,
@@ -119,7 +119,7 @@ class WorkerFactory:
     def engine_rank(
         self, values: Values, role: str, algorithm: ResolvedAlgorithm, stack: AsyncExitStack, place: RankPlace = _ALONE
     ) -> EngineRank:
-        """A rank of the engine, with its end of the weight plane if it is the actor's; nothing is loaded yet."""
+        """Make a rank of an engine without loading the model; an actor's rank gets a weight sender."""
         config, actor, sender = self.config, role == "actor", None
         shared: Any = {"rank": place.rank, "world_size": place.world_size, "device": config.cluster.device}
         context = EngineContext(
@@ -146,7 +146,7 @@ class WorkerFactory:
         return rank
 
     def _model(self, role: str) -> ModelSpec:
-        """Adapters are the actor's alone; a critic has a value head."""
+        """Return the model of a role: only the actor has an adapter, and a critic has a value head."""
         model, critic = self.config.model, role == "critic"
         if role == "actor":
             return model
@@ -154,7 +154,7 @@ class WorkerFactory:
         return attrs.evolve(model, lora=None, value_head=critic, path=path)
 
     async def start(self, number: int) -> Worker:
-        """Make a replica's server in this process, or in one with an interpreter of its own; it is not started."""
+        """Make a replica's server, in this process or in one with its own interpreter, without starting it."""
         config, python = self.config, interpreters(self.config, self.registry).get("rollout")
         if python is None:
             return Worker(self.rollout_server(number))
@@ -174,14 +174,14 @@ class WorkerFactory:
         return worker
 
     async def end(self, number: int) -> None:
-        """Give no place back: there are none."""
+        """Do nothing: replicas of an inline run have no places to release."""
 
     async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
-        """Have agents generate on these replicas."""
+        """Route the agents' requests to these replicas."""
         return await self._agent.route(replicas, seconds)
 
     def rollout_server(self, replica: int, *, host: str = "127.0.0.1") -> BaseRolloutServer:
-        """Make a replica's server in this process; it is not started."""
+        """Make a replica's server in this process, without starting it."""
         server: BaseRolloutServer = self._plugin("rollout", self._rollout_context(replica, host))
         return server
 
@@ -198,7 +198,7 @@ class WorkerFactory:
         )
 
     def agent_worker(self, values: Values, generates: bool, *, request_prefix: str) -> AgentWorker:
-        """A worker that runs agents once it has routes; if it ``generates`` nothing, it copies given answers."""
+        """Make a worker that runs agents once it has routes; without ``generates`` it copies given answers."""
         tokenizer, limit, router = load_tokenizer(self.config), prompt_limit(self.config), Router(self.clock)
         self.registry.load("agent", self.config.agent.name)
 
@@ -217,7 +217,7 @@ class WorkerFactory:
         return AgentWorker(values, tokenizer, self.clock, make, max_prompt_tokens=limit, router=router)
 
     async def reward_worker(self, values: Values, stack: AsyncExitStack, number: int = 0) -> RewardWorker:
-        """A worker whose reward agent is started; what its processes print goes into the run's folder ``logs``."""
+        """Make a worker and start its reward agent, whose processes log into the run's folder ``logs``."""
         config, deadlines = self.config, self.config.deadlines
         logs = str(Path(config.folder) / "logs" / f"reward-{number}")
         silence = deadlines.heartbeat
