@@ -1,6 +1,6 @@
 """The command line. Each command is imported when it is used, so that ``--help`` and ``plugins list`` are quick.
 
-Exit codes: 0 done; 1 a Jackfield error, printed on stderr (with ``--json``: as an object on stdout); 2 wrong usage;
+Exit codes: 0 success; 1 a Jackfield error, printed on stderr (with ``--json``: as an object on stdout); 2 wrong usage;
 130 interrupted by SIGINT.
 """
 
@@ -29,10 +29,10 @@ __all__ = [
     "show",
 ]
 
-#: Command to the object that implements it and its line of ``jackfield --help``.
+#: The object that implements each command, and the command's line in ``jackfield --help``.
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("jackfield.cli.run:run", "Run training from a config file."),
-    "replicas": ("jackfield.cli.run:replicas", "List, add or remove the replicas of a running run."),
+    "replicas": ("jackfield.cli.run:replicas", "List, add or remove the replicas of an active run."),
     "checkpoint": ("jackfield.cli.run:checkpoint", "List checkpoints and export models."),
     "queue": ("jackfield.cli.queue:queue", "Inspect, import, export and serve queues."),
     "config": ("jackfield.cli.config:config", "Show, explain and validate a config file."),
@@ -45,7 +45,7 @@ _JSON = "jackfield.json"
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are imported when one is called."""
+    """A click group that imports a command when it is called."""
 
     def __init__(self, *, commands: Mapping[str, tuple[str, str]], **options: Any) -> None:
         super().__init__(**options)
@@ -72,13 +72,13 @@ class LazyGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands, without importing them for their help."""
+        """List the commands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in self._lazy.items()])
 
 
 class _Main(LazyGroup):
-    """The outermost group, which prints errors for people or programs."""
+    """The top-level group, which prints errors as text or JSON."""
 
     def invoke(self, ctx: click.Context) -> Any:
         own_process()
@@ -86,17 +86,17 @@ class _Main(LazyGroup):
             return super().invoke(ctx)
         except JackfieldError as error:
             report(ctx, error)
-        except OSError as error:  # a file that the command was given, which cannot be read or written
+        except OSError as error:  # a file argument cannot be read or written
             if error.filename is None:
                 raise
             report(ctx, RunError(f"a file cannot be used: {error}", code="run.storage", where=str(error.filename)))
-        except KeyboardInterrupt:  # where the command does not handle the signal, or not yet
+        except KeyboardInterrupt:  # the command does not handle the signal, or not yet
             click.echo("SIGINT: ending", err=True)
             ctx.exit(130)
 
 
 def report(ctx: click.Context, error: Exception, *, exit_code: int = 1) -> NoReturn:
-    """Print an error, with ``--json`` as an object on stdout, and exit."""
+    """Print an error and exit. With ``--json``, print it as an object on stdout."""
     fields = error.as_dict() if isinstance(error, JackfieldError) else {"message": f"{type(error).__name__}: {error}"}
     if ctx.meta.get(_JSON):
         click.echo(json.dumps({"error": fields}, indent=2))
@@ -106,7 +106,7 @@ def report(ctx: click.Context, error: Exception, *, exit_code: int = 1) -> NoRet
 
 
 def show(found: Any, lines: Iterable[str]) -> None:
-    """Print what a command has found: as lines of text, or with ``--json`` as JSON."""
+    """Print the result of a command as lines of text, or as JSON with ``--json``."""
     if click.get_current_context().meta.get(_JSON):
         click.echo(json.dumps(found, indent=2))
     else:
@@ -115,19 +115,19 @@ def show(found: Any, lines: Iterable[str]) -> None:
 
 
 def config_arguments(command: click.decorators.FC) -> click.decorators.FC:
-    """Add the arguments FILE and OVERRIDES, of which :func:`jackfield.config.load_config` makes a configuration."""
+    """Add the arguments FILE and OVERRIDES, which :func:`jackfield.config.load_config` takes."""
     command = click.argument("overrides", nargs=-1)(command)
     return click.argument("file", type=click.Path(dir_okay=False))(command)
 
 
 def deadline_option(default: float, help: str) -> Callable[[click.decorators.FC], click.decorators.FC]:
-    """Make the option ``--deadline``, in seconds."""
+    """Return the option ``--deadline``, in seconds."""
     above_zero = click.FloatRange(min=0, min_open=True)
     return click.option("--deadline", type=above_zero, default=default, show_default=True, help=help)
 
 
 def json_option(command: click.decorators.FC) -> click.decorators.FC:
-    """Add ``--json`` to a command, which gets it as ``as_json``; :func:`show` and errors then print JSON."""
+    """Add ``--json`` to a command as argument ``as_json``; :func:`show` and errors then print JSON."""
 
     def remember(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
         ctx.meta[_JSON] = value

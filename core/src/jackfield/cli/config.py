@@ -1,4 +1,4 @@
-"""The commands around a config file: ``jackfield config``, ``jackfield env`` and ``jackfield algorithms``."""
+"""Commands for a configuration: ``jackfield config``, ``jackfield env`` and ``jackfield algorithms``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import click
 from jackfield.cli import config_arguments, deadline_option, json_option, show
 from jackfield.errors import ConfigError
 
-_LOOK_SECONDS = 120.0  #: for a worker's plugin to be imported in its new environment
+_LOOK_SECONDS = 120.0  #: for importing a worker's plugin in its new environment
 _KINDS = ("algorithm", "advantages", "loss", "kl", "correction", "aggregation", "distillation", "shaping")
-_kind_option = click.option("--kind", type=click.Choice(_KINDS), help="Only parts of this kind.")
+_kind_option = click.option("--kind", type=click.Choice(_KINDS), help="Only components of this kind.")
 
 
 @click.group()
@@ -26,7 +26,7 @@ def config() -> None:
 @config.command("show")
 @config_arguments
 def show_config(file: str, overrides: tuple[str, ...]) -> None:
-    """Print the whole resolved configuration, defaults included, as YAML."""
+    """Print the whole resolved configuration as YAML, including defaults."""
     from jackfield import config
 
     click.echo(config.show(config.load_config(file, overrides)), nl=False)
@@ -35,7 +35,7 @@ def show_config(file: str, overrides: tuple[str, ...]) -> None:
 @config.command("explain")
 @config_arguments
 def explain_config(file: str, overrides: tuple[str, ...]) -> None:
-    """Print every setting with its value, what it does, and its default where the value differs."""
+    """Print every setting with its value and description, and its default if the value differs."""
     from jackfield import config
     from jackfield.plugins import discover
 
@@ -48,9 +48,9 @@ def explain_config(file: str, overrides: tuple[str, ...]) -> None:
 @config_arguments
 @json_option
 def validate(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Check all settings, those of plugins and of algorithm parts included. Paths in it need not exist.
+    """Check all settings, including those of plugins and of algorithm components. Paths need not exist.
 
-    With --json, print what the algorithm is and what it needs, once every choice is made.
+    With --json, print the resolved algorithm and what it needs.
     """
     from jackfield.compose.checks import hooks_of
     from jackfield.compose.inputs import check_samplers
@@ -75,12 +75,12 @@ def env() -> None:
 @env.command()
 @click.argument("name")
 @config_arguments
-@deadline_option(3600.0, "Seconds for all of it.")
+@deadline_option(3600.0, "Seconds for the whole command.")
 def create(name: str, file: str, overrides: tuple[str, ...], deadline: float) -> None:
-    """Make the environment NAME of the configuration FILE with venv and pip, and try its workers' plugins there.
+    """Make the environment NAME of the configuration FILE with venv and pip, and import its workers' plugins there.
 
-    Jackfield, the plugins that run there and the checkpoint engine are installed as they are here. An environment that
-    is there as described is left as it is. What a plugin needs and pip did not install is named as missing.
+    It gets the same versions of Jackfield, of the checkpoint engine and of the plugins that run there. An environment
+    that already matches its description is not changed. Requirements of plugins that pip did not install are listed.
     """
     import attrs
 
@@ -97,7 +97,7 @@ def create(name: str, file: str, overrides: tuple[str, ...], deadline: float) ->
     settings = config.environments[name]
     workers = [kind for kind, chosen in config.cluster.interpreters.items() if chosen == name]
     shared = ["checkpoint_engine"] if workers else []
-    if workers and config.cluster.name == "ray":  # its workers read and write samples, and have one version of Ray
+    if workers and config.cluster.name == "ray":  # its workers access samples and need the same version of Ray
         shared.append("transfer_queue")
         settings = attrs.evolve(settings, requires=(*settings.requires, *requirement_as_installed("ray")))
     records = [registry.resolve(getattr(config, kind).name, kind) for kind in (*workers, *shared)]
@@ -116,14 +116,14 @@ def create(name: str, file: str, overrides: tuple[str, ...], deadline: float) ->
 
 @click.group()
 def algorithms() -> None:
-    """List algorithms and their parts."""
+    """List algorithms and their components."""
 
 
 @algorithms.command("list")
 @_kind_option
 @json_option
 def list_algorithms(kind: str | None, as_json: bool) -> None:
-    """List bundles, estimators, losses and the other parts."""
+    """List bundles, estimators, losses and other components."""
     found = _described(kind)
     width, lines = max(len(one["name"]) for one in found), list[str]()
     for part, ones in itertools.groupby(found, key=lambda one: str(one["kind"])):
@@ -139,7 +139,7 @@ def list_algorithms(kind: str | None, as_json: bool) -> None:
 @_kind_option
 @json_option
 def show_algorithm(name: str, kind: str | None, as_json: bool) -> None:
-    """Show what NAME is: equation, paper, options, what it needs. One name may stand for parts of several kinds."""
+    """Show the equation, paper, options and inputs of NAME. Components of several kinds may share a name."""
     from jackfield.algorithms.registry import unknown_part
 
     known = _described(kind)

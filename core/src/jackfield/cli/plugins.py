@@ -1,4 +1,4 @@
-"""``jackfield plugins list``; the other commands of the group are those of jackfield-conformance."""
+"""``jackfield plugins list``. The other commands of the group are in the package jackfield-conformance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _KINDS = ("engine", "rollout", "agent", "reward", "transfer_queue", "checkpoint_engine")
 _COMMANDS = {
     "list": ("jackfield.cli.plugins:list_plugins", "List what is installed, usable or not; imports no plugin."),
-    "doctor": ("jackfield_conformance.commands.doctor:doctor", "Try plugins where they will run, print what to fix."),
+    "doctor": ("jackfield_conformance.commands.doctor:doctor", "Try plugins where they will run; print what to fix."),
     "check": ("jackfield_conformance.commands.check:check", "Check that a plugin keeps its contract."),
     "new": ("jackfield_conformance.commands.new:new", "Write a new plugin: a small one that works."),
 }
@@ -33,7 +33,7 @@ def plugins() -> None:
 @kind_option
 @json_option
 def list_plugins(kind: str | None, as_json: bool) -> None:
-    """List what is installed, usable or not; imports no plugin."""
+    """List installed plugins, usable or not, without importing them."""
     import attrs
 
     from jackfield.plugins import discover
@@ -49,7 +49,7 @@ def list_plugins(kind: str | None, as_json: bool) -> None:
 
 
 def stale_note(record: PluginRecord, reason: str) -> str:
-    """Say why a certificate does not count any more, and what to do."""
+    """Return why a certificate is no longer valid, and what to do."""
     return f"{reason}\nfix: jackfield plugins check {record.name} --kind {record.kind}"
 
 

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 _FOLDER = click.argument("folder", type=click.Path(path_type=Path))
 _PARTITION = click.option("--partition", help="Only samples of this partition.")
-_SHOWN = 8  #: elements of a tensor that `show` prints
+_SHOWN = 8  #: how many elements of a tensor `show` prints
 
 
 @click.group()
 def queue() -> None:
-    """Look at the samples of a checkpointed queue; serve a queue's controller.
+    """Inspect the samples of a checkpointed queue, or serve a queue's controller.
 
-    FOLDER is a run's folder, whose newest checkpoint is taken, a checkpoint, or the queue's folder in it.
+    FOLDER is a run's folder (its newest checkpoint is used), a checkpoint, or the queue's folder in a checkpoint.
     """
 
 
@@ -36,7 +36,7 @@ def queue() -> None:
 @_PARTITION
 @json_option
 def ls(folder: Path, partition: str | None, as_json: bool) -> None:
-    """List the samples: key, task, bytes, columns, and the consumers that are done with them."""
+    """List samples with key, task, bytes, columns, and the consumers that have acknowledged them."""
     samples = [
         {**_plain(sample, "partition", "key", "batch", "task", "bytes", "acked_by"), "columns": sorted(sample.cells)}
         for sample in _samples(folder, partition)
@@ -55,7 +55,7 @@ def ls(folder: Path, partition: str | None, as_json: bool) -> None:
 @click.argument("key")
 @json_option
 def show(folder: Path, key: str, as_json: bool) -> None:
-    """Show the sample KEY with its tags and values; long tensors are cut, with --json they are whole."""
+    """Show the tags and values of the sample KEY. Long tensors are cut, except with --json."""
     from jackfield.queue.sample_files import plain_values, shape_of
     from jackfield.sdk.cells import ColumnType
 
@@ -82,7 +82,7 @@ def show(folder: Path, key: str, as_json: bool) -> None:
 @_FOLDER
 @json_option
 def stats(folder: Path, as_json: bool) -> None:
-    """Count samples and bytes of each partition, and of each column in it."""
+    """Show the number of samples and bytes of each partition, and of each column in it."""
     counts: dict[str, dict[str, Any]] = {}
     for sample in _samples(folder, None):
         partition = counts.setdefault(sample.partition, {"samples": 0, "bytes": 0, "columns": {}, "acked": Counter()})
@@ -106,7 +106,7 @@ def stats(folder: Path, as_json: bool) -> None:
 @click.argument("folder", type=click.Path(path_type=Path))
 @json_option
 def ledger(folder: Path, as_json: bool) -> None:
-    """List what the queue of the run in FOLDER did with samples; with --json one object a line."""
+    """List what the queue of the run in FOLDER did with samples. With --json, print one object per line."""
     from jackfield.queue import read_ledger
 
     for entry in read_ledger(folder):
@@ -123,7 +123,7 @@ def ledger(folder: Path, as_json: bool) -> None:
 @click.argument("key")
 @json_option
 def trace(folder: Path, key: str, as_json: bool) -> None:
-    """Print what the sample KEY was made of, as a tree, from the newest checkpoint and the run's ledger."""
+    """Print the provenance of the sample KEY as a tree, from the newest checkpoint and the run's ledger."""
     from jackfield.compose.folder import find_queue
     from jackfield.queue.sample_files import trace as find_ancestors
     from jackfield.queue.store import find_store
@@ -147,7 +147,7 @@ def trace(folder: Path, key: str, as_json: bool) -> None:
 @click.argument("out", type=click.Path(path_type=Path))
 @_PARTITION
 def export(folder: Path, out: Path, partition: str | None) -> None:
-    """Write the samples to OUT, a .jsonl or .parquet file, from which `import` makes the same samples."""
+    """Write the samples to OUT, a .jsonl or .parquet file that `import` can read."""
     from jackfield.queue.sample_files import write_samples
 
     count = write_samples(out, lambda: _samples(folder, partition))
@@ -157,11 +157,11 @@ def export(folder: Path, out: Path, partition: str | None) -> None:
 @queue.command(name="import")
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--partition", default="train", show_default=True, help="Where the samples go.")
+@click.option("--partition", default="train", show_default=True, help="Partition for the samples.")
 def import_(file: Path, folder: Path, partition: str) -> None:
-    """Put the samples of FILE, .jsonl or .parquet, into the checkpointed queue FOLDER, which is made if needed.
+    """Put the samples of FILE (.jsonl or .parquet) into the checkpointed queue FOLDER, which is created if needed.
 
-    A run's own checkpoints are not changed: runs take samples from FOLDER (mixing.expert, mixing.human).
+    Checkpoints of runs are not changed. A run reads samples from FOLDER by mixing.expert or mixing.human.
     """
     from jackfield.queue.importing import import_file
 
@@ -173,9 +173,9 @@ def import_(file: Path, folder: Path, partition: str) -> None:
 @click.argument("config", type=click.Path(path_type=Path, dir_okay=False))
 @click.argument("overrides", nargs=-1)
 def serve(config: Path, overrides: tuple[str, ...]) -> None:
-    """Serve the controller of the queue that the run of CONFIG has, for runs and roles in other processes.
+    """Serve the controller of the queue of CONFIG's run, for runs and roles in other processes.
 
-    They take the same CONFIG. It ends with Ctrl-C or SIGTERM; what it had refused is said then.
+    They use the same CONFIG. Ctrl-C or SIGTERM ends the command, which then reports the requests that it refused.
     """
     from jackfield.compose.run import serve_queue
     from jackfield.compose.stopping import Stop
@@ -185,7 +185,7 @@ def serve(config: Path, overrides: tuple[str, ...]) -> None:
     stop = Stop(settings.checkpoint.grace_seconds)
 
     async def main() -> None:
-        """Serve until a signal comes."""
+        """Serve until a signal arrives."""
         with stop.boundary("with what is under way"):
             async with serve_queue(settings) as (server, file):
                 click.echo(f"the queue is served; {file} says where")

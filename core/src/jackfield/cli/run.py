@@ -1,4 +1,4 @@
-"""The commands of a run: ``jackfield run``, ``jackfield replicas`` and ``jackfield checkpoint``."""
+"""Commands for a run: ``jackfield run``, ``jackfield replicas`` and ``jackfield checkpoint``."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _FOLDER = click.argument("folder", type=click.Path(path_type=Path))
 @click.option(
     "--role",
     type=click.Choice(["explore", "reward", "train"]),
-    help="Run this role alone; the others are launched separately, and `jackfield queue serve` first.",
+    help="Run only this role. Start `jackfield queue serve` first, and the other roles separately.",
 )
 def run(
     file: str, overrides: tuple[str, ...], address: str | None, role: Literal["explore", "reward", "train"] | None
 ) -> None:
-    """Run training from the config FILE, after OVERRIDES such as schedule.steps=10."""
+    """Run training from the config FILE with OVERRIDES such as schedule.steps=10."""
     from jackfield.config import load_config
 
     if address is not None:
@@ -64,10 +64,10 @@ def run(
 @deadline_option(3600.0, "Seconds to wait until the run has COUNT.")
 @json_option
 def replicas(folder: Path, count: int | None, deadline: float, as_json: bool) -> None:
-    """List the replicas of the run that goes on in FOLDER; with COUNT, add or remove some until it has so many.
+    """List the replicas of the run that is active in FOLDER, or add and remove replicas until it has COUNT.
 
-    A replica that is added gets requests once it has acknowledged the engine's weights. A replica that is removed gets
-    no new requests and ends those that it has; after deadlines.drain seconds they are generated again on the others.
+    A new replica gets requests once it has acknowledged the engine's weights. A removed replica gets no new requests
+    and finishes its current ones; after deadlines.drain seconds, the rest are generated again on other replicas.
     """
     import attrs
 
@@ -93,7 +93,7 @@ def checkpoint() -> None:
 @_FOLDER
 @json_option
 def list_checkpoints(folder: Path, as_json: bool) -> None:
-    """List the checkpoints of the run in FOLDER, the oldest first, and name those whose files are not all there."""
+    """List the checkpoints of the run in FOLDER, the oldest first, and mark those with missing files."""
     from jackfield.compose.folder import run_checkpoints
     from jackfield.trainer import Checkpoint
 
@@ -113,12 +113,12 @@ def list_checkpoints(folder: Path, as_json: bool) -> None:
 @checkpoint.command()
 @_FOLDER
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--merge", is_flag=True, help="Merge the LoRA adapter into its base model, and write the whole model.")
+@click.option("--merge", is_flag=True, help="Merge the LoRA adapter into its base model and write the whole model.")
 def export(folder: Path, out: Path, merge: bool) -> None:
     """Write the model of a checkpoint to OUT, a Hugging Face folder for from_pretrained.
 
-    FOLDER is a checkpoint, or a run's folder, whose newest whole checkpoint is taken. Of a run that trains an adapter,
-    OUT is the adapter's folder, for PEFT, unless --merge is given.
+    FOLDER is a checkpoint or a run's folder (its newest undamaged checkpoint is used). If the run trains an adapter,
+    OUT holds the adapter for PEFT, unless --merge is given.
     """
     from jackfield.compose.folder import export_checkpoint, find_checkpoint
 

@@ -1,7 +1,7 @@
-"""What a run leaves for people: metrics, TensorBoard, sample tables, a timeline, a curve and its progress.
+"""Observers of a run: metrics, TensorBoard, sample tables, a timeline, a learning curve and a progress display.
 
-Every observer is a listener on the lifecycle hooks of :mod:`jackfield.plugins.hooks`, none knows another, and
-nothing depends on them. A run makes them with :func:`observers` and registers each with its plugin manager.
+Observers are independent listeners on the lifecycle hooks of :mod:`jackfield.plugins.hooks`, and nothing depends on
+them. A run makes them with :func:`observers` and registers each with its plugin manager.
 ``docs/reference/run_folder.md`` describes the files.
 """
 
@@ -36,17 +36,17 @@ def observers(
     """Make the observers of a run, to be registered with its plugin manager in any order.
 
     Args:
-        settings: which ones, and their settings.
-        folder: the run's folder; it need not exist yet. Nothing is written before ``run_started``.
-        console: where progress and warnings go; by default standard error.
-        clock: the run's clock, in whose times ``StageEnded`` is; by default real time.
+        settings: Selects the observers and configures them.
+        folder: The run's folder, which need not exist yet. Nothing is written before ``run_started``.
+        console: Console for progress and warnings; standard error by default.
+        clock: The clock in which ``StageEnded`` gives times; real time by default.
 
     Returns:
-        Objects with methods marked ``hookimpl``. When one of them fails it raises a :class:`RunError` that names it,
-        or prints that with ``on_error="warn"``, and listens no more. At the run's end it only prints.
+        Objects with methods marked ``hookimpl``. If one fails, it raises a :class:`RunError` that names it (it only
+        prints the error with ``on_error="warn"``, or at the run's end) and stops listening.
 
     Raises:
-        PluginError: ``plugin.requirement``, when a setting needs a package that is not installed.
+        PluginError: ``plugin.requirement`` if a setting needs a package that is not installed.
     """
     from rich.console import Console as RichConsole
 
@@ -73,6 +73,6 @@ def observers(
                     fix=f"install jackfield[train], or set observe.{setting}=false",
                 )
             made.append(make(settings, folder, report, time))
-    if settings.progress:  # hooks are called in reverse order: its summary comes when the others have written theirs
+    if settings.progress:  # hooks are called in reverse order, so its summary comes after the other files
         made.insert(0, ProgressDisplay(settings, folder, report, time, screen))
     return made

@@ -1,4 +1,4 @@
-"""What a person sees of a run: its progress on a console, and learning curves as a picture."""
+"""Displays of a run: its progress on a console, and its learning curves as an image."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ _OUTPUTS = ("metrics.jsonl", "tensorboard", "samples", "trace.json", "learning_c
 class ProgressDisplay(Observer):
     """Shows the run on a console: a header, the steps, the evaluations, failures, and a summary at the end.
 
-    A terminal gets a bar that moves; a file or a pipe gets plain lines without escape codes, one per step but not
-    more often than ``progress_interval`` seconds.
+    On a terminal it is a progress bar. A file or a pipe gets plain lines without escape codes, at most one per step
+    and one every ``progress_interval`` seconds.
     """
 
     name = "progress"
 
     console: Console
     _bar: Progress | None = attrs.field(default=None, init=False)
-    _shown: float = attrs.field(default=-math.inf, init=False)  #: when the last line was
+    _shown: float = attrs.field(default=-math.inf, init=False)  #: time of the last line
     _total: int = attrs.field(default=0, init=False)
     _began: float | None = attrs.field(default=None, init=False)
-    _ends: deque[float] = attrs.field(factory=lambda: deque(maxlen=21), init=False)  #: of the last steps
-    _scores: list[tuple[float, int]] = attrs.field(factory=list, init=False)  #: of each evaluation, with its step
+    _ends: deque[float] = attrs.field(factory=lambda: deque(maxlen=21), init=False)  #: end times of the last steps
+    _scores: list[tuple[float, int]] = attrs.field(factory=list, init=False)  #: score and step of each evaluation
 
     def hear(self, event: object) -> None:
         """Show an event."""
@@ -84,7 +84,7 @@ class ProgressDisplay(Observer):
             self._bar.start()
 
     def _show_step(self, event: StepEnded) -> None:
-        """Show a step: its metrics, and the time that the remaining steps will take at the speed of the last ones."""
+        """Show a step's metrics, and the remaining time at the speed of the last steps."""
         now, remaining, left = self.clock.time(), self._total - event.step, ""
         self._ends.append(now)
         if remaining > 0 and len(self._ends) > 1:
@@ -120,13 +120,13 @@ class ProgressDisplay(Observer):
         self.report(f"files in {self.folder}: {', '.join(written) or 'none'}")
 
     def close(self) -> None:
-        """Take the bar down."""
+        """Remove the progress bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
     def _remember(self, metrics: Mapping[str, Any], step: int) -> bool:
-        """Keep an evaluation's score; return False when it has none, or none that is finite."""
+        """Keep an evaluation's score; return False if it has none or it is not finite."""
         score = metrics.get("score")
         if score is None or not math.isfinite(score):
             return False
@@ -142,7 +142,7 @@ def _make_bar(console: Console) -> Progress:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
     from rich.table import Column
 
-    # On a narrow terminal the metrics are cut, not the bar.
+    # on a narrow terminal the metrics are cut, not the bar
     metrics = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1))
     left = TextColumn("{task.fields[left]}", markup=False, table_column=Column(no_wrap=True))
     columns = (SpinnerColumn(), MofNCompleteColumn(), BarColumn(bar_width=16), TimeElapsedColumn(), left, metrics)
@@ -154,7 +154,7 @@ def _number(value: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Write a time: ``41 s`` up to two minutes, then ``12:05`` or ``1:02:33``."""
+    """Format a duration: ``41 s`` up to two minutes, then ``12:05`` or ``1:02:33``."""
     return f"{seconds:.0f} s" if seconds < 120 else str(timedelta(seconds=round(seconds))).lstrip("0:")
 
 
@@ -175,7 +175,7 @@ class LearningCurve(Observer):
     _title: str | None = attrs.field(default=None, init=False)
 
     def hear(self, event: object) -> None:
-        """Remember what is drawn, after the points that a resumed run's metrics file has, and draw it at the end."""
+        """Collect the points of the curve, those of a resumed run's metrics file first, and draw it at the end."""
         if isinstance(event, RunStarted):
             if event.first_step > 0:
                 self._lines = list(read_lines(self.folder / "metrics.jsonl", event.first_step))
@@ -185,7 +185,7 @@ class LearningCurve(Observer):
             kind, step, metrics = found
             drawn = {name: metrics[name] for name in (_SCORE, _REWARD, _LOSS) if name in metrics}
             self._lines.append({"kind": kind, "step": step, "time": self.seconds(), **drawn})
-        if isinstance(event, RunEnded) and self._title is not None:  # else the run has never started
+        if isinstance(event, RunEnded) and self._title is not None:  # otherwise the run never started
             _draw([_Curve(self._title, _COLOURS[0]).follow(self._title, self._lines)], self.path, self._title, None)
 
 
@@ -197,22 +197,22 @@ def plot_learning_curve(
     labels: Sequence[str] | None = None,
     target: float | None = None,
 ) -> None:
-    """Draw the learning curves of one or several runs: 1200 x 700 pixels.
+    """Draw the learning curves of one or several runs as an image of 1200 x 700 pixels.
 
-    Above, the evaluations' score over steps and over seconds; below, the training reward of each step with its moving
-    mean, or the training loss where no run has a reward (supervised fine-tuning).
+    The upper plots show evaluation scores over steps and over seconds. The lower one shows the training reward of each
+    step and its moving mean, or the training loss if no run has a reward (supervised fine-tuning).
 
     Args:
-        metrics_files: one ``metrics.jsonl`` per curve. A sequence of files is one curve whose phases follow each
-            other (a warm-up, then reinforcement learning): their steps and seconds are added up.
-        png: the picture, replaced in one move; its folder is made.
-        title: above the picture.
-        labels: one per curve for the legend; without, the names of the folders that tell the curves apart.
-        target: a score to mark with a dashed line.
+        metrics_files: One ``metrics.jsonl`` per curve. A sequence of files makes one curve of consecutive phases (a
+            warm-up, then reinforcement learning), whose steps and seconds are added up.
+        png: The image file, which is replaced atomically. Its folder is created.
+        title: Title of the image.
+        labels: Legend labels, one per curve. By default, the folder names that distinguish the curves.
+        target: A score to mark with a dashed line.
 
     Raises:
-        PluginError: ``plugin.requirement``, when matplotlib is not installed.
-        FileNotFoundError: when a metrics file is not there.
+        PluginError: ``plugin.requirement`` if matplotlib is not installed.
+        FileNotFoundError: If a metrics file does not exist.
     """
     runs = [[entry] if isinstance(entry, Path) else list(entry) for entry in metrics_files]
     folders = [paths[-1].resolve().parent for paths in runs]
@@ -238,11 +238,11 @@ class _Curve:
     score: list[tuple[int, float, float]] = attrs.field(factory=list)
     reward: list[tuple[int, float]] = attrs.field(factory=list)
     loss: list[tuple[int, float]] = attrs.field(factory=list)
-    phases: list[tuple[int, float, str]] = attrs.field(factory=list)  #: where each begins
-    end: tuple[int, float] = (0, 0.0)  #: the last step, and the seconds
+    phases: list[tuple[int, float, str]] = attrs.field(factory=list)  #: step, seconds and name of each phase's start
+    end: tuple[int, float] = (0, 0.0)  #: last step and its seconds
 
     def follow(self, name: str, lines: Iterable[Mapping[str, Any]]) -> _Curve:
-        """Append a phase: its steps and seconds are added to those of the phases before it."""
+        """Append a phase, whose steps and seconds continue those of the previous phases."""
         first_step, first_second = self.end
         self.phases.append((first_step, first_second, name))
         scores: dict[int, tuple[int, float, float]] = {}  # a step evaluated again after a resume counts once
@@ -283,7 +283,7 @@ def _draw(curves: Sequence[_Curve], png: Path, title: str, target: float | None)
     steps, seconds = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
     _draw_scores(steps, curves, 0, "trainer steps", target)
     _draw_scores(seconds, curves, 1, "seconds since the start", target)
-    # The moving mean is over about a tenth of the longest curve, an odd number of steps from 1 to 51.
+    # the moving mean covers about a tenth of the longest curve, an odd number of steps from 1 to 51
     longest = max(len(one.reward) or len(one.loss) for one in curves)
     window = 2 * min(25, longest // 20) + 1
     _draw_training(figure.add_subplot(grid[1, :]), curves, window)
@@ -322,7 +322,7 @@ def _draw_scores(axes: Axes, curves: Sequence[_Curve], unit: int, x_label: str, 
     for one in curves:
         for step, second, name in one.phases[1:]:
             begun.setdefault((step, second)[unit], set()).add(name if unit == 0 else "")
-    # Each seed may change phase at a second of its own; as many lines would say nothing.
+    # phases of several runs start at different seconds; a line for each would only confuse
     for place, names in begun.items() if unit == 0 or len(begun) == 1 else ():
         axes.axvline(place, color=_QUIET, linestyle=":", linewidth=1.2)
         if len(names) == 1 and names != {""}:
@@ -344,7 +344,7 @@ def _draw_training(axes: Axes, curves: Sequence[_Curve], window: int) -> None:
 
 
 def _dress(axes: Axes, x_label: str, y_label: str, title: str, empty: str | None) -> None:
-    """Label axes; ``empty`` is shown in the place of curves."""
+    """Label axes; ``empty`` is shown if there are no curves."""
     axes.set_title(title, fontsize=12, loc="left")
     axes.set(xlabel=x_label, ylabel=y_label, axisbelow=True)
     axes.grid(color="#e3e6ea", linewidth=0.8)
@@ -354,7 +354,7 @@ def _dress(axes: Axes, x_label: str, y_label: str, title: str, empty: str | None
 
 
 def _moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """Compute the mean of each value and its neighbours, as many on either side, fewer towards the ends."""
+    """Return the mean of each value and its neighbours, symmetrically, with fewer of them towards the ends."""
     means = []
     for index in range(len(values)):
         reach = min(window // 2, index, len(values) - 1 - index)
@@ -363,5 +363,5 @@ def _moving_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def _plain(text: str) -> str:
-    """Return a text in which matplotlib sees no formulas, and a legend no private name."""
+    """Escape a text, so that matplotlib finds no formulas in it and legends do not hide it as private."""
     return (" " + text if text.startswith("_") else text).replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""What the observers have in common: settings, a clock, files to append to, JSON lines, a name in their failures."""
+"""The base of the observers: settings, clock, append-only files, JSON lines and error handling."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from jackfield.files import AppendFile, replacing
 from jackfield.plugins.hooks import EvaluationEnded, RunEnded, StepEnded, WeightsSynced, hookimpl
 from jackfield.settings import option
 
-# Some readers end a line at these characters, too, which JSON allows inside a string.
+# JSON allows these characters inside a string, but some readers end a line at them.
 _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
 
 @attrs.frozen(kw_only=True)
 class ObserveSettings:
-    """What the run writes and shows."""
+    """Settings of what a run writes and shows."""
 
     metrics_file: bool = option(True, help="write metrics.jsonl")
     tensorboard: bool = option(True, help="write TensorBoard event files to tensorboard/")
@@ -48,9 +48,9 @@ class ObserveSettings:
 
 @hookimpl
 def _receive(self: Observer, event: object) -> None:
-    """Hear an event. A failure names the observer, which then listens no more.
+    """Pass an event to an observer. If it fails, raise an error that names it; it then stops listening.
 
-    At the end of the run a failure is only reported, so that it hides no error of the run.
+    At the end of the run a failure is only reported, so that it does not hide an error of the run.
     """
     if self._failed:
         return
@@ -70,7 +70,7 @@ def _receive(self: Observer, event: object) -> None:
         )
         try:
             self.close()
-        except Exception as second:  # the first failure is the one to report
+        except Exception as second:  # the first failure is reported
             failure.add_note(f"and closing it failed: {second}")
         if self.settings.on_error != "warn" and not ends:
             raise failure from error
@@ -79,14 +79,14 @@ def _receive(self: Observer, event: object) -> None:
 
 @attrs.define(eq=False, slots=False)
 class Observer:
-    """The base of the observers."""
+    """The base class of observers."""
 
-    name: ClassVar[str] = "observer"  #: in its own error messages
-    output: ClassVar[str] = ""  #: what it writes, relative to the run's folder
+    name: ClassVar[str] = "observer"  #: name in its error messages
+    output: ClassVar[str] = ""  #: file or folder that it writes, relative to the run's folder
     settings: ObserveSettings
-    folder: Path  #: the run's; an observer makes it when the run starts
-    report: Callable[[str], None]  #: prints one text for people; used for this observer's own failures
-    clock: Clock  #: the run's
+    folder: Path  #: the run's folder; an observer creates it when the run starts
+    report: Callable[[str], None]  #: prints a message to the user, such as a failure of this observer
+    clock: Clock  #: the run's clock
     _files: dict[Path, AppendFile] = attrs.field(factory=dict, init=False)
     _origin: float = attrs.field(default=0.0, init=False)
     _failed: bool = attrs.field(default=False, init=False)
@@ -100,39 +100,39 @@ class Observer:
     samples_recorded = samples_failed = weights_synced = _receive
 
     def hear(self, event: object) -> None:
-        """Write or show what an event of :mod:`jackfield.plugins.hooks` says, if it concerns this observer."""
+        """Write or show an event of :mod:`jackfield.plugins.hooks`, if it concerns this observer."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Let go of files and of the screen; more than once is fine."""
+        """Close files and release the screen. It may be called more than once."""
         while self._files:
             self._files.popitem()[1].close()
 
     def open_file(self, path: Path, tail: bytes = b"") -> None:
-        """Make a file to append to, and its folder."""
+        """Open a file to append to, and create its folder."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._files[path] = AppendFile(path, tail)
 
     def append(self, data: bytes) -> None:
-        """Append to the only file."""
+        """Append to the open file."""
         if not self._files:
             raise RuntimeError("an event came before run_started")
         next(iter(self._files.values())).append(data)
 
     def go_on(self, earlier: Iterable[Mapping[str, Any]]) -> None:
-        """Count seconds from the start of the run, so that they follow those of the earlier lines."""
+        """Start to count seconds, continuing those of the lines of an earlier process."""
         self._origin = self.clock.time() - max((float(line.get("time", 0)) for line in earlier), default=0.0)
 
     def seconds(self) -> float:
-        """Return the seconds of work since the start of the run, resumed parts added up."""
+        """Return the seconds of work since the start of the run, summed over its processes."""
         return self.clock.time() - self._origin
 
 
 def metrics_of(event: object) -> tuple[str, int, dict[str, float | int]] | None:
     """Return kind (``step``, ``evaluation``, ``weights``), step and metrics of an event that has metrics.
 
-    Zero-dimensional arrays and tensors become plain numbers. A weight synchronisation has its seconds, of them the
-    longest pause of a replica, the number of replicas and the bytes sent.
+    Zero-dimensional arrays and tensors become plain numbers. A weight sync has its duration in seconds, the longest
+    pause of a replica in seconds, the number of replicas and the bytes sent.
     """
     metrics: Mapping[str, Any]
     match event:
@@ -154,9 +154,9 @@ def _number(value: Any) -> float | int:
 
 
 def encode(line: Mapping[str, Any]) -> bytes:
-    """Write one line of strict JSON in UTF-8.
+    """Encode one line of strict JSON in UTF-8.
 
-    A number that is not finite becomes null, and its path is in the list ``not_finite``; other types become texts.
+    A number that is not finite becomes null, and its path is added to the list ``not_finite``. Other types become text.
     """
     try:
         text = json.dumps(line, ensure_ascii=False, allow_nan=False)
@@ -169,7 +169,7 @@ def encode(line: Mapping[str, Any]) -> bytes:
 
 
 def _strict(value: Any, not_finite: list[str], path: str = "") -> Any:
-    """Return ``value`` in JSON's own types; paths of not-finite numbers, which become None, go to ``not_finite``."""
+    """Return ``value`` in JSON types; non-finite numbers become None, and their paths go to ``not_finite``."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, numbers.Real):
@@ -185,9 +185,9 @@ def _strict(value: Any, not_finite: list[str], path: str = "") -> Any:
 
 
 def read_lines(path: Path, last_step: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON-lines file, those of steps after ``last_step`` left out.
+    """Yield the objects of a JSON-lines file up to ``last_step``.
 
-    A file that does not exist has none. A line that a kill or another program tore is skipped.
+    A missing file yields nothing. Incomplete lines, from a kill or another program, are skipped.
     """
     if path.exists():
         with path.open("rb") as file:
@@ -197,7 +197,7 @@ def read_lines(path: Path, last_step: int | None = None) -> Iterator[dict[str, A
 
 
 def _line(raw: bytes) -> dict[str, Any] | None:
-    """Read a line; None where it is no JSON object."""
+    """Parse a line; return None if it is not a JSON object."""
     try:
         line = json.loads(raw)
     except (ValueError, RecursionError):
@@ -206,10 +206,10 @@ def _line(raw: bytes) -> dict[str, Any] | None:
 
 
 def cut_after(path: Path, last_step: int) -> None:
-    """Drop a JSON-lines file's lines of steps after ``last_step``, and torn lines, in one move.
+    """Atomically drop the lines of steps after ``last_step``, and incomplete lines, from a JSON-lines file.
 
-    A run that begins at step 0 has restored nothing, so it keeps nothing. A warning counts whole lines that are no
-    JSON objects: a kill does not tear these.
+    A run that starts at step 0 has restored nothing and keeps nothing. A warning counts complete lines that are not
+    JSON objects, because a kill does not produce these.
     """
     if last_step <= 0:
         path.unlink(missing_ok=True)

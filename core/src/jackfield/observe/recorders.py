@@ -1,4 +1,4 @@
-"""The files that a run appends to: metrics, tables of samples, TensorBoard events and the timeline."""
+"""Observers that append to files: metrics, sample tables, TensorBoard events and the timeline."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _RESERVED = frozenset({"kind", "not_finite", "step", "time"})
 
 
 class MetricsFile(Observer):
-    """Writes ``metrics.jsonl``: one object per step, evaluation and weight synchronisation.
+    """Writes ``metrics.jsonl`` with one object per step, evaluation and weight sync.
 
-    Each has ``kind``, ``step``, ``time`` (seconds of work since the run's start, resumed parts added up) and the
-    metrics. A NaN or an infinity is ``null`` and its name is in the list ``not_finite``. Every line is in the file
-    when the hook returns. A resumed run first cuts the lines of steps after the restored one.
+    Each has ``kind``, ``step``, ``time`` (seconds of work since the run's start, summed over its processes) and the
+    metrics. A NaN or an infinity is ``null``, and its name is in the list ``not_finite``. Each line is in the file when
+    the hook returns. A resumed run first drops the lines of steps after the restored one.
     """
 
     name = "metrics file"
     output = "metrics.jsonl"
 
     def hear(self, event: object) -> None:
-        """Write a line, and cut at the start what a resumed run does again."""
+        """Write a line; at the start, drop the lines of steps that a resumed run repeats."""
         if isinstance(event, RunStarted):
             cut_after(self.path, event.first_step)
             self.go_on(read_lines(self.path))
@@ -50,8 +50,8 @@ class MetricsFile(Observer):
 class TensorBoardFiles(Observer):
     """Writes scalars to ``tensorboard/``: ``train/NAME``, ``evaluation/NAME`` and ``weights/seconds``.
 
-    A run that goes on opens a further file, whose first event makes TensorBoard forget the steps after the restored
-    one; a run that starts from the beginning makes it forget everything. Neither torch nor TensorFlow is imported.
+    Each start opens another file, whose first event makes TensorBoard drop the steps after the restored one, or all
+    steps if the run starts from the beginning. Neither torch nor TensorFlow is imported.
     """
 
     name = "TensorBoard"
@@ -64,7 +64,7 @@ class TensorBoardFiles(Observer):
 
         if isinstance(event, RunStarted):
             earlier = list(self.path.glob("events.out.tfevents.*"))
-            # TensorBoard reads the files of a folder in the order of their names, so a later one needs a later second.
+            # TensorBoard reads the files of a folder in the order of their names, so a new one needs a later second
             second = max([int(time.time()), *(int(path.name.split(".")[3]) + 1 for path in earlier)])
             self.open_file(self.path / f"events.out.tfevents.{second:010d}.{socket.gethostname()}")
             self._write(file_version="brain.Event:2")
@@ -79,7 +79,7 @@ class TensorBoardFiles(Observer):
             self._write(step=step, summary=Summary(value=scalars))
 
     def _write(self, **fields: Any) -> None:
-        """Write one event in one append; TensorBoard's own writer leaves that to a thread, which would fail unseen."""
+        """Write one event with one append; TensorBoard's writer uses a thread, whose failures would go unnoticed."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -99,7 +99,7 @@ class SampleTables(Observer):
     output = "samples"
 
     def hear(self, event: object) -> None:
-        """Write the samples of a step or an evaluation, as many as the settings say, and all failures."""
+        """Write all failures, and as many samples of a step or an evaluation as the settings allow."""
         match event:
             case RunStarted():
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -122,11 +122,11 @@ class SampleTables(Observer):
 
 
 def read_samples(path: Path, step: int | None = None) -> list[dict[str, Any]]:
-    """Read the rows of a sample table.
+    """Read the samples of a sample table.
 
     Args:
-        path: a file that :class:`SampleTables` wrote; without it there are no rows.
-        step: rows of this step only; -1 means the last step in the file.
+        path: A file that :class:`SampleTables` wrote. A missing file has no samples.
+        step: Read samples of this step only; -1 means the last step in the file. None reads all.
     """
     rows = list(read_lines(path))
     if step == -1:
@@ -138,9 +138,9 @@ def render_samples(samples: Sequence[Mapping[str, Any] | SampleRecord], console:
     """Print samples as a table: key, prompt, response, reward and mask.
 
     Args:
-        samples: rows of :func:`read_samples`, or the records of an event.
-        console: where to print.
-        title: a line above the table.
+        samples: Samples from :func:`read_samples`, or the records of an event.
+        console: Console to print to.
+        title: A line above the table.
     """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -162,7 +162,7 @@ def render_samples(samples: Sequence[Mapping[str, Any] | SampleRecord], console:
 
 
 def _row(step: int, sample: SampleRecord) -> dict[str, Any]:
-    """Describe a sample, and the runs of its mask in tokens: ``12 model, 5 inserted, 7 model``."""
+    """Return a sample's entry, with its mask in words: ``12 model, 5 inserted, 7 model`` (tokens)."""
     runs = [(len(list(run)), "model" if bit else "inserted") for bit, run in itertools.groupby(sample.response_mask)]
     mask_text = ", ".join(f"{length} {kind}" for length, kind in runs)
     return {"step": step, **attrs.asdict(sample, recurse=False), "mask_text": mask_text}
@@ -170,31 +170,31 @@ def _row(step: int, sample: SampleRecord) -> dict[str, Any]:
 
 _TAIL = b"\n]\n"
 _ORDER = ("explorer", "reward", "trainer", "weights")  # lanes from top to bottom; others follow
-_REMEMBERED = 64  # earlier stages of a track against which a new one is checked
-_SLACK = 1e-6  # seconds by which stages that follow each other may overlap on paper
+_REMEMBERED = 64  # a new stage is checked against this many earlier ones of its track
+_SLACK = 1e-6  # seconds by which consecutive stages may overlap, because of rounding
 
 
 @attrs.define(eq=False, slots=False)
 class Timeline(Observer):
-    """Writes ``trace.json`` in the Chrome trace event format: one lane per ``StageEnded.lane``, times in microseconds.
+    """Writes ``trace.json`` in the Chrome trace event format, with times in microseconds.
 
-    The file is valid JSON after every event, so also when the run is killed. Stages of one lane that overlap without
-    one holding the other (two batches in flight) get a second lane, ``explorer (2)``, as the format has no other
-    way to draw them. ``StageEnded.step`` counts from 0 as batches do. A run resumed after ``n`` completed steps keeps
-    everything up to the trainer's last stage of a step below ``n``, which ends with the checkpoint of step ``n``.
+    There is a lane for each ``StageEnded.lane``. The file is valid JSON after every event, even if the run is killed.
+    Stages of a lane that overlap without nesting (two batches in flight) get a second lane, ``explorer (2)``, because
+    the format cannot draw them otherwise. ``StageEnded.step`` counts from 0, as batches do. A run resumed after ``n``
+    completed steps keeps all up to the trainer's last stage of a step below ``n``, which ends with that checkpoint.
     """
 
     name = "timeline"
     output = "trace.json"
 
     _early: list[StageEnded] = attrs.field(factory=list, init=False)
-    #: by name: starts and ends of their newest stages
+    #: starts and ends of each track's newest stages, by the track's name
     _tracks: dict[str, list[tuple[float, float]]] = attrs.field(factory=dict, init=False)
 
     def hear(self, event: object) -> None:
-        """Write a stage; those before the run's start (loading a model) wait for it.
+        """Write a stage. Stages before ``run_started`` (loading a model) are written after it.
 
-        The trace of a resumed run goes on where the last kept stage ended.
+        The trace of a resumed run continues where the last kept stage ended.
         """
         if isinstance(event, RunStarted):
             going_on = event.first_step > 0 and self.path.exists()
@@ -224,7 +224,7 @@ class Timeline(Observer):
                 self.append(b",\n" + _metadata("thread_name", track, name=name))
                 self.append(b",\n" + _metadata("thread_sort_index", track, sort_index=position * 100 + track))
             outside = [stage for stage in self._tracks[name] if stage[0] < start - _SLACK]
-            # Stages come in the order of their ends, so one that began earlier must have ended before this began.
+            # stages arrive in the order of their ends, so one that started earlier must have ended before this start
             if not outside or max(ended for _, ended in outside) <= start + _SLACK:
                 break
             count += 1
@@ -237,7 +237,7 @@ def _metadata(kind: str, track: int, **arguments: Any) -> bytes:
 
 
 def _stages(trace: bytes, completed: int) -> list[dict[str, Any]]:
-    """Read the stages of an earlier trace up to the end of the completed steps; a torn file has none."""
+    """Return the stages of an earlier trace up to the end of the completed steps, or none if it is damaged."""
     try:
         events = [event for event in json.loads(trace) if event.get("ph") == "X"]
     except ValueError:

@@ -1,4 +1,4 @@
-"""Weights: versions, digests, receipts, and the synchronisation of all replicas."""
+"""Weight sync: versions, digests, receipts, and transfers to all replicas."""
 
 from __future__ import annotations
 

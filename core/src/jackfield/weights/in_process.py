@@ -1,4 +1,4 @@
-"""The in-process checkpoint engine: trainer and replicas on one event loop, tensors handed over by reference."""
+"""The in-process checkpoint engine, which passes tensors by reference on one event loop."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from jackfield.settings import option
 if TYPE_CHECKING:
     import torch
 
-_AHEAD = 2  #: buckets that a receiver may not have read yet while the sender goes on
+_AHEAD = 2  #: how many unread buckets a receiver may have before the sender waits
 
 _NUMBERS = itertools.count()
-_SESSIONS: dict[str, LocalSession] = {}  #: senders, by the names of their transfers
+_SESSIONS: dict[str, LocalSession] = {}  #: the senders' sessions, by the names of their transfers
 
 
 class _Link(Connection):
-    """One end of a connection within a process, to the ``other`` end. Values go over as they are."""
+    """One end of a connection within a process. Values are passed to the ``other`` end by reference."""
 
     owner: TransferSession
     other: _Link
@@ -42,12 +42,12 @@ class _Link(Connection):
 
 
 class LocalSession(TransferSession):
-    """A transfer session whose ends are in one process, on one event loop."""
+    """A transfer session whose ends share one process and event loop."""
 
     name: str | None = None
 
     async def open(self, host: str, port: int = 0) -> dict[str, Any]:
-        """Become known by a name."""
+        """Register the session under a name; return the address that workers use."""
         self.name = f"in-process-{next(_NUMBERS)}"
         _SESSIONS[self.name] = self
         return {"name": self.name, "secret": ""}
@@ -81,7 +81,7 @@ class InProcessConfig:
 
 
 class InProcessCheckpointEngine(OneSenderEngine):
-    """One end of a transfer within one process and event loop."""
+    """One end of a weight transfer within one process and event loop."""
 
     config: InProcessConfig
     session_class = LocalSession
@@ -89,12 +89,12 @@ class InProcessCheckpointEngine(OneSenderEngine):
     async def send(
         self, session: TransferSession, weights: Generator[tuple[str, torch.Tensor], None, None]
     ) -> Mapping[str, Any]:
-        """Hand every tensor to every worker."""
+        """Pass every tensor to every worker."""
         bucket: list[tuple[str, torch.Tensor]] = []
         size, limit, numbers = 0, self.config.bucket_bytes, itertools.count()
 
         async def put(bucket: list[tuple[str, torch.Tensor]], ahead: int) -> None:
-            """Hand a bucket over, and wait until no worker has more than ``ahead`` buckets left to read."""
+            """Pass on a bucket, and wait until no worker has more than ``ahead`` unread buckets."""
             number = next(numbers)
             session.tell({f"bucket {number}": bucket})
             await session.until(lambda peer: peer.said.get("read", 0) > number - ahead, "take a tensor")
@@ -115,7 +115,7 @@ class InProcessCheckpointEngine(OneSenderEngine):
         return {}
 
     async def receive(self, session: TransferSession) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Yield every tensor, by reference."""
+        """Yield every tensor by reference."""
         sender, read = session.peers[0], 0
 
         def came(peer: Peer) -> bool:

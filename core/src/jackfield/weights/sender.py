@@ -1,4 +1,4 @@
-"""The sending end of a weight transfer: names, digests, and the changes since a version that every worker holds."""
+"""The sending end of a weight transfer, which computes digests and deltas to a version that every worker holds."""
 
 from __future__ import annotations
 
@@ -18,74 +18,74 @@ from jackfield.sdk.receiver import PREFIX
 if TYPE_CHECKING:
     import torch
 
-_LARGE = 1 << 20  #: bytes; the digest of such a tensor is worth a thread
-_VERSIONS = 2  #: that a sender remembers: the one that every worker holds, and the one that is on its way
+_LARGE = 1 << 20  #: bytes from which a tensor's digest is computed in a thread
+_VERSIONS = 2  #: versions that a sender remembers: the one that every worker holds, and the one in transfer
 
 Tensors: TypeAlias = "Generator[tuple[str, torch.Tensor], None, None]"
 
-#: A training engine's ``get_per_tensor_param``: named tensors, and the PEFT config when they are an adapter's.
+#: A training engine's ``get_per_tensor_param``: returns named tensors, and the PEFT config if they are an adapter's.
 WeightSource: TypeAlias = Callable[[], tuple[Tensors, "Mapping[str, Any] | None"]]
 
 
 @attrs.frozen(kw_only=True)
 class PreparedSender:
-    """What is known of a rank before the workers connect."""
+    """The state of a sending rank before the workers connect."""
 
     metadata: Mapping[str, Any]
-    peft_config: Mapping[str, Any] | None = None  #: None: the weights are not an adapter's
+    peft_config: Mapping[str, Any] | None = None  #: None if the weights are not an adapter's
 
 
 @attrs.define(eq=False)
 class WeightSender:
-    """One rank of the trainer. It can be used again from :meth:`prepare` on."""
+    """The sender of one trainer rank. Each transfer starts with :meth:`prepare`."""
 
-    _engine: CheckpointEngine  #: this rank's, of the end ``sender``
-    _source: WeightSource | None = None  #: None: weights are given to :meth:`send`
-    #: size of the blocks that deltas consist of; 0: no delta will be sent
+    _engine: CheckpointEngine  #: this rank's checkpoint engine, for the end ``sender``
+    _source: WeightSource | None = None  #: None: weights are passed to :meth:`send`
+    #: size of the blocks of a delta, in bytes; 0: deltas are never sent
     _block_bytes: int = attrs.field(default=0, kw_only=True)
-    sent_bytes: int = attrs.field(default=0, init=False)  #: of the last transfer
+    sent_bytes: int = attrs.field(default=0, init=False)  #: bytes sent in the last transfer
     _version: int = attrs.field(default=0, init=False)
     _opened: Tensors | None = attrs.field(default=None, init=False)
-    #: of the last versions that were sent: 8 bytes for each block of each tensor
+    #: block digests of the last sent versions: 8 bytes for each block of each tensor
     _sent: dict[int, dict[str, Blocks]] = attrs.field(factory=dict, init=False)
 
     async def prepare(self) -> PreparedSender:
-        """Ask the source for its weights, and listen."""
+        """Get the weights from the source, and listen for workers."""
         peft_config = None
         if self._source is not None:
             self._opened, peft_config = self._source()
         return PreparedSender(metadata=(await self._engine.prepare()).metadata, peft_config=peft_config)
 
     async def build_topology(self, request: TopologyRequest) -> Topology:
-        """Decide who sends to whom; see :meth:`CheckpointEngine.build_topology`."""
+        """Choose which ends are connected; see :meth:`CheckpointEngine.build_topology`."""
         return self._engine.build_topology(request)
 
     async def connect(self, arguments: Mapping[str, Any], version: int) -> None:
-        """Meet the workers."""
+        """Connect to the workers."""
         self._version = version
         await self._engine.connect(ConnectRequest(arguments=arguments, version=version))
 
     async def knows(self, version: int) -> bool:
-        """Return whether a delta to ``version`` can be sent."""
+        """Return whether a delta can be computed against ``version``."""
         return version in self._sent
 
     async def transfer(
         self, arguments: Mapping[str, Any], version: int, base: int | None
     ) -> tuple[dict[str, str], int]:
-        """Connect and send the weights of the source. Returns digests by name, and the bytes sent."""
+        """Connect and send the weights of the source. Return digests by name, and the bytes sent."""
         await self.connect(arguments, version)
         return await self.send(base=base), self.sent_bytes
 
     async def send(self, weights: Tensors | None = None, *, base: int | None = None) -> dict[str, str]:
-        """Send every tensor and return their digests by name, taken before or while they are sent.
+        """Send all tensors and return their digests by name, computed before or during the transfer.
 
         Args:
-            weights: Named tensors; None: those of the source.
-            base: The version that every worker holds, to send what has changed since; None: to send everything.
+            weights: Named tensors. None sends those of the source.
+            base: The version that every worker holds, to send only changes since then. None sends everything.
 
         Raises:
-            WeightsError: ``weights.missing`` for a name that comes twice, ``weights.transfer`` without weights,
-                ``weights.base`` for a version that is not :meth:`known <knows>`.
+            WeightsError: ``weights.missing`` if a name occurs twice, ``weights.transfer`` if there are no weights,
+                ``weights.base`` if ``base`` is not :meth:`known <knows>`.
         """
         if base is not None and base not in self._sent:
             message = "a delta is to be made to a version that the sender has no digests of"
@@ -103,7 +103,7 @@ class WeightSender:
             await self._engine.send_weights(watched)
         finally:
             watched.close()
-            weights.close()  # after a failure, the source may have things to put back
+            weights.close()  # after a failure, the source may have to clean up
         if self._block_bytes:
             self._sent.pop(self._version, None)
             self._sent[self._version] = blocks
@@ -113,7 +113,7 @@ class WeightSender:
     def _watched(
         self, weights: Tensors, digests: dict[str, str], blocks: dict[str, Blocks], base: int | None
     ) -> Tensors:
-        """Yield what is sent of each tensor; note the digests of all on the way."""
+        """Yield the tensors or deltas to send, and collect the digests of all tensors."""
 
         def note(name: str, tensor: torch.Tensor) -> None:
             if self._block_bytes:
@@ -129,7 +129,7 @@ class WeightSender:
                 part: tuple[str, torch.Tensor] | None = (name, tensor)
                 if base is None and tensor.nbytes >= _LARGE and tensor.device.type == "cpu":  # while it is sent
                     noting = thread.submit(note, name, tensor)
-                else:  # a device's tensors stay with the stream of this thread
+                else:  # device tensors stay on this thread's stream
                     note(name, tensor)
                 if base is not None:
                     before = self._sent[base].get(name)
@@ -141,7 +141,7 @@ class WeightSender:
                     noting.result()
 
     async def finalize(self) -> None:
-        """Release what the transfer took; idempotent."""
+        """Release the resources of the transfer. It is idempotent."""
         opened, self._opened = self._opened, None
         if opened is not None:
             opened.close()
@@ -157,7 +157,7 @@ class Blocks:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, block_bytes: int) -> Blocks:
-        """Compute those of a tensor of any dtype, shape, stride and device."""
+        """Compute the block digests of a tensor of any dtype, shape, stride and device."""
         import torch
 
         content, digests = raw(tensor).cpu(), torch.empty(0, dtype=torch.int64)
@@ -172,7 +172,7 @@ class Blocks:
 def delta_of(
     name: str, tensor: torch.Tensor, before: Blocks | None, after: Blocks, block_bytes: int
 ) -> tuple[str, torch.Tensor] | None:
-    """Return what is sent of a tensor whose blocks were others ``before``, by name; None: nothing.
+    """Return what to send of a tensor, by name: its changed blocks or all of it; None if it equals ``before``.
 
     Changed blocks are packed as :mod:`jackfield.sdk.receiver` describes.
     """

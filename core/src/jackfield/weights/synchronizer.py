@@ -1,7 +1,7 @@
-"""One synchronisation: a version of the weights to all replicas, with proof.
+"""Weight sync: it brings a weight version to all replicas and verifies that they loaded it.
 
-Digests prove what lies in a replica's parameters. What it makes of them (packed copies, caches, kernels, numerics) only
-shows in what it generates: the probe has each replica generate a few tokens, which the engine scores.
+Digests prove the contents of a replica's parameters. Errors in packed copies, caches, kernels or numerics only show in
+what it generates. So a probe lets each replica generate a few tokens, which the engine scores.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from jackfield.weights.sender import WeightSender
 
 Kind: TypeAlias = Literal["full", "adapter", "delta"]
 
-_SHOWN = 4  #: names in a message
+_SHOWN = 4  #: maximum number of names in a message
 _GRACE_SECONDS = 10.0  #: for a cancelled end to finish
-_CAUSE_SECONDS = 1.0  #: for the end that broke a transfer off to fail before those that notice it
+_CAUSE_SECONDS = 1.0  #: to wait for the failure of the end that broke the transfer, if another end fails first
 
 
 @attrs.frozen(eq=False)
 class Replica:
-    """A started replica."""
+    """A replica that has been started."""
 
     server: BaseRolloutServer
     info: ServerInfo
@@ -46,35 +46,35 @@ class Replica:
 
 @attrs.frozen(kw_only=True)
 class SyncReport:
-    """What a synchronisation did."""
+    """The result of a weight sync."""
 
     version: int
     receipts: tuple[WeightReceipt, ...]  #: by replica
     seconds: float
-    paused_seconds: float  #: of the replica that paused longest
-    bytes: int  #: that were sent to a worker
+    paused_seconds: float  #: longest pause of a replica
+    bytes: int  #: bytes sent to a worker
     kind: Kind = "full"
-    digests: Mapping[str, str] = attrs.field(factory=dict)  #: of all tensors, sent or left as they were, by name
+    digests: Mapping[str, str] = attrs.field(factory=dict)  #: digests of all tensors by name, including unchanged ones
     peft_config: Mapping[str, Any] | None = None
-    retained: Mapping[str, Any] | None = None  #: connect arguments of any worker that comes later; None: in vain
+    retained: Mapping[str, Any] | None = None  #: connect arguments for workers that join later; None: not possible
 
 
 @attrs.define(eq=False)
 class WeightSynchronizer:
-    """Moves weights from the trainer's ranks to all inference workers, and believes nothing but their receipts."""
+    """Sends weights from the trainer's ranks to all inference workers, and verifies their receipts."""
 
-    senders: Sequence[WeightSender]  #: one for each trainer rank, in order; or their stubs
-    replicas: Sequence[Replica]  #: all of them, started; read at the beginning of each synchronisation
-    name: str  #: the checkpoint engine's plugin, by which each worker builds its receiver
+    senders: Sequence[WeightSender]  #: senders of the trainer's ranks in order, or their stubs
+    replicas: Sequence[Replica]  #: all started replicas; read at the beginning of each sync
+    name: str  #: plugin name of the checkpoint engine, from which each worker builds its receiver
     clock: Clock  #: time source for all waits and deadlines
-    settings: Mapping[str, Any] = attrs.field(factory=dict)  #: of the checkpoint engine; workers get the same
-    deadline_seconds: float = 600.0  #: the longest time of one transfer
-    #: compares what replicas and the engine compute, at the end; None: that is left out, or done elsewhere
+    settings: Mapping[str, Any] = attrs.field(factory=dict)  #: settings of the checkpoint engine, for all ends
+    deadline_seconds: float = 600.0  #: deadline of one transfer
+    #: compares replicas with the engine after the transfer; None: it is skipped, or done elsewhere
     probe: ReplicaProbe | None = None
-    kind: Literal["full", "delta"] = "full"  #: delta: send what changed since the last version that all acknowledged
-    #: where that version is not held everywhere; full: send everything, stop: ``weights.base``
+    kind: Literal["full", "delta"] = "full"  #: delta: send changes since the last version that all acknowledged
+    #: if that version is not held everywhere: "full" sends everything, "stop" raises ``weights.base``
     on_missing_base: Literal["full", "stop"] = "full"
-    #: of the last version that every replica has acknowledged
+    #: report of the last version that every replica has acknowledged
     last: SyncReport | None = attrs.field(default=None, init=False)
 
     @property
@@ -83,14 +83,14 @@ class WeightSynchronizer:
         return None if self.last is None else self.last.version
 
     async def sync(self, version: int) -> SyncReport:
-        """Bring ``version`` to every replica. A transfer that breaks off is repeated once.
+        """Bring ``version`` to every replica. A transfer that fails is repeated once. Every end is finalized.
 
         Raises:
-            WeightsError: ``weights.version`` when it is not newer than the last one or a replica acknowledges another;
-                ``weights.missing`` or ``weights.digest`` naming replica, worker and tensors; ``weights.transfer`` when
-                an end fails, and the others are then cancelled; ``weights.base``; ``weights.log-probs``. Every end is
-                finalized.
-            DeadlineExceeded: names the ends that had not finished.
+            WeightsError: ``weights.version`` if it is not newer than the last one, or a replica acknowledges another;
+                ``weights.missing`` or ``weights.digest`` if tensors are missing or wrong (replica, worker and tensors
+                are named); ``weights.transfer`` if an end fails (the others are cancelled); ``weights.base`` if a
+                delta cannot be applied; ``weights.log-probs`` if the probe finds a mismatch.
+            DeadlineExceeded: If the transfer takes too long; the unfinished ends are named.
         """
         if self.version is not None and version <= self.version:
             message = "a weight version goes backwards"
@@ -99,16 +99,16 @@ class WeightSynchronizer:
         return self.last
 
     async def catch_up(self, replica: Replica, version: int) -> SyncReport:
-        """Bring the engine's weights, which are of ``version``, whole to one replica that was restarted or joins.
+        """Send all weights of the engine, which has ``version``, to a replica that was restarted or joins.
 
-        The engine must not train meanwhile.
+        The engine must not train during the transfer.
         """
         return await self._proved([replica], version, delta=False)
 
     async def _proved(
         self, replicas: Sequence[Replica], version: int, *, delta: bool, again: bool = True
     ) -> SyncReport:
-        """Transfer, whole where a delta cannot be applied and ``again`` where it breaks off; verify the receipts."""
+        """Transfer and verify the receipts. A failed delta becomes a full transfer; other failures are retried once."""
         start = self.clock.time()
         base = await self._base(replicas) if delta else None
         try:
@@ -128,7 +128,7 @@ class WeightSynchronizer:
         return attrs.evolve(report, seconds=self.clock.time() - start)
 
     async def _base(self, replicas: Sequence[Replica]) -> int | None:
-        """Return the version that a delta can be made to; None: everything has to be sent."""
+        """Return the version that a delta can be based on, or None if everything has to be sent."""
         if self.version is None:
             return None
         lacking = [f"sender {rank}" for rank, each in enumerate(self.senders) if not await each.knows(self.version)]
@@ -144,7 +144,7 @@ class WeightSynchronizer:
         return None
 
     def _without(self, why: str, error: WeightsError | None) -> None:
-        """Go on with a whole transfer, or raise ``weights.base``."""
+        """Allow a full transfer instead of a delta, or raise ``weights.base``."""
         if self.on_missing_base == "stop":
             expected, fix = f"version {self.version} at every sender and replica", "set weights.on_missing_base: full"
             message = f"a delta cannot be sent: {why}"
@@ -161,7 +161,7 @@ class WeightSynchronizer:
     async def _transferred(self, replicas: Sequence[Replica], version: int, base: int | None) -> SyncReport:
         prepared = [await sender.prepare() for sender in self.senders]
         peft_config = prepared[0].peft_config
-        base = base if peft_config is None else None  # an adapter is sent whole
+        base = base if peft_config is None else None  # an adapter is always sent in full
         kind: Kind = "adapter" if peft_config is not None else "full" if base is None else "delta"
         metadata, workers = tuple(each.metadata for each in prepared), sum(replica.info.workers for replica in replicas)
         request = TopologyRequest(trainer_metadata=metadata, rollout_workers=workers)
@@ -203,7 +203,7 @@ class WeightSynchronizer:
 
 
 def verify(info: ServerInfo, receipt: WeightReceipt, version: int, sent: Mapping[str, str]) -> None:
-    """Refuse a receipt that does not prove that every worker has loaded just what was sent (digests by name)."""
+    """Refuse a receipt unless it proves that every worker loaded exactly the tensors that were sent."""
     where = f"replica {info.replica}"
 
     def refuse(code: str, message: str, expected: Any, found: Any) -> None:
@@ -239,8 +239,8 @@ async def run_together(
     """Run all ends of a transfer, by name, and return their results. A failure or the deadline cancels the others.
 
     Raises:
-        WeightsError: names the end that failed first. An end may notice a break before the end that broke it off fails.
-        DeadlineExceeded: names the ends that have not finished.
+        WeightsError: If an end fails. The first failure is named, though the end that caused it may fail later.
+        DeadlineExceeded: If the ends take too long; the unfinished ones are named.
     """
     failures: dict[str, BaseException] = {}  #: in order: the first is the cause, the others are consequences
 
@@ -276,7 +276,7 @@ async def run_together(
 
 
 async def _cancel(tasks: Mapping[asyncio.Task[Any], str], clock: Clock) -> str:
-    """Cancel the ends that still run, and name those that ignore it."""
+    """Cancel the ends that are still running, and return the names of those that ignore it."""
     for task in tasks:
         task.cancel()
     with suppress(DeadlineExceeded):
@@ -290,7 +290,7 @@ async def _cancel(tasks: Mapping[asyncio.Task[Any], str], clock: Clock) -> str:
 
 @attrs.frozen
 class ProbeAnswer:
-    """What one replica generated with weights of ``version``."""
+    """The tokens that a replica generated with weights of ``version``."""
 
     replica: int
     version: int
@@ -299,30 +299,30 @@ class ProbeAnswer:
 
 @attrs.define(kw_only=True, eq=False)
 class ReplicaProbe:
-    """Has every replica generate a few tokens, and the engine score them.
+    """Lets every replica generate a few tokens, and compares their log-probs with the engine's.
 
-    Raises: ``weights.log-probs``, naming the replica that is farthest away, if it is beyond the bound;
-    ``DeadlineExceeded`` when a replica does not answer.
+    It raises ``weights.log-probs`` if a distance exceeds the bound (the worst replica is named), and
+    ``DeadlineExceeded`` if a replica does not respond.
     """
 
-    prompt: Callable[[], Awaitable[Sequence[int]]]  #: its tokens; asked for once
-    #: the engine's log-probs of each response's tokens, from a prompt and responses
+    prompt: Callable[[], Awaitable[Sequence[int]]]  #: returns the prompt's tokens; called once
+    #: returns the engine's log-probs of each response's tokens, given a prompt and responses
     score: Callable[[Sequence[int], Sequence[Sequence[int]]], Awaitable[list[list[float]]]]
     clock: Clock
-    tokens: int  #: that each replica generates
-    temperature: float  #: of the engine's log-probs
-    bound: float  #: of the mean distance of a replica's log-probs from the engine's, in nats
-    stops: bool  #: whether a distance beyond the bound is an error; else it is a warning
-    seconds: float  #: for all replicas to answer
-    report: Callable[[float], None] = lambda _: None  #: gets the distance of the replica that is farthest away
+    tokens: int  #: tokens that each replica generates
+    temperature: float  #: temperature of the engine's log-probs
+    bound: float  #: on the mean distance of a replica's log-probs from the engine's, in nats
+    stops: bool  #: whether a larger distance is an error rather than a warning
+    seconds: float  #: deadline for all replicas to respond
+    report: Callable[[float], None] = lambda _: None  #: called with the largest distance
     _prompt_ids: tuple[int, ...] = attrs.field(default=(), init=False)
 
     async def check(self, servers: Mapping[int, BaseRolloutServer], version: int) -> None:
-        """Ask and compare, where engine and replicas can both work."""
+        """Ask the replicas and compare, if the engine and the replicas can run at the same time."""
         await self.compare(await self.ask(servers, version))
 
     async def ask(self, servers: Mapping[int, BaseRolloutServer], version: int) -> list[ProbeAnswer]:
-        """Have every replica (by number) generate; one that has older weights refuses."""
+        """Let every replica (by number) generate. A replica with older weights refuses the request."""
         self._prompt_ids = self._prompt_ids or tuple(await self.prompt())
         sampling = SamplingParams(max_new_tokens=self.tokens, temperature=self.temperature, seed=0, ignore_eos=True)
         name, prompt = f"probe-{version}", self._prompt_ids
@@ -332,7 +332,7 @@ class ReplicaProbe:
         return [ProbeAnswer(number, version, result) for number, result in zip(servers, results, strict=True)]
 
     async def compare(self, answers: Sequence[ProbeAnswer]) -> None:
-        """Score what replicas generated. The engine must have the weights that they had."""
+        """Compare the replicas' log-probs with the engine's. The engine must have the weights of the same version."""
         scored = await self.score(self._prompt_ids, [answer.result.token_ids for answer in answers])
         compared = [
             (_distance(answer.result.log_probs, own), answer, own) for answer, own in zip(answers, scored, strict=True)
