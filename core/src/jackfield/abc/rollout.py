@@ -296,19 +296,19 @@ class BaseRolloutServer(ABC):
 
     @abstractmethod
     async def abort(self, request: AbortRequest) -> AbortResult:
-        """End requests. They generate no more tokens once it returns."""
+        """End requests, which generate no more tokens once it returns."""
 
     @abstractmethod
     async def pause(self, request: PauseRequest) -> PauseResult:
-        """Stop decoding. No forward pass runs once it returns."""
+        """Stop decoding; no forward pass runs once it returns."""
 
     @abstractmethod
     async def resume(self, request: ResumeRequest) -> ResumeResult:
-        """Resume decoding."""
+        """Resume decoding after a pause."""
 
     @abstractmethod
     async def sleep(self, request: SleepRequest) -> SleepResult:
-        """Free memory. The replica has to be paused or idle."""
+        """Free memory of the replica, which has to be paused or idle."""
 
     @abstractmethod
     async def wake_up(self, request: WakeUpRequest) -> WakeUpResult:

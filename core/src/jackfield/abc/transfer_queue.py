@@ -170,15 +170,15 @@ class TransferQueueBackend(ABC):
 
     @abstractmethod
     async def put(self, request: PutRequest) -> PutResult:
-        """Store values. Every reader sees them once it returns."""
+        """Store values, which every reader sees once it returns."""
 
     @abstractmethod
     async def get(self, request: GetRequest) -> GetResult:
-        """Read values. Every byte is there once it returns."""
+        """Read values, of which every byte is there once it returns."""
 
     @abstractmethod
     async def keys(self, request: KeysRequest) -> KeysResult:
-        """List readable samples. :meth:`get` reports values that differ from what was put (``queue.lost``)."""
+        """List the readable samples. :meth:`get` reports values that differ from what was put (``queue.lost``)."""
 
     @abstractmethod
     async def delete(self, request: DeleteRequest) -> DeleteResult:

@@ -1,18 +1,18 @@
-"""The data plane: samples × columns, written by many, leased, acked and consumed exactly once.
+"""The data plane: a table of samples × columns with many writers and exactly-once consumption.
 
-**Groups.** The rollouts of a group end with no, one or several samples or fail. With the last of them the group
-settles: with enough samples it is published; else it is dropped and its index made again. When a sample of a published
-group fails, the same rule decides again. A sample that is gone is no one's error: columns that are added to it and acks
-of it are ignored, and its values are deleted.
+**Groups.** A rollout of a group ends with no, one or several samples, or it fails. When the last rollout has ended, the
+group is published if it has enough samples; otherwise it is dropped and its index is retried. The same rule applies
+when a sample of a published group fails. A sample that was removed is not an error: columns added to it and acks of it
+are ignored, and its values are deleted.
 
-**Consumers.** A *stage* is registered with the columns that it ``writes``, and is done with a group when they are
-there. Any other consumer acks under a lease; once it has leased a group, the group does not change. Leases last until
-they are given back or acked, or until their holder ends.
+**Consumers.** A *stage* is registered with the columns that it ``writes``, and is done with a group when these columns
+exist. Any other consumer acks under a lease; once it has leased a group, the group does not change. A lease lasts until
+it is released or acked, or until its holder ends.
 
-**Backpressure.** Explorers get no further group while ``max_samples`` or ``max_bytes`` would be exceeded. Groups of a
-batch that a consumer waits for *now* are given whatever the limits say, and those of the oldest batch that is not
-complete, while a consumer waits for any group in vain and no other one has work. So what a trainer waits for can always
-be finished: the limits bound how far producers run ahead.
+**Backpressure.** Explorers get no further group while ``max_samples`` or ``max_bytes`` would be exceeded. Two kinds of
+groups bypass the limits: those of a batch that a consumer is waiting for, and those of the oldest incomplete batch
+while a consumer waits for any group and no other consumer has work. So the batch that a trainer waits for can always
+be completed; the limits bound how far producers run ahead.
 """
 
 from __future__ import annotations

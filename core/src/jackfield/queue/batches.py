@@ -1,4 +1,4 @@
-"""Batches: who makes which groups, and how far producers may run ahead."""
+"""Batches: assignment of groups to explorers, and backpressure."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from jackfield.queue.records import BatchState, Partition, Place
 
 @attrs.define(eq=False)
 class Batches:
-    """Hands out batches and their groups, and holds producers back."""
+    """The part of the queue that hands out batches and groups and applies backpressure."""
 
     core: Controller
     groups: Groups
     max_samples: int | None
     max_bytes: int | None
-    clients: dict[str, str] = attrs.field(factory=dict, init=False)  #: of explorers that have claimed batches
-    _mean: float = attrs.field(default=0.0, init=False)  # bytes of a sample, the last time that there was one
+    clients: dict[str, str] = attrs.field(factory=dict, init=False)  #: by explorer that has claimed batches
+    _mean: float = attrs.field(default=0.0, init=False)  # last known mean bytes of a sample
 
     async def claim_batch(
         self,
@@ -37,18 +37,18 @@ class Batches:
         below: int | None = None,
         deadline_seconds: float = 600.0,
     ) -> Batch | None:
-        """Take the next batch to make; None when all below ``below`` are final.
+        """Claim the next batch to generate. Return None when all batches below ``below`` are final.
 
-        Batches that were given back, with the groups that they had published, come first; they keep their own number of
-        groups. Where all below ``below`` are claimed, it waits: another explorer's may be given back. Without ``below``
-        it never waits.
+        Released batches come first; they keep their published groups and their own number of groups. If all batches
+        below ``below`` are claimed, wait, since another explorer's batch may be released. Without ``below`` it never
+        waits.
 
-        Backpressure counts with ``rollouts``, how many a group of a new batch probably has. The deadline counts while
-        nothing happens and no consumer works with complete batches.
+        ``rollouts`` is the expected number of rollouts per group of a new batch, for backpressure. The deadline runs
+        only while no batch changes and no consumer works with complete batches.
 
         Raises:
-            DeadlineExceeded: naming an unfinished batch.
-            QueueError: ``queue.batch-failed`` when one of them has failed.
+            DeadlineExceeded: If the deadline passes; it names an unfinished batch.
+            QueueError: ``queue.batch-failed`` if one of the batches has failed.
         """
         if groups < 1 or rollouts < 1 or not explorer:
             found = f"explorer {explorer!r}, {groups} groups, {rollouts} rollouts"
@@ -72,7 +72,7 @@ class Batches:
             await self.core.wait(self._until(left, since, deadline_seconds), functools.partial(unfinished, left[0]))
 
     def _until(self, batches: Sequence[BatchState], since: float, seconds: float) -> float:
-        """Return the end of a wait: it begins again with each change of a batch, and never ends while one is leased."""
+        """Return the end of a wait, which restarts at each change of a batch and is infinite while one is leased."""
         leased = any(batch.is_leased() for batch in batches)
         return float("inf") if leased else max(since, *(batch.moved for batch in batches)) + seconds
 
@@ -86,9 +86,9 @@ class Batches:
         return batch
 
     async def release_batches(self, explorer: str) -> tuple[Batch, ...]:
-        """Take the unfinished batches of a dead explorer back; they are handed out again.
+        """Release the unfinished batches of a dead explorer, so that they are handed out again.
 
-        Their open groups are dropped, which is no retry; published groups stay.
+        Their open groups are dropped, which does not count as a retry; published groups are kept.
         """
         mine = [batch for batch in self.core.state.batches() if explorer in batch.explorers]
         released = [batch for batch in mine if not batch.is_complete and batch.failure is None]
@@ -113,27 +113,27 @@ class Batches:
         self.core.record("release", partition=batch.partition.name, batch=batch.number, groups=indexes, reason=reason)
 
     async def end_holder(self, client: str) -> None:
-        """End the leases of a client that is gone, and let others have the batches of its explorers."""
+        """End the leases of a client that is gone and release the batches of its explorers."""
         for explorer in sorted(name for name, each in self.clients.items() if each == client):
             del self.clients[explorer]
             await self.release_batches(explorer)
         self.groups.leases.end(lambda consumer, hold: hold.client == client)
 
-    # -- groups to make
+    # -- groups to fill
 
     async def groups_to_fill(
         self, batch: Batch, deadline_seconds: float, *, until: Literal["final", "published"] = "final"
     ) -> AsyncIterator[tuple[GroupKey, ...]]:
-        """Iterate over lists of groups to make: at once all that are vacant and have room, later those to make again.
+        """Yield lists of groups to generate: first all vacant ones that have room, later the retries.
 
-        It ends when a consumer has acked all groups, so that none can be dropped any more (``final``), or when all are
-        published; if one is dropped afterwards, the batch is offered to the next claimant. The deadline counts while
-        nothing happens to the batch and no consumer works with its groups.
+        With ``until="final"`` it ends when a consumer has acked all groups, so that none can be dropped any more; else
+        when all are published: if one is dropped afterwards, the batch is offered to the next claimant. The deadline
+        runs only while the batch does not change and no consumer works with its groups.
 
         Raises:
-            DeadlineExceeded: naming rollouts, groups or consumers that are waited for.
-            QueueFull: there was no room for a group in time.
-            QueueError: ``queue.batch-failed`` when a group was made again too often; or the batch was taken back.
+            DeadlineExceeded: If the deadline passes; it names the awaited rollouts, groups or consumers.
+            QueueFull: If there was no room for a group in time.
+            QueueError: ``queue.batch-failed`` if a group was retried too often; also if the batch was released.
         """
         partition = self.core.state.partition(batch.partition)
         state, since = partition.batches.get(batch.number), self.core.clock.time()
@@ -144,7 +144,7 @@ class Batches:
         state.readers += 1
         try:
             while True:
-                await asyncio.sleep(0)  # a consumer that was woken looks first: it may not wait any more
+                await asyncio.sleep(0)  # let a woken consumer run first: it may not need the groups any more
                 if self._is_over(state, batch.explorer, until):
                     return
                 if keys := self._take(state, batch.explorer):
@@ -159,7 +159,7 @@ class Batches:
             self.core.wake()
 
     def _is_over(self, batch: BatchState, explorer: str, until: Literal["final", "published"]) -> bool:
-        """Tell whether there will be no more groups to make for an explorer."""
+        """Return whether an explorer will get no more groups of a batch."""
         self.core.require_open()
         batch.require_well()
         now = self.core.state.partition(batch.partition.name).batches.get(batch.number)
@@ -172,7 +172,7 @@ class Batches:
         return False
 
     def _take(self, batch: BatchState, explorer: str) -> tuple[GroupKey, ...]:
-        """Hand out the vacant places for which there is room."""
+        """Assign the vacant places for which there is room."""
         taken, vacant = [], batch.vacant()
         room = self._room() if vacant else 0
         for place in vacant:
@@ -185,7 +185,7 @@ class Batches:
         return tuple(taken)
 
     async def _wait_to_fill(self, batch: BatchState, since: float, seconds: float) -> None:
-        """Wait until something happens to the batch, or there may be room for its vacant places."""
+        """Wait until the batch changes or there may be room for its vacant places."""
         until = self._until([batch], max(since, self.core.moved) if batch.vacant() else since, seconds)
         try:
             await self.core.wait(until, lambda: unfinished(batch))
@@ -203,7 +203,7 @@ class Batches:
     # -- room
 
     def _room(self) -> float:
-        """Return how many further samples fit, beside those that are there or being made."""
+        """Return how many samples fit in addition to those that exist or are being generated."""
         state = self.core.state
         if self.max_samples is None and self.max_bytes is None:
             return float("inf")
@@ -216,7 +216,7 @@ class Batches:
         return room
 
     def _is_demanded(self, batch: BatchState) -> bool:
-        """Tell whether a consumer waits for this batch, or in vain for any group while the others have no work."""
+        """Return whether a batch bypasses the limits: a consumer waits for it, or for any group and none has work."""
         consumers = batch.partition.consumers
         if any(batch.number in consumer.awaited for consumer in consumers):
             return True
@@ -227,7 +227,7 @@ class Batches:
 
 
 def _coming(place: Place) -> int:
-    """Return how many samples will probably come from a place that was handed out."""
+    """Return the expected number of samples from a place that is being filled."""
     if place.explorer is None or place.is_made:
         return 0
     group = place.group

@@ -1,4 +1,4 @@
-"""What all parts of the queue share. Internal to the package."""
+"""The state and services that all parts of the queue share. Internal to the package."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from jackfield.queue.records import BatchState, Consumer, Place, State
 from jackfield.queue.store import Store
 
 _KEPT_FAILURES = 10_000
-_SHOWN = 4  #: samples or groups that a message names
+_SHOWN = 4  #: maximum number of samples or groups that a message names
 
 
 @attrs.define(eq=False)
 class Controller:
-    """What all parts of the queue share: state and store, waits, and what there is to say and to delete."""
+    """The shared state, store, waits, failures and pending deletions of the queue."""
 
     backend: TransferQueueBackend
     clock: Clock
     store: Store
-    caller: Callable[[], str | None]  #: returns the client that calls
+    caller: Callable[[], str | None]  #: returns the calling client
     state: State = attrs.field(factory=State, init=False)
     is_closed: bool = attrs.field(default=True, init=False)
-    change: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)  #: of anything
+    change: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)  #: set at any change
     moved: float = attrs.field(default=0.0, init=False)  #: time of the last change of any place
-    failures: dict[str, str] = attrs.field(factory=dict, init=False)  #: what did not become training data, and why
-    discarded: dict[str, list[str]] = attrs.field(factory=dict, init=False)  #: keys that nothing needs, by partition
+    failures: dict[str, str] = attrs.field(factory=dict, init=False)  #: reasons of failed or dropped data, by name
+    discarded: dict[str, list[str]] = attrs.field(factory=dict, init=False)  #: unused keys to delete, by partition
     deletion: asyncio.Task[None] | None = attrs.field(default=None, init=False)
 
     # -- waits
@@ -45,12 +45,12 @@ class Controller:
             raise QueueError(f"the backend failed to delete samples: {error}") from error
 
     def wake(self) -> None:
-        """Let all who wait look again."""
+        """Wake all waiters, which evaluate their conditions again."""
         self.change.set()
         self.change = asyncio.Event()
 
     async def wait(self, until: float, describe: Callable[[], str]) -> None:
-        """Wait for the next change, until a time of the clock; the error of the deadline says what is lacking then."""
+        """Wait for the next change until a time of the clock. ``describe`` says what is missing at the deadline."""
         start = self.clock.time()
         try:
             await self.clock.wait_for(self.change.wait(), max(until - start, 0.0), "the TransferQueue")
@@ -62,7 +62,7 @@ class Controller:
     # -- changes
 
     def touch(self, place: Place) -> None:
-        """Note that a place has changed: the store follows, and deadlines of its batch begin again."""
+        """Record that a place has changed, so that it is stored and its batch's deadlines restart."""
         self.store.places[place] = None
         place.batch.moved = self.moved = self.clock.time()
 
@@ -71,22 +71,22 @@ class Controller:
         self.store.coming.append({"event": event, "time": self.clock.time(), **fields})
 
     def fail(self, subject: str, reason: str) -> None:
-        """Remember what will not become training data."""
+        """Record why something will not become training data."""
         self.failures[subject] = reason
         if len(self.failures) > _KEPT_FAILURES:
             del self.failures[next(iter(self.failures))]
 
     def discard(self, keys: Iterable[str], partition: str | None = None) -> None:
-        """Let the backend forget values."""
+        """Schedule the deletion of values from the backend."""
         for key in keys:
             self.discarded.setdefault(partition or partition_of(key), []).append(key)
 
 
-# -- what a wait of a consumer or an explorer lacks, in words
+# -- descriptions of what a consumer or an explorer waits for
 
 
 def missing(consumer: Consumer, number: int | None, count: int | None) -> str:
-    """Say why a consumer does not get the groups of a batch, or (None) so many of any batch."""
+    """Describe why a consumer does not get ``count`` groups of a batch, or (None) of any batch."""
     batches = consumer.partition.batches
     wanted = f"{count or 1} groups" if number is None else f"batch {number}"
     head = f"{wanted} of partition {consumer.partition.name!r} for consumer {consumer.name!r}"
@@ -98,7 +98,7 @@ def missing(consumer: Consumer, number: int | None, count: int | None) -> str:
 
 
 def unfinished(batch: BatchState) -> str:
-    """Say what keeps a batch from being final."""
+    """Describe why a batch is not final."""
     return "; ".join([f"batch {batch.number} of partition {batch.partition.name!r}", *_lacking([batch])])
 
 
@@ -134,6 +134,6 @@ def _lacking(batches: Sequence[BatchState], consumer: Consumer | None = None) ->
 
 
 def some(names: Sequence[str]) -> str:
-    """Return the first few, and how many more there are."""
+    """Return the first few names and the number of the others."""
     rest = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

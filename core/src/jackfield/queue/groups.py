@@ -1,4 +1,4 @@
-"""Groups: what becomes of rollouts, and of groups that fail, are dropped or lost."""
+"""Groups: the end of rollouts, and groups that fail, are dropped or are lost."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _GONE = "its values are gone from the store, or damaged in it"
 
 @attrs.define(eq=False)
 class Groups:
-    """Opens groups, and publishes, retries or drops them."""
+    """The part of the queue that opens, publishes, retries and drops groups."""
 
     core: Controller
     leases: Leases
     max_retries: int
-    _feeds: list[tuple[str, list[str]]] = attrs.field(factory=list, init=False)  # partition and keys to come
+    _feeds: list[tuple[str, list[str]]] = attrs.field(factory=list, init=False)  # partition and pending keys
 
     async def open_groups(self, groups: Sequence[NewGroup]) -> None:
-        """Announce groups, which begin now.
+        """Open groups, whose rollouts start now.
 
         Raises:
-            QueueError: when one is not this explorer's to make any more; those before it in the list are open.
+            QueueError: If a group is no longer assigned to this explorer. Those before it in the list are open then.
         """
         for new in groups:
             key = new.key
@@ -52,9 +52,9 @@ class Groups:
             self.core.state.groups[place.group.name] = place.group
 
     async def end_rollouts(self, reports: Sequence[RolloutReport]) -> tuple[str, ...]:
-        """Record that rollouts have ended; the values of their samples are in the backend.
+        """Record that rollouts have ended, after the values of their samples were put into the backend.
 
-        Return the keys that were not taken: the group was dropped, or the rollout reported before. Their values are
+        Return the rejected keys, whose group was dropped or whose rollout was reported before. Their values are
         deleted.
         """
         stray = tuple(key for report in reports for key in self._end(report))
@@ -62,16 +62,16 @@ class Groups:
         return stray
 
     def _end(self, report: RolloutReport) -> tuple[str, ...]:
-        """Record how a rollout ended, and settle the group with its last one; return the keys that were not taken."""
+        """Record the end of a rollout; the last one settles the group. Return the rejected keys."""
         group = self.core.state.group(report.group)
         if group is not None and not 0 <= report.rollout < group.new.rollouts:
             raise QueueError("the group has no such rollout", where=report.group, found=report.rollout)
         if group is None or group.is_published or report.rollout in group.ended:
             known = {} if group is None else group.samples
-            return tuple(key for key in report.keys if key not in known)  # it was dropped, or reported before
+            return tuple(key for key in report.keys if key not in known)  # dropped, or reported before
         columns, tags = frozenset(report.columns), report.tags or ({},) * len(report.keys)
         for key, size, own in zip(report.keys, report.sizes, tags, strict=True):
-            if (made := report.lineage.get(key)) is not None:  # for all who look at tags
+            if (made := report.lineage.get(key)) is not None:  # tags show the lineage
                 own = {**own, "operation": made.operation, "parents": list(made.parents)}
             group.samples[key] = Sample(report.rollout, own, columns, size)
             self.core.state.count(1, size)
@@ -90,7 +90,7 @@ class Groups:
         return ()
 
     def _settle(self, group: Group, reason: str = "") -> None:
-        """Let consumers have a group whose rollouts have ended, or drop it and let its index be made again."""
+        """Publish a group whose rollouts have ended, or drop it and retry its index."""
         if not group.is_published:
             return
         if group.is_satisfied():
@@ -99,9 +99,9 @@ class Groups:
             self._retry(group, reason or _shortage(group))
 
     async def new_samples(self, partition: str) -> AsyncIterator[tuple[str, ...]]:
-        """Iterate over the keys of samples as their rollouts end, first those that are there; nothing is leased.
+        """Yield the keys of existing samples, then of new ones as their rollouts end, without a lease.
 
-        Samples that have the columns of all stages are left out. The iteration ends when the queue closes.
+        Samples that have the columns of all stages are skipped. The iteration ends when the queue closes.
         """
         feed = [key for group in self.core.state.partition(partition).groups() for key in group.samples]
         self._feeds.append(entry := (partition, feed))
@@ -125,10 +125,10 @@ class Groups:
     # -- drops and failures
 
     async def drop_groups(self, groups: Sequence[str], reason: str) -> None:
-        """Drop groups that no consumer which acks has leased, and have them made again; skip those that are gone.
+        """Drop and retry groups, unless an acking consumer has leased one. Groups that are gone are skipped.
 
         Raises:
-            QueueError: when one is leased, or never was there; then none is dropped.
+            QueueError: If a group is leased or never existed; then none is dropped.
         """
         found = [group for name in groups if (group := self.core.state.group(name)) is not None]
         _require_free(found)
@@ -136,10 +136,10 @@ class Groups:
             self._retry(group, reason, failed=False)
 
     async def fail_samples(self, reasons: Mapping[str, str]) -> None:
-        """Fail samples, by key; the policy of their groups decides again. Samples that are gone are skipped.
+        """Fail samples by key and publish or retry their groups again. Samples that are gone are skipped.
 
         Raises:
-            QueueError: when a consumer which acks has leased such a group; then no sample is failed.
+            QueueError: If an acking consumer has leased such a group; then no sample is failed.
         """
         found = self._by_group(reasons)
         _require_free(found)
@@ -148,7 +148,7 @@ class Groups:
             self._settle(group, reasons[keys[-1]])
 
     def _by_group(self, keys: Iterable[str]) -> dict[Group, list[str]]:
-        """Return the samples that are there."""
+        """Return the keys of existing samples by group."""
         found: dict[Group, list[str]] = {}
         for key in keys:
             if (group := self.core.state.group_with(key)) is not None:
@@ -161,13 +161,13 @@ class Groups:
         self.leases.remove(group, keys)
 
     async def fail_lost(self, meta: BatchMeta | None = None, keys: Sequence[str] = ()) -> tuple[str, ...]:
-        """Fail the samples whose values the backend has lost; groups with too few samples left are made again.
+        """Fail the samples whose values the backend has lost, and retry groups with too few samples left.
 
-        A group that an end consumer has leased is left alone: the consumer may have read everything. Where it has not,
-        it names its batch (``meta``), gives it back and leases its groups again. What it has acked is not made again.
-        ``keys`` are samples that the backend has named already (``found`` of ``queue.lost``).
+        A group that an acking consumer has leased is kept, as the consumer may have read everything. If it has not, it
+        passes its batch as ``meta``, which is released, and leases its groups again. Acked groups are not retried.
+        ``keys`` are lost samples that the backend has already named (``found`` of ``queue.lost``).
 
-        Return the keys of lost samples that are not in the queue any more.
+        Return the keys of lost samples that are no longer in the queue.
         """
         lost = list(dict.fromkeys([*keys, *sorted(await self.lost(self.core.state))]))
         mine = [] if meta is None else [group for groups in self.leases.held(meta).values() for group in groups]
@@ -190,7 +190,7 @@ class Groups:
         return tuple(key for key in lost if not self.core.state.knows(key))
 
     async def lost(self, state: State) -> set[str]:
-        """Find the samples that a state knows and whose values the backend does not have any more."""
+        """Return the samples of a state whose values are no longer in the backend."""
         there = (await self.core.backend.keys(KeysRequest())).samples
         return {
             key
@@ -200,7 +200,7 @@ class Groups:
         }
 
     def _retry(self, group: Group, reason: str, *, failed: bool = True) -> None:
-        """Drop a group and let its index be made once more, or fail its batch."""
+        """Drop a group and retry its index, or fail its batch after too many retries."""
         place, batch = group.place, group.batch
         if failed:
             self.core.fail(group.name, reason)
@@ -216,7 +216,7 @@ class Groups:
             batch.failure = f"{why}; index {place.index} was made again {self.max_retries} times"
 
     def vacate(self, place: Place) -> None:
-        """Let a place be handed out again."""
+        """Make a place vacant, so that it is handed out again."""
         place.explorer = None
         self.core.touch(place)
         place.batch.offer()
@@ -224,15 +224,15 @@ class Groups:
     # -- columns
 
     async def add_columns(self, target: BatchMeta | Sequence[str], written: Written) -> tuple[str, ...]:
-        """Note that columns of samples are in the backend; consumers whose columns are complete wake.
+        """Record that columns of samples are in the backend, and wake consumers whose columns are complete.
 
-        The holder of a lease may replace columns; without a lease a column is written once.
+        The holder of a lease may replace columns; without a lease a column is written only once.
 
-        Return the keys of samples that are still there; of the others the values are deleted.
+        Return the keys of samples that still exist. The values of the others are deleted.
 
         Raises:
-            LeaseError: when the lease does not hold any more.
-            QueueError: ``queue.unknown-sample``, or ``queue.column`` for a column that is there.
+            LeaseError: If the lease is no longer valid.
+            QueueError: ``queue.unknown-sample``, or ``queue.column`` for a column that already exists.
         """
         keys = target.keys if isinstance(target, BatchMeta) else tuple(target)
         tags, columns = written.tags, frozenset(written.columns)

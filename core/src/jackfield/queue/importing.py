@@ -1,4 +1,4 @@
-"""Samples of files into a partition."""
+"""Import of samples from files into a partition."""
 
 from __future__ import annotations
 
@@ -29,54 +29,54 @@ from jackfield.sdk.arrow import SavedSample
 from jackfield.sdk.cells import join
 
 _WHO = "import"
-_SECONDS = 600.0  #: for room in the queue
+_SECONDS = 600.0  #: deadline of a wait for room in the queue
 
 
 @attrs.define(eq=False)
 class ImportedSamples:
-    """Samples of a file, or of a queue's folder, as one batch of published groups, and again where they are lost.
+    """The samples of a file or of a queue's folder, imported as one batch of published groups.
 
-    Samples of one group become one group again, each as a rollout of its own. Its parent is ``ORIGIN:KEY``, or
-    ``ORIGIN`` where it had no key, and what that was made of is remembered. Samples are read one by one: of those that
-    were read, only the names of their groups are kept.
+    Samples of one group form one group again, each as a rollout of its own. A sample's parent is ``ORIGIN:KEY``, or
+    ``ORIGIN`` if it had no key, and the parent's lineage is kept. Samples are read one by one; only the names of their
+    groups stay in memory. Lost samples are imported again.
     """
 
-    queue: TransferQueue  #: started
+    queue: TransferQueue  #: a started queue
     values: Values  #: of the queue's backend
-    partition: str  #: where the samples go
-    read: Callable[[], Iterable[SavedSample]]  #: reads the samples from the first one on, in an order that stays
-    origin: str  #: the file or folder that they are from
-    complete: Callable[[SavedSample], SavedSample] = lambda sample: sample  #: adds to each sample what is missing
-    _sizes: Counter[object] = attrs.field(factory=Counter, init=False)  # of groups, in the order of first samples
+    partition: str  #: the partition that gets the samples
+    read: Callable[[], Iterable[SavedSample]]  #: reads all samples, each time in the same order
+    origin: str  #: the file or folder of the samples
+    complete: Callable[[SavedSample], SavedSample] = lambda sample: sample  #: adds missing columns to a sample
+    _sizes: Counter[object] = attrs.field(factory=Counter, init=False)  # group sizes in the order of first samples
 
     async def put(self) -> int:
-        """Put all samples. Returns their number.
+        """Put all samples and return their number.
 
         Raises:
-            QueueError: where a sample cannot be put.
+            QueueError: If a sample cannot be put.
         """
         batch = await self._claim()
-        while batch is not None and not batch.vacant:  # of an earlier import: a restored queue offers it again
+        while batch is not None and not batch.vacant:  # of an earlier import, offered again after a restore
             batch = await self._claim()
         if batch is not None:
             await self._fill(batch)
         return sum(self._sizes.values())
 
     async def keep(self) -> None:
-        """Put groups again whose samples were lost with a part of the store; until cancelled.
+        """Put groups again whose samples were lost with a part of the store. It runs until it is cancelled.
 
         Raises:
-            QueueError: a group was lost too often.
+            QueueError: If a group was lost too often.
         """
         while True:
             with suppress(DeadlineExceeded):
                 batch = await self._claim(below=1)
                 if batch is None:
-                    return  # all its groups are used up
+                    return  # all its groups were consumed
                 await self._fill(batch)
 
     async def _claim(self, below: int | None = None) -> Batch | None:
-        """Claim the batch of these samples; None where there are none, or none are left to make."""
+        """Claim the batch of these samples. Return None if there are none, or no group is left to put."""
         if not self._sizes:
             self._sizes = Counter(_group_of(sample, number) for number, sample in enumerate(self.read()))
         groups, partition = len(self._sizes), self.partition
@@ -85,7 +85,7 @@ class ImportedSamples:
         return await self.queue.claim_batch(partition, _WHO, groups, below=below, deadline_seconds=_SECONDS)
 
     async def _fill(self, batch: Batch) -> None:
-        """Fill the places of a batch that have no group, as many at a time as there is room for."""
+        """Fill the vacant places of a batch, as many at a time as there is room for."""
         places = {group: place for place, group in enumerate(self._sizes)}
         async for keys in self.queue.groups_to_fill(batch, _SECONDS, until="published"):
             wanted, opened = {key.index: key for key in keys}, Counter[int]()
@@ -121,19 +121,19 @@ def _group_of(sample: SavedSample, number: int) -> object:
 
 
 class _AppendingBackend(MemoryBackend):
-    """Adds whole samples to the checkpoint of one folder; of what is in its file only the columns' names are in memory.
+    """A backend that appends whole samples to a folder's checkpoint; only column names stay in memory.
 
-    Until :meth:`checkpoint` the folder's checkpoint is the one that was there.
+    The folder's previous checkpoint stays valid until :meth:`checkpoint`.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(MemoryConfig(), TransferQueueContext())
         self._folder = folder
-        self._pending: list[tuple[str, str]] = []  #: samples that are not in the file yet: a batch at most
+        self._pending: list[tuple[str, str]] = []  #: samples that are not in the file yet, at most one batch
         self._archive: ArchiveWriter | None = None
 
     def _write(self) -> ArchiveWriter:
-        """Write what is pending, behind the samples that are there."""
+        """Append the pending samples to the file."""
         if self._archive is None:
             there = [sample for sample in self._cells if sample not in self._pending]
             self._archive = ArchiveWriter(self._folder)
@@ -149,7 +149,7 @@ class _AppendingBackend(MemoryBackend):
         return self._archive
 
     async def put(self, request: PutRequest) -> PutResult:
-        """Append samples to the file: each is put once, with all columns that it will have."""
+        """Append samples to the file. Each sample is put once, with all its columns."""
         result = await super().put(request)
         self._pending += [(request.partition, key) for key in request.keys]
         if len(self._pending) >= BATCH_ROWS or self._bytes >= BATCH_BYTES:
@@ -157,28 +157,28 @@ class _AppendingBackend(MemoryBackend):
         return result
 
     async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
-        """Make what was put the folder's checkpoint."""
+        """Make the samples that were put the folder's checkpoint."""
         return self._write().finish()
 
     async def restore(self, request: SnapshotRequest) -> SnapshotResult:
-        """Keep the samples that are there."""
+        """Keep the existing samples."""
         for sample in read_archive(self._folder):
             self._cells[sample.partition, sample.key] = dict.fromkeys(sample.cells, ("", b""))
         return SnapshotResult(samples=len(self._cells), bytes=0)
 
     async def close(self) -> None:
-        """Remove what has become no checkpoint."""
+        """Remove files that are not part of a checkpoint."""
         if self._archive is not None:
             self._archive.close()
 
 
 async def import_file(file: Path, folder: Path, partition: str) -> int:
-    """Put the samples of a JSONL or Parquet file into the checkpointed queue of ``folder``. Returns their number.
+    """Put the samples of a JSONL or Parquet file into a folder's checkpointed queue; return their number.
 
-    The file may be larger than memory: values go from it to the folder batch by batch; tags and keys stay in memory.
+    The file may be larger than memory: values are copied batch by batch; tags and keys stay in memory.
 
     Raises:
-        QueueError: where the file is no file of samples, or the folder holds something else than a queue.
+        QueueError: If the file is not a file of samples, or the folder holds something other than a queue.
     """
     backend = _AppendingBackend(folder / VALUES_FOLDER)
     queue = TransferQueue(backend, Clock())

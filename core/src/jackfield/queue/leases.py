@@ -1,4 +1,4 @@
-"""Consumers: which groups they may have, hold and are done with."""
+"""Consumers: the groups that they may lease, hold and have acked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jackfield.queue.samplers import Ready, SamplerSpec
 
 @attrs.define(eq=False)
 class Leases:
-    """Readiness, leases and acks of whole groups."""
+    """The part of the queue that tracks readiness, leases and acks of whole groups."""
 
     core: Controller
 
@@ -30,19 +30,19 @@ class Leases:
         sampler: SamplerSpec | None = None,
         reuse: Reuse | None = None,
     ) -> None:
-        """Announce a consumer: groups of ``partition`` whose samples have ``columns`` are ready for it.
+        """Register a consumer, for which groups of ``partition`` are ready once their samples have ``columns``.
 
-        Groups are deleted when every consumer of their partition is finally done with them. Again with the same
-        partition and columns: the other arguments are taken over.
+        Groups are deleted when every consumer of their partition is finally done with them. If the consumer is already
+        registered with the same partition and columns, the other arguments are updated.
 
         Args:
-            name: The name of the consumer, of groups of ``partition``.
-            columns: The columns that it needs; ``writes``: those that it adds, where it is a stage.
-            sampler: Chooses among what is ready; None: in order. Its state is in checkpoints.
-            reuse: How often :meth:`lease_groups` gives a group; None: once.
+            name: The name of the consumer of groups of ``partition``.
+            columns: The columns that it needs; ``writes``: the columns that it adds, if it is a stage.
+            sampler: Chooses among ready groups; None: in order. Checkpoints keep its state.
+            reuse: How often :meth:`lease_groups` returns a group; None: once.
 
         Raises:
-            QueueError: when the name is registered for something else.
+            QueueError: If the name is registered with another partition or other columns.
         """
         made = None if sampler is None else sampler.make()
         consumer = self.core.state.consumers.get(name)
@@ -61,20 +61,20 @@ class Leases:
     # -- readiness
 
     def _offer(self, consumer: Consumer, group: Group) -> None:
-        """Make a published group available to a consumer whose columns are there and that has not had it."""
+        """Make a published group ready for a consumer whose columns exist and that has not had it."""
         if group.is_published and group.has(consumer.columns) and not consumer.has_had(group):
             consumer.ready[group] = None
         else:
             consumer.ready.pop(group, None)
 
     def offer_again(self) -> None:
-        """Offer everything that is there: the state is another one."""
+        """Offer all groups again after the state was replaced."""
         for group in self.core.state.groups.values():
             for consumer in group.partition.consumers:
                 self._return(consumer, group)
 
     def changed(self, group: Group) -> None:
-        """Look again at a group that was published, or whose samples or columns changed; consumers may be done."""
+        """Update readiness and completion of a group that was published or has changed samples or columns."""
         self.core.touch(group.place)
         for consumer in group.partition.consumers:
             if group in consumer.held and consumer.has_written(group):
@@ -90,12 +90,12 @@ class Leases:
     ) -> BatchMeta:
         """Lease groups of one batch, ordered by index, rollout and sequence.
 
-        With ``groups`` None: all that the consumer has not had, as soon as the batch is complete and they are ready;
-        with a number: so many (fewer at the end of the batch, none after it), as soon as they are ready.
+        With ``groups`` None, lease all groups that the consumer has not had, once the batch is complete and they are
+        ready; with a number, lease that many once they are ready (fewer at the end of the batch, none after it).
 
         Raises:
-            DeadlineExceeded: naming groups that are not there, rollouts that go on, columns that samples lack.
-            QueueError: when the batch has failed, or has been consumed.
+            DeadlineExceeded: If the deadline passes; it names missing groups, running rollouts and missing columns.
+            QueueError: If the batch has failed or was consumed.
         """
         mine = self.core.state.consumer(consumer)
         ready = functools.partial(self._ready, mine, batch, groups)
@@ -109,12 +109,12 @@ class Leases:
         ready: Callable[[], list[Group] | None],
         seconds: float,
     ) -> BatchMeta:
-        """Lease groups as soon as they are ready, of one batch or (None) of any."""
+        """Lease groups of one batch, or (None) of any batch, once they are ready."""
         if count is not None and count < 1:
             raise QueueError("at least one group is leased", expected="1 or more", found=count)
         until = self.core.clock.time() + seconds
         consumer.awaited.append(batch)
-        self.core.wake()  # a producer that is held back may make what this call waits for
+        self.core.wake()  # a producer under backpressure may generate what this call waits for
         try:
             while (groups := ready()) is None:
                 await self.core.wait(until, lambda: missing(consumer, batch, count))
@@ -137,7 +137,7 @@ class Leases:
 
     @staticmethod
     def _ready(consumer: Consumer, number: int, count: int | None) -> list[Group] | None:
-        """Return what a consumer gets of a batch; None: not yet."""
+        """Return the groups of a batch that a consumer gets; None: it has to wait."""
         partition = consumer.partition
         batch = partition.batches.get(number)
         if number < 0 or (batch is None and number < partition.next_batch):
@@ -167,30 +167,30 @@ class Leases:
         fresh: bool = True,
         deadline_seconds: float = 600.0,
     ) -> BatchMeta:
-        """Lease groups of any batch as the consumer's sampler chooses them.
+        """Lease groups of any batch that the consumer's sampler chooses.
 
-        Groups that are too stale at ``step`` are given up; those that rest after a use are not offered.
+        Groups that are too stale at ``step`` are retired; those in cooldown after a use are not offered.
 
-        Without ``groups`` all that are ready are given, at least one. With ``fresh`` groups that the consumer has not
-        used yet are offered, too, and it waits until there are enough; without, those that it has used before are given
-        at once, as many as there are. Cooldown and staleness are counted in steps of the trainer (``step``).
+        Without ``groups``, lease all ready groups, at least one. With ``fresh``, also offer groups that the consumer
+        has not used yet, and wait until there are enough; otherwise return at once as many used groups as there are.
+        Cooldown and staleness are counted in steps of the trainer (``step``).
 
         Raises:
-            DeadlineExceeded: naming rollouts that go on, columns that samples lack, and groups that are used up.
+            DeadlineExceeded: If the deadline passes; it names running rollouts, missing columns and spent groups.
         """
         mine = self.core.state.consumer(consumer)
         chosen = functools.partial(self._chosen, mine, groups, step, fresh)
         return await self._lease(mine, None, groups, chosen, deadline_seconds)
 
     def _chosen(self, consumer: Consumer, count: int | None, step: int | None, fresh: bool) -> list[Group] | None:
-        """Return what the sampler of a consumer chooses; None: not enough yet."""
+        """Return the groups that a consumer's sampler chooses; None: there are not enough yet."""
         self._retire_stale(consumer, step, fresh)
         groups, wanted = _usable(consumer, step, fresh), (count or 1) if fresh else 0
         chosen = _drawn(consumer, groups, step, count) if len(groups) >= wanted else []
         return chosen if len(chosen) >= wanted else None
 
     def held(self, meta: BatchMeta, *, whole: bool = True) -> dict[tuple[Consumer, int], list[Group]]:
-        """Find the living groups of a batch by lease; each lease has to hold, and each group to be named whole."""
+        """Return the existing groups of a batch by lease, and check that leases are valid and groups whole."""
         found: dict[tuple[Consumer, int], list[Group]] = {}
         named = set(meta.keys)
         for name, lease in dict(zip(meta.groups, meta.leases, strict=True)).items():
@@ -212,25 +212,25 @@ class Leases:
             found.setdefault((consumer, lease.epoch), []).append(group)
         return found
 
-    # -- giving back
+    # -- releasing
 
     async def release(self, meta: BatchMeta) -> None:
-        """Give leased groups back; they are ready again for the same consumer.
+        """Release leased groups, which become ready again for the same consumer.
 
         Raises:
-            LeaseError: when the lease does not hold any more.
+            LeaseError: If the lease is no longer valid.
         """
         for (consumer, _), groups in self.held(meta).items():
             for group in groups:
                 self._return(consumer, group)
 
     async def take_over(self, consumer: str) -> tuple[str, ...]:
-        """End all leases of a consumer, whose holder is gone; return the keys of the samples that are ready again."""
+        """End all leases of a consumer whose holder is gone; return the keys of the samples that are ready again."""
         mine = self.core.state.consumer(consumer)
         return tuple(self.end(lambda each, hold: each is mine))
 
     def end(self, is_over: Callable[[Consumer, Hold], bool]) -> list[str]:
-        """End leases, whose holders are gone; return the keys of their samples."""
+        """End the leases for which ``is_over`` holds; return the keys of their samples."""
         ended: list[str] = []
         for consumer in self.core.state.consumers.values():
             over: dict[int, list[Group]] = {}
@@ -246,7 +246,7 @@ class Leases:
         return ended
 
     def _return(self, consumer: Consumer, group: Group) -> None:
-        """End a consumer's lease, and make the group available to it again where it may have it."""
+        """End a consumer's lease and offer it the group again, if it may use it."""
         self.core.touch(group.place)
         consumer.held.pop(group, None)
         use = group.uses.get(consumer.name)
@@ -257,10 +257,10 @@ class Leases:
     # -- acks
 
     async def ack(self, meta: BatchMeta, step: int | None = None) -> None:
-        """Be done with groups, provisionally: final with the commit of ``step``; without a step at once.
+        """Ack leased groups. The ack becomes final with the commit of ``step``, or at once without a step.
 
         Raises:
-            LeaseError: when the lease does not hold any more; then nothing is acked.
+            LeaseError: If the lease is no longer valid; then nothing is acked.
         """
         for (consumer, epoch), groups in self.held(meta).items():
             for group in groups:
@@ -272,7 +272,7 @@ class Leases:
             self._finish(groups)
 
     async def commit(self, step: int) -> None:
-        """Make all acks up to ``step`` final: the checkpoint of the weights that contain them is durable."""
+        """Make all acks up to ``step`` final, once the checkpoint of the weights that contain them is durable."""
         state = self.core.state
         state.committed = max(step, state.committed)
         final = [group for group in state.provisional if group.last_step() <= state.committed]
@@ -281,7 +281,7 @@ class Leases:
         self.core.record("commit", step=step, keys=self._finish(final))
 
     def take_back(self, step: int) -> None:
-        """Take back every ack after ``step``: the weights that are restored do not contain it."""
+        """Revoke every ack after ``step``, because the restored weights do not contain it."""
         for group in self.core.state.provisional:
             for name, use in list(group.uses.items()):
                 if use.last_step() <= step:
@@ -295,14 +295,14 @@ class Leases:
                 self._return(consumer, group)
 
     def _finish(self, groups: Iterable[Group]) -> list[str]:
-        """Forget groups that every consumer is done with; return the keys of their samples."""
+        """Delete groups that every consumer is done with; return the keys of their samples."""
         done = [group for group in groups if group.is_done(self.core.state.committed)]
         keys = _keys(done)
         self.consume(done)
         return keys
 
     def consume(self, groups: Sequence[Group]) -> None:
-        """Forget groups that every consumer is done with, and batches without any."""
+        """Delete groups that every consumer is done with, and batches without groups."""
         for group in groups:
             group.place.is_consumed = True
             self.forget(group)
@@ -312,7 +312,7 @@ class Leases:
                 self.core.store.places.update(dict.fromkeys(batch.places))
 
     def forget(self, group: Group) -> None:
-        """Take a group from the queue and from every consumer; its values are deleted."""
+        """Remove a group from the queue and from every consumer. Its values are deleted."""
         for consumer in group.partition.consumers:
             for groups in (consumer.ready, consumer.used, consumer.held):
                 groups.pop(group, None)
@@ -323,15 +323,15 @@ class Leases:
         self.core.touch(group.place)
 
     def remove(self, group: Group, keys: Sequence[str]) -> None:
-        """Remove samples from their group; their values are deleted."""
+        """Remove samples from their group. Their values are deleted."""
         for key in keys:
             self.core.state.count(-1, -group.samples.pop(key).bytes)
         self.core.discard(keys)
 
-    # -- using groups again
+    # -- reuse of groups
 
     def _retire_stale(self, consumer: Consumer, step: int | None, fresh: bool) -> None:
-        """Give up groups that are too stale, now and ever after."""
+        """Retire groups that are too stale, permanently."""
         if step is None or consumer.reuse is None or consumer.reuse.max_staleness is None:
             return
         oldest = step - consumer.reuse.max_staleness
@@ -342,7 +342,7 @@ class Leases:
         self._retire(consumer, stale, step)
 
     def _trim(self, consumer: Consumer, step: int | None) -> None:
-        """Keep as many used groups as the consumer may: those that its sampler chooses first."""
+        """Keep at most ``capacity`` used groups, the sampler's first choices, and retire the others."""
         capacity = None if consumer.reuse is None else consumer.reuse.capacity
         if step is not None and capacity is not None and len(consumer.used) > capacity:
             used = sorted(consumer.used, key=_place_of)
@@ -350,7 +350,7 @@ class Leases:
             self._retire(consumer, [group for group in used if group not in best], step)
 
     def _retire(self, consumer: Consumer, groups: Sequence[Group], step: int) -> None:
-        """Give up groups though the limits leave further uses; like an ack, final with the commit of ``step``."""
+        """Retire groups that have uses left. Like an ack, it becomes final with the commit of ``step``."""
         for group in groups:
             group.uses.setdefault(consumer.name, Use()).retired = step
             consumer.used.pop(group, None)
@@ -370,7 +370,7 @@ def _place_of(group: Group) -> tuple[int, int]:
 
 
 def _usable(consumer: Consumer, step: int | None, fresh: bool) -> list[Group]:
-    """Find the groups that may be used at ``step``, in the order of batch and index."""
+    """Return the groups that may be used at ``step``, in the order of batch and index."""
     rest = 0 if consumer.reuse is None else consumer.reuse.cooldown
     groups = list(consumer.ready) if fresh else []
     for group in consumer.used:
@@ -381,7 +381,7 @@ def _usable(consumer: Consumer, step: int | None, fresh: bool) -> list[Group]:
 
 
 def _drawn(consumer: Consumer, groups: Sequence[Group], step: int | None, count: int | None) -> list[Group]:
-    """Return the groups that the sampler of a consumer chooses."""
+    """Return the groups that a consumer's sampler chooses, and check its choice."""
     named = {group.name: group for group in groups}
     chosen = consumer.sampler.sample(Ready(named, consumer.name, step), count)
     if len(set(chosen) & named.keys()) != len(chosen) or (count is not None and len(chosen) > count):

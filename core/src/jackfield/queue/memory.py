@@ -1,4 +1,4 @@
-"""The embedded backend: values in this process's memory, gone with it."""
+"""The embedded backend, which keeps values in this process's memory."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from jackfield.sdk.archive import read_archive, write_archive
 from jackfield.sdk.arrow import SavedSample
 from jackfield.sdk.cells import Cell, join, lacking_column, split_request, unknown_sample
 
-_INLINE_BYTES = 1 << 24  #: smaller checkpoints are written without a thread
+_INLINE_BYTES = 1 << 24  #: checkpoints below this size are written without a thread
 
 
 @attrs.frozen(kw_only=True)
 class MemoryConfig:
-    """It has no settings: limits are the queue's."""
+    """The settings of the backend. There are none: the queue has the limits."""
 
 
 class MemoryBackend(TransferQueueBackend):
-    """A dict of cells by partition, key and column. Each cell is a copy of its own, freed with its sample."""
+    """A dict of cells by partition, key and column. Each cell is a separate copy, freed with its sample."""
 
     durable: ClassVar[bool] = False
 
@@ -94,14 +94,14 @@ class MemoryBackend(TransferQueueBackend):
         return StatsResult(samples=len(self._cells), bytes=self._bytes)
 
     async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
-        """Write everything that is there at the call; what is large is written by a thread, and producers go on."""
+        """Write all current samples. A thread writes large checkpoints, and producers continue."""
         samples = [SavedSample(partition=name, key=key, cells={**cells}) for (name, key), cells in self._cells.items()]
         if self._bytes < _INLINE_BYTES:
             return write_archive(Path(request.folder), samples)
         return await asyncio.to_thread(write_archive, Path(request.folder), samples)
 
     async def restore(self, request: SnapshotRequest) -> SnapshotResult:
-        """Replace everything by a checkpoint."""
+        """Replace all samples with a checkpoint's."""
         restored: dict[tuple[str, str], dict[str, Cell]] = {
             (each.partition, each.key): {name: (text, bytes(content)) for name, (text, content) in each.cells.items()}
             for each in read_archive(Path(request.folder))
@@ -112,7 +112,7 @@ class MemoryBackend(TransferQueueBackend):
         return SnapshotResult(samples=len(self._cells), bytes=self._bytes)
 
     async def close(self) -> None:
-        """Forget all samples; idempotent."""
+        """Drop all samples. Idempotent."""
         self._kept = None
 
 

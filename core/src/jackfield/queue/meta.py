@@ -1,4 +1,4 @@
-"""The metadata that users of the queue hold: frozen, plain values, never tensors."""
+"""The metadata that users of the queue hold: frozen classes of plain values without tensors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from jackfield.settings import option
 
 @attrs.frozen
 class GroupKey:
-    """One attempt at one group of a batch; the keys of its samples follow from it.
+    """The key of one attempt at one group of a batch, from which the keys of its samples follow.
 
-    ``retry`` counts the groups that were dropped at this index before. ``reissue`` counts how often the same attempt
-    was handed out again because its explorer died or the run was resumed.
+    ``retry`` is the number of groups that were dropped at this index before. ``reissue`` is the number of times that
+    the same attempt was handed out again because its explorer died or the run was resumed.
     """
 
     partition: str
@@ -32,10 +32,10 @@ class GroupKey:
 
     @classmethod
     def of(cls, name: str) -> GroupKey:
-        """Read the key of a group from its text.
+        """Parse the key of a group.
 
         Raises:
-            QueueError: ``queue.unknown-sample`` for a text that names no group.
+            QueueError: ``queue.unknown-sample`` if the text is not the key of a group.
         """
         partition, *numbers = name.rsplit("/", 3)
         try:
@@ -46,7 +46,7 @@ class GroupKey:
             raise QueueError(f"{name!r} names no group", code="queue.unknown-sample", where=name) from None
 
     def rollout(self, number: int, attempt: int = 0) -> str:
-        """Return what the keys of a rollout's samples begin with; ``attempt`` counts the workers that died over it."""
+        """Return the prefix of a rollout's sample keys. ``attempt`` is the number of workers that died during it."""
         return f"{self}/{_numbered(number, attempt)}"
 
     def sample(self, rollout: int, sequence: int, attempt: int = 0) -> str:
@@ -59,7 +59,7 @@ def _numbered(number: int, again: int) -> str:
 
 
 def group_of(key: str) -> str:
-    """Return the text of the group of a sample's key."""
+    """Return the group's key, as text, of a sample's key."""
     return key.rsplit("/", 2)[0]
 
 
@@ -70,37 +70,37 @@ def partition_of(key: str) -> str:
 
 @attrs.frozen
 class Batch:
-    """A batch to make: the right, and the duty, of one explorer to publish ``groups`` groups."""
+    """A claimed batch: its explorer alone may, and must, publish ``groups`` groups."""
 
     partition: str
-    number: int  #: per partition, from 0
+    number: int  #: number in the partition, from 0
     groups: int
     explorer: str
-    vacant: int = 0  #: groups that no explorer makes at the moment
+    vacant: int = 0  #: groups that no explorer is generating
 
 
 @attrs.frozen
 class Lineage:
-    """How a sample came to be, where it was made of others."""
+    """The derivation of a sample that was made from other samples."""
 
     operation: str
-    parents: tuple[str, ...]  #: keys, of this queue or of another one
+    parents: tuple[str, ...]  #: keys of samples of this queue or of another one
 
 
 @attrs.frozen(kw_only=True)
 class NewGroup:
-    """Sibling rollouts of one task, which begin now."""
+    """A group to open: sibling rollouts of one task."""
 
     key: GroupKey
     task_id: str
     rollouts: int
-    minimum_samples: int | None = None  #: that have to survive for the group to be published; None: one per rollout
-    tags: Mapping[str, Any] = attrs.field(factory=dict)  #: of all its samples
+    minimum_samples: int | None = None  #: samples that the group needs to be published; None: one per rollout
+    tags: Mapping[str, Any] = attrs.field(factory=dict)  #: tags of all its samples
 
 
 @attrs.frozen(kw_only=True)
 class RolloutReport:
-    """How a rollout ended. The values of its samples are in the backend already."""
+    """The end of a rollout. The values of its samples are already in the backend."""
 
     group: str
     rollout: int
@@ -108,22 +108,22 @@ class RolloutReport:
     columns: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()  #: bytes of each sample's values
     tags: tuple[Mapping[str, Any], ...] = ()
-    error: str | None = None  #: why it failed; then it has no samples
-    lineage: Mapping[str, Lineage] = attrs.field(factory=dict)  #: of samples here, and of their parents elsewhere
+    error: str | None = None  #: why it failed; a failed rollout has no samples
+    lineage: Mapping[str, Lineage] = attrs.field(factory=dict)  #: of its samples, and of parents in other queues
 
 
 @attrs.frozen(kw_only=True)
 class Written:
-    """What a worker has written to the backend, without the values."""
+    """The columns that a worker has written to the backend, without the values."""
 
     columns: tuple[str, ...]
     sizes: tuple[int, ...]  #: bytes of each sample's new values
-    tags: tuple[Mapping[str, Any], ...] | None = None  #: to be added to the tags of each sample
+    tags: tuple[Mapping[str, Any], ...] | None = None  #: tags to add to each sample
 
 
 @attrs.frozen
 class Lease:
-    """Under what a sample is held."""
+    """The lease under which a consumer holds a sample."""
 
     partition: str
     consumer: str
@@ -132,15 +132,15 @@ class Lease:
 
 @attrs.frozen
 class Notice:
-    """The newest value that was posted of a topic."""
+    """The newest value that was posted to a topic."""
 
-    number: int  #: from 1; a later notice of the topic has a higher one
+    number: int  #: starts at 1 and rises with each notice of the topic
     value: Mapping[str, Any]
 
 
 @attrs.frozen(kw_only=True)
 class Reuse:
-    """How often a consumer may use the same groups, and for how long."""
+    """The limits on how often and how long a consumer may reuse groups."""
 
     max_uses: int | None = option(
         None, help="uses of a group, the first one included; null: no limit", validator=optional(gt(0))
@@ -148,23 +148,23 @@ class Reuse:
     cooldown: int = option(0, help="steps that a group rests after each use", validator=ge(0))
     max_staleness: int | None = option(
         None,
-        help="steps by which the weights that made a group may lag behind the step that uses it, older ones are let "
-        "go; null: no limit",
+        help="maximum steps by which a group's weight version may lag behind the step that uses it; older groups are "
+        "retired; null: no limit",
         validator=optional(ge(0)),
     )
     capacity: int | None = option(
-        None, help="used groups that are kept, the sampler's first choices; null: all", validator=optional(gt(0))
+        None, help="number of used groups to keep, the sampler's first choices; null: all", validator=optional(gt(0))
     )
 
 
 @attrs.frozen(kw_only=True)
 class BatchMeta:
-    """Samples that are worked on together, in whole groups where they were leased."""
+    """Samples that are processed together; leased samples come in whole groups."""
 
     keys: tuple[str, ...]
-    tags: tuple[Mapping[str, Any], ...]  #: of each sample
-    groups: tuple[str, ...]  #: of each sample
-    leases: tuple[Lease, ...]  #: of each sample
+    tags: tuple[Mapping[str, Any], ...]  #: per sample
+    groups: tuple[str, ...]  #: per sample
+    leases: tuple[Lease, ...]  #: per sample
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -175,7 +175,7 @@ class BatchMeta:
         return self._with(lambda values: tuple(values[index] for index in chosen))
 
     def joined(self, other: BatchMeta) -> BatchMeta:
-        """Return these samples, then those of ``other``."""
+        """Return these samples followed by those of ``other``."""
         return self._with(lambda values, more: values + more, other)
 
     def _with(self, make: Callable[..., tuple[Any, ...]], *others: BatchMeta) -> BatchMeta:
@@ -183,20 +183,20 @@ class BatchMeta:
         return BatchMeta(**{name: make(*(getattr(each, name) for each in (self, *others))) for name in names})
 
     def by_group(self) -> dict[str, list[int]]:
-        """Return the places of each group's samples, in order."""
+        """Return the indexes of each group's samples, in order."""
         return _places(self.groups)
 
     def by_partition(self) -> dict[str, list[int]]:
-        """Return the places of each partition's samples, in order."""
+        """Return the indexes of each partition's samples, in order."""
         return _places(lease.partition for lease in self.leases)
 
     def split(self, parts: int, *, whole_groups: bool = False) -> tuple[BatchMeta, ...]:
-        """Cut into consecutive parts; their numbers of samples, or of whole groups, differ by one at most.
+        """Split into consecutive parts whose numbers of samples, or of whole groups, differ by at most one.
 
         The larger parts come first.
 
         Raises:
-            QueueError: ``queue.invalid`` with fewer samples, or groups, than parts, or fewer than one part.
+            QueueError: ``queue.invalid`` if there are fewer samples or groups than parts, or ``parts`` is below 1.
         """
         units = list(self.by_group().values()) if whole_groups else [[index] for index in range(len(self))]
         if not 1 <= parts <= max(len(units), 1):

@@ -1,4 +1,4 @@
-"""What the queue knows: samples, groups, batches and consumers. Internal to the package."""
+"""The queue's records of samples, groups, batches and consumers. Internal to the package."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Sample:
 
     rollout: int
     tags: Mapping[str, Any]
-    columns: frozenset[str]  #: that are there
+    columns: frozenset[str]  #: existing columns
     bytes: int
 
 
 @attrs.define(eq=False, repr=False)
 class Use:
-    """How one consumer has used one group."""
+    """The uses of one group by one consumer."""
 
-    steps: list[int | None] = attrs.field(factory=list)  #: of its acks; None: final at once
+    steps: list[int | None] = attrs.field(factory=list)  #: steps of its acks; None: final at once
     retired: int | None = None  #: the step at which the group was given up
 
     def last_step(self) -> int:
@@ -34,7 +34,7 @@ class Use:
         return max((step for step in (*self.steps, self.retired) if step is not None), default=-1)
 
     def is_spent(self, reuse: Reuse | None) -> bool:
-        """Tell whether the consumer may not use the group again."""
+        """Return whether the consumer may not use the group again."""
         if reuse is None or self.retired is not None:
             return True
         return reuse.max_uses is not None and len(self.steps) >= reuse.max_uses
@@ -45,11 +45,11 @@ class Group:
     """Sibling rollouts of one task. It is leased, acked and deleted as a whole."""
 
     place: Place
-    new: NewGroup  #: as it was announced
-    ended: dict[int, str | None] = attrs.field(factory=dict)  #: by rollout: why it failed
+    new: NewGroup  #: the request that opened it
+    ended: dict[int, str | None] = attrs.field(factory=dict)  #: ended rollouts; None, or why the rollout failed
     samples: dict[str, Sample] = attrs.field(factory=dict)
     uses: dict[str, Use] = attrs.field(factory=dict)  #: by consumer
-    is_published: bool = False  #: otherwise its rollouts go on
+    is_published: bool = False  #: False: rollouts are running
     name: str = attrs.field(default=attrs.Factory(lambda group: str(group.new.key), takes_self=True), init=False)
 
     @property
@@ -61,31 +61,31 @@ class Group:
         return self.place.batch.partition
 
     def has(self, columns: frozenset[str]) -> bool:
-        """Tell whether every sample has the columns."""
+        """Return whether every sample has the columns."""
         return all(columns <= sample.columns for sample in self.samples.values())
 
     def is_satisfied(self) -> bool:
-        """Tell whether the surviving samples are enough to publish the group."""
+        """Return whether the surviving samples are enough to publish the group."""
         if self.new.minimum_samples is not None:
             return len(self.samples) >= self.new.minimum_samples
         return len({sample.rollout for sample in self.samples.values()}) == self.new.rollouts
 
     def publish(self) -> None:
-        """Order the samples by rollout and sequence, and let consumers see them."""
+        """Sort the samples by rollout and sequence and make them visible to consumers."""
         ordered = sorted(self.samples.items(), key=lambda item: (item[1].rollout, _sequence(item[0])))
         self.samples, self.is_published = dict(ordered), True
 
     def holders(self) -> list[str]:
-        """Return the consumers that have leased or acked the group and are no stages: it does not change any more."""
+        """Return the acking consumers that have leased or acked the group. A group with holders does not change."""
         ends = [consumer for consumer in self.partition.consumers if not consumer.writes]
         return [consumer.name for consumer in ends if consumer.name in self.uses or self in consumer.held]
 
     def is_acked(self) -> bool:
-        """Tell whether a consumer that is no stage has acked the group, be it provisionally."""
+        """Return whether a consumer has acked the group, possibly provisionally."""
         return any(not each.writes and each.name in self.uses for each in self.partition.consumers)
 
     def is_done(self, committed: int) -> bool:
-        """Tell whether every consumer is done with the group, which is published and was not forgotten."""
+        """Return whether the group is published and not deleted, and every consumer is done with it."""
         consumers, is_there = self.partition.consumers, self.place.published is self
         return is_there and bool(consumers) and all(each.is_done(self, committed) for each in consumers)
 
@@ -94,7 +94,7 @@ class Group:
         return max((use.last_step() for use in self.uses.values()), default=-1)
 
     def tags_of(self, key: str) -> dict[str, Any]:
-        """Return a sample's tags, its group's, and what the queue knows."""
+        """Return the tags of a sample and of its group, and those that the queue adds."""
         sample, place = self.samples[key], self.new.key
         own = {"task_id": self.new.task_id, "batch": place.batch, "group": place.index, "retry": place.retry}
         return {**own, "rollout": sample.rollout, "sequence": _sequence(key), **self.new.tags, **sample.tags}
@@ -110,16 +110,16 @@ def _sequence(key: str) -> int:
 
 @attrs.define(eq=False, repr=False)
 class Place:
-    """A group index of a batch: which attempt is made there, and by whom."""
+    """A group index of a batch, with its current attempt and explorer."""
 
     batch: BatchState
     index: int
     retry: int = 0
     reissue: int = 0
-    explorer: str | None = None  #: that makes, or made, the group
+    explorer: str | None = None  #: generates, or generated, the group
     group: Group | None = None
     is_consumed: bool = False  #: every consumer was done with the group
-    reasons: list[str] = attrs.field(factory=list)  #: of the groups that were dropped
+    reasons: list[str] = attrs.field(factory=list)  #: why groups were dropped here
 
     @property
     def key(self) -> GroupKey:
@@ -136,16 +136,16 @@ class Place:
 
 @attrs.define(eq=False, repr=False)
 class BatchState:
-    """A batch to make, or made."""
+    """The state of a batch."""
 
     partition: Partition
     number: int
-    rollouts: int = 1  #: that a group probably has
+    rollouts: int = 1  #: expected number per group
     failure: str | None = None
     places: list[Place] = attrs.field(factory=list)
-    explorers: set[str] = attrs.field(factory=set)  #: that have claimed it and live
-    is_offered: bool = False  #: to the next claimant
-    readers: int = 0  #: iterations that hand out its places
+    explorers: set[str] = attrs.field(factory=set)  #: living explorers that have claimed it
+    is_offered: bool = False  #: whether the next claimant gets it
+    readers: int = 0  #: number of iterations that hand out its places
     moved: float = 0.0  #: time of the last change
 
     @property
@@ -157,19 +157,19 @@ class BatchState:
         return all(place.is_made for place in self.places)
 
     def vacant(self) -> list[Place]:
-        """Return the places that no explorer was given."""
+        """Return the places that are not assigned to an explorer."""
         return [place for place in self.places if place.explorer is None and not place.is_consumed]
 
     def groups(self) -> list[Group]:
-        """Return what is open or published, in the order of the index."""
+        """Return the open and published groups in the order of the index."""
         return [place.group for place in self.places if place.group is not None]
 
     def is_final(self) -> bool:
-        """Tell whether no group can be dropped any more: each is acked or consumed."""
+        """Return whether each group is acked or consumed, so that none can be dropped any more."""
         return all(place.is_consumed or ((group := place.published) and group.is_acked()) for place in self.places)
 
     def is_leased(self) -> bool:
-        """Tell whether all groups are there and a consumer that acks works with one of them."""
+        """Return whether all groups exist and an acking consumer has leased one of them."""
         ends = [consumer.held for consumer in self.partition.consumers if not consumer.writes and consumer.held]
         return bool(ends) and self.is_complete and any(group in held for group in self.groups() for held in ends)
 
@@ -190,17 +190,17 @@ class BatchState:
 
 @attrs.frozen
 class Hold:
-    """Under which lease a consumer has a group."""
+    """The lease under which a consumer holds a group."""
 
     epoch: int
-    client: str | None  #: that has leased it
+    client: str | None  #: the client that leased it
 
 
 @attrs.define(eq=False, repr=False)
 class Consumer:
-    """A role that takes groups of one partition once its columns are there.
+    """A role that consumes groups of one partition once its columns exist.
 
-    A *stage* writes columns and is done with a group when they are there; its leases do not keep the group from being
+    A *stage* writes columns and is done with a group when they exist; its leases do not prevent the group from being
     dropped. Any other consumer acks.
     """
 
@@ -211,21 +211,21 @@ class Consumer:
     reuse: Reuse | None = None
     epoch: int = 0
     sampler: Sampler = attrs.field(factory=Sequential)
-    ready: dict[Group, None] = attrs.field(factory=dict)  #: never used, and could be leased now
-    used: dict[Group, None] = attrs.field(factory=dict)  #: may be used again
-    held: dict[Group, Hold] = attrs.field(factory=dict)  #: leased
-    awaited: list[int | None] = attrs.field(factory=list)  #: batches that calls wait for; None: any groups
+    ready: dict[Group, None] = attrs.field(factory=dict)  #: unused groups that can be leased now
+    used: dict[Group, None] = attrs.field(factory=dict)  #: used groups that may be used again
+    held: dict[Group, Hold] = attrs.field(factory=dict)  #: leased groups
+    awaited: list[int | None] = attrs.field(factory=list)  #: batches that calls wait for; None: groups of any batch
 
     def has_written(self, group: Group) -> bool:
-        """Tell whether a stage's columns are there."""
+        """Return whether a stage's columns exist."""
         return bool(self.writes) and group.has(self.writes)
 
     def has_had(self, group: Group) -> bool:
-        """Tell whether it has a group, or has used or written it."""
+        """Return whether it holds a group, or has used or written it."""
         return group in self.held or self.name in group.uses or self.has_written(group)
 
     def is_done(self, group: Group, committed: int) -> bool:
-        """Tell whether it will not need the group again, whatever is rolled back."""
+        """Return whether it will not need the group again after any rollback."""
         if group in self.held or self.writes:
             return group not in self.held and self.has_written(group)
         use = group.uses.get(self.name)
@@ -234,19 +234,19 @@ class Consumer:
 
 @attrs.define(eq=False, repr=False)
 class Partition:
-    """Batches and consumers of one name."""
+    """The batches and consumers of one partition."""
 
     name: str
     consumers: list[Consumer] = attrs.field(factory=list)
-    batches: dict[int, BatchState] = attrs.field(factory=dict)  #: until they are consumed, in order
+    batches: dict[int, BatchState] = attrs.field(factory=dict)  #: unconsumed batches in order
     next_batch: int = 0
 
     def groups(self) -> Iterator[Group]:
-        """Iterate over what is open or published, in the order of batch and index."""
+        """Iterate over open and published groups in the order of batch and index."""
         return (group for batch in self.batches.values() for group in batch.groups())
 
     def offered(self) -> BatchState | None:
-        """Return the first batch that is to be handed out again."""
+        """Return the first batch that is offered again, if any."""
         for batch in self.batches.values():
             if batch.is_offered and batch.failure is None and not batch.is_final():
                 return batch
@@ -255,14 +255,14 @@ class Partition:
 
 @attrs.define(eq=False, repr=False)
 class State:
-    """Everything that checkpoints keep."""
+    """The state of the queue, which checkpoints keep."""
 
     partitions: dict[str, Partition] = attrs.field(factory=dict)
     consumers: dict[str, Consumer] = attrs.field(factory=dict)
-    groups: dict[str, Group] = attrs.field(factory=dict)  #: open and published
+    groups: dict[str, Group] = attrs.field(factory=dict)  #: open and published groups
     committed: int = -1  #: the last step whose acks are final
     provisional: dict[Group, None] = attrs.field(factory=dict)  #: groups with acks that a commit makes final
-    marks: list[str] = attrs.field(factory=list)  #: of the last checkpoints, also of those that were broken off
+    marks: list[str] = attrs.field(factory=list)  #: ids of the last checkpoints, including interrupted ones
     samples: int = 0
     bytes: int = 0
 
@@ -281,26 +281,26 @@ class State:
         return self.consumers[name]
 
     def add_consumer(self, consumer: Consumer) -> None:
-        """Register a consumer, in the place of one of the same name."""
+        """Register a consumer and replace one of the same name."""
         self.consumers[consumer.name] = consumer
         mine = [each for each in self.consumers.values() if each.partition.name == consumer.partition.name]
         consumer.partition = self.partition(consumer.partition.name)
         consumer.partition.consumers = mine
 
     def group(self, name: str) -> Group | None:
-        """Find a group; None when it was there once, and an error when it never was."""
+        """Return a group, or None if it was deleted; raise an error if it never existed."""
         found = self.groups.get(name)
         if found is None and not self._was_there(GroupKey.of(name)):
             raise QueueError(f"{name!r} is not in the queue", code="queue.unknown-sample", where=name)
         return found
 
     def group_with(self, key: str) -> Group | None:
-        """Find the group of a sample; None when the sample was there once, and an error when its group never was."""
+        """Return a sample's group, or None if the sample was deleted; raise an error if the group never existed."""
         group = self.group(group_of(key))
         return None if group is None or key not in group.samples else group
 
     def knows(self, key: str) -> bool:
-        """Tell whether a sample is there."""
+        """Return whether a sample exists."""
         group = self.groups.get(group_of(key))
         return group is not None and key in group.samples
 
@@ -319,6 +319,6 @@ class State:
         return (key.retry, key.reissue) < (place.retry, place.reissue + place.is_consumed)
 
     def count(self, samples: int, size: int) -> None:
-        """Note that samples, or bytes of them, have come or (negative) gone."""
+        """Add to the number of samples and bytes; negative values subtract."""
         self.samples += samples
         self.bytes += size

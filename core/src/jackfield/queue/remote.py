@@ -1,4 +1,4 @@
-"""A queue whose controller is in another process: its server, and how a process connects to it."""
+"""The server and the client of a queue whose controller is in another process."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ QUEUE = Contract(TransferQueue, without=_LOCAL, undo={"lease_batch": "release", 
 
 
 class QueueServer(Server):
-    """Serves a queue. What a client holds ends with it: leases, batches of its explorers, and iterations."""
+    """A server of a queue. A client's leases, batches and iterations end with its connection."""
 
     def __init__(self, queue: TransferQueue, clock: Clock, heartbeat_seconds: float) -> None:
-        """Make a server, not listening; a client that sends no heartbeat for so long is dead."""
+        """Create a server that is not listening. A client without a heartbeat for so long is dead."""
         service = {_SERVICE: Service(target=queue, contract=QUEUE)}
         super().__init__(_SERVER, service, clock, heartbeat_seconds, self._client_ended)
         self._queue, self._endings = queue, set[asyncio.Task[None]]()
@@ -32,7 +32,7 @@ class QueueServer(Server):
         """Listen for clients.
 
         Raises:
-            QueueError: ``queue.store``: the address is taken, or none of this machine's.
+            QueueError: ``queue.store`` if the address is in use, or is not an address of this machine.
         """
         try:
             return await super().listen(host, port)
@@ -43,7 +43,7 @@ class QueueServer(Server):
         await self._queue.end_holder(connection.session)
 
     def _end_others(self, reason: str, explorers: frozenset[str]) -> None:
-        """End the clients that have begun something with the queue that was: it is another one now."""
+        """End the clients that used the queue before its state was replaced."""
         for client in list(self.clients.values()):
             begun = client.session in explorers or client.iterates
             if begun and client.session != self._queue.caller():
@@ -53,7 +53,7 @@ class QueueServer(Server):
 
 
 async def connect_queue(file: Path, name: str, clock: Clock) -> tuple[TransferQueue, Connection]:
-    """Connect to a served queue. Waits end by the deadlines of the queue itself, or with the connection.
+    """Connect to a served queue. Waits end at the deadlines of their calls or with the connection.
 
     Args:
         file: The address file of the server.
@@ -61,10 +61,10 @@ async def connect_queue(file: Path, name: str, clock: Clock) -> tuple[TransferQu
         clock: Time source for all waits.
 
     Returns:
-        The queue, and the connection, which the caller closes.
+        The queue, and the connection, which the caller must close.
 
     Raises:
-        QueueError: ``queue.unreachable``: the file is not there; ``queue.session``: no controller answers.
+        QueueError: ``queue.unreachable`` if the file is missing; ``queue.session`` if no controller answers.
     """
     try:
         address = Address.read(file)

@@ -1,8 +1,8 @@
-"""Samples in files: those of checkpoints, and JSON lines and Parquet that people and other programs read and write.
+"""Samples in checkpoints, and in JSONL and Parquet files for users and other programs.
 
-A line of JSONL, like a record of Parquet, has a sample's key, group, task, tags and columns. What the queue wrote
-carries each column's type and comes back bit for bit. What another program wrote may leave out everything but the
-columns: their types then follow from the values.
+A JSONL line or a Parquet record has a sample's key, group, task, tags and columns. Files that the queue wrote have each
+column's type, and a round trip is bit-exact. Files of other programs may have the columns only; their types then
+follow from the values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jackfield.sdk.arrow import SavedSample, column_types, from_arrow, import_py
 from jackfield.sdk.cells import Cell, ColumnType, join, split
 from jackfield.sdk.columns import column_from_rows, dense_column, json_column, rows_of
 
-#: Dtypes of well-known columns, where a file does not say them.
+#: Dtypes of well-known columns, for files without types.
 _KNOWN = {"prompt_ids": "int64", "response_ids": "int64", "response_mask": "bool", "task": "json"}
 _FLOATS = ("rollout_log_probs", "reward", "reward_dimensions", "old_log_probs", "ref_log_probs", "values", "advantages")
 _KNOWN |= dict.fromkeys((*_FLOATS, "returns"), "float32")
@@ -35,14 +35,14 @@ _EXAMPLE = '{"columns": {"prompt_ids": [1, 2], …}, "tags": {…}, "group": …
 
 
 def write_samples(file: Path, samples: Callable[[], Iterable[SavedSample]]) -> int:
-    """Write a JSONL file, or a Parquet file where its name ends so; return the number of samples.
+    """Write a JSONL or, by the file's suffix, a Parquet file; return the number of samples.
 
     Args:
-        file: is replaced when it is whole.
-        samples: yields them; it is called twice for Parquet, whose schema comes first.
+        file: The file, which is replaced atomically.
+        samples: Returns the samples. It is called twice for Parquet, whose schema is written first.
 
     Raises:
-        QueueError: ``plugin.requirement`` where pyarrow is missing.
+        QueueError: ``plugin.requirement`` if pyarrow is missing.
     """
     with replacing(file) as partial:
         return (_write_parquet if file.suffix == ".parquet" else _write_lines)(partial, samples)
@@ -52,8 +52,8 @@ def read_samples(file: Path) -> Iterator[SavedSample]:
     """Yield the samples of a JSONL or Parquet file.
 
     Raises:
-        QueueError: ``queue.invalid`` where the file, or a line of it, is not what it should be;
-            ``plugin.requirement`` where pyarrow is missing.
+        QueueError: ``queue.invalid`` if the file or one of its lines is invalid;
+            ``plugin.requirement`` if pyarrow is missing.
     """
     if not file.is_file():
         raise QueueError("there is no such file of rows", where=str(file), expected="a .jsonl or .parquet file")
@@ -61,13 +61,13 @@ def read_samples(file: Path) -> Iterator[SavedSample]:
 
 
 def shape_of(cell: Cell) -> list[int]:
-    """Return the shape of a sample; that of a jagged one begins with its length."""
+    """Return the shape of a sample; a jagged sample's shape begins with its length."""
     kind = ColumnType.parse(cell[0])
     return [*([] if kind.kind == "dense" else [kind.length(cell[1])]), *kind.shape]
 
 
 def plain_values(cell: Cell) -> Any:
-    """Return a cell as JSON values: what a JSON column holds, or lists of numbers; complex numbers as texts."""
+    """Return a cell as JSON: a JSON column's value, or lists of numbers; complex numbers are texts."""
     values = rows_of(join("", [cell]))[0]
     if not hasattr(values, "is_complex"):
         return values
@@ -77,7 +77,7 @@ def plain_values(cell: Cell) -> Any:
 
 
 def to_plain(cell: Cell) -> Any:
-    """Return a cell as JSON that is exactly its value: a JSON column's value, nested lists, a number, or base64."""
+    """Return a cell as JSON without loss: a JSON column's value, nested lists, a number, or base64."""
     value = plain_values(cell)
     with suppress(ValueError, TypeError, RuntimeError, QueueError):
         if from_plain(cell[0], json.loads(json.dumps(value, allow_nan=False)))[1] == cell[1]:
@@ -89,7 +89,7 @@ def from_plain(text: str, value: Any) -> Cell:
     """Return the cell that :func:`to_plain` wrote.
 
     Raises:
-        QueueError: ``queue.store`` where type and value do not fit together; whatever torch raises.
+        QueueError: ``queue.store`` if type and value do not match. Exceptions of torch propagate.
     """
     import torch
 
@@ -107,9 +107,9 @@ def from_plain(text: str, value: Any) -> Cell:
 
 
 def cell_of(name: str, value: Any) -> Cell:
-    """Return a cell of a column whose type is not known: lists of numbers are jagged, numbers are dense.
+    """Return a cell of a column of unknown type: lists of numbers are jagged, numbers are dense.
 
-    Integers are int64, others float32, but for well-known columns; anything else is JSON.
+    Integers are int64 and others float32, except in well-known columns; anything else is JSON.
     """
     import torch
 
@@ -140,13 +140,13 @@ def saved_samples(folder: Path) -> Iterator[SavedSample]:
     """Read the samples that :meth:`~jackfield.queue.TransferQueue.checkpoint` wrote to ``folder``.
 
     Raises:
-        QueueError: ``queue.invalid`` where there is no whole checkpoint, or one of another format.
+        QueueError: ``queue.invalid`` if there is no complete checkpoint, or it has another format.
     """
     state = read_checkpoint(folder / STORE_FILE).state()
     for sample in read_archive(folder / VALUES_FOLDER):
         group = state.groups.get(group_of(sample.key))
         if group is None or sample.key not in group.samples:
-            yield attrs.evolve(sample, tags={})  # it waited to be deleted
+            yield attrs.evolve(sample, tags={})  # a consumed sample that was not deleted yet
             continue
         yield attrs.evolve(
             sample,
@@ -159,18 +159,18 @@ def saved_samples(folder: Path) -> Iterator[SavedSample]:
 
 
 def trace(key: str, checkpoint: Path | None, store: Path | None) -> dict[str, Any]:
-    """Find the samples that a sample was made of, and those that they were made of, as a tree of plain values.
+    """Return the ancestors of a sample as a tree of plain values.
 
     Args:
-        key: of the sample, which need not be in the queue any more.
-        checkpoint: of the queue: samples that were there, and their ancestors.
-        store: file of the run's queue: every derivation there ever was.
+        key: The key of the sample, which may have left the queue.
+        checkpoint: A checkpoint of the queue, which has its samples and their ancestors.
+        store: The store file of the run's queue, which has every derivation.
 
     Returns:
-        ``key``, ``in_queue``, ``operation`` (None: it was not made of other samples, or that is unknown), ``parents``.
+        ``key``, ``in_queue``, ``operation`` (None: not made from other samples, or unknown) and ``parents``.
 
     Raises:
-        QueueError: ``queue.unknown-sample``: neither knows the sample; ``queue.ledger``, ``queue.invalid``: damage.
+        QueueError: ``queue.unknown-sample`` if neither has the sample; ``queue.ledger``, ``queue.invalid`` if damaged.
     """
     derived: dict[str, Lineage] = {} if store is None else read_lineage(store)
     living: set[str] = set()

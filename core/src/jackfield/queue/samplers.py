@@ -1,7 +1,7 @@
-"""Samplers: which of the groups that are ready a consumer gets.
+"""Samplers, which choose among the ready groups of a consumer.
 
-What a sampler draws depends on its settings, its seed and how often it has been asked; the queue's checkpoint keeps the
-last, so that a run that goes on draws what it would have drawn.
+A sampler's choices depend on its settings, its seed and the number of earlier calls. The queue's checkpoint keeps that
+number, so that a resumed run makes the same choices.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from jackfield.settings import option, structure
 
 @attrs.frozen(eq=False)
 class Ready:
-    """What a sampler sees: the groups that one consumer could have now, in the order of batch and index."""
+    """The groups from which a sampler chooses for one consumer, in the order of batch and index."""
 
     _groups: Mapping[str, Any]  # the queue's own records, by name
     _consumer: str
-    step: int | None = None  #: of the trainer that asks; None: unknown
+    step: int | None = None  #: step of the calling trainer; None: unknown
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -36,7 +36,7 @@ class Ready:
         return iter(self._groups)
 
     def tags(self, name: str) -> Mapping[str, Any]:
-        """Return the tags of a group's first sample, with the oldest and newest weight version of all its samples."""
+        """Return the tags of a group's first sample, with the oldest and newest weight version of the group."""
         tags = [self._groups[name].tags_of(key) for key in self._groups[name].samples]
         bounds = {}
         for bound, choose in (("weight_version_min", min), ("weight_version_max", max)):
@@ -45,41 +45,41 @@ class Ready:
         return {**tags[0], **bounds}
 
     def uses(self, name: str) -> int:
-        """Return how often the consumer has used a group."""
+        """Return the number of times that the consumer has used a group."""
         use = self._groups[name].uses.get(self._consumer)
         return 0 if use is None else len(use.steps)
 
 
 class Sampler(ABC):
-    """Chooses groups for a lease. It may choose none: then the consumer waits for more."""
+    """The base of samplers. If a sampler chooses no group, the consumer waits for more."""
 
     @abstractmethod
     def sample(self, ready: Ready, count: int | None) -> Sequence[str]:
-        """Return distinct names out of ``ready``, best first, ``count`` at most (None: any number)."""
+        """Return distinct names from ``ready``, best first, at most ``count`` (None: any number)."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has to be known to go on, as plain JSON values."""
+        """Return the sampler's state as plain JSON values."""
         return {}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the sampler's state."""
         return
 
 
 @attrs.define(kw_only=True)
 class Sequential(Sampler):
-    """First ready, first served."""
+    """A sampler that takes groups in the order of batch and index."""
 
     def sample(self, ready: Ready, count: int | None) -> Sequence[str]:
-        """Return the first ``count``."""
+        """Return the first ``count`` groups."""
         return list(islice(ready, count))
 
 
 @attrs.define(kw_only=True)
 class _Drawing(Sampler):
-    """Draws at random: each call has a generator of its own, made from the seed and the number of the call."""
+    """The base of random samplers. Each call has a generator seeded with the seed and the number of the call."""
 
-    seed: int = option(0, help="of what is drawn")
+    seed: int = option(0, help="seed of the random choices")
     _calls: int = attrs.field(default=0, init=False)
 
     def _generator(self) -> random.Random:
@@ -87,36 +87,36 @@ class _Drawing(Sampler):
         return random.Random(f"{self.seed}/{self._calls}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how often it was asked."""
+        """Return the number of calls."""
         return {"calls": self._calls}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the number of calls."""
         self._calls = int(saved["calls"])
 
 
 @attrs.define(kw_only=True)
 class Random(_Drawing):
-    """Any of them, each with the same probability, none twice in one call."""
+    """A sampler that draws groups uniformly, without replacement within a call."""
 
     def sample(self, ready: Ready, count: int | None) -> Sequence[str]:
-        """Return ``count`` of them in random order, which does not depend on the order of ``ready``."""
+        """Return ``count`` groups in a random order that does not depend on the order of ``ready``."""
         names = sorted(ready)
         return self._generator().sample(names, len(names) if count is None else min(count, len(names)))
 
 
 @attrs.define(kw_only=True)
 class Priority(_Drawing):
-    """Highest priority first: a tag, less a decay for each use; ties go to the one that is ready first."""
+    """A sampler by priority: a tag's value minus a decay per use. Ties keep the order of ``ready``."""
 
     tag: str = option(
-        "weight_version_min", help="the number that counts: of the oldest weights that made a token, or a tag of yours"
+        "weight_version_min", help="tag with the priority: the oldest weight version of a token, or your own tag"
     )
-    decay: float = option(2.0, help="taken off for each use before", validator=ge(0.0))
+    decay: float = option(2.0, help="subtracted from the priority for each earlier use", validator=ge(0.0))
     sigma: float = option(0.0, help="standard deviation of Gaussian noise on each priority", validator=ge(0.0))
 
     def sample(self, ready: Ready, count: int | None) -> Sequence[str]:
-        """Return the ``count`` with the highest priorities, highest first; without the tag, the number is 0."""
+        """Return the ``count`` groups of highest priority, highest first. A missing tag counts as 0."""
         noise = self._generator()
         ranked = []
         for place, name in enumerate(ready):
@@ -130,14 +130,14 @@ SAMPLERS: dict[str, Callable[..., Sampler]] = {"priority": Priority, "random": R
 
 
 def register_sampler(name: str, make: Callable[..., Sampler]) -> None:
-    """Offer a sampler under ``name``.
+    """Register a sampler under ``name``.
 
     Args:
-        name: of the sampler, in configurations.
-        make: an attrs class, whose fields the options are checked against, or a function of them.
+        name: The name of the sampler in configurations.
+        make: An attrs class whose fields are the options, or a function that takes the options.
 
     Raises:
-        QueueError: ``queue.invalid`` where the name is taken by another one.
+        QueueError: ``queue.invalid`` if another sampler has the name.
     """
     if SAMPLERS.setdefault(name, make) is not make:
         raise QueueError(f"there is a sampler named {name!r} already", where=name, fix="choose another name")
@@ -145,20 +145,20 @@ def register_sampler(name: str, make: Callable[..., Sampler]) -> None:
 
 @attrs.frozen(kw_only=True)
 class SamplerSpec:
-    """A registered sampler as plain values: a section of the configuration, which travels to other processes."""
+    """A section of the configuration that chooses a sampler. It can be sent to other processes."""
 
-    name: str = option("sequential", help="sequential, random, priority, or one that a plugin offers")
+    name: str = option("sequential", help="sequential, random, priority, or a plugin's sampler")
     options: Mapping[str, Any] = option(factory=dict, help="the sampler's own settings")
 
     def make(self, where: str = "") -> Sampler:
-        """Make a new one.
+        """Create a sampler.
 
         Args:
-            where: The path of the options, for messages.
+            where: The path of the options, for error messages.
 
         Raises:
             QueueError: ``queue.invalid`` for an unknown name.
-            ConfigError: for options that it does not have.
+            ConfigError: If the sampler does not have an option.
         """
         if self.name not in SAMPLERS:
             known = f"one of {', '.join(sorted(SAMPLERS))}"

@@ -1,6 +1,6 @@
-"""The queue's state as rows of JSON, and back: for the live file and for checkpoints alike. Internal to the package.
+"""Conversion of the queue's state to and from JSON rows, for store and checkpoints. Internal to the package.
 
-Leases are not saved, and open groups are places to fill again.
+Leases are not saved, and open groups become vacant places.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from jackfield.queue.meta import Lineage, NewGroup, Reuse
 from jackfield.queue.records import BatchState, Consumer, Group, Partition, Place, Sample, State, Use
 
 FORMAT = 7
-HEAD = "head"  #: the key of the row beside those of places
+HEAD = "head"  #: key of the row that has everything but places
 Row = tuple[str, str]  #: key and JSON
 
-#: What was announced, ends of rollouts, samples and uses.
+#: The request of a group, ends of its rollouts, samples and uses.
 _Group = tuple[NewGroup, dict[int, str | None], dict[str, Sample], dict[str, Use]]
-#: Retry, reissue, explorer, whether consumed, reasons, and the group where it is published.
+#: Retry, reissue, explorer, whether it is consumed, reasons, and the group if it is published.
 _Place = tuple[int, int, str | None, bool, list[str], _Group | None]
 #: Partition, columns that are read and written, reuse, epoch and the state of the sampler.
 _Consumer = tuple[str, frozenset[str], frozenset[str], Reuse | None, int, dict[str, Any]]
@@ -30,23 +30,23 @@ _Consumer = tuple[str, frozenset[str], frozenset[str], Reuse | None, int, dict[s
 
 @attrs.frozen
 class LedgerEnd:
-    """The end of a ledger at some moment; a checkpoint knows it."""
+    """The end of the ledger at the time of a checkpoint."""
 
     number: int = 0
-    digest: str = ""  #: of the last entry and, through it, of all
+    digest: str = ""  #: digest of the last entry, chained over all entries
 
 
 @attrs.frozen(kw_only=True)
 class Head:
-    """Everything but places."""
+    """The row with all state but places."""
 
     committed: int
     marks: list[str]
     consumers: dict[str, _Consumer]
-    partitions: dict[str, tuple[int, dict[int, tuple[int, int, str | None]]]]  #: the next batch; of each batch: places,
+    partitions: dict[str, tuple[int, dict[int, tuple[int, int, str | None]]]]  #: next batch; per batch: places,
     #: expected rollouts and failure
-    mark: str = ""  #: of this checkpoint
-    ledger: LedgerEnd | None = None  #: None: the ledger is gone with the process
+    mark: str = ""  #: id of this checkpoint
+    ledger: LedgerEnd | None = None  #: None: the ledger was only in memory
     format: int = FORMAT
 
 
@@ -58,7 +58,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_p
 
 
 def head_row(state: State, below: Mapping[str, int] | None = None, **checkpoint: Any) -> Row:
-    """Save everything but places: one row, which is written whenever it has changed."""
+    """Return the row with all state but places. It is written whenever it has changed."""
     partitions = {}
     for name, partition in state.partitions.items():
         batches = {each.number: (len(each.places), each.rollouts, each.failure) for each in _batches(partition, below)}
@@ -77,7 +77,7 @@ def _batches(partition: Partition, below: Mapping[str, int] | None) -> Iterator[
 
 
 def place_row(place: Place) -> Row:
-    """Save a place, with its group where it is published."""
+    """Return the row of a place, with its group if that is published."""
     made = place.published
     saved = None if made is None else (made.new, made.ended, made.samples, made.uses)
     value = (place.retry, place.reissue, place.explorer, place.is_consumed, place.reasons, saved)
@@ -89,17 +89,17 @@ def place_key(place: Place) -> str:
 
 
 def every_row(state: State, below: Mapping[str, int] | None = None, **checkpoint: Any) -> list[Row]:
-    """Save the whole state; ``below``: by partition the first batch that is saved as if nothing of it had been made."""
+    """Return all rows of a state. ``below`` has, by partition, the first batch that is saved as not yet begun."""
     batches = [batch for partition in state.partitions.values() for batch in _batches(partition, below)]
     return [head_row(state, below, **checkpoint), *(place_row(place) for batch in batches for place in batch.places)]
 
 
 @attrs.frozen(eq=False)
 class Saved:
-    """A state in the form in which it is kept."""
+    """A saved state: its rows and its lineage."""
 
     rows: Mapping[str, str]  #: by key
-    lineage: Mapping[str, Lineage]  #: of its samples and their ancestors
+    lineage: Mapping[str, Lineage]  #: derivations of its samples and their ancestors
     head: Head = attrs.field(init=False)
 
     @head.default
@@ -110,7 +110,7 @@ class Saved:
         return msgspec.convert(head, Head, str_keys=True)
 
     def state(self) -> State:
-        """Make a new state of it; an error where a row is missing."""
+        """Return a new state from the rows. Raise an error if a row is missing."""
         state = State(committed=self.head.committed, marks=list(self.head.marks))
         for name, (partition, columns, writes, reuse, epoch, _) in self.head.consumers.items():
             state.add_consumer(Consumer(name, Partition(partition), columns, writes, reuse, epoch))

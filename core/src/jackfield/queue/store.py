@@ -1,7 +1,7 @@
-"""The queue's state, ledger and lineage in one SQLite file.
+"""The SQLite store of the queue's state, ledger and lineage.
 
-In WAL mode a transaction is with the operating system when it returns, so it survives ``kill -9``. It is on the disk
-after :meth:`Store.sync`, which every checkpoint of the run calls. A checkpoint is a file of the same tables.
+In WAL mode the operating system has a transaction when it returns, so it survives ``kill -9``. It is on the disk after
+:meth:`Store.sync`, which every checkpoint of the run calls. A checkpoint is a file with the same tables.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jackfield.queue.meta import Lineage
 from jackfield.queue.records import Place, State
 from jackfield.queue.saving import LedgerEnd, Row, Saved, head_row, place_key, place_row
 
-STORE_FILE, VALUES_FOLDER = "controller.sqlite", "values"  #: in the folder of a checkpoint
+STORE_FILE, VALUES_FOLDER = "controller.sqlite", "values"  #: names in the folder of a checkpoint
 _SCHEMA = """
 create table if not exists state(key text primary key, value text not null, digest text not null) without rowid;
 create table if not exists lineage(key text primary key, operation text not null, parents text not null) without rowid;
@@ -42,15 +42,15 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 @attrs.define(eq=False)
 class Store:
-    """The file, with one writer; others may read it meanwhile. It is opened when it is first needed."""
+    """The store file with one writer and any number of readers. It is opened at the first use."""
 
     path: Path | None  #: None: in memory
-    durable: bool = attrs.field(default=False, kw_only=True)  #: once begun, it has the state, not only the ledger
-    coming: list[dict[str, Any]] = attrs.field(factory=list, init=False)  #: entries for the ledger
-    derived: dict[str, Lineage] = attrs.field(factory=dict, init=False)  #: what is new
-    places: dict[Place, None] = attrs.field(factory=dict, init=False)  #: that have changed
+    durable: bool = attrs.field(default=False, kw_only=True)  #: after :meth:`begin` it has the state, too
+    coming: list[dict[str, Any]] = attrs.field(factory=list, init=False)  #: unwritten ledger entries
+    derived: dict[str, Lineage] = attrs.field(factory=dict, init=False)  #: unwritten lineage
+    places: dict[Place, None] = attrs.field(factory=dict, init=False)  #: changed places
     _connection: sqlite3.Connection | None = attrs.field(default=None, init=False)
-    _head: Row | None = attrs.field(default=None, init=False)  # that was written; None: not begun
+    _head: Row | None = attrs.field(default=None, init=False)  # last written head; None: not begun
     _end: LedgerEnd = attrs.field(factory=LedgerEnd, init=False)
     _failure: QueueError | None = attrs.field(default=None, init=False)
 
@@ -69,13 +69,13 @@ class Store:
 
     @property
     def end(self) -> LedgerEnd | None:
-        """The end of the ledger; None where it is gone with the process."""
+        """The end of the ledger, or None for a ledger in memory."""
         return self._end if self.path is not None and self._db is not None else None
 
     # -- writing
 
     def write(self, state: State) -> None:
-        """Add what one call changed, in one transaction; after a failure no later call succeeds."""
+        """Write the changes of one call in one transaction. After a failure no later call succeeds."""
         head = head_row(state) if self.durable and self._head is not None else None
         follows = head is not None and (bool(self.places) or head != self._head)
         if self.coming or self.derived or follows:
@@ -89,7 +89,7 @@ class Store:
         self.places.clear()
 
     def begin(self, rows: Sequence[Row]) -> None:
-        """Replace the state that the file has, whatever it is; from now on it follows."""
+        """Replace the file's state. From now on each :meth:`write` updates it."""
         self._head = rows[0]
         self.places.clear()
         if self.durable:
@@ -99,10 +99,10 @@ class Store:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Write ledger and lineage, and what the block writes."""
+        """Write ledger, lineage and the block's statements in one transaction."""
         end = self._end
         try:
-            with _translated_errors(self.path), self._db as db:  # which commits, or rolls back
+            with _translated_errors(self.path), self._db as db:  # it commits or rolls back
                 db.execute("begin immediate")
                 for entry in self.coming:
                     self._append(entry)
@@ -126,7 +126,7 @@ class Store:
         self._db.executemany("insert or replace into state values(?, ?, ?)", [(*row, _digest(*row)) for row in rows])
 
     def save(self, path: Path, rows: Sequence[Row], keys: Sequence[str]) -> None:
-        """Write a checkpoint: rows of a state, and the lineage of samples; the file is whole when it is there."""
+        """Write a checkpoint atomically: the rows of a state and the lineage of samples."""
         with _translated_errors(self.path):
             ancestors = _lineage(self._db, _ANCESTORS, _encode(keys))
         with replacing(path) as partial, closing(Store(partial, durable=True)) as saved:
@@ -135,7 +135,7 @@ class Store:
             saved.sync()
 
     def clear(self) -> None:
-        """Begin with an empty file."""
+        """Empty the file."""
         self.close()
         self._failure, self._end = None, LedgerEnd()
         if self.path is not None:
@@ -143,7 +143,7 @@ class Store:
                 self.path.with_name(f"{self.path.name}{suffix}").unlink(missing_ok=True)
 
     def sync(self) -> None:
-        """Return when everything is on the disk."""
+        """Write everything through to the disk."""
         with _translated_errors(self.path):
             steps = "pragma synchronous=full; pragma wal_checkpoint(truncate); pragma synchronous=normal"
             self._db.executescript(steps)
@@ -157,23 +157,23 @@ class Store:
     # -- reading
 
     def saved(self) -> Saved | None:
-        """Read the state that the file has; an error where one of its rows is not what was written."""
+        """Read the file's state. Raise an error if a row differs from what was written."""
         rows = _rows(self._db, self.path)
         return Saved(rows, {}) if rows else None
 
     def entries(self, after: int = 0) -> Iterator[dict[str, Any]]:
-        """Read the entries of the ledger behind a number.
+        """Yield the entries of the ledger after a number.
 
         Raises:
-            QueueError: ``queue.ledger`` at the first that is not as it was written.
+            QueueError: ``queue.ledger`` at the first entry that differs from what was written.
         """
         return (entry for end, entry in _entries(self._db, self.path) if end.number > after)
 
     def verify(self, end: LedgerEnd) -> None:
-        """Compare the ledger with what a checkpoint knows of it; what is damaged behind that is cut off.
+        """Check the ledger against the end that a checkpoint recorded; cut off damaged entries after that.
 
         Raises:
-            QueueError: ``queue.ledger`` where something of what the checkpoint knows was changed or is not there.
+            QueueError: ``queue.ledger`` if an entry up to that end was changed or is missing.
         """
         good = _checked(self._db, self.path, end)
         with _translated_errors(self.path, "queue.ledger"):
@@ -185,11 +185,11 @@ class Store:
 
 
 def check_ledger(path: Path, checkpoint: Path) -> None:
-    """Compare a ledger with what a checkpoint knows of it, and change nothing.
+    """Check a ledger against a checkpoint without changing it.
 
     Raises:
-        QueueError: ``queue.ledger`` as :meth:`Store.verify`, or where there is no file; ``queue.invalid`` for a damaged
-            checkpoint.
+        QueueError: ``queue.ledger`` as in :meth:`Store.verify`, or if there is no file; ``queue.invalid`` if the
+            checkpoint is damaged.
     """
     end = read_checkpoint(checkpoint).head.ledger
     if end is None:
@@ -204,7 +204,7 @@ def read_checkpoint(path: Path) -> Saved:
     """Read a checkpoint.
 
     Raises:
-        QueueError: ``queue.invalid`` where there is none, or it is damaged.
+        QueueError: ``queue.invalid`` if it is missing or damaged.
     """
     if not path.is_file():
         raise QueueError("the folder holds no checkpoint of a queue", where=str(path.parent), expected=path.name)
@@ -213,17 +213,17 @@ def read_checkpoint(path: Path) -> Saved:
 
 
 def read_lineage(path: Path) -> dict[str, Lineage]:
-    """Read what is known of samples that were made of others.
+    """Read the lineage of samples that were made from others.
 
     Raises:
-        QueueError: ``queue.ledger`` where the file is damaged.
+        QueueError: ``queue.ledger`` if the file is damaged.
     """
     with _translated_errors(path, "queue.ledger"), closing(_readable(path)) as db:
         return _lineage(db)
 
 
 def find_store(folder: Path) -> Path | None:
-    """Find the file of a run's queue, in the folder of the run or of its queue."""
+    """Return the store file of a run's queue, given the folder of the run or of its queue."""
     return next((path for path in (folder / "queue" / STORE_FILE, folder / STORE_FILE) if path.is_file()), None)
 
 
@@ -231,7 +231,7 @@ def read_ledger(folder: Path) -> Iterator[dict[str, Any]]:
     """Read the ledger of the run in ``folder``, whether or not it is still running.
 
     Raises:
-        QueueError: ``queue.ledger`` where there is none, or at the first entry that is not as it was written.
+        QueueError: ``queue.ledger`` if there is none, or at the first entry that differs from what was written.
     """
     path = find_store(folder)
     if path is None:
@@ -242,12 +242,12 @@ def read_ledger(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def effective_acks(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int | None]]:
-    """Find the acks that no rollback has taken back: consumer to sample to the step that used it, the last time."""
+    """Return the acks that no rollback has revoked: consumer to sample to the last step that used it."""
     return {name: {key: steps[-1] for key, steps in keys.items()} for name, keys in uses(entries).items()}
 
 
 def uses(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, list[int | None]]]:
-    """Find the steps that used a sample, by consumer and key; a rollback names a sample once for each use of it."""
+    """Return the steps that used a sample, by consumer and key. A rollback names a sample once per use."""
     found: dict[str, dict[str, list[int | None]]] = {}
     for entry in entries:
         if entry["event"] == "clear":
@@ -265,22 +265,22 @@ def uses(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, list[int |
 
 
 def _opened(path: Path | None) -> sqlite3.Connection:
-    """Open the file to write it; None: in memory."""
+    """Open a file for writing; None: a database in memory."""
     db = sqlite3.connect(":memory:" if path is None else path, isolation_level=None, timeout=5.0)
     if path is not None and db.execute("pragma journal_mode=wal").fetchone() != ("wal",):
-        db.executescript("pragma locking_mode=exclusive; pragma journal_mode=wal")  # no shared memory there
+        db.executescript("pragma locking_mode=exclusive; pragma journal_mode=wal")  # needs no shared memory
     db.executescript("pragma synchronous=normal; pragma wal_autocheckpoint=4000;" + _SCHEMA)
     return db
 
 
 def _readable(path: Path) -> sqlite3.Connection:
-    """Open a file to read it. Where no process writes it, and none was killed, nothing is put beside it."""
+    """Open a file for reading. No further file is created unless a process writes it or was killed."""
     how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
     return sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True, isolation_level=None)
 
 
 def _rows(db: sqlite3.Connection, path: Path | None) -> dict[str, str]:
-    """Read the rows of the state, and compare their digests."""
+    """Read the rows of the state and check their digests."""
     rows = {}
     with _translated_errors(path, "queue.invalid"):
         for key, value, digest in db.execute("select * from state"):
@@ -295,7 +295,7 @@ def _lineage(db: sqlite3.Connection, query: str = "select * from lineage", *valu
 
 
 def _entries(db: sqlite3.Connection, path: Path | None) -> Iterator[tuple[LedgerEnd, dict[str, Any]]]:
-    """Read the entries of the ledger, each with the end that it makes."""
+    """Yield the entries of the ledger, each with the ledger's end after it."""
     end = LedgerEnd()
     with _translated_errors(path, "queue.ledger"):
         for number, event, step, consumer, value, digest in db.execute("select * from ledger order by number"):
@@ -308,7 +308,7 @@ def _entries(db: sqlite3.Connection, path: Path | None) -> Iterator[tuple[Ledger
 
 
 def _checked(db: sqlite3.Connection, path: Path | None, end: LedgerEnd) -> LedgerEnd:
-    """Return the end of the undamaged part, which has all that a checkpoint knows."""
+    """Return the end of the undamaged part and check that it includes a checkpoint's ``end``."""
     good, known = LedgerEnd(), LedgerEnd()
     try:
         for good, _ in _entries(db, path):

@@ -1,4 +1,4 @@
-"""The TransferQueue: what producers and consumers talk to."""
+"""The TransferQueue, the interface for producers and consumers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
-_MARKS = 8  #: of checkpoints that a state remembers
+_MARKS = 8  #: number of checkpoint ids that a state keeps
 
 
 def mutates(method: F) -> F:
-    """Make a method whose changes are in the store when its caller hears of them; then all who wait look again."""
+    """Decorate a method that changes the queue: store its changes before it returns, and wake all waiters."""
 
     @functools.wraps(method)
     async def called(self: TransferQueue, *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +46,7 @@ def mutates(method: F) -> F:
 
 
 def _of(part: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Make a method of the queue of one of its parts."""
+    """Return a method of the queue that calls a method of one of its parts."""
 
     @functools.wraps(method)
     def called(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -57,10 +57,10 @@ def _of(part: str, method: Callable[Concatenate[Any, P], R]) -> Callable[Concate
 
 
 class TransferQueue:
-    """Samples × columns in groups and batches, leased and acked exactly once.
+    """A table of samples × columns in groups and batches that are consumed exactly once.
 
-    It holds metadata only: values go straight to a backend (:class:`~jackfield.queue.values.Values`). The text of
-    :mod:`jackfield.queue` says what groups, consumers and backpressure are. All methods are called on one event loop.
+    It holds metadata only: values go directly to a backend (:class:`~jackfield.queue.values.Values`).
+    :mod:`jackfield.queue` describes groups, consumers and backpressure. All methods must be called on one event loop.
     """
 
     claim_batch = _of("_batches", Batches.claim_batch)
@@ -95,15 +95,15 @@ class TransferQueue:
     ) -> None:
         """
         Args:
-            backend: Keeps the values.
+            backend: The backend of the values.
             clock: Time source for all waits.
-            store: The file of ledger and state; None: in memory. ``durable`` keeps the state with every call.
-            max_samples: The number of samples at which producers wait; ``max_bytes``: of bytes.
-            max_retries: How often one index of a batch may be made again before the batch fails.
+            store: The file of ledger and state; None: in memory. ``durable`` saves the state at every call.
+            max_samples: The number of samples at which producers wait; ``max_bytes``: the number of bytes.
+            max_retries: The maximum number of retries of one index before the batch fails.
         """
         self.backend, self.clock = backend, clock
-        self.caller: Callable[[], str | None] = lambda: None  #: the client that calls
-        #: is called when the queue has become another one, with the clients whose explorers had batches
+        self.caller: Callable[[], str | None] = lambda: None  #: the calling client
+        #: called after the state was replaced, with the clients whose explorers had batches
         self.on_reset: Callable[[str, frozenset[str]], None] = lambda reason, explorers: None
         self.served: Callable[[], Mapping[str, int]] = dict  #: further counts for :meth:`stats`
         kept = Store(store, durable=durable and store is not None)
@@ -115,13 +115,13 @@ class TransferQueue:
         self._deleting = asyncio.Lock()
 
     async def start(self) -> None:
-        """Start the backend, and the deletion of what nothing needs."""
+        """Start the backend and the background deletion of unneeded values."""
         await self.backend.start()
         self._core.is_closed = False
         self._core.deletion = asyncio.create_task(self._delete())
 
     async def close(self) -> None:
-        """End every wait with ``queue.closed``, and close store and backend. Idempotent."""
+        """End every wait with ``queue.closed`` and close the store and the backend. Idempotent."""
         self._core.is_closed = True
         self._core.wake()
         deletion, self._core.deletion = self._core.deletion, None
@@ -131,7 +131,7 @@ class TransferQueue:
         self._core.store.close()
         await self.backend.close()
 
-    # -- what there is to know
+    # -- ledger, failures and notices
 
     @property
     def ledger(self) -> list[dict[str, Any]]:
@@ -139,12 +139,12 @@ class TransferQueue:
         return [*self._core.store.entries(), *self._core.store.coming]
 
     async def drain_failures(self) -> dict[str, str]:
-        """Return what did not become training data since the last call: samples, rollouts and groups, and why."""
+        """Return the samples, rollouts and groups that failed since the last call, with reasons."""
         failures, self._core.failures = self._core.failures, {}
         return failures
 
     async def stats(self) -> dict[str, int]:
-        """Count samples, bytes, and open batches and groups."""
+        """Return the numbers of samples, bytes, and open batches and groups."""
         state = self._core.state
         leased = [group for consumer in state.consumers.values() for group in consumer.held]
         return {
@@ -158,15 +158,15 @@ class TransferQueue:
 
     @mutates
     async def post(self, topic: str, value: Mapping[str, Any]) -> None:
-        """Replace the newest value of a topic, plain values; it does not outlive the controller."""
+        """Post a topic's newest value, of plain values. It is lost when the controller ends."""
         before = self._notices.get(topic)
         self._notices[topic] = Notice(1 if before is None else before.number + 1, dict(value))
 
     async def wait_notice(self, topic: str, after: int, deadline_seconds: float) -> Notice:
-        """Return the newest notice of a topic, as soon as its number is above ``after``; the first is 1.
+        """Wait until a topic's newest notice has a number above ``after`` and return it; the first is 1.
 
         Raises:
-            DeadlineExceeded: when none was posted.
+            DeadlineExceeded: If none was posted in time.
         """
         until = self._core.clock.time() + deadline_seconds
         self._core.require_open()
@@ -177,7 +177,7 @@ class TransferQueue:
     # -- deletion
 
     async def _delete(self) -> None:
-        """Delete values in the background. After a failure, which the next call raises, only room is lost."""
+        """Delete values in the background. The next call raises a failure, which only leaves unneeded values."""
         while True:
             while not self._core.discarded:
                 await self._core.change.wait()
@@ -185,14 +185,14 @@ class TransferQueue:
                 await self._forget_discarded()
 
     async def _forget_discarded(self) -> None:
-        """Delete what no consumer needs; the caller holds the lock."""
-        self._core.store.write(self._core.state)  # that it is not needed
+        """Delete values that no consumer needs. The caller holds the lock."""
+        self._core.store.write(self._core.state)  # store first that they are not needed
         discarded, self._core.discarded = self._core.discarded, {}
         for partition, keys in discarded.items():
             await self.backend.delete(DeleteRequest(partition=partition, keys=tuple(dict.fromkeys(keys))))
 
     async def _discard_orphans(self) -> int:
-        """Delete what the backend has and the queue does not know, of workers that died; return the number of samples.
+        """Delete samples of dead workers that only the backend knows; return their number.
 
         The caller holds the lock.
         """
@@ -206,7 +206,7 @@ class TransferQueue:
         return found
 
     async def flush(self) -> None:
-        """Return when the backend holds the samples of the queue and no others."""
+        """Delete all values that do not belong to a sample of the queue."""
         self._core.require_open()
         async with self._deleting:
             await self._discard_orphans()
@@ -215,10 +215,10 @@ class TransferQueue:
 
     @mutates
     async def checkpoint(self, folder: str | Path, again_from: Mapping[str, int] | None = None) -> None:
-        """Write state and values, as they are at one moment. Producers go on; deletions wait.
+        """Write a consistent copy of state and values. Producers continue; deletions wait.
 
-        ``again_from`` names by partition the first batch that is saved as if nothing of it had been made. A durable
-        queue keeps what there is.
+        ``again_from`` has, by partition, the first batch that is saved as not yet begun. A durable queue ignores it
+        and saves all batches as they are.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -229,7 +229,7 @@ class TransferQueue:
         await self.flush()
 
     async def _cut(self, folder: Path, again_from: Mapping[str, int]) -> tuple[list[Row], list[str]]:
-        """Write values, and return the state of the moment at which they are cut; without lost samples."""
+        """Write values and return the rows and keys of that moment, without lost samples."""
         while True:
             await self.fail_lost()
             mark = uuid.uuid4().hex
@@ -243,23 +243,23 @@ class TransferQueue:
             except QueueError as error:
                 named = [str(key) for key in error.found] if isinstance(error.found, list | tuple) else []
                 if error.code != "queue.lost" or len(await self.fail_lost(keys=named)) < len(named):
-                    raise  # a consumer works with them
-                await self._forget_discarded()  # the rest makes the next attempt
+                    raise  # a consumer has leased them
+                await self._forget_discarded()  # try again with the rest
 
     @mutates
     async def restore(self, folder: str | Path, step: int | None = None) -> bool:
-        """Go on from a checkpoint, or from what came after it where that was kept; the ledger says which acks are void.
+        """Restore a checkpoint, or keep a newer state that followed it. The ledger records the revoked acks.
 
-        What came after it is kept where the queue lived on, or where state and backend are durable and nothing of the
-        checkpoint's samples is lost. Then everything is as the last call left it, but leases have ended, open groups
-        are made again, and acks of steps after ``step`` do not count. ``step`` is the last one of the checkpoint, whose
-        acks are final; with None only the checkpoint counts, as it is. Samplers are those of the checkpoint.
+        A newer state is kept if the queue is still alive, or if state and backend are durable and no sample of the
+        checkpoint is lost. It is as the last call left it, except that leases have ended, open groups are generated
+        again and acks of steps after ``step`` are revoked. ``step`` is the checkpoint's last step, whose acks are
+        final; with None the checkpoint is restored unchanged. The samplers' state is always the checkpoint's.
 
-        Return whether what came after the checkpoint was kept.
+        Return whether a newer state was kept.
 
         Raises:
-            QueueError: ``queue.invalid`` for a damaged checkpoint; ``queue.ledger`` where the ledger is not the one
-                that it knows.
+            QueueError: ``queue.invalid`` for a damaged checkpoint; ``queue.ledger`` if the ledger does not match the
+                checkpoint.
         """
         saved = read_checkpoint(Path(folder) / STORE_FILE)
         if saved.head.ledger is not None and self._core.store.end is not None:
@@ -268,7 +268,7 @@ class TransferQueue:
             newer = None if step is None else await self._newer(saved, step)
             if newer is None:
                 await self.backend.restore(SnapshotRequest(folder=str(Path(folder) / VALUES_FOLDER)))
-            if newer is self._core.state:  # a trainer died, and this process lives
+            if newer is self._core.state:  # a trainer died, and this process is alive
                 self._leases.end(lambda consumer, hold: True)
             else:
                 self._replace(newer or saved.state())
@@ -286,7 +286,7 @@ class TransferQueue:
         return newer is not None
 
     async def _newer(self, saved: Saved, step: int) -> State | None:
-        """Find a state that came after a checkpoint, can go back to ``step``, and has all samples of the checkpoint."""
+        """Return a newer state that can roll back to ``step`` and has all samples of the checkpoint, or None."""
         state = self._core.state if saved.head.mark in self._core.state.marks else self._stored(saved)
         if state is None or state.committed > step:
             return None
@@ -303,10 +303,10 @@ class TransferQueue:
         return None
 
     def _stored(self, saved: Saved) -> State | None:
-        """Read the state of a process that is gone, where it came after a checkpoint."""
+        """Read the stored state of an earlier process, if it is newer than a checkpoint."""
         try:
             found = self._core.store.saved() if self._core.store.durable else None
-            # without the mark another run, or the same one without a durable queue, was here meanwhile
+            # without the mark, another run or the same run without a durable queue wrote the state
             return found.state() if found is not None and saved.head.mark in found.head.marks else None
         except QueueError as error:
             if error.code != "queue.invalid":
@@ -316,7 +316,7 @@ class TransferQueue:
             return None
 
     def _replace(self, state: State) -> None:
-        """Replace everything but what consumers are registered for. Waiters look again."""
+        """Replace the state but keep the consumers' registrations, and wake waiters."""
         for consumer in self._core.state.consumers.values():
             if (before := state.consumers.get(consumer.name)) is not None:
                 consumer.epoch = max(consumer.epoch, before.epoch)
@@ -333,7 +333,7 @@ class TransferQueue:
         self.on_reset("has made the queue another one; what was begun before is in vain", clients)
 
     def _void_acks(self, saved: Saved, step: int | None) -> None:
-        """Say in the ledger which acks after a checkpoint do not count; with a step those of later ones alone."""
+        """Record in the ledger the acks after a checkpoint as revoked; with a step, only those of later steps."""
         if saved.head.ledger is None or self._core.store.end is None:
             return
         for consumer, keys in uses(self._core.store.entries(saved.head.ledger.number)).items():
@@ -348,7 +348,7 @@ class TransferQueue:
 
     @mutates
     async def clear(self) -> None:
-        """Forget everything, the ledger included; of a durable backend also what it kept of an earlier run."""
+        """Delete everything, including the ledger and what a durable backend kept from an earlier run."""
         self._core.store.clear()
         async with self._deleting:
             before = self._core.state.samples or any(each.next_batch for each in self._core.state.partitions.values())

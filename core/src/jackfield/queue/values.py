@@ -1,4 +1,4 @@
-"""A worker's way to the values of samples: straight to the backend, past the controller."""
+"""Direct access of workers to values in the backend, without the controller."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jackfield.sdk.columns import check_column, concatenate, take
 
 
 class Values:
-    """Reads and writes columns of samples by key. Who may do so when is the queue's concern."""
+    """A reader and writer of columns of samples by key. It does not check leases; the queue does."""
 
     def __init__(self, backend: TransferQueueBackend) -> None:
         self._backend = backend
@@ -27,7 +27,7 @@ class Values:
         return dict((await self._backend.get(request)).columns)
 
     async def read(self, meta: BatchMeta, names: Sequence[str]) -> dict[str, Column]:
-        """Read columns of a batch, in its order, whatever partitions its samples are of.
+        """Read columns of a batch in its order. Its samples may be of several partitions.
 
         Raises:
             QueueError: ``queue.unknown-sample``, ``queue.column``.
@@ -47,10 +47,10 @@ class Values:
         columns: Mapping[str, Column],
         tags: Sequence[Mapping[str, Any]] | None = None,
     ) -> Written:
-        """Write columns, one sample for each key; the queue hears of it afterwards.
+        """Write columns with one sample per key. The caller reports them to the queue afterwards.
 
         Raises:
-            QueueError: ``queue.invalid`` for a column that breaks its contract.
+            QueueError: ``queue.invalid`` if a column breaks its contract.
         """
         sizes = _check_columns(columns, len(keys))
         if keys and columns:
@@ -69,7 +69,7 @@ class Values:
 
 
 def _check_columns(columns: Mapping[str, Column], samples: int) -> tuple[int, ...]:
-    """Refuse columns that break their contract, by name; return the bytes of each sample's values."""
+    """Check that columns keep their contract; return the bytes of each sample's values."""
     sizes = [0] * samples
     for name, column in columns.items():
         sizes = [total + size for total, size in zip(sizes, check_column(name, column, samples), strict=True)]

@@ -100,7 +100,7 @@ class ChildProcess(asyncio.SubprocessProtocol):
 
     @property
     def is_ending(self) -> bool:
-        """Whether the process has ended or was killed."""
+        """Return whether the process has ended or was killed."""
         return self._exited or self._killed is not None
 
     @property

@@ -150,7 +150,7 @@ class RelayServer(BaseRolloutServer):
             await asyncio.gather(reading, return_exceptions=True)
 
     async def abort(self, request: AbortRequest) -> AbortResult:
-        """End requests. They generate no more tokens once it returns."""
+        """End requests, which generate no more tokens once it returns."""
         chosen = [self._running[name] for name in request.request_ids or self._running if name in self._running]
         await self._abort(chosen)
         return AbortResult(request_ids=tuple(each.request.request_id for each in chosen))
@@ -325,7 +325,7 @@ class InterruptingServer(RelayServer):
                 raise self._error(f"{self.engine_name} gave request {request.request_id!r} up", "rollout.failed")
 
     async def pause(self, request: PauseRequest) -> PauseResult:
-        """Stop decoding. No forward pass runs once it returns."""
+        """Stop decoding; no forward pass runs once it returns."""
         self._require_running()
         self._paused = True
         self._flows.clear()
@@ -337,7 +337,7 @@ class InterruptingServer(RelayServer):
         return PauseResult(running=len(self._begun()))
 
     async def resume(self, request: ResumeRequest) -> ResumeResult:
-        """Resume decoding."""
+        """Resume decoding after a pause."""
         self._require_running()
         self._paused = False
         await self._release()
