@@ -35,7 +35,7 @@ def _is_pattern(_: Config, attribute: attrs.Attribute[str | None], value: str | 
 
 @attrs.frozen(kw_only=True)
 class Config:
-    """How an answer is found in a response, and when it is right."""
+    """Settings that say how an answer is found in a response, and when it is right."""
 
     method: Literal["exact", "regex", "math"] = option(
         "exact", "exact: equal texts; regex: the ground truth is a pattern; math: equal mathematically."

@@ -1,4 +1,4 @@
-"""What ``jackfield plugins check`` tries the rewards with: mathematics, and a function in a file of its own."""
+"""Fixtures for ``jackfield plugins check``: mathematics, and a function in its own file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 def mathematics(folder: Path) -> dict[str, Any]:
-    """Settings, samples with their scores, samples that cannot be scored, and one that never ends."""
+    """Return settings, samples with scores, samples that cannot be scored, and one that never ends."""
     return {
         "settings": {"method": "math", "format_score": 0.25, "seconds": 60.0, "on_timeout": "fail"},
         "examples": [
@@ -35,7 +35,7 @@ def mathematics(folder: Path) -> dict[str, Any]:
 
 
 def function(folder: Path) -> dict[str, Any]:
-    """A function in a file of its own, which can be right, wrong, broken and slow."""
+    """Return settings for a function in its own file, which can be right, wrong, broken and slow."""
     file = folder / "score.py"
     file.write_text(_FUNCTION, encoding="utf-8")
     return {

@@ -19,7 +19,7 @@ from jackfield_user_code import UserCodePool, WorkerLimits
 
 @attrs.frozen(kw_only=True)
 class FunctionRewardConfig:
-    """Where the function is, and what it may use."""
+    """Settings that name the function and the limits of its processes."""
 
     path: str = option(help="folder/file.py:function or package.module:function; a class or an instance will do.")
     method: str = option("compute_score", "What is called of a class or an instance.")
@@ -36,11 +36,11 @@ class FunctionRewardConfig:
 
 
 class FunctionReward(RewardAgent):
-    """Scores with ``compute_score(data_source, solution_str, ground_truth, extra_info)``, synchronous or not.
+    """A reward that calls ``compute_score(data_source, solution_str, ground_truth, extra_info)``.
 
-    The function yields a number, or a dict with ``score`` whose further numbers become metrics. It runs in a worker
-    process, which is killed when a sample's deadline is over. What raises, dies or is not a finite number is
-    ``failed``, what takes too long is ``timeout``; neither is ever a score.
+    The function may be asynchronous. It returns a number, or a dict with ``score`` whose other numbers become metrics.
+    It runs in a worker process, which is killed at a sample's deadline. An exception, a crash or a result that is not
+    finite is ``failed``, and a late result is ``timeout``; neither is ever a score.
     """
 
     def __init__(self, config: FunctionRewardConfig, context: RewardContext) -> None:
@@ -67,7 +67,7 @@ class FunctionReward(RewardAgent):
         return workers
 
     async def start(self) -> None:
-        """Import the function once, so that a wrong path shows at the beginning of a run (``worker.start``)."""
+        """Import the function, so that a wrong path fails at the start of a run (``worker.start``)."""
         await self._pool.start()
 
     async def close(self) -> None:
@@ -75,7 +75,7 @@ class FunctionReward(RewardAgent):
         await self._pool.close()
 
     async def compute_score(self, request: ScoreRequest) -> ScoreResult:
-        """Score one sample in the next free process. ``extra_info`` is the request's, as JSON carries it."""
+        """Score one sample in the next free process. ``extra_info`` is passed as JSON."""
         arguments = {
             "data_source": request.data_source,
             "solution_str": request.solution_str,

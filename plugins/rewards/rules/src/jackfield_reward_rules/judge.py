@@ -1,4 +1,4 @@
-"""The rules themselves. The same object works in the trainer's process and in a worker process."""
+"""The rules. The same class is used in the trainer's process and in worker processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MARKUP = ("$", "\\boxed", "\\(", "\\[")
 
 
 class Judge:
-    """Decides whether a response is right, by the fields of :class:`jackfield_reward_rules.config.Config`."""
+    """A judge of responses by the fields of :class:`jackfield_reward_rules.config.Config`."""
 
     def __init__(self, **settings: Any) -> None:
         self.config = config = Config(**settings)
@@ -36,8 +36,8 @@ class Judge:
         """Return whether the response is right, and whether it has an answer in the right form.
 
         Raises:
-            RewardError: ``reward.failed`` for a ground truth that is none.
-            TimeoutError: when one pattern takes longer than ``timeout`` seconds on one text.
+            RewardError: ``reward.failed`` for an unusable ground truth.
+            TimeoutError: If one pattern takes longer than ``timeout`` seconds on one text.
         """
         truth = self.truth(ground_truth)
         answer = response if self._pattern is None else self._find(self._pattern, response, timeout)
@@ -51,7 +51,7 @@ class Judge:
         return _answer(found[-1]) if found else None
 
     def _truth(self, ground_truth: str) -> Any:
-        """The ground truth, ready to compare with: a text, a pattern or mathematical expressions."""
+        """Parse the ground truth into a text, a pattern or mathematical expressions."""
         text = ground_truth
         if self._truth_pattern is not None:
             found = list(self._truth_pattern.finditer(ground_truth, timeout=self.config.seconds))
@@ -99,7 +99,7 @@ class Judge:
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Fields of a configuration as plain values, for another process."""
+    """Return a configuration's fields as plain values for another process."""
     return attrs.asdict(config)
 
 
@@ -110,14 +110,14 @@ def _answer(found: regex.Match[str]) -> str:
 
 
 def _load_math_verify() -> None:
-    """Import the library, and quiet its warning that time limits are ours."""
+    """Import the library, and silence its warning about time limits, which we enforce ourselves."""
     import math_verify  # noqa: F401
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
 
 def _marked(text: str) -> str:
-    """An answer that stands alone is read as LaTeX; one with LaTeX's own marks is found by them."""
+    """Mark a bare answer as LaTeX; an answer with LaTeX delimiters is found by them."""
     return text if any(mark in text for mark in _MARKUP) else f"\\boxed{{{text}}}"
 
 
@@ -141,7 +141,7 @@ def _truth_expressions(text: str) -> list[Any]:
 
 
 def _any_equal(truths: list[Any], answers: list[Any]) -> bool:
-    """Whether one pair is equal. What raised counts only where no other pair is equal."""
+    """Return whether a pair is equal. If none is, raise the exception of a pair that raised."""
     from math_verify import verify
 
     failure: Exception | None = None

@@ -8,20 +8,20 @@ from jackfield_reward_rules.config import Config
 from jackfield_reward_rules.judge import Judge, settings_of
 from jackfield_user_code import UserCodePool, WorkerLimits, WorkerResult
 
-#: A pattern that takes longer on one text goes to a worker process, where it cannot hold the event loop.
+#: A pattern that takes longer on one text goes to a worker process, where it cannot block the event loop.
 INLINE_SECONDS = 0.02
-_PATIENCE = 4  #: times longer than a response a ground truth may take
+_PATIENCE = 4  #: a ground truth may take this many times as long as a response
 
 
 class RulesReward(RewardAgent):
-    """Scores a response by comparing its answer with the ground truth.
+    """A reward that compares a response's answer with the ground truth.
 
     ``exact`` and ``regex`` run here, in microseconds; ``math``, and patterns that backtrack for long, run in a worker
-    process that is killed at the deadline. An answer that is missing or cannot be parsed is wrong. So is one on which
-    the checker raises, crashes or runs out of memory, where it can compare the ground truth with itself; where it
-    cannot, the sample is ``failed``, never a score. An answer on which ``seconds`` (at most half of the caller's
-    deadline) run out is wrong, or with ``on_timeout: fail`` a ``timeout``. A run begins the deadline when a worker
-    is free.
+    process that is killed at the deadline. An answer that is missing or cannot be parsed is wrong. If the checker
+    raises, crashes or runs out of memory on an answer, it compares the ground truth with itself: if that works, the
+    answer is wrong; else the sample is ``failed``, never a score. An answer that takes longer than ``seconds`` (at most
+    half of the caller's deadline) is wrong, or with ``on_timeout: fail`` a ``timeout``. In a run the deadline starts
+    when a worker is free.
 
     Metrics of each score: ``correct``, ``well_formed``, ``timeout`` and ``checker_failed``, 0 or 1.
     """
@@ -47,7 +47,7 @@ class RulesReward(RewardAgent):
         return workers
 
     async def start(self) -> None:
-        """Start the worker process where the method needs it; ``worker.start``: math-verify is not installed."""
+        """Start the worker process if the method needs it; ``worker.start`` without math-verify."""
         if self._judge is None:
             await self._pool.start()
 
@@ -79,7 +79,7 @@ class RulesReward(RewardAgent):
         longest = min(_PATIENCE * seconds, left / 2)
         control = await self._call(request, request.ground_truth, left, longest)
         if control.status == "ok" or (timed_out and control.timed_out_after != longest):
-            # the ground truth is sound, and so is the checker: the response is what broke it
+            # ground truth and checker work: the response broke it
             return self._wrong(**{"timeout" if timed_out else "checker_failed": 1.0})
         return ScoreResult(status="failed", error=f"the ground truth cannot be compared with itself: {control.error}")
 

@@ -11,7 +11,7 @@ from attrs.validators import and_, ge, gt, le
 from jackfield.sdk import option
 from jackfield_huggingface.serving import without
 
-#: Arguments of SGLang's server that this plugin sets itself, with the setting that stands for each.
+#: Arguments of SGLang's server that this plugin sets itself, with the setting to use for each.
 _OURS = {
     "model-path": "model.path",
     "dtype": "model.dtype",

@@ -1,4 +1,4 @@
-"""SGLang's server: a process of this one, and the HTTP client that speaks to it."""
+"""SGLang's server as a child process, and the HTTP client that talks to it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ import aiohttp
 from jackfield.clock import Clock
 from jackfield.errors import RolloutError
 
-_POLL_SECONDS = 0.5  #: between questions whether a server that loads its model is there
+_POLL_SECONDS = 0.5  #: between two checks whether a starting server answers
 _GRACE_SECONDS = 15.0  #: for a server to end by itself
 
 
 class SglangProcess:
-    """Starts, asks and ends one server.
+    """One server: its start, its requests and its end.
 
-    Raises (all questions): ``RolloutError`` with ``rollout.failed``, and what SGLang has said, where the answer is not
-    200; ``aiohttp.ClientError`` where there is no answer.
+    All requests raise ``RolloutError`` (``rollout.failed``, with SGLang's message) if the status is not 200, and
+    ``aiohttp.ClientError`` without an answer.
     """
 
     def __init__(self, clock: Clock, host: str, port: int) -> None:
@@ -37,13 +37,13 @@ class SglangProcess:
 
     @property
     def ended(self) -> str | None:
-        """Return how the process has ended; None: it runs."""
+        """Return how the process ended; None while it runs."""
         if self._process is None or self._process.returncode is None:
             return None
         return f"SGLang's server has ended with code {self._process.returncode}"
 
     async def start(self, arguments: Sequence[str], seconds: float) -> None:
-        """Start the server and wait until it answers; ``rollout.stopped`` where it ends instead."""
+        """Start the server and wait until it answers; ``rollout.stopped`` if it ends instead."""
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "sglang.launch_server", *arguments, stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,
@@ -51,7 +51,7 @@ class SglangProcess:
         await self.connect(seconds)
 
     async def connect(self, seconds: float) -> None:
-        """Wait until a server answers, which :meth:`start` has made or which was there."""
+        """Wait until the server answers, started by :meth:`start` or before."""
         no_deadline = aiohttp.ClientTimeout(total=None, sock_connect=_GRACE_SECONDS)
         connector = aiohttp.TCPConnector(limit=0)  # one connection per running request
         self._session = aiohttp.ClientSession(self.url, timeout=no_deadline, connector=connector)
@@ -69,11 +69,11 @@ class SglangProcess:
             await self._clock.sleep(_POLL_SECONDS)
 
     async def post(self, path: str, body: Mapping[str, Any] | None, seconds: float) -> Any:
-        """Ask for something that is done when the answer comes; its JSON, if it is JSON."""
+        """Post a request and return the answer's JSON, if it is JSON."""
         return await self._clock.wait_for(self._post(path, body), seconds, f"SGLang to answer {path}")
 
     async def generate(self, body: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any], None]:
-        """Answers of ``/generate``: one, or with ``stream`` as many as come. Leaving it aborts the request."""
+        """Yield answers of ``/generate``: one, or with ``stream`` several. Closing it aborts the request."""
         assert self._session is not None
         if not body["stream"]:
             yield await self._post("/generate", body)
@@ -94,7 +94,7 @@ class SglangProcess:
             return await answer.json() if answer.content_type == "application/json" else None
 
     async def close(self) -> None:
-        """End the server with all that it has started; idempotent."""
+        """Stop the server and its descendants; idempotent."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()

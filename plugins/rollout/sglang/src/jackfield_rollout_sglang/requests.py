@@ -1,4 +1,4 @@
-"""Requests to SGLang, and the meaning of its answers. Names and types are those of SGLang 0.5.23."""
+"""Requests to SGLang, and its answers. Names and types are those of SGLang 0.5.23."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _FINISH: Mapping[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "le
 
 @attrs.frozen
 class Answer:
-    """Some further tokens of a request."""
+    """New tokens of a request."""
 
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: Literal["stop", "length", "abort"] | None
-    message: str = ""  #: of an abort that was SGLang's own
+    message: str = ""  #: of an abort by SGLang itself
 
 
 def launch_arguments(config: Config, context: RolloutContext, port: int) -> list[str]:
-    """The command line behind ``python -m sglang.launch_server``."""
+    """Return the arguments of ``python -m sglang.launch_server``."""
     chosen: dict[str, Any] = {
         **config.arguments,
         "model-path": context.model.path,
@@ -66,11 +66,11 @@ def _lora_arguments(model: ModelSpec) -> dict[str, Any]:
 def check_log_probs(request: GenerateRequest) -> None:
     """Refuse log-probabilities that SGLang does not compute.
 
-    Its own are those before top-k, top-p and min-p, at the request's temperature. What was drawn from after these it
-    tells for a finite top-k alone.
+    Its own are those before top-k, top-p and min-p, at the request's temperature. It reports those of the filtered
+    distribution only for a finite top-k.
 
     Raises:
-        PluginError: ``plugin.capability``.
+        PluginError: ``plugin.capability`` for other requests.
     """
     sampling = request.sampling
     expected = None
@@ -89,7 +89,7 @@ def check_log_probs(request: GenerateRequest) -> None:
 
 
 def _asks_for_mask(sampling: SamplingParams) -> bool:
-    """Whether the distribution that is drawn from is not the softmax."""
+    """Return whether tokens are drawn from a distribution other than the softmax."""
     filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
     return sampling.temperature > 0 and sampling.log_probs == "processed" and filters
 
@@ -97,10 +97,10 @@ def _asks_for_mask(sampling: SamplingParams) -> bool:
 def generate_body(
     request: GenerateRequest, made: Sequence[int], left: int, seed: int, name: str, *, stream: bool, adapter: str | None
 ) -> dict[str, Any]:
-    """The body of ``/generate`` for what is left of a request, which SGLang knows under a ``name``.
+    """Return the body of ``/generate`` for the rest of a request, which SGLang knows as ``name``.
 
-    It ``made`` tokens already, with earlier weights or before a pause. The ``seed`` is that of the whole request:
-    SGLang hashes it with each token's position. The ``adapter`` is one that SGLang has loaded.
+    ``made`` tokens exist already, from earlier weights or before a pause. ``seed`` is that of the whole request:
+    SGLang hashes it with each token's position. ``adapter`` is one that SGLang has loaded.
     """
     sampling = request.sampling
     greedy = sampling.temperature == 0
@@ -131,7 +131,7 @@ def generate_body(
 
 
 def read_answer(answer: Mapping[str, Any], body: Mapping[str, Any]) -> Answer:
-    """An answer of ``/generate``, whole or one of a stream (with what is new alone); raises the error that it is."""
+    """Parse an answer of ``/generate``, whole or of a stream (new tokens only); raise the error that it reports."""
     if "error" in answer or "meta_info" not in answer:
         raise RolloutError("SGLang refuses the request", code="rollout.failed", where=body["rid"], found=dict(answer))
     meta = answer["meta_info"]

@@ -20,7 +20,7 @@ _CONTROL_SECONDS = 120.0  #: for SGLang to pause, go on, sleep or wake up
 
 
 class SglangServer(FolderServer):
-    """One replica: SGLang's server is a process that this one starts."""
+    """One replica, which runs SGLang's server as a child process."""
 
     config: Config
     engine_name = "SGLang"
@@ -32,14 +32,14 @@ class SglangServer(FolderServer):
         self._adapter: str | None = None
 
     async def start(self) -> ServerInfo:
-        """Start SGLang, and wait until it has loaded the model; ``plugin.requirement`` where it is not installed."""
+        """Start SGLang and wait until the model is loaded; ``plugin.requirement`` if it is not installed."""
         self._begin()
         self._require_sglang()
         self._weight_folder = WeightFolder(self.context, self.config.weight_folder)
         port = free_port(self.context.host)
         self._sglang = SglangProcess(self._clock, self.context.host, port)
         await self._open(self._sglang, launch_arguments(self.config, self.context, port))
-        return ServerInfo(replica=self.context.replica)  # SGLang's own workers read what this process receives
+        return ServerInfo(replica=self.context.replica)  # SGLang's workers read the weights that this process receives
 
     def _require_sglang(self) -> None:
         if find_spec("sglang") is None:
@@ -49,7 +49,7 @@ class SglangServer(FolderServer):
         await sglang.start(arguments, self.config.start_seconds)
 
     async def stop(self) -> None:
-        """End SGLang; every unfinished request fails with ``rollout.stopped``."""
+        """Stop SGLang; every unfinished request fails with ``rollout.stopped``."""
         self._stopped = True
         await self._fail_all()
         if self._sglang is not None:

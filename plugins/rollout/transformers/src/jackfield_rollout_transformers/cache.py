@@ -18,7 +18,7 @@ _FIRST_LENGTH = 32
 class _BatchLayer(CacheLayerMixin):
     """Keys and values of one layer, ``[R, H, L, D]``.
 
-    Everything is zero at first: a masked position has weight 0, and 0 times whatever memory held could be NaN.
+    Memory starts as zeros: a masked position has weight 0, and 0 times uninitialised memory could be NaN.
     """
 
     is_sliding = False
@@ -37,7 +37,7 @@ class _BatchLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store keys and values, ``[U, H, P, D]`` (prefill) or ``[R, H, 1, D]`` (decode); return what is attended."""
+        """Store keys and values, ``[U, H, P, D]`` (prefill) or ``[R, H, 1, D]`` (decode); return those to attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
@@ -56,7 +56,7 @@ class _BatchLayer(CacheLayerMixin):
         return self.keys[:rows, :, : cache.attended], self.values[:rows, :, : cache.attended]
 
     def resize(self, rows: int, length: int, keep_rows: int, keep_length: int) -> None:
-        """Move to buffers of another size; the leading ``keep_rows`` x ``keep_length`` survive."""
+        """Move to buffers of another size, keeping the leading ``keep_rows`` x ``keep_length``."""
         if not self.is_initialized:
             return
         assert self.keys is not None
@@ -80,7 +80,7 @@ class _BatchLayer(CacheLayerMixin):
                 buffer.index_fill_(0, rows, 0)
 
     def release(self) -> int:
-        """Give the memory back; return the bytes."""
+        """Release the memory; return the bytes."""
         buffers = [buffer for buffer in (self.keys, self.values) if buffer is not None]
         self.keys = self.values = None
         self.is_initialized = False
@@ -97,10 +97,10 @@ class _BatchLayer(CacheLayerMixin):
 
 
 class BatchCache(Cache):
-    """The library's cache interface over rows that come and go.
+    """A cache with the library's interface, whose rows come and go.
 
-    Before a forward pass the decoder says what it will be: :meth:`begin_prefill` (each prompt attends to itself alone,
-    so the pass needs no mask) or :meth:`begin_decode` (one token per row, masked by length).
+    Before a forward pass the decoder calls :meth:`begin_prefill` (each prompt attends only to itself, so the pass
+    needs no mask) or :meth:`begin_decode` (one token per row, masked by length).
     """
 
     def __init__(self, layers: int, max_rows: int, max_tokens: int | None = None) -> None:
@@ -115,7 +115,7 @@ class BatchCache(Cache):
         super().__init__(layers=[_BatchLayer(self) for _ in range(layers)])
 
     def reserve(self, rows: int, length: int, keep_rows: int, keep_length: int) -> None:
-        """Make room for ``rows`` rows of ``length`` tokens; the leading ``keep_rows`` x ``keep_length`` survive."""
+        """Make room for ``rows`` rows of ``length`` tokens, keeping the leading ``keep_rows`` x ``keep_length``."""
         if rows <= self.rows and length <= self.length:
             return
         new_rows, new_length = self.rows, self.length
@@ -130,16 +130,16 @@ class BatchCache(Cache):
         self.rows, self.length = new_rows, new_length
 
     def begin_prefill(self, target_rows: Tensor, source_rows: Tensor) -> None:
-        """The next pass computes prompts ``[U, P]``; row ``target_rows[i]`` stores prompt ``source_rows[i]``."""
+        """Announce a pass over prompts ``[U, P]``; row ``target_rows[i]`` stores prompt ``source_rows[i]``."""
         self.is_prefill, self.target_rows, self.source_rows = True, target_rows, source_rows
 
     def begin_decode(self, positions: Tensor, attended: int) -> None:
-        """The next pass writes one token per row at ``positions`` ``[R]`` and attends to ``attended`` positions."""
+        """Announce a pass of one token per row at ``positions`` ``[R]``, attending to ``attended``."""
         self.is_prefill, self._positions, self.attended = False, positions, attended
         self._indexes = {}
 
     def write_index(self, heads: int) -> Tensor:
-        """Where a decode pass writes, ``[R * H]``: indexes into ``[R * H * L, D]``."""
+        """Return where a decode pass writes, ``[R * H]``: indexes into ``[R * H * L, D]``."""
         index = self._indexes.get(heads)
         if index is None:
             rows = self._positions.shape[0]
@@ -154,12 +154,12 @@ class BatchCache(Cache):
             layer.move(target, source, length)
 
     def clear(self, rows: Tensor) -> None:
-        """Forget what some rows held."""
+        """Clear some rows."""
         for layer in self.layers:
             layer.clear(rows)
 
     def release(self) -> int:
-        """Give all memory back; return the bytes."""
+        """Release all memory; return the bytes."""
         self.rows = self.length = 0
         return sum(layer.release() for layer in self.layers)
 

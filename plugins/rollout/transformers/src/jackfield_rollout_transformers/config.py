@@ -45,5 +45,5 @@ class Config:
 
     @property
     def rows(self) -> int:
-        """The number of sequences that share a forward pass, at most."""
+        """Return the largest number of sequences that share a forward pass."""
         return 1 if self.batch_invariant else self.max_batch_size

@@ -1,4 +1,4 @@
-"""The decode loop: forward passes in a worker thread, and sequences that come and go between them."""
+"""The decode loop: a worker thread runs forward passes; sequences join and leave between them."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ class DecodeLoop:
     """The batch of a replica.
 
     A task on the event loop alternates between two states: a *hop*, in which the worker thread runs forward passes and
-    nothing else touches the batch, and the time between hops, in which sequences come and go. What changes the batch
-    (abort, pause, sleep, update) holds :meth:`between_hops` and so comes after the pass that is running.
+    nothing else touches the batch, and the time between hops, in which sequences join and leave. Operations on the
+    batch (abort, pause, sleep, update) hold :meth:`between_hops`, so they run after the current pass.
     """
 
     def __init__(
         self, steps_per_hop: int, may_run: Callable[[], bool], made: Callable[[Sequence], None], threads: str
     ) -> None:
-        """A hop has ``steps_per_hop`` passes, at most, while no stream runs.
+        """Create the loop. A hop has at most ``steps_per_hop`` passes, while no stream runs.
 
-        ``may_run`` says whether passes may run now, in the worker thread, too; ``made`` gets each stream that has
-        further tokens, and each sequence that has ended.
+        ``may_run`` says whether passes may run now, and is also called in the worker thread; ``made`` gets each stream
+        that has new tokens, and each sequence that has ended.
         """
         self.waiting: deque[Sequence] = deque()
         self.work = asyncio.Event()  #: there may be something to do
         self.executor = ThreadPoolExecutor(1, thread_name_prefix=threads)
         self.decoder: Decoder
         self._steps_per_hop, self._may_run, self._made = steps_per_hop, may_run, made
-        self._discarded: list[Sequence] = []  #: whose callers left, and that are in the batch still
-        self._arrived = False  #: a sequence has come or left since the last hop
-        self._drained = asyncio.Event()  #: nothing is generated
+        self._discarded: list[Sequence] = []  #: sequences in the batch whose callers have left
+        self._arrived = False  #: whether a sequence joined or left since the last hop
+        self._drained = asyncio.Event()  #: set while nothing is generated
         self._draining = False
         self._batch_lock = asyncio.Lock()
         self._visitors = 0
 
     @property
     def running(self) -> int:
-        """Return the number of sequences that are generated."""
+        """Return the number of running sequences."""
         return self.decoder.running - sum(each.row >= 0 for each in self._discarded)
 
     async def generate(self, sequence: Sequence) -> None:
-        """Generate a sequence to its end, or raise why it cannot be. Cancelling takes it out of the batch."""
+        """Generate a sequence to its end, or raise its error. Cancelling removes it from the batch."""
         self.waiting.append(sequence)
         self._note_change()
         try:
@@ -69,7 +69,7 @@ class DecodeLoop:
         self.work.set()
 
     async def serve(self, stopped: Callable[[], bool], failed: Callable[[Exception], Awaitable[None]]) -> None:
-        """Decode until the server is stopped; ``failed`` gets what a pass raises."""
+        """Decode until the server is stopped; ``failed`` gets a pass's exception."""
         while not stopped():
             await self.work.wait()
             self.work.clear()
@@ -78,7 +78,7 @@ class DecodeLoop:
                     async with self._batch_lock:
                         ended = await self._hop()
                     for _ in range(2 if ended else 0):
-                        await asyncio.sleep(0)  # who waited for these may have a next request: let it join the next hop
+                        await asyncio.sleep(0)  # callers of these may have another request: let it join the next hop
             except Exception as error:
                 self.decoder.release()
                 self._discarded.clear()
@@ -88,7 +88,7 @@ class DecodeLoop:
         return self._may_run() and (self.running > 0 or (bool(self.waiting) and not self._draining))
 
     async def _hop(self) -> bool:
-        """Let sequences in and out, then run some passes; whether sequences ended."""
+        """Let sequences join and leave, then run some passes; return whether sequences ended."""
         self.remove_discarded()
         if not self._runnable():
             return False
@@ -107,13 +107,13 @@ class DecodeLoop:
         return self._visitors > 0 or self._arrived or not self._may_run()
 
     def remove_discarded(self) -> None:
-        """Take sequences whose callers have left out of the batch; between hops only."""
+        """Remove sequences whose callers have left; only between hops."""
         self.decoder.remove(self._discarded)
         self._discarded.clear()
 
     @contextlib.asynccontextmanager
     async def between_hops(self) -> AsyncIterator[None]:
-        """Inside, no forward pass runs."""
+        """Hold off forward passes inside the block."""
         self._visitors += 1
         try:
             async with self._batch_lock:
@@ -126,7 +126,7 @@ class DecodeLoop:
         return await asyncio.get_running_loop().run_in_executor(self.executor, functools.partial(function, *arguments))
 
     async def drain(self) -> bool:
-        """Let what is generated end, and nothing else join. Whether it was not broken off by :meth:`go_on`."""
+        """Finish running sequences and let none join; return False if :meth:`go_on` interrupted it."""
         self._draining = True
         self._note_drained()
         try:
@@ -143,13 +143,13 @@ class DecodeLoop:
             self._drained.clear()
 
     def go_on(self) -> None:
-        """Take up work again, and end a :meth:`drain`."""
+        """Resume work, and end a :meth:`drain`."""
         self._draining = False
         self._drained.set()
         self.work.set()
 
     def release(self) -> int:
-        """Empty the batch and return the bytes of its KV cache; its sequences are computed again. Between hops only."""
+        """Empty the batch, to be computed again; return the bytes of its KV cache. Only between hops."""
         self.remove_discarded()
         kept = self.decoder.sequences
         freed = self.decoder.release()

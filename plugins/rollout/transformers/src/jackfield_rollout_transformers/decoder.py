@@ -1,4 +1,4 @@
-"""The batch: joining, prefilling, decoding and leaving. Synchronous; knows nothing of callers.
+"""The batch: joining, prefilling, decoding and leaving. It is synchronous and independent of callers.
 
 Rows ``0 .. B-1`` of the KV cache and of the row table are the batch; a row that leaves is filled by a joiner or by the
 last row, so every pass works on a dense block.
@@ -24,7 +24,7 @@ from jackfield_rollout_transformers.sequence import Sequence
 
 @attrs.frozen(eq=False)
 class _Prompts:
-    """Some different prompts of one prefill pass, and the sequences that begin with each."""
+    """Distinct prompts of one prefill pass, and the sequences that begin with each."""
 
     contexts: list[tuple[int, ...]]
     sequences: list[Sequence]
@@ -47,7 +47,7 @@ class Decoder:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """The sequences of the batch, by row."""
+        """Return the sequences of the batch, by row."""
         return [sequence for sequence in self._rows if sequence is not None]
 
     @property
@@ -58,8 +58,8 @@ class Decoder:
     def choose_joiners(self, waiting: Iterable[Sequence]) -> int:
         """Return how many of the ``waiting`` join now.
 
-        While more wait than fit, room is collected until a sixteenth of the batch is free: a prefill pass for one
-        sequence costs almost as much as one for many.
+        If more wait than fit, none joins until a sixteenth of the batch is free: a prefill pass for one sequence costs
+        almost as much as one for many.
         """
         free = self._config.rows - self.running
         candidates = [sequence for _, sequence in zip(range(free), waiting, strict=False)]
@@ -78,7 +78,7 @@ class Decoder:
         return count
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
-        """Take sequences out of the batch; their rows are filled before the next pass."""
+        """Remove sequences from the batch; their rows are filled before the next pass."""
         for sequence in sequences:
             if sequence.row >= 0:
                 self._rows[sequence.row] = None
@@ -87,17 +87,17 @@ class Decoder:
                 sequence.row, sequence.length = -1, 0
 
     def release(self) -> int:
-        """Empty the batch and give the KV cache back; return its bytes. The sequences may join again."""
+        """Empty the batch and release the KV cache; return its bytes. The sequences may join again."""
         self.remove(self.sequences)
         self._rows, self._holes = [], []
         return self._cache.release()
 
     @torch.inference_mode()
     def run(self, joiners: list[Sequence], steps: int, interrupted: Callable[[], bool]) -> list[Sequence]:
-        """Up to ``steps`` passes, the first of which takes the joiners in; return the sequences that ended, removed.
+        """Run up to ``steps`` passes, the first with the joiners; remove and return sequences that ended.
 
-        It comes back early as soon as a sequence ends or when ``interrupted()``. A sequence for which the model's
-        logits are not finite ends with an ``error``; the others go on.
+        It returns early once a sequence ends or when ``interrupted()``. A sequence whose logits are not finite ends
+        with an ``error``; the others continue.
         """
         finished = self._prefill(joiners) if joiners else self._decode()
         for _ in range(steps - 1):
@@ -110,7 +110,7 @@ class Decoder:
     # -- arranging rows --------------------------------------------------------------------------------------------
 
     def _arrange(self, joiners: list[Sequence]) -> None:
-        """Give joiners their rows and close the remaining holes with the last rows."""
+        """Assign rows to joiners and fill the remaining holes with the last rows."""
         used = max((sequence.length for sequence in self.sequences), default=0)
         keep = len(self._rows)
         self._holes.sort(reverse=True)
@@ -146,7 +146,7 @@ class Decoder:
     # -- passes ----------------------------------------------------------------------------------------------------
 
     def _decode(self) -> list[Sequence]:
-        """One token for every row."""
+        """Generate one token for every row."""
         self._arrange([])
         sequences = self.sequences
         table = self._table.head(len(sequences))
@@ -166,13 +166,13 @@ class Decoder:
         return self._sample(output.logits[:, -1], table, sequences, self._modes)
 
     def _length_mask(self, positions: Tensor, attended: int) -> Tensor:
-        """Additive mask ``[B, 1, 1, L]``: a row attends up to its own position."""
+        """Return the additive mask ``[B, 1, 1, L]``: a row attends up to its own position."""
         columns = torch.arange(attended, device=self._device)
         mask = torch.zeros(positions.shape[0], attended, dtype=self._model.module.dtype, device=self._device)
         return mask.masked_fill_(columns > positions[:, None], -math.inf)[:, None, None]
 
     def _prefill(self, joiners: list[Sequence]) -> list[Sequence]:
-        """Take joiners in: compute their prompts, once for all that share one, and draw a token for each."""
+        """Compute the joiners' prompts, shared ones once, and draw a token for each joiner."""
         self._arrange(joiners)
         finished = []
         for prompts in self._split(joiners):
@@ -180,7 +180,7 @@ class Decoder:
         return finished
 
     def _split(self, joiners: list[Sequence]) -> list[_Prompts]:
-        """Passes of similar lengths, each within the bound of padded tokens."""
+        """Split joiners into passes of similar lengths, each within the limit of padded tokens."""
         sharing: dict[tuple[int, ...], list[Sequence]] = {}
         for sequence in joiners:
             sharing.setdefault(sequence.context, []).append(sequence)
@@ -204,7 +204,7 @@ class Decoder:
         rows = torch.tensor([sequence.row for sequence in prompts.sequences], device=self._device)
         self._cache.begin_prefill(rows, source)
         last = torch.arange(len(padded), device=self._device), lengths - 1
-        # only the last position's logits are wanted, and it differs by row, so the choice is made where logits are made
+        # only the last position's logits are needed; it differs by row, so it is selected at the output layer
         hook = self._model.output_layer.register_forward_pre_hook(lambda _, inputs: (inputs[0][last][:, None],))
         try:
             output = self._model.module(
@@ -236,18 +236,18 @@ class Decoder:
         broken = [one for one, value in zip(sequences, values, strict=True) if not math.isfinite(value)]
         for sequence in broken:
             sequence.fail("the model's logits are not finite", "check its weights, and its dtype's range")
-        # a masked position has weight 0, and 0 times NaN would reach whichever sequence gets the row next
+        # a masked position has weight 0, and 0 times NaN would reach the next sequence in the row
         self._cache.clear(torch.tensor([sequence.row for sequence in broken], device=self._device))
         return [one for one, token, value in drawn if one.error is not None or one.append(token, value)]
 
 
 _NEW_TOKENS = 4
-#: mean difference of log-probabilities that passes for rounding
+#: mean difference of log-probabilities that counts as rounding
 _ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 
 
 def check_requests(model: LoadedModel, rows: int) -> list[GenerateRequest]:
-    """Up to three requests of different lengths; none where the model is too short for them."""
+    """Return up to three requests of different lengths; none if the model's limit is too short."""
     length = min(5, model.max_model_len - _NEW_TOKENS)
     if length < 1:
         return []
@@ -261,10 +261,10 @@ def check_requests(model: LoadedModel, rows: int) -> list[GenerateRequest]:
 
 
 def check_decoding(model: LoadedModel, decoder: Decoder, sequences: list[Sequence]) -> None:
-    """Generate ``sequences``, the first two together, another joining them, and compare.
+    """Generate ``sequences`` (two together, then another joins) and compare with plain forward passes.
 
     Raises:
-        RolloutError: ``engine.model``: the decode loop does not fit this architecture.
+        RolloutError: ``engine.model`` if the decode loop does not fit this architecture.
     """
     path = str(model.module.config.name_or_path)
     try:
@@ -297,7 +297,7 @@ def check_decoding(model: LoadedModel, decoder: Decoder, sequences: list[Sequenc
 
 @torch.inference_mode()
 def _difference(model: LoadedModel, sequence: Sequence) -> float:
-    """Mean absolute difference of a sequence's raw log-probabilities from those of one forward pass."""
+    """Return the mean absolute difference of raw log-probabilities from those of one forward pass."""
     first = len(sequence.request.prompt_ids)
     ids = torch.tensor([sequence.context], device=model.device)
     logits = model.module(input_ids=ids, use_cache=False).logits[0, first - 1 : -1].float()

@@ -1,4 +1,4 @@
-"""Loading a model folder and knowing what this server can do with it."""
+"""Load a model folder, and check what this server can do with it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
-    _FLOAT8: torch.bfloat16,  # what it computes in
+    _FLOAT8: torch.bfloat16,  # the dtype of its computations
 }
 _TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "tekken")
 
@@ -40,11 +40,11 @@ class LoadedModel:
     end_ids: frozenset[int]  #: the model's own end tokens
     max_model_len: int  #: prompt and response together
     device: torch.device
-    names: CheckpointNames  #: of its tensors in the model folder, under which new weights come
+    names: CheckpointNames  #: of its tensors in the model folder; new weights use them
     float8: frozenset[str] = frozenset()  #: names of the weights that are rounded through float8_e4m3fn
 
     def parameters(self) -> list[Tensor]:
-        """All parameters, tied ones once."""
+        """Return all parameters, tied ones once."""
         return list(self.module.parameters())
 
 
@@ -52,9 +52,9 @@ def load_model(config: Config, context: RolloutContext) -> LoadedModel:
     """Load ``context.model`` for generation.
 
     Raises:
-        RolloutError: ``engine.model`` when the folder is missing, cannot be loaded or holds a model that this server
-            would run wrongly.
-        WeightsError: ``weights.names`` when new weights could not be loaded under the names of the folder.
+        RolloutError: ``engine.model`` if the folder is missing, cannot be loaded or holds a model that this server
+            would compute wrongly.
+        WeightsError: ``weights.names`` if new weights could not be loaded under the names of the folder.
     """
     path, spec = context.model.path, context.model
     if spec.dtype not in _DTYPES:
@@ -105,9 +105,9 @@ def load_model(config: Config, context: RolloutContext) -> LoadedModel:
 
 
 def load_decode(path: str, trust_remote_code: bool = False) -> Callable[[list[int]], str]:
-    """The tokenizer's ``ids -> text`` (special tokens shown), for finding stop strings; the folder has to have one."""
+    """Load the tokenizer's ``ids -> text`` (special tokens shown), which finds stop strings; it must exist."""
     try:
-        # without its files the library makes an empty tokenizer, which decodes everything to nothing
+        # without its files the library creates an empty tokenizer, which decodes everything to an empty text
         if not any(name.startswith(_TOKENIZER_FILES) or name.endswith(".model") for name in os.listdir(path)):
             raise FileNotFoundError(f"{path} holds no tokenizer files")
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
@@ -122,7 +122,7 @@ def load_decode(path: str, trust_remote_code: bool = False) -> Callable[[list[in
 
 
 def unusable(path: str, expected: str, found: str) -> RolloutError:
-    """The refusal of a model."""
+    """Return the error for a refused model."""
     return RolloutError(
         f"the model in {path} cannot be served", code="engine.model", where=path, expected=expected, found=found
     )
@@ -135,12 +135,12 @@ def _model_limit(settings: Any, wanted: int | None) -> int:
 
 
 def _check_architecture(path: str, settings: Any, limit: int) -> None:
-    """Refuse what is known to need more than plain causal attention; ``selfcheck`` finds what is not known."""
+    """Refuse models known to need more than plain causal attention; the self-check finds others."""
     window, chunk = (getattr(settings, name, None) for name in ("sliding_window", "attention_chunk_size"))
     kinds = set(getattr(settings, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"])
     for kind, reach in (("sliding_attention", window), ("chunked_attention", chunk)):
         if reach is not None and limit <= reach:
-            kinds.discard(kind)  # no token is ever out of reach
+            kinds.discard(kind)  # every token is within the window
     strange = sorted(kinds - {"full_attention"})
     if strange:
         reach = min(filter(None, (window, chunk)), default=None)

@@ -1,10 +1,10 @@
-"""Operators in the place of the library's own: norms, attention of one new token per row, and rounding through float8.
+"""Replacements of the library's operators: norms, decode attention, and rounding through float8.
 
 The library's ``sdpa`` calls a blocked kernel that is made for many queries: with one query it needs up to 1.5 times the
 time of two batched matrix products (256 rows, 24 to 128 positions, one thread). Everything else goes to ``sdpa``.
 
-Rounding simulates an FP8 server: the parameter stays in bfloat16, with the values that a quantised one stands for. It
-takes no less memory and no less time; it shows what a run makes of the rounding, on any device.
+Rounding simulates an FP8 server: the parameter stays in bfloat16 and has the values of a quantised one. It saves
+neither memory nor time; it shows the effect of the rounding on a run, on any device.
 
 Shapes: ``B`` rows, ``Q`` query heads, ``H`` key/value heads, ``L`` positions, ``D`` head dimension.
 """
@@ -23,7 +23,7 @@ from jackfield_huggingface.norms import replace_norms
 
 
 def use_operator(model: nn.Module) -> int:
-    """Give the model's norms torch's operator, where it computes what theirs does; return how many."""
+    """Use torch's operator for norms for which it computes the same; return how many."""
     return replace_norms(model, _rms_norm, 1e-6)
 
 
@@ -44,7 +44,7 @@ def decode_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The library's attention interface: ``query`` ``[B, Q, 1, D]``, ``key`` and ``value`` ``[B, H, L, D]``.
+    """Attend ``query`` ``[B, Q, 1, D]`` to ``key`` and ``value`` ``[B, H, L, D]``, by the library's interface.
 
     Returns ``[B, 1, Q, D]``. ``attention_mask`` is additive, ``[B, 1, 1, L]``.
     """
@@ -71,7 +71,7 @@ _LARGEST = torch.finfo(torch.float8_e4m3fn).max  # 448
 
 
 def rounded(tensor: Tensor) -> Tensor:
-    """The nearest values of ``float8_e4m3fn`` times ``scale``, the largest magnitude over 448; float32, same shape."""
+    """Round to ``float8_e4m3fn`` times a scale (largest magnitude / 448); float32, same shape."""
     values = tensor.detach().float()
     largest = values.abs().max() if values.numel() else values.new_zeros(())
     scale = torch.where(largest > 0, largest / _LARGEST, torch.ones_like(largest))
@@ -79,7 +79,7 @@ def rounded(tensor: Tensor) -> Tensor:
 
 
 def rounded_names(module: Any) -> frozenset[str]:
-    """The weights that FP8 servers quantise: those of linear layers, but for the output layer."""
+    """Return the weights that FP8 servers quantise: those of linear layers except the output layer."""
     head = module.get_output_embeddings()
     return frozenset(
         f"{name}.weight" for name, each in module.named_modules() if isinstance(each, nn.Linear) and each is not head

@@ -1,4 +1,4 @@
-"""Drawing tokens for a batch in which each row has its own parameters and its own stream of random numbers.
+"""Draw tokens for a batch in which each row has its own parameters and random numbers.
 
 Random numbers are counter-based: the number for a row's ``n``-th token is a hash of its seed and ``n``, so what a
 request draws does not depend on its neighbours. The hash is SplitMix64's finaliser (Steele, Lea, Flood 2014), twice.
@@ -27,7 +27,7 @@ TEMPERATURE, TOP_P, MIN_P = range(3)
 
 
 def mix(number: int) -> int:
-    """SplitMix64's finaliser on an unsigned 64-bit integer; any Python integer is taken modulo 2^64."""
+    """Apply SplitMix64's finaliser to an integer modulo 2^64."""
     number &= _MASK
     number = ((number ^ (number >> 30)) * _FACTORS[0]) & _MASK
     number = ((number ^ (number >> 27)) * _FACTORS[1]) & _MASK
@@ -39,12 +39,12 @@ def _signed(number: int) -> int:
 
 
 def _shift(bits: Tensor, by: int) -> Tensor:
-    """A logical right shift; ``>>`` on int64 is arithmetic."""
+    """Shift right logically; ``>>`` on int64 is arithmetic."""
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
 def uniforms(state: Tensor, counter: Tensor) -> Tensor:
-    """Random numbers in (0, 1), float64 ``[B]``, from int64 ``[B]`` states (mixed seeds) and token numbers."""
+    """Return random numbers in (0, 1), float64 ``[B]``, of int64 ``[B]`` states (mixed seeds) and token numbers."""
     bits = state + (counter + 1) * _signed(_GOLDEN)
     bits = (bits ^ _shift(bits, 30)) * _signed(_FACTORS[0])
     bits = (bits ^ _shift(bits, 27)) * _signed(_FACTORS[1])
@@ -54,7 +54,7 @@ def uniforms(state: Tensor, counter: Tensor) -> Tensor:
 
 @attrs.frozen
 class Modes:
-    """What the rows of a batch need, so that nothing is computed in vain: the number of rows that ask for it."""
+    """The number of rows of a batch that need each operation, so that unneeded ones are skipped."""
 
     greedy: int = 0
     filtered: int = 0
@@ -63,7 +63,7 @@ class Modes:
 
     @classmethod
     def of(cls, sampling: SamplingParams) -> Modes:
-        """One row's needs."""
+        """Return the needs of one row."""
         greedy = sampling.temperature == 0
         filtered = not greedy and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
         tempered = not greedy and sampling.temperature != 1
@@ -96,7 +96,7 @@ class RowTable:
 
     @classmethod
     def zeros(cls, rows: int, device: torch.device) -> RowTable:
-        """A table of empty rows."""
+        """Create a table of empty rows."""
         return cls(
             torch.zeros(rows, 8, dtype=torch.int64, device=device),
             torch.zeros(rows, 3, dtype=torch.float32, device=device),
@@ -104,7 +104,7 @@ class RowTable:
 
     @classmethod
     def build(cls, rows: list[tuple[SamplingParams, int, int, int]], device: torch.device) -> RowTable:
-        """A table of ``(sampling, seed, position, token number)``."""
+        """Create a table of ``(sampling, seed, position, token number)``."""
         integers, floats = [], []
         for sampling, seed, position, counter in rows:
             modes = Modes.of(sampling)
@@ -117,7 +117,7 @@ class RowTable:
         )
 
     def head(self, rows: int) -> RowTable:
-        """A view of the first ``rows`` rows."""
+        """Return a view of the first ``rows`` rows."""
         return RowTable(self.integers[:rows], self.floats[:rows])
 
     def write(self, rows: Tensor, table: RowTable) -> None:
@@ -131,13 +131,13 @@ class RowTable:
         self.floats.index_copy_(0, target, self.floats.index_select(0, source))
 
     def advance(self, tokens: Tensor) -> None:
-        """Enter the tokens ``[B]`` just drawn: they are each row's last token, to be computed at the next position."""
+        """Record the drawn tokens ``[B]`` as each row's last token, to be computed at the next position."""
         self.integers[:, LAST_TOKEN] = tokens
         self.integers[:, COUNTER] += 1
 
 
 def draw(logits: Tensor, table: RowTable, modes: Modes) -> tuple[Tensor, Tensor]:
-    """Draw one token per row of ``logits`` ``[B, V]``, of any float dtype; ``modes`` are what any of the rows needs.
+    """Draw one token per row of ``logits`` ``[B, V]``, of any float dtype; ``modes`` are the rows' needs.
 
     Returns:
         Tokens, int64 ``[B]``, and their log-probabilities, float32 ``[B]``: of the distribution that was drawn from
@@ -172,7 +172,7 @@ def _pick(values: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _invert(log_probs: Tensor, uniform: Tensor) -> Tensor:
-    """The token at which the cumulative probability passes ``uniform``. Tokens of probability 0 are never drawn."""
+    """Return the token at which the cumulative probability passes ``uniform``, never one of probability 0."""
     cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)
     target = uniform * cumulative[:, -1]
     found = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
@@ -180,7 +180,7 @@ def _invert(log_probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _draw_filtered(scaled: Tensor, table: RowTable, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Top-k, then top-p of what is left, then min-p; the most probable token always stays."""
+    """Draw after top-k, then top-p of the rest, then min-p; the most probable token always stays."""
     ordered, order = scaled.sort(stable=True, dim=-1, descending=True)
     ranks = torch.arange(ordered.shape[1], device=ordered.device)
     top_k = table.integers[:, TOP_K, None]

@@ -16,7 +16,7 @@ from jackfield_rollout_transformers.sampling import Modes
 
 @attrs.define(eq=False)
 class Sequence:
-    """A request in the batch, or before it, and all tokens that it has so far; its caller gets them by :meth:`feed`."""
+    """A running or waiting request, and its tokens so far. Its caller gets them by :meth:`feed`."""
 
     running: Running
     seed: int
@@ -25,8 +25,8 @@ class Sequence:
     stop_strings: StopStrings | None = None
     modes: Modes = attrs.field(init=False)
     done: asyncio.Future[None] = attrs.field(init=False, factory=lambda: asyncio.get_running_loop().create_future())
-    row: int = -1  #: in the batch; -1: not in it
-    length: int = 0  #: tokens of it in the KV cache
+    row: int = -1  #: row in the batch; -1: not in it
+    length: int = 0  #: number of its tokens in the KV cache
     token_ids: list[int] = attrs.Factory(list)
     log_probs: list[float] = attrs.Factory(list)
     finish_reason: Literal["stop", "length"] | None = None
@@ -43,16 +43,16 @@ class Sequence:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """The tokens whose keys and values a joining sequence needs: the prompt and what it has generated."""
+        """Return the tokens to compute when the sequence joins: the prompt and the generated tokens."""
         return (*self.request.prompt_ids, *self.token_ids) if self.token_ids else self.request.prompt_ids
 
     @property
     def longest(self) -> int:
-        """The positions it may come to need."""
+        """Return the largest number of positions that it may need."""
         return len(self.request.prompt_ids) + self.limit
 
     def append(self, token: int, log_prob: float) -> bool:
-        """Enter a token that the model made; whether it was the last."""
+        """Add a generated token; return whether it was the last."""
         self.token_ids.append(token)
         self.log_probs.append(log_prob)
         if token in self.stop_ids or (self.stop_strings is not None and self.stop_strings.completed(self.token_ids)):
@@ -62,22 +62,22 @@ class Sequence:
         return self.finish_reason is not None
 
     def fail(self, message: str, fix: str) -> None:
-        """It cannot go on; its caller hears why."""
+        """Mark the sequence as failed; its caller gets the error."""
         name = self.request.request_id
         self.error = RolloutError(f"request {name!r} failed: {message}", code="rollout.failed", where=name, fix=fix)
 
     def feed(self, version: int) -> None:
-        """Give the caller the tokens since the last time, which weights of ``version`` have made."""
+        """Give the caller the tokens since the last call, which weights of ``version`` generated."""
         known = len(self.running.token_ids)
         if known < len(self.token_ids):
             self.running.append(self.token_ids[known:], self.log_probs[known:], version)
 
 
 class StopStrings:
-    """Whether the newest token completes one of some strings.
+    """A check whether the newest token completes one of the stop strings.
 
-    Decoding is by far the dearest part, so it happens only for tokens that can complete a string: those that hold its
-    last character, a part of a character, or something the tokenizer shows only in context.
+    Decoding is by far the most expensive part, so it happens only for tokens that can complete a string: those with
+    its last character, a part of a character, or text that the tokenizer shows only in context.
     """
 
     def __init__(self, strings: tuple[str, ...], decode: Callable[[list[int]], str], pieces: dict[int, str]) -> None:
@@ -86,7 +86,7 @@ class StopStrings:
         self._pieces = pieces  # token -> its text alone; shared by all requests of a server
         self._last_characters = frozenset(string[-1] for string in strings)
         self._ends_in_space = any(character.isspace() for character in self._last_characters)
-        # a token is at least a byte of text, but for a few that are empty
+        # nearly every token has at least one byte of text
         self._window = max(len(string.encode()) for string in strings) + 8
 
     def completed(self, token_ids: list[int]) -> bool:

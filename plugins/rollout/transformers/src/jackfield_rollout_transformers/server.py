@@ -1,4 +1,4 @@
-"""The rollout server: life, requests, sleep and updates around the decode loop."""
+"""The rollout server: start and stop, requests, sleep and updates around the decode loop."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from jackfield_rollout_transformers.weights import ModelWeights
 if TYPE_CHECKING:
     from jackfield_openai.endpoint import OpenAIEndpoint
 
-_UNSEEDED = 0x5851F42D4C957F2D  #: sets the seeds of requests without one apart from those that callers choose
+_UNSEEDED = 0x5851F42D4C957F2D  #: separates the seeds of requests without one from those that callers choose
 _LARGE_BYTES = 1 << 23  # a tensor from this size on is copied on the worker thread
 
 
@@ -93,16 +93,16 @@ class TransformersServer(RelayServer):
         return ServerInfo(replica=self.context.replica, workers=1, openai_base_url=url)
 
     async def _listen(self) -> str | None:
-        """Open the OpenAI-compatible address, if there is to be one."""
+        """Open the OpenAI-compatible endpoint, if it is configured."""
         if self.config.openai is None:
             return None
-        from jackfield_openai.endpoint import OpenAIEndpoint  # a web server, which few replicas need
+        from jackfield_openai.endpoint import OpenAIEndpoint  # imports a web server, which few replicas need
 
         self._endpoint = OpenAIEndpoint(self, self.config.openai)
         return await self._endpoint.start()
 
     async def stop(self) -> None:
-        """End the decode loop and the worker thread; every unfinished request fails with ``rollout.stopped``."""
+        """Stop the decode loop and the worker thread; unfinished requests fail with ``rollout.stopped``."""
         self._stopped = True
         await self._fail_all()
         self._loop.work.set()
@@ -112,9 +112,9 @@ class TransformersServer(RelayServer):
             self._updating.cancel()
         task, self._task = self._task, None
         if task is not None:
-            await task  # at most the pass that is running
+            await task  # waits for at most the running pass
             del self._model, self._loop.decoder, self._weights
-        # idle by now, but for a model that is still being loaded
+        # idle by now, unless a model is still being loaded
         await asyncio.to_thread(self._loop.executor.shutdown)
 
     def _down(self) -> str | None:
@@ -168,7 +168,7 @@ class TransformersServer(RelayServer):
         return Sequence(running, seed, limit, own.union(sampling.stop_token_ids), stop_strings)
 
     def _made(self, sequence: Sequence) -> None:
-        """Take what a hop has made of a sequence."""
+        """Handle a sequence's new tokens or end after a hop."""
         if sequence.done.done():  # its caller has left
             return
         sequence.feed(self._version)
@@ -206,14 +206,14 @@ class TransformersServer(RelayServer):
         return PauseResult(running=self._loop.running)
 
     async def resume(self, request: ResumeRequest) -> ResumeResult:
-        """Go on decoding."""
+        """Resume decoding."""
         self._require_running()
         self._paused = False
         self._loop.go_on()
         return ResumeResult(running=self._loop.running)
 
     async def sleep(self, request: SleepRequest) -> SleepResult:
-        """Give memory back; only while paused or idle. Requests that a pause keeps are computed again afterwards."""
+        """Release memory; only while paused or idle. Kept requests are recomputed afterwards."""
         async with self._loop.between_hops():
             self._require_running()
             if not self._paused and self._running:
@@ -229,7 +229,7 @@ class TransformersServer(RelayServer):
         return SleepResult(freed_bytes=freed)
 
     async def wake_up(self, request: WakeUpRequest) -> WakeUpResult:
-        """Take memory again. After level 2 the weights have no contents until a full update."""
+        """Allocate memory again. After level 2 the weights are undefined until a full update."""
         async with self._loop.between_hops():
             self._require_running()
             tags = set(request.tags or MEMORY)
@@ -245,18 +245,18 @@ class TransformersServer(RelayServer):
     async def update_weights(self, request: UpdateWeightsRequest) -> WeightReceipt:
         """Receive a new version of the weights, load it between two decode steps and acknowledge it.
 
-        Running requests keep their KV cache and go on with the new weights. When it fails, everything unfinished fails
-        with ``rollout.stale``, and so does every request until an update succeeds.
+        Running requests keep their KV cache and continue with the new weights. If the update fails, all unfinished
+        requests fail with ``rollout.stale``, and so does every request until an update succeeds.
 
         Raises:
             WeightsError: ``weights.transfer``, ``weights.missing``, ``weights.version``; ``weights.base`` for a delta
-                to a version that is not held: nothing has changed then.
+                to a version that is not held, without any change.
         """
         try:
             return await super().update_weights(request)
         except BaseException as error:
             if self._updating is not None:
-                self._updating.cancel()  # nothing of it is wanted any more
+                self._updating.cancel()  # its result is not needed any more
             refusal = self._refusal()
             if self._stopped and refusal is not None:
                 raise refusal from None
@@ -273,19 +273,19 @@ class TransformersServer(RelayServer):
         try:
             return await super()._update(request)
         except BaseException:
-            self._weights.held.forget()  # what has come of it is not what is loaded
+            self._weights.held.forget()  # the received tensors are not those that are loaded
             raise
         finally:
             self._updating = None
 
     async def _hold(self) -> None:
-        """Nothing: :meth:`_load` holds the loop itself."""
+        """Do nothing: :meth:`_load` holds the loop itself."""
 
     async def _release(self) -> None:
         self._loop.work.set()
 
     async def _receive(self, request: UpdateWeightsRequest) -> tuple[Any, ...]:
-        """Meet the sender; of a delta, receive all that has changed, and take the digests of what has not."""
+        """Connect to the sender; of a delta, receive all changes and take the digests of the rest."""
         if len(request.connect) != 1:
             message = "connect arguments do not fit the replica's workers"
             raise WeightsError(message, expected="1 (one worker)", found=len(request.connect))
@@ -320,5 +320,5 @@ class TransformersServer(RelayServer):
 
 
 def _line(error: BaseException) -> str:
-    """Return what an error says, in one line."""
+    """Return an error's message in one line."""
     return error.message if isinstance(error, JackfieldError) else f"{type(error).__name__}: {error}"

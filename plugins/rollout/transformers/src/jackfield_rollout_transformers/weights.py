@@ -1,4 +1,4 @@
-"""New weights into a loaded model, in place, and weights out of the way while the server sleeps."""
+"""Load new weights into a model in place, and move weights away while the server sleeps."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from jackfield_rollout_transformers.model import LoadedModel
 from jackfield_rollout_transformers.operators import rounded
 
 _MISSHAPEN = "tensors have another shape than the model's"
-#: ``digest(tensor) -> str``; handed in, so that this module can be tested alone
+#: ``digest(tensor) -> str``; a parameter, so that this module can be tested alone
 Digest = Callable[[Tensor], str]
 
 
 class ModelWeights:
-    """The parameters of one model: where they are and how they change.
+    """The parameters of one model: their place and their updates.
 
-    New values come under the names of the checkpoint. What the model holds in another form is kept until all tensors
-    of its group are there, and then converted: see :mod:`jackfield_huggingface.names`.
+    New values have the checkpoint's names. Tensors that the model holds in another form are kept until their group is
+    complete, and then converted: see :mod:`jackfield_huggingface.names`.
     """
 
     def __init__(self, model: LoadedModel) -> None:
@@ -37,7 +37,7 @@ class ModelWeights:
         self._shapes: list[torch.Size] = [parameter.shape for parameter in model.parameters()]
 
     def targets(self) -> dict[str, Tensor]:
-        """Parameters and saved buffers by their names in the model; a tied parameter has several."""
+        """Return parameters and saved buffers by their names in the model; a tied one has several."""
         return self._targets
 
     def _weight_of(self, module: str) -> Tensor | None:
@@ -48,32 +48,32 @@ class ModelWeights:
         return [name.removesuffix(".weight") for name in self._targets if name.endswith(".weight")]
 
     def _in_place(self, name: str) -> Tensor | None:
-        """The parameter that holds a checkpoint's tensor byte for byte."""
+        """Return the parameter that holds a checkpoint's tensor byte for byte, if any."""
         found = self.model.names.find(name)
         if found is None or not found[1].only_renamed or found[1].parts[0] in self.model.float8:
             return None
         return self._targets[found[1].parts[0]]
 
     def begin(self, request: UpdateWeightsRequest, digest: Digest) -> FullUpdate | AdapterUpdate:
-        """An empty update of the kind that is asked for."""
+        """Create an empty update of the requested kind."""
         if request.kind == "adapter":
             return AdapterUpdate(self, request.peft_config or {}, digest)
         return FullUpdate(self, digest)
 
     def store(self, group: TensorGroup, tensors: Mapping[str, Tensor]) -> None:
-        """Copy all tensors of a group into its parameters, cast to what those hold."""
+        """Copy all tensors of a group into its parameters, cast to their dtypes."""
         for part, tensor in self.model.names.to_model(group, tensors).items():
             self._targets[part].data.copy_(rounded(tensor) if part in self.model.float8 else tensor)
 
     def stored(self, group: TensorGroup) -> dict[str, Tensor]:
-        """Return what a group's parameters hold, as the checkpoint's tensors; empty where they were rounded."""
+        """Return a group's parameters in checkpoint form; empty if they were rounded."""
         if any(part in self.model.float8 for part in group.parts):
             return {}
         return self.model.names.to_checkpoint(group, [self._targets[part].data for part in group.parts])
 
     @torch.no_grad()
     def apply(self, changes: Mapping[str, Tensor], version: int) -> dict[str, str]:
-        """Load what ``WeightReceiver.changes`` received, and return the digests of what has changed, by name.
+        """Load the changes from ``WeightReceiver.changes``; return the digests of changed tensors by name.
 
         Raises:
             WeightsError: ``weights.missing`` for a name, ``weights.transfer`` for a shape or blocks that do not fit.
@@ -109,7 +109,7 @@ class ModelWeights:
         return moved
 
     def drop(self) -> int:
-        """Give the parameters' memory back, their contents with it; return the bytes."""
+        """Release the parameters' memory and contents; return the bytes."""
         freed = sum(tensor.nbytes for tensor in [*self.model.parameters(), *self.adapter.bases.values()])
         self.adapter.forget()
         self.held.forget()
@@ -119,26 +119,26 @@ class ModelWeights:
         return freed
 
     def allocate(self) -> None:
-        """Take memory for the parameters again. What was dropped has no contents until a full update."""
+        """Allocate the parameters' memory again; contents are undefined until a full update."""
         for parameter, shape in zip(self.model.parameters(), self._shapes, strict=True):
             if parameter.shape != shape:
                 parameter.data = torch.zeros(shape, dtype=parameter.dtype, device=self.model.device)
 
 
 class FullUpdate:
-    """All tensors of a checkpoint; each group is copied into its place as soon as it is complete."""
+    """An update of all tensors. Each group is copied into its place as soon as it is complete."""
 
     def __init__(self, weights: ModelWeights, digest: Digest) -> None:
         self._weights = weights
         self._digest = digest
-        self._sent: dict[str, list[tuple[str, torch.dtype]]] = {}  # by the checkpoint's name: as it came
+        self._sent: dict[str, list[tuple[str, torch.dtype]]] = {}  # received, by the checkpoint's name
         self._waiting: dict[TensorGroup, dict[str, Tensor]] = {}
         self._unknown: list[str] = []
         self._misshapen: list[str] = []
 
     @torch.no_grad()
     def load(self, name: str, tensor: Tensor) -> None:
-        """Take one tensor. A wrong one is remembered, so that the sender is not cut off and all are named."""
+        """Load one tensor. Wrong ones are collected, so that the sender can finish and all are named."""
         self._weights.intact = False
         found = self._weights.model.names.find(name)
         if found is None:
@@ -159,9 +159,9 @@ class FullUpdate:
             self._weights.store(group, self._waiting.pop(group))
 
     def finish(self, received: Mapping[str, str]) -> dict[str, str]:
-        """Check that the model is complete; return the digests of what it holds now, by name.
+        """Check that the model is complete; return the digests of its tensors by name.
 
-        Where a tensor was cast, to the model's dtype or through float8, the digest is that of the tensor ``received``.
+        If a tensor was cast, to the model's dtype or through float8, the digest is that of the tensor ``received``.
 
         Raises:
             WeightsError: ``weights.missing`` for names, ``weights.transfer`` for shapes.
@@ -192,7 +192,7 @@ class FullUpdate:
 
 
 class AdapterUpdate:
-    """A LoRA adapter, merged once all of it is there."""
+    """An update of a LoRA adapter, which is merged once it is complete."""
 
     def __init__(self, weights: ModelWeights, config: Mapping[str, Any], digest: Digest) -> None:
         self._weights = weights
@@ -211,11 +211,11 @@ class AdapterUpdate:
             )
 
     def load(self, name: str, tensor: Tensor) -> None:
-        """Keep one of the adapter's tensors, named as PEFT names them."""
+        """Keep one of the adapter's tensors, under PEFT's name."""
         self._tensors[name] = tensor.detach().to(self._weights.model.device, copy=True)
 
     def finish(self, received: Mapping[str, str]) -> dict[str, str]:
-        """Merge; return the digests of the adapter's tensors as they lie here."""
+        """Merge the adapter; return the digests of its tensors."""
         self._weights.adapter.merge(self._tensors, self._config)
         return {name: self._digest(tensor) for name, tensor in self._tensors.items()}
 

@@ -1,4 +1,4 @@
-"""Requests to TensorRT-LLM, and the meaning of its answers. Names are those of its LLM API, 1.2."""
+"""Requests to TensorRT-LLM, and its answers. Names are those of its LLM API, 1.2."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXTENSION = "jackfield_rollout_trtllm.worker.WorkerExtension"
 
 
 def llm_arguments(config: Config, context: RolloutContext) -> dict[str, Any]:
-    """Arguments of ``AsyncLLM``, but for ``kv_cache_config``, which is an object of TensorRT-LLM's."""
+    """Return the arguments of ``AsyncLLM``, except ``kv_cache_config``, an object of TensorRT-LLM."""
     return {
         **config.arguments,
         "model": context.model.path,
@@ -28,12 +28,12 @@ def llm_arguments(config: Config, context: RolloutContext) -> dict[str, Any]:
 
 
 def check_sampling(request: GenerateRequest) -> None:
-    """Refuse what it is not known to mean the same with: which distribution its log-probabilities are of.
+    """Refuse sampling parameters for which TensorRT-LLM's log-probabilities are of another distribution.
 
-    They are of the softmax; at temperature 1 and without filters that is the distribution that is drawn from, too.
+    They are of the softmax, which is the distribution drawn from at temperature 1 without filters.
 
     Raises:
-        PluginError: ``plugin.capability``.
+        PluginError: ``plugin.capability`` for other requests that are not greedy.
     """
     sampling = request.sampling
     filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
@@ -49,7 +49,7 @@ def check_sampling(request: GenerateRequest) -> None:
 
 
 def sampling_arguments(request: GenerateRequest, left: int, seed: int) -> dict[str, Any]:
-    """Arguments of ``SamplingParams`` for what is left of a request: ``left`` tokens at most, drawn by ``seed``."""
+    """Return the ``SamplingParams`` arguments for a request's remaining ``left`` tokens, drawn by ``seed``."""
     sampling = request.sampling
     greedy = sampling.temperature == 0
     return {
@@ -69,7 +69,7 @@ def sampling_arguments(request: GenerateRequest, left: int, seed: int) -> dict[s
 
 
 def new_tokens(completion: Any, known: int, name: str) -> tuple[list[int], list[float]]:
-    """Tokens behind the first ``known`` of a ``CompletionOutput``, and their log-probabilities: each must have one."""
+    """Return a ``CompletionOutput``'s tokens after the first ``known``, and the log-probability of each."""
     tokens: Sequence[int] = list(completion.token_ids)
     entries: Sequence[Any] = list(completion.logprobs or ())
     if len(tokens) != len(entries):
@@ -85,7 +85,7 @@ def new_tokens(completion: Any, known: int, name: str) -> tuple[list[int], list[
 
 
 def _log_prob(token: int, entry: Any, name: str) -> float:
-    """An entry is a number, or the likeliest tokens with the drawn one among them."""
+    """Return a token's log-probability; an entry is a number or a mapping with the drawn token."""
     if not isinstance(entry, Mapping):
         return float(entry)
     if token not in entry:

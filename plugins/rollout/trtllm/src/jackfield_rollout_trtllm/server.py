@@ -13,12 +13,12 @@ from jackfield_huggingface.serving import FolderServer
 from jackfield_rollout_trtllm.config import Config
 from jackfield_rollout_trtllm.requests import check_sampling, llm_arguments, new_tokens, sampling_arguments
 
-_TAGS = {"weights": "model", "kv_cache": "kv_cache"}  #: TensorRT-LLM's names of what it can give back
+_TAGS = {"weights": "model", "kv_cache": "kv_cache"}  #: TensorRT-LLM's names of the memory that it can release
 _CONTROL_SECONDS = 120.0
 
 
 class TrtllmServer(FolderServer):
-    """One replica: TensorRT-LLM's workers are actors of a Ray cluster that it starts."""
+    """One replica. TensorRT-LLM's workers are actors of a Ray cluster that it starts."""
 
     config: Config
     engine_name = "TensorRT-LLM"
@@ -27,12 +27,12 @@ class TrtllmServer(FolderServer):
     def __init__(self, config: Config, context: RolloutContext) -> None:
         super().__init__(config, context)
         self._llm: Any = None
-        self._answers: set[Any] = set()  #: of what runs in TensorRT-LLM
-        self._idle = asyncio.Event()  #: nothing runs there
+        self._answers: set[Any] = set()  #: of requests that run in TensorRT-LLM
+        self._idle = asyncio.Event()  #: set while nothing runs there
         self._idle.set()
 
     async def start(self) -> ServerInfo:
-        """Load the model; ``plugin.requirement`` where TensorRT-LLM is not installed."""
+        """Load the model; ``plugin.requirement`` if TensorRT-LLM is not installed."""
         self._begin()
         self._llm = self._make()
         self._weight_folder = WeightFolder(self.context, self.config.weight_folder)
@@ -42,7 +42,7 @@ class TrtllmServer(FolderServer):
             )
         except Exception as error:
             raise self.cannot_serve(error) from error
-        return ServerInfo(replica=self.context.replica)  # its workers read what this process receives
+        return ServerInfo(replica=self.context.replica)  # its workers read the weights that this process receives
 
     def _make(self) -> Any:
         try:
@@ -56,7 +56,7 @@ class TrtllmServer(FolderServer):
         return AsyncLLM(**llm_arguments(self.config, self.context), kv_cache_config=cache)
 
     async def stop(self) -> None:
-        """End TensorRT-LLM; every unfinished request fails with ``rollout.stopped``."""
+        """Stop TensorRT-LLM; every unfinished request fails with ``rollout.stopped``."""
         self._stopped = True
         await self._fail_all()
         llm, self._llm = self._llm, None
@@ -87,7 +87,7 @@ class TrtllmServer(FolderServer):
                     self._end(running, completion.finish_reason)
                     return True
         except Exception:
-            if interruptions == self._interruptions:  # else it was aborted, which may end an answer by an error
+            if interruptions == self._interruptions:  # else it was aborted, which may raise
                 raise
         except asyncio.CancelledError:
             with suppress(Exception):
@@ -118,7 +118,7 @@ class TrtllmServer(FolderServer):
         await self._clock.wait_for(resumed, _CONTROL_SECONDS, "TensorRT-LLM to take memory")
 
     async def _read_folder(self, request: UpdateWeightsRequest, folder: str) -> None:
-        """Have every worker read the folder. TensorRT-LLM forgets cached prefixes at the end."""
+        """Let every worker read the folder. TensorRT-LLM drops cached prefixes at the end."""
         for method, arguments in (("jackfield_load", (folder,)), ("update_weights", (None,))):
             called = self._llm.collective_rpc(method, args=arguments)
             await self._clock.wait_for(called, request.deadline_seconds, f"workers to {method}")

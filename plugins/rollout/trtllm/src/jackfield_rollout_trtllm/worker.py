@@ -1,4 +1,4 @@
-"""What lives in each of TensorRT-LLM's workers: the reading of new weights."""
+"""The part in each of TensorRT-LLM's workers, which reads new weights."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tensorrt_llm.llmapi.rlhf_utils import WorkerExtension as UpstreamExtension
 
 
 class WorkerExtension(UpstreamExtension):
-    """Methods that TensorRT-LLM's worker gets; ``self`` is the worker.
+    """Methods that are added to TensorRT-LLM's worker; ``self`` is the worker.
 
     TensorRT-LLM's own ``update_weights`` takes handles of another process's GPU memory in buckets, and with None ends
-    an update. Here the buckets are files; the end is TensorRT-LLM's own.
+    an update. Here files take the place of buckets; TensorRT-LLM's method ends the update.
     """
 
     @control_action_decorator  # type: ignore[untyped-decorator]

@@ -7,24 +7,24 @@ from typing import Any
 from jackfield.abc.rollout import GenerateRequest
 from jackfield.sdk.requests import mixed
 
-_HOTTEST = 2.0  #: temperature that vLLM takes; what is beyond is done by our own logits processor
+_HOTTEST = 2.0  #: highest temperature that vLLM accepts; our logits processor does the rest
 
 
 def vllm_arguments(request: GenerateRequest, seed: int, max_model_len: int) -> dict[str, Any]:
-    """Arguments of vLLM's ``SamplingParams`` that mean what the request says."""
+    """Return the arguments of vLLM's ``SamplingParams`` for a request."""
     sampling = request.sampling
     greedy = sampling.temperature == 0
     heat = min(sampling.temperature, _HOTTEST)
     return {
         "temperature": heat,
         "max_tokens": min(sampling.max_new_tokens, max_model_len - len(request.prompt_ids)),
-        "seed": mixed(seed),  # torch's generator of CPUs takes the lower half alone
+        "seed": mixed(seed),  # torch's CPU generator uses only the lower half
         "stop": list(sampling.stop),
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
         "detokenize": bool(sampling.stop),
         "skip_special_tokens": False,
-        "logprobs": 0,  # of the drawn token alone
+        "logprobs": 0,  # only of the drawn token
         "extra_args": {
             "jackfield": {
                 "top_k": 0 if greedy else sampling.top_k,

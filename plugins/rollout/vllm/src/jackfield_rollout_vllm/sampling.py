@@ -1,7 +1,7 @@
-"""What sampling parameters mean, the same as everywhere: runs inside of vLLM's workers.
+"""Jackfield's meaning of sampling parameters inside vLLM's workers.
 
-vLLM filters by min-p before top-k and top-p, where Jackfield does so after them, and has one kind of log-probabilities
-for all requests. So the filters are a logits processor here, and the sampler takes raw log-probabilities for the
+vLLM filters by min-p before top-k and top-p, while Jackfield does so after them, and has one kind of log-probabilities
+for all requests. So a logits processor applies the filters here, and the sampler returns raw log-probabilities for the
 requests that ask for them. Both find a request's parameters in ``extra_args``.
 """
 
@@ -26,7 +26,7 @@ class _Row:
     top_p: float
     min_p: float
     raw: bool
-    divisor: float = 1.0  #: of logits, beside the temperature that vLLM takes
+    divisor: float = 1.0  #: of logits, in addition to vLLM's temperature
 
     @property
     def filters(self) -> bool:
@@ -34,7 +34,7 @@ class _Row:
 
 
 class Filters(LogitsProcessor):
-    """Top-k, top-p, min-p, in this order, on logits that temperature has divided."""
+    """A logits processor: top-k, top-p, min-p, in this order, on logits divided by the temperature."""
 
     latest: Filters | None = None  #: of this process, for :class:`RawLogProbs`
 
@@ -43,7 +43,7 @@ class Filters(LogitsProcessor):
         Filters.latest = self
 
     def is_argmax_invariant(self) -> bool:
-        """The likeliest token always stays; greedy rows are not asked."""
+        """Return True: the likeliest token always stays, so greedy rows need no filter."""
         return True
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
@@ -65,19 +65,19 @@ class Filters(LogitsProcessor):
                 self._rows[source] = second
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Mask what is filtered, in place."""
+        """Mask filtered tokens in place."""
         for index, row in self._rows.items():
             if row.filters and index < logits.shape[0]:
                 logits[index] = filtered(logits[index] / row.divisor, row.top_k, row.top_p, row.min_p)
         return logits
 
     def raw_rows(self, count: int) -> list[int]:
-        """Rows of the batch whose log-probabilities are of the logits at temperature 1."""
+        """Return the rows whose log-probabilities are of the logits at temperature 1."""
         return sorted(index for index, row in self._rows.items() if row.raw and index < count)
 
 
 def filtered(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """Logits ``[V]`` with -inf where a token is not to be drawn; the likeliest token always stays."""
+    """Return logits ``[V]`` with -inf for filtered tokens; the likeliest token always stays."""
     ordered, order = logits.sort(stable=True, descending=True)
     ranks = torch.arange(len(ordered), device=logits.device)
     if top_k > 0:
@@ -93,12 +93,12 @@ def filtered(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> to
 
 
 class RawLogProbs(Sampler):
-    """vLLM's sampler, but for the log-probabilities of requests that ask for raw ones."""
+    """vLLM's sampler, with raw log-probabilities for requests that ask for them."""
 
     _raw: tuple[list[int], torch.Tensor] | None = None
 
     def forward(self, logits: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
-        """Keep what is to be replaced before the logits are changed."""
+        """Compute raw log-probabilities before the logits are changed."""
         rows = [] if Filters.latest is None else Filters.latest.raw_rows(logits.shape[0])
         self._raw = (rows, self.compute_logprobs(logits[rows])) if rows else None
         try:

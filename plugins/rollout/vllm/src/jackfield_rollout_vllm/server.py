@@ -30,7 +30,7 @@ _CPU_CACHE_BYTES = 1 << 30
 
 
 class VllmServer(SleepingServer):
-    """One replica: vLLM's engine core and its workers are processes that this one starts."""
+    """One replica, which runs vLLM's engine core and workers as child processes."""
 
     config: Config
 
@@ -45,7 +45,7 @@ class VllmServer(SleepingServer):
     # -- life ------------------------------------------------------------------------------------------------------
 
     async def start(self) -> ServerInfo:
-        """Load the model and begin to serve; ``plugin.requirement`` where vLLM is not installed."""
+        """Load the model and begin to serve; ``plugin.requirement`` if vLLM is not installed."""
         self._begin()
         self._engine = await self._open_engine()
         described = self._engine.model_config
@@ -54,7 +54,7 @@ class VllmServer(SleepingServer):
         return ServerInfo(replica=self.context.replica, workers=self.config.tensor_parallel)
 
     async def _open_engine(self) -> Any:
-        """Start vLLM; its loop is this one."""
+        """Start vLLM on this event loop."""
         try:
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -99,7 +99,7 @@ class VllmServer(SleepingServer):
         }
 
     async def stop(self) -> None:
-        """End vLLM's processes; every unfinished request fails with ``rollout.stopped``."""
+        """Stop vLLM's processes; every unfinished request fails with ``rollout.stopped``."""
         self._stopped = True
         engine, self._engine = self._engine, None
         await self._fail_all()
@@ -117,7 +117,7 @@ class VllmServer(SleepingServer):
     # -- requests --------------------------------------------------------------------------------------------------
 
     async def _read(self, running: Running) -> None:
-        """Take vLLM's answers until the last one."""
+        """Read vLLM's answers to the last one."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -144,7 +144,7 @@ class VllmServer(SleepingServer):
     async def _abort(self, chosen: Sequence[Running]) -> None:
         await super()._abort(chosen)
         if chosen and self._engine is not None:
-            await self._engine.is_paused()  # its answer comes after vLLM has taken note
+            await self._engine.is_paused()  # answers once vLLM has processed the aborts
 
     # -- pausing and memory ----------------------------------------------------------------------------------------
 
@@ -161,14 +161,14 @@ class VllmServer(SleepingServer):
         return PauseResult(running=sum(bool(each.token_ids) for each in self._running.values()))
 
     async def resume(self, request: ResumeRequest) -> ResumeResult:
-        """Go on decoding."""
+        """Resume decoding."""
         self._require_running()
         self._paused = False
         await self._engine.resume_generation()
         return ResumeResult(running=sum(bool(each.token_ids) for each in self._running.values()))
 
     async def sleep(self, request: SleepRequest) -> SleepResult:
-        """Give memory back; only while paused or idle, and only on a GPU: ``plugin.capability`` on a CPU."""
+        """Release memory; only while paused or idle, and only on a GPU: ``plugin.capability`` on a CPU."""
         from vllm.platforms import current_platform
 
         self._require_running()
@@ -197,7 +197,7 @@ class VllmServer(SleepingServer):
         await self._engine.resume_generation()
 
     async def _receive(self, request: UpdateWeightsRequest) -> None:
-        """Nothing: workers load what they receive at once."""
+        """Do nothing: workers load tensors as they receive them."""
         if len(request.connect) != self.config.tensor_parallel:
             raise WeightsError(
                 "connect arguments do not fit the replica's workers",
@@ -206,7 +206,7 @@ class VllmServer(SleepingServer):
             )
 
     async def _load(self, request: UpdateWeightsRequest, received: None) -> Sequence[WorkerReceipt]:
-        """In every worker; running requests are computed again with the new weights, cached prefixes are forgotten."""
+        """Update every worker; recompute running requests with the new weights, and drop cached prefixes."""
         info = {"request": attrs.asdict(request), "host": self.context.host}
         answers = await self._engine.collective_rpc("jackfield_update", args=(info,))
         for answer in answers:
@@ -217,7 +217,7 @@ class VllmServer(SleepingServer):
 
 
 def _weights_error(error: JackfieldError) -> JackfieldError:
-    """What a worker raised, as what an update may raise."""
+    """Convert a worker's error to one that an update may raise."""
     if isinstance(error, WeightsError | PluginError):
         return error
     return WeightsError(f"the update broke off: {error.message}", where=error.where, found=error.found, fix=error.fix)

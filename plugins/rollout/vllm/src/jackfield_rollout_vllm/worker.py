@@ -1,4 +1,4 @@
-"""What lives in each of vLLM's workers: the receiving end of a weight transfer, and the sampling of this plugin.
+"""The part in each of vLLM's workers: the receiving end of a weight transfer, and sampling.
 
 vLLM loads :class:`WorkerExtension` into its worker class before the model is made.
 """
@@ -29,7 +29,7 @@ BACKEND = "jackfield"  #: the name of the receiver among vLLM's weight transfer 
 
 
 def _use_plain_linear(layer: Any, remove_weight: bool) -> None:
-    """On a CPU vLLM packs the weights of linear layers, and would go on using the packed ones after an update."""
+    """Keep linear layers unpacked: on a CPU vLLM would use stale packed weights after an update."""
     layer.cpu_linear = torch.nn.functional.linear
 
 
@@ -39,19 +39,19 @@ if current_platform.is_cpu():
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Nothing: every update has its own topology."""
+    """An empty record: every update has its own topology."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """What the receiving end of one update is made from."""
+    """The description of one update for the receiving end."""
 
     request: dict[str, Any]  #: the fields of an :class:`~jackfield.abc.rollout.UpdateWeightsRequest`
     host: str
 
 
 class CheckpointEngineReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Receives by any of Jackfield's checkpoint engines, and loads into the parameters in place."""
+    """A receiver that uses any of Jackfield's checkpoint engines, and loads parameters in place."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -86,7 +86,7 @@ class CheckpointEngineReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receive, and load each tensor as it comes."""
+        """Receive the tensors, and load each as it arrives."""
         asyncio.run(self._receive(update_info))
 
     async def _receive(self, info: UpdateInfo) -> None:
@@ -111,7 +111,7 @@ class CheckpointEngineReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         check_complete(self.digests, self._expected, tied=tied)
 
     async def _receive_delta(self, receiver: WeightReceiver, request: UpdateWeightsRequest) -> None:
-        """Receive all of it, then change blocks where they lie."""
+        """Receive all changes, then change blocks in place."""
         connect = request.connect[self.parallel_config.rank]
         changes = await receiver.changes(connect, request.version, request.base_version)
         digests = self._held.unchanged(changes)
@@ -121,12 +121,12 @@ class CheckpointEngineReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.digests = digests
 
     def _loaded_digest(self, name: str, sent: torch.Tensor, received: str) -> str:
-        """The digest of what lies in the parameter; where that is sharded or of another dtype, of what was received."""
+        """Return the parameter's digest; if it is sharded or of another dtype, that of the received tensor."""
         found = self._loaded(name)
         return received if found is None or found.dtype != sent.dtype else digest(found)
 
     def _loaded(self, name: str) -> torch.Tensor | None:
-        """The part of a parameter that has a tensor's values; None where it is not one whole part.
+        """Return the part of a parameter with a tensor's values; None if it is not one whole part.
 
         vLLM packs tensors side by side: query, key and value; gate and up.
         """
@@ -152,19 +152,19 @@ class CheckpointEngineReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 class WorkerExtension:
-    """Methods that vLLM's worker gets; ``self`` is the worker."""
+    """Methods that are added to vLLM's worker; ``self`` is the worker."""
 
     weight_transfer_engine: CheckpointEngineReceiver
     model_runner: Any
 
     def jackfield_prepare(self) -> None:
-        """Once, after the model is loaded: raw log-probabilities for those who ask for them."""
+        """Enable raw log-probabilities for requests that ask for them; called once, after loading."""
         old = self.model_runner.sampler
         sampler = RawLogProbs(logprobs_mode=old.logprobs_mode, use_fp64_gumbel=old.use_fp64_gumbel)
         self.model_runner.sampler = sampler.to(self.model_runner.device)
 
     def jackfield_update(self, info: dict[str, Any]) -> dict[str, Any]:
-        """vLLM's phases of an update; digests by name, or the error: exceptions would lose their class on the way."""
+        """Run vLLM's phases of an update; return digests by name, or the error, which keeps its class so."""
         worker: Any = self
         try:
             worker.start_weight_update()
