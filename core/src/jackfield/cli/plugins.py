@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _KINDS = ("engine", "rollout", "agent", "reward", "transfer_queue", "checkpoint_engine")
 _COMMANDS = {
-    "list": ("jackfield.cli.plugins:list_plugins", "List what is installed, usable or not; imports no plugin."),
+    "list": ("jackfield.cli.plugins:list_plugins", "List installed plugins, without importing them."),
     "doctor": ("jackfield_conformance.commands.doctor:doctor", "Try plugins where they will run; print what to fix."),
     "check": ("jackfield_conformance.commands.check:check", "Check that a plugin keeps its contract."),
     "new": ("jackfield_conformance.commands.new:new", "Write a new plugin: a small one that works."),

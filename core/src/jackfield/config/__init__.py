@@ -1,4 +1,4 @@
-"""Typed configuration: YAML files and ``a.b=c`` overrides to one frozen :class:`RunConfig`.
+"""Typed configuration: a YAML file and ``a.b=c`` overrides become one frozen :class:`RunConfig`.
 
 The classes of its sections are in :mod:`jackfield.config.sections`.
 """
@@ -35,12 +35,12 @@ __all__ = [
 
 
 def load_config(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML file, apply ``a.b=c`` overrides and structure the result; raise a ``ConfigError`` with the path."""
+    """Read a YAML file and apply ``a.b=c`` overrides; a ``ConfigError`` names the path of a wrong setting."""
     return make_config(read_yaml(Path(file)), overrides)
 
 
 def make_config(values: Any, overrides: Sequence[str] = ()) -> RunConfig:
-    """Structure plain values after overrides."""
+    """Make a configuration from plain values and overrides."""
     if isinstance(values, Mapping):
         for override in overrides:
             values = apply_override(_named(values), override)
@@ -49,12 +49,12 @@ def make_config(values: Any, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _named(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a plugin section that is only a name as a mapping, so that an override can add settings."""
+    """Turn plugin sections that are only a name into mappings, so that an override can add settings."""
     return {key: {"name": value} if key in KINDS and isinstance(value, str) else value for key, value in values.items()}
 
 
 def _nested(kind: str, section: Any) -> Any:
-    """Put the settings of a plugin, which stand beside its name, into the field for them."""
+    """Move a plugin's settings, which a file gives next to its name, into the field ``settings``."""
     if not isinstance(section, Mapping):
         return section
     settings = dict(section)
@@ -62,12 +62,12 @@ def _nested(kind: str, section: Any) -> Any:
     return {"name": name, "settings": settings}
 
 
-#: What ``checkpoint_engine: auto`` stands for, by who has to be reached: ``in_process`` reaches no other process.
+#: The meaning of ``checkpoint_engine: auto`` by where replicas run; ``in_process`` reaches no other process.
 _CHECKPOINT_ENGINES = {"this process": "in_process", "a process of this machine": "shared", "a cluster": "nccl"}
 
 
 def resolve_defaults(config: RunConfig) -> RunConfig:
-    """Replace defaults that depend on where workers live; refuse a checkpoint engine that does not reach them."""
+    """Resolve defaults that depend on where workers run; refuse a checkpoint engine that does not reach them."""
     chosen, cluster = config.checkpoint_engine, config.cluster
     reached = "a process of this machine" if "rollout" in cluster.interpreters else "this process"
     if cluster.name == "ray":
@@ -88,7 +88,7 @@ def _plugin_settings(config: RunConfig, kind: str, registry: Registry) -> Any:
 
 
 def validate_plugins(config: RunConfig, registry: Registry) -> None:
-    """Check plugin sections against their plugins' schemas, importing config modules only; raise what is wrong."""
+    """Check plugin sections against their plugins' schemas, importing config modules only; raise the first error."""
     for kind in KINDS:
         _plugin_settings(config, kind, registry)
 
@@ -100,7 +100,7 @@ def show(config: RunConfig) -> str:
 
 
 def as_plain(config: RunConfig) -> dict[str, Any]:
-    """Return the resolved configuration as plain values, plugin settings beside the plugin's name."""
+    """Return the resolved configuration as plain values, with plugin settings next to the plugin's name."""
     lists = lambda _, __, value: list(value) if isinstance(value, tuple) else value  # noqa: E731 - as JSON has them
     values = attrs.asdict(config, value_serializer=lists)
     for kind in KINDS:
@@ -109,7 +109,7 @@ def as_plain(config: RunConfig) -> dict[str, Any]:
 
 
 def explain(config: RunConfig, registry: Registry | None = None) -> Iterator[tuple[str, Any, Any, str]]:
-    """List every setting as (path, value, default, help), those of installed plugins included."""
+    """Yield every setting as (path, value, default, help), including those of installed plugins."""
     for field in attrs.fields(RunConfig):
         value = getattr(config, field.name)
         if isinstance(value, PluginSection):

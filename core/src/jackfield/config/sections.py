@@ -18,12 +18,12 @@ from jackfield.plugins.environments import EnvironmentSettings
 from jackfield.queue import Reuse, SamplerSpec
 from jackfield.settings import option
 
-_WORKERS = ("engine", "rollout", "agent", "reward")  #: kinds of plugin that can have an interpreter of their own
+_WORKERS = ("engine", "rollout", "agent", "reward")  #: kinds of plugins that can run in their own interpreter
 
 
 @attrs.frozen(kw_only=True)
 class PluginSection:
-    """A plugin by name, with the settings that its own schema defines (beside ``name`` in the file)."""
+    """A plugin's name and settings. Its schema defines the settings, which stand next to ``name`` in the file."""
 
     name: str
     settings: Mapping[str, Any] = attrs.field(factory=dict)
@@ -31,20 +31,20 @@ class PluginSection:
 
 @attrs.frozen(kw_only=True)
 class DataConfig:
-    """The tasks, and how they become batches."""
+    """The task files, and how batches are made from them."""
 
     train: str | None = option(None, "JSONL file of training tasks")
     eval: str | None = option(None, "JSONL file of held-out tasks")
-    format: TaskFormat = option(factory=TaskFormat, help="how records become tasks; GSM8K's own format by default")
+    format: TaskFormat = option(factory=TaskFormat, help="how records become tasks; by default in GSM8K's format")
     expert: str | None = option(
-        None, "JSONL file of an expert's answers as texts, in the same format; samples of token ids: mixing.expert"
+        None, "JSONL file of an expert's answers as text, in the same format; for token ids see mixing.expert"
     )
-    expert_samples_per_batch: int = option(0, "answers of the expert in one training batch", ge(0))
-    chat_template: str | None = option(None, "a Jinja chat template in the place of the tokenizer's own")
-    groups_per_batch: int = option(32, "tasks (groups) in one batch", gt(0))
-    rollouts_per_group: int = option(8, "rollouts of each task (the group size)", gt(0))
+    expert_samples_per_batch: int = option(0, "expert answers per training batch", ge(0))
+    chat_template: str | None = option(None, "Jinja chat template that replaces the tokenizer's")
+    groups_per_batch: int = option(32, "tasks (groups) per batch", gt(0))
+    rollouts_per_group: int = option(8, "rollouts per task (the group size)", gt(0))
     max_prompt_tokens: int | None = option(
-        None, "longest prompt, in tokens; a longer one ends the run; null: what leaves room for a response", gt(0)
+        None, "maximum tokens of a prompt; a longer one ends the run; null: what leaves room for a response", gt(0)
     )
 
 
@@ -53,182 +53,180 @@ class ScheduleConfig:
     """When batches are generated, trained on and published."""
 
     steps: int = option(100, "training steps", gt(0))
-    sync_interval: int = option(1, "k: weights are published every k steps", gt(0))
-    sync_offset: int = option(0, "o: how many batches the explorer may run ahead", ge(0))
+    sync_interval: int = option(1, "k: publish weights every k steps", gt(0))
+    sync_offset: int = option(0, "o: batches that explorers may run ahead", ge(0))
     max_retries: int = option(
-        8, "retries of one failed group of a batch; and groups in a row that may end without any score", ge(0)
+        8, "retries of a failed group; also how many groups in a row may end without any score", ge(0)
     )
-    reward_retries: int = option(1, "further calls for a sample without a score, before its reward fails", ge(0))
+    reward_retries: int = option(1, "further attempts to score a sample before its reward fails", ge(0))
 
 
 @attrs.frozen(kw_only=True)
 class CheckpointConfig:
-    """From what the same command goes on after the run has ended, however it ended."""
+    """When checkpoints are written, and how the same command resumes from them."""
 
-    every: int = option(20, "checkpoint every n steps, at the next synchronisation when that is later; 0: never", ge(0))
-    keep: int = option(2, "how many of the newest checkpoints stay", gt(0))
-    at_end: bool = option(True, "checkpoint after the last step, too")
+    every: int = option(20, "checkpoint every n steps, or at the next weight sync if that is later; 0: never", ge(0))
+    keep: int = option(2, "how many of the newest checkpoints to keep", gt(0))
+    at_end: bool = option(True, "also write a checkpoint after the last step")
     grace_seconds: float = option(
-        25.0, "from SIGTERM or SIGINT to the end; four fifths of it for the step under way and a checkpoint", gt(0.0)
+        25.0, "seconds from SIGTERM or SIGINT to the end; 80 % of it for the current step and a checkpoint", gt(0.0)
     )
     max_recoveries: int = option(
-        3, "times that a run goes on from its newest checkpoint after a worker died whose work is lost", ge(0)
+        3, "how often a run resumes from its newest checkpoint after work was lost with a dead worker", ge(0)
     )
     resume: bool = option(
-        True, "go on from the folder's newest checkpoint; false: remove what is there and start from the beginning"
+        True, "resume from the folder's newest checkpoint; false: remove all checkpoints and start from the beginning"
     )
 
 
 @attrs.frozen(kw_only=True)
 class WeightsConfig:
-    """How replicas get the weights of each synchronisation."""
+    """How weights are sent to replicas."""
 
     kind: Literal["full", "delta"] = option(
-        "full", "full: all of them; delta: the blocks of bytes that changed. A LoRA adapter is sent alone in any case"
+        "full", "full: send all weights; delta: send the blocks that changed. Of a LoRA actor only the adapter is sent"
     )
-    block_bytes: int = option(4096, "of a block of a delta; the engine remembers 8 bytes for each", ge(8))
+    block_bytes: int = option(4096, "bytes per block of a delta; the engine remembers 8 bytes for each block", ge(8))
     on_missing_base: Literal["full", "stop"] = option(
-        "full", "where a replica lacks the weights that a delta changes; full: send everything; stop: end the run"
+        "full", "if a replica lacks the weights that a delta is based on; full: send everything; stop: end the run"
     )
     dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn"] | None = option(
-        None, "cast in replicas; float8_e4m3fn: linear layers, a scale per tensor, else bfloat16; null: model.dtype"
+        None, "dtype in replicas; float8_e4m3fn: linear layers, a scale per tensor, else bfloat16; null: model.dtype"
     )
 
 
 @attrs.frozen(kw_only=True)
 class LogProbCheckConfig:
-    """Whether replicas and training passes compute the log-probs that the rollouts have.
+    """Checks that replicas and training passes compute the same log-probs.
 
-    After each weight sync every replica generates a few tokens, which the engine scores. Log-probs of the training pass
-    are compared with an inference pass's, and with the rollout's where the weights are the same.
+    After each weight sync, every replica generates a few tokens, which the engine scores. The log-probs of the training
+    pass are compared with those of an inference pass, and with those of the rollout if the weights are the same.
     """
 
     every: int = option(
         10,
-        "compare the training pass every n steps, at the next weight sync when that is later; and on the first "
-        "batch, on the first that published weights made, and after a resume. 0: never",
+        "compare the training pass every n steps, or at the next weight sync if that is later; also on the first "
+        "batch, on the first batch from published weights, and after a resume. 0: never",
         ge(0),
     )
     probe_tokens: int = option(
-        2, "tokens that each replica generates, and the engine scores, after each weight sync. 0: none", ge(0)
+        2, "tokens that each replica generates and the engine scores after each weight sync. 0: no probe", ge(0)
     )
     bound: float | None = option(
         None,
-        "mean distance of log-probs, in nats; null: 0.01 to replica and rollout, 0.25 where anything computes with "
-        "fewer bits than float32, 0.5 with weights.dtype: float8_e4m3fn; a tenth of 0.01, or 0.1, to the inference "
-        "pass. One sample may be ten times as far from the rollout",
+        "maximum mean distance of log-probs, in nats; null: 0.01 to replica and rollout, 0.25 if anything computes in "
+        "less than float32, 0.5 with weights.dtype: float8_e4m3fn; to the inference pass 0.001, or 0.1 if the engine "
+        "computes in less than float32. One sample may be ten times as far from the rollout",
         gt(0.0),
     )
     on_mismatch: Literal["stop", "warn", "correct"] = option(
         "stop",
-        "stop: the run ends (weights.log-probs, run.log-probs); warn: a warning; correct: distances to replica and "
-        "rollout are a warning, and importance weights correct for them (algorithm.correction, which this switches "
-        "on), a distance to the inference pass ends the run",
+        "stop: end the run (weights.log-probs, run.log-probs); warn: log a warning; correct: warn about distances to "
+        "replica and rollout and correct them by importance weights (this enables algorithm.correction), but end the "
+        "run for a distance to the inference pass",
     )
 
 
 @attrs.frozen(kw_only=True)
 class EvaluationSampling(SamplingParams):
-    """How evaluation answers are drawn: greedy by default."""
+    """Sampling parameters of evaluation responses, greedy by default."""
 
     temperature: float = option(0.0, "0: greedy; else 0.01 to 100", attrs.fields(SamplingParams).temperature.validator)
 
 
 @attrs.frozen(kw_only=True)
 class EvaluationConfig:
-    """Runs over the held-out tasks."""
+    """Evaluation on the held-out tasks."""
 
     every: int = option(
-        0, "evaluate every n steps, at the next synchronisation when that is later, and at both ends; 0: never", ge(0)
+        0, "evaluate every n steps, or at the next weight sync if that is later, and at both ends; 0: never", ge(0)
     )
     tasks: int | None = option(None, "use the first n held-out tasks; null: all", gt(0))
-    sampling: EvaluationSampling = option(factory=EvaluationSampling, help="how answers are drawn")
+    sampling: EvaluationSampling = option(factory=EvaluationSampling, help="sampling parameters")
 
 
 @attrs.frozen(kw_only=True)
 class DeadlineConfig:
-    """The longest that a run waits, in seconds, before it fails and names who was waited for."""
+    """Deadlines in seconds. If one passes, the run fails, and the error names what it waited for."""
 
     start: float = option(600.0, "for a worker to start, and for a cluster to have room for it", gt(0.0))
     engine: float = option(3600.0, "for one call of an engine: loading, a pass, a checkpoint", gt(0.0))
     rollout: float = option(600.0, "for one rollout", gt(0.0))
     reward: float = option(60.0, "for one score", gt(0.0))
     batch: float = option(1800.0, "for the batch of the next step", gt(0.0))
-    sync: float = option(600.0, "for one weight synchronisation", gt(0.0))
+    sync: float = option(600.0, "for one weight sync", gt(0.0))
     heartbeat: float = option(
         30.0,
-        "without a heartbeat of a process, after which it is dead: it is named and killed, and what it did is done "
-        "again; a thread of its own sends them, also during long work",
+        "a process without a heartbeat for this long is considered dead: it is named and killed, and its work is done "
+        "again; a separate thread sends heartbeats, even during long work",
         gt(0.0),
     )
     drain: float = option(
-        60.0, "for requests of a replica that is removed to end, before they are generated again elsewhere", ge(0.0)
+        60.0, "for requests of a removed replica to end, before they are generated again elsewhere", ge(0.0)
     )
 
 
 @attrs.frozen(kw_only=True)
 class ReplayConfig(Reuse):
-    """Groups that were trained on before, once more beside the new ones of each batch."""
+    """Replay: groups that were trained on before are added to each batch."""
 
-    ratio: float = option(help="such groups for each new one, as far as there are any", validator=gt(0.0))
-    capacity: int | None = option(256, "used groups kept, the sampler's first choices; null: all", optional(gt(0)))
-    sampler: SamplerSpec = option(
-        factory=partial(SamplerSpec, name="priority"), help="which of them are trained on again"
-    )
+    ratio: float = option(help="replayed groups per new group, as far as there are any", validator=gt(0.0))
+    capacity: int | None = option(256, "used groups to keep, the sampler's first choices; null: all", optional(gt(0)))
+    sampler: SamplerSpec = option(factory=partial(SamplerSpec, name="priority"), help="chooses the groups to replay")
 
 
 @attrs.frozen(kw_only=True)
 class MixConfig(Reuse):
-    """Groups of another partition beside the new ones of each batch."""
+    """Mixing: groups of another partition are added to each batch."""
 
-    ratio: float = option(help="such groups for each new one", validator=gt(0.0))
+    ratio: float = option(help="mixed-in groups per new group", validator=gt(0.0))
     samples: str = option(
-        help="what is put into the partition before the first step: a .jsonl or .parquet file of samples, or the "
-        "folder of a queue (`jackfield queue import`) or run"
+        help="samples to put into the partition before the first step: a .jsonl or .parquet file, or the folder of a "
+        "queue (`jackfield queue import`) or run"
     )
-    sampler: SamplerSpec = option(factory=SamplerSpec, help="which of them are trained on")
+    sampler: SamplerSpec = option(factory=SamplerSpec, help="chooses the groups to train on")
 
 
 @attrs.frozen(kw_only=True)
 class QueueConfig:
-    """Where the queue's controller is, how much the queue holds, and what survives a crash."""
+    """The queue's controller, limits and durability."""
 
     durable: bool = option(
-        False, "a killed run keeps the samples since its newest checkpoint; needs a durable transfer_queue (sql, redis)"
+        False, "a killed run keeps its samples since the newest checkpoint; needs a durable transfer_queue (sql, redis)"
     )
     address: str | None = option(
         None,
-        "the address.json of the controller that the run connects to; null: the controller is part of the run's "
-        "process, and with --role the one that is served for the same folder",
+        "address.json of the controller to connect to; null: the controller runs in the run's process, or with "
+        "--role it is the one that is served for the same folder",
     )
-    host: str = option("127.0.0.1", "address at which `jackfield queue serve` listens; beyond loopback with CURVE")
-    port: int = option(0, "port at which it listens; 0: any free port", and_(ge(0), le(65535)))
+    host: str = option("127.0.0.1", "address on which `jackfield queue serve` listens; CURVE is used beyond loopback")
+    port: int = option(0, "port on which it listens; 0: any free port", and_(ge(0), le(65535)))
     rewards: Literal["train", "distributed"] = option(
-        "train", "which process scores samples: the role train, or one of its own (--role reward)"
+        "train", "where samples are scored; train: in the role train; distributed: in a process with --role reward"
     )
     max_samples: int | None = option(
         None,
-        "samples in the queue, above which explorers wait; those of the batch that the trainer waits for are let in, "
-        "and samples count until the checkpoint after their step; null: no limit",
+        "number of samples in the queue above which explorers wait; samples that the trainer waits for bypass it, and "
+        "used samples count until the checkpoint after their step; null: no limit",
         gt(0),
     )
-    max_bytes: int | None = option(None, "the same in bytes of values; null: no limit", gt(0))
+    max_bytes: int | None = option(None, "the same limit in bytes of values; null: no limit", gt(0))
 
 
 @attrs.frozen(kw_only=True)
 class MixingConfig:
-    """What a batch has beside the groups of its step."""
+    """Groups that are added to each batch."""
 
-    replay: ReplayConfig | None = option(None, "train again on groups that were trained on before; null: never")
+    replay: ReplayConfig | None = option(None, "train again on earlier groups; null: never")
     expert: MixConfig | None = option(None, "samples of an expert, for a loss with one (mix, mix_chord); null: none")
-    human: MixConfig | None = option(None, "samples with rewards from elsewhere, like the policy's own; null: none")
+    human: MixConfig | None = option(None, "samples with rewards from elsewhere, treated like the policy's; null: none")
 
 
 @attrs.frozen(kw_only=True)
 class RayConfig:
-    """The cluster and the workers in it."""
+    """The Ray cluster and its workers."""
 
-    address: str | None = option(None, "of a cluster to join (HOST:PORT); null: start one on this machine")
+    address: str | None = option(None, "address of a cluster to join (HOST:PORT); null: start one on this machine")
     num_cpus: int | None = option(None, "CPUs of a started cluster; null: the machine's, or what the run needs", gt(0))
     object_store_bytes: int | None = option(None, "shared memory of a started cluster; null: as Ray decides", gt(0))
     engine_ranks: int = option(1, "ranks of the engine", gt(0))
@@ -237,82 +235,80 @@ class RayConfig:
     placement: Literal["colocated", "disaggregated"] = option(
         "colocated", "colocated: engine and replicas take turns on the same places; disaggregated: each has its own"
     )
-    cpus_per_place: float = option(1.0, "CPUs of the place of a rank or replica", ge(0.0))
-    gpus_per_place: float = option(0.0, "GPUs of the place of a rank or replica", ge(0.0))
+    cpus_per_place: float = option(1.0, "CPUs per place of a rank or replica", ge(0.0))
+    gpus_per_place: float = option(0.0, "GPUs per place of a rank or replica", ge(0.0))
 
 
 @attrs.frozen(kw_only=True)
 class ClusterConfig:
-    """Where workers live."""
+    """Where workers run, and their resources."""
 
     name: Literal["inline", "ray"] = option(
         "inline", "inline: everything in this process; ray: each worker in a process of a Ray cluster"
     )
     device: str = option("cpu", "torch device of engine and rollout server")
-    threads: int | None = option(None, "torch threads; null: as torch decides", [gt(0), le(4096)])
+    threads: int | None = option(None, "torch threads; null: torch's default", [gt(0), le(4096)])
     replicas: int = option(1, "rollout servers", gt(0))
-    replica_restarts: int = option(3, "restarts of a rollout server with a process of its own that dies", ge(0))
+    replica_restarts: int = option(3, "restarts of a rollout server whose own process dies", ge(0))
     metrics_port: int | None = option(
-        None, "port of Prometheus metrics of replicas, on loopback; 0: a free port; null: none", [ge(0), le(65535)]
+        None, "loopback port for Prometheus metrics of replicas; 0: a free port; null: none", [ge(0), le(65535)]
     )
     max_model_len: int | None = option(
-        None, "prompt and response tokens that a rollout server has room for; null: the model's own limit", gt(1)
+        None, "maximum of prompt and response tokens in a rollout server; null: the model's limit", gt(1)
     )
-    micro_batch_tokens: int = option(16384, "padded tokens of one training pass, at most", gt(0))
-    offload: bool = option(False, "at every hand-over the idle side gives its device memory back")
+    micro_batch_tokens: int = option(16384, "maximum number of padded tokens in one training pass", gt(0))
+    offload: bool = option(False, "the idle side releases its device memory at every hand-over")
     interpreters: Mapping[str, str] = option(
         factory=dict,
-        help="interpreters of their own for workers by kind (rollout; with name: ray also engine, agent, reward): a "
-        "name under environments, or a path; else as manifests say",
+        help="interpreters for workers by kind (rollout; with name: ray also engine, agent, reward): a name under "
+        "environments, or a path; by default those of the plugins' manifests",
         validator=deep_mapping(in_(_WORKERS), instance_of(str)),
     )
-    ray: RayConfig = option(factory=RayConfig, help="the cluster; read with name: ray only")
+    ray: RayConfig = option(factory=RayConfig, help="the Ray cluster; used with name: ray only")
 
 
 @attrs.frozen(kw_only=True)
 class RunConfig:
-    """A whole run."""
+    """The configuration of a run."""
 
-    name: str = option("run", "shown in progress, curves and tables")
-    folder: str = option("runs/run", "where everything that the run writes goes")
-    seed: int = option(0, "fixes a synchronous run")
+    name: str = option("run", "name shown in progress, curves and tables")
+    folder: str = option("runs/run", "folder for all files of the run")
+    seed: int = option(0, "seed; it makes a synchronous run reproducible")
     mode: Literal["online", "offline"] = option(
-        "online", "online: explore and train; offline: train on the data's own answers"
+        "online", "online: explore and train; offline: train on the answers in the data"
     )
     model: ModelSpec = option(help="the policy")
     data: DataConfig = option(factory=DataConfig, help="tasks")
-    sampling: SamplingParams = option(factory=SamplingParams, help="how training responses are drawn")
+    sampling: SamplingParams = option(factory=SamplingParams, help="sampling parameters of training responses")
     algorithm: AlgorithmSettings = option(factory=AlgorithmSettings, help="advantages, loss, KL")
     optimizer: OptimizerSpec = option(factory=OptimizerSpec, help="AdamW and its learning-rate schedule")
     critic: CriticSettings = option(factory=CriticSettings, help="value model")
-    schedule: ScheduleConfig = option(factory=ScheduleConfig, help="steps and synchronisation")
-    queue: QueueConfig = option(factory=QueueConfig, help="where the controller is, limits, durability")
-    mixing: MixingConfig = option(factory=MixingConfig, help="replay, and samples of experts and people")
+    schedule: ScheduleConfig = option(factory=ScheduleConfig, help="steps and weight syncs")
+    queue: QueueConfig = option(factory=QueueConfig, help="controller, limits and durability")
+    mixing: MixingConfig = option(factory=MixingConfig, help="replay, and samples from experts and people")
     evaluation: EvaluationConfig = option(factory=EvaluationConfig, help="held-out tasks")
-    checkpoint: CheckpointConfig = option(factory=CheckpointConfig, help="resuming")
-    weights: WeightsConfig = option(factory=WeightsConfig, help="how replicas get them")
+    checkpoint: CheckpointConfig = option(factory=CheckpointConfig, help="checkpoints and resuming")
+    weights: WeightsConfig = option(factory=WeightsConfig, help="how they are sent to replicas")
     log_prob_check: LogProbCheckConfig = option(
-        factory=LogProbCheckConfig, help="log-probs of replicas and training passes against each other"
+        factory=LogProbCheckConfig, help="comparison of log-probs between replicas and training passes"
     )
-    cluster: ClusterConfig = option(factory=ClusterConfig, help="where workers live")
-    deadlines: DeadlineConfig = option(factory=DeadlineConfig, help="longest waits")
+    cluster: ClusterConfig = option(factory=ClusterConfig, help="where workers run")
+    deadlines: DeadlineConfig = option(factory=DeadlineConfig, help="maximum waiting times")
     environments: Mapping[str, EnvironmentSettings] = option(
-        factory=dict, help="by name: what `jackfield env create NAME FILE` makes, for cluster.interpreters"
+        factory=dict, help="environments by name; `jackfield env create NAME FILE` makes one for cluster.interpreters"
     )
-    engine: PluginSection = option(PluginSection(name="fsdp"), "the engine plugin, and its own settings")
-    rollout: PluginSection = option(PluginSection(name="transformers"), "the rollout plugin, and its own settings")
-    agent: PluginSection = option(PluginSection(name="single_turn"), "the agent plugin, and its own settings")
-    reward: PluginSection = option(PluginSection(name="rules"), "the reward plugin, and its own settings")
-    transfer_queue: PluginSection = option(
-        PluginSection(name="memory"), "the transfer_queue plugin, and its own settings"
-    )
+    engine: PluginSection = option(PluginSection(name="fsdp"), "the engine plugin and its settings")
+    rollout: PluginSection = option(PluginSection(name="transformers"), "the rollout plugin and its settings")
+    agent: PluginSection = option(PluginSection(name="single_turn"), "the agent plugin and its settings")
+    reward: PluginSection = option(PluginSection(name="rules"), "the reward plugin and its settings")
+    transfer_queue: PluginSection = option(PluginSection(name="memory"), "the transfer_queue plugin and its settings")
     checkpoint_engine: PluginSection = option(
         PluginSection(name="auto"),
-        "the checkpoint_engine plugin, and its own settings; auto: in_process, nccl with cluster.name: ray, and "
-        "shared where the rollout server has an interpreter of its own",
+        "the checkpoint_engine plugin and its settings; auto: in_process; nccl with cluster.name: ray; shared if the "
+        "rollout server has its own interpreter",
     )
     observe: ObserveSettings = option(factory=ObserveSettings, help="what the run writes and shows")
 
     def seed_of(self, sampling: SamplingParams) -> int:
-        """Return the seed of responses that are drawn so: their own, or else the run's."""
+        """Return the seed for these sampling parameters, which is the run's unless they have one."""
         return self.seed if sampling.seed is None else sampling.seed

@@ -34,14 +34,14 @@ class ObserveSettings:
     timeline: bool = option(True, help="write trace.json, which Perfetto opens")
     curve: bool = option(True, help="draw learning_curve.png at the end")
     progress: bool = option(True, help="show progress: a bar on a terminal, text lines elsewhere")
-    samples_per_step: int = option(8, help="rows of the sample table per step, at most", validator=ge(0))
-    samples_per_evaluation: int = option(32, help="rows of the sample table per evaluation, at most", validator=ge(0))
+    samples_per_step: int = option(8, help="maximum samples in the sample table per step", validator=ge(0))
+    samples_per_evaluation: int = option(32, help="maximum samples in the sample table per evaluation", validator=ge(0))
     progress_interval: float = option(
-        1.0, help="least seconds between progress lines where there is no terminal; 0: every step", validator=ge(0)
+        1.0, help="minimum seconds between progress lines without a terminal; 0: every step", validator=ge(0)
     )
     on_error: Literal["stop", "warn"] = option(
         "stop",
-        help="when an observer fails: stop the run, or warn and go on without it",
+        help="if an observer fails: stop the run, or warn and continue without it",
         validator=in_(("stop", "warn")),
     )
 
