@@ -54,7 +54,7 @@ class Stop:
             self._until = ""
 
     async def bounded(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work``. After a signal, cancel it; inside a :meth:`boundary`, let it try to reach that first.
+        """Run ``work`` until it ends or a signal cancels it; inside a :meth:`boundary` it may first reach that.
 
         Raises:
             CancelledError: If a signal ended it.
