@@ -102,14 +102,15 @@ class MemoryBackend(TransferQueueBackend):
 
     async def restore(self, request: SnapshotRequest) -> SnapshotResult:
         """Replace all samples with a checkpoint's."""
+        cells = self._cells
         restored: dict[tuple[str, str], dict[str, Cell]] = {
             (each.partition, each.key): {name: (text, bytes(content)) for name, (text, content) in each.cells.items()}
             for each in read_archive(Path(request.folder))
         }
-        self._cells.clear()
-        self._cells.update(restored)
+        cells.clear()
+        cells.update(restored)
         self._bytes = sum(map(_size, restored.values()))
-        return SnapshotResult(samples=len(self._cells), bytes=self._bytes)
+        return SnapshotResult(samples=len(restored), bytes=self._bytes)
 
     async def close(self) -> None:
         """Drop all samples. Idempotent."""

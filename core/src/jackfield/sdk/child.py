@@ -73,6 +73,8 @@ class ChildProcess(asyncio.SubprocessProtocol):
         Raises:
             OSError: If the program cannot be started.
         """
+        if self._log is not None:
+            _append(self._log, b"")  # errors name the file, also of a process that printed nothing
         own, other = socket.socketpair()
         loop = asyncio.get_running_loop()
         try:
