@@ -1,4 +1,4 @@
-"""The advantage worker: columns of a batch into further columns, and plain numbers back."""
+"""Tests of the advantage worker, which computes columns from columns and returns plain numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def jagged(rows: Sequence[Sequence[float]]) -> Any:
 
 
 class Batch:
-    """Values in a backend of their own."""
+    """A batch whose values are in its own backend."""
 
     def __init__(self, sizes: Sequence[int] = SIZES, groups: Sequence[str] = GROUPS, **tags: Sequence[Any]) -> None:
         self.sizes = sizes
@@ -49,7 +49,7 @@ class Batch:
     def estimate(
         self, algorithm: ResolvedAlgorithm, coefficient: float = 0.0
     ) -> tuple[dict[str, float], dict[str, list[Any]]]:
-        """Metrics, and what was written: column to rows as lists, of all rows but baselines."""
+        """Return metrics and written columns, as lists of rows for all samples but baselines."""
 
         async def main(rows: Values) -> tuple[dict[str, float], tuple[str, ...]]:
             metrics, written = await AdvantageWorker(rows, algorithm).estimate(self.meta, coefficient)
@@ -201,7 +201,7 @@ def test_several_rewards() -> None:
 
 
 def test_a_runs_steps_and_states_are_told_apart_by_tags_and_prompts() -> None:
-    """Two runs of two steps of one task; the second step of both is taken in one state."""
+    """Two rollouts of one task have two steps each, and their second steps start in the same state."""
     batch = scored((0.0, 1.0, 0.0, 3.0), groups=("a",) * 4, rollout=(0, 0, 1, 1), step_id=(0, 1, 0, 1))
     batch.columns["prompt_ids"] = column_from_rows([torch.tensor(row) for row in ([1], [7, 7], [2], [7, 7])])
     plain = {"normalize_by_std": False}
@@ -212,7 +212,7 @@ def test_a_runs_steps_and_states_are_told_apart_by_tags_and_prompts() -> None:
 
 
 def test_prepare_writes_what_the_loss_has_to_know_of_its_whole_batch() -> None:
-    """DPO's margin of each pair, of which the first row is the better one."""
+    """DPO's margin is computed for each pair, whose first sample is the better one."""
     batch = Batch(groups=("p", "p", "q", "q"))
     batch.columns |= {
         "log_probs": jagged([[-1.0] * 2, [-2.0] * 3, [-1.0], [-0.5] * 2]),

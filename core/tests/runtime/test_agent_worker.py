@@ -1,4 +1,4 @@
-"""What an agent worker tells of a task beside its samples."""
+"""Tests of what an agent worker reports about a task in addition to samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jackfield.runtime.agent_worker import AgentWorker
 
 
 class Letters:
-    """A token is a letter."""
+    """A tokenizer with one token per letter."""
 
     def encode_chat(self, messages: Any) -> tuple[int, ...]:
         return tuple(ord(letter) for letter in messages[-1]["content"])

@@ -1,4 +1,4 @@
-"""What the controller knows of ranks: which rows go where, and how their shares become one step's metrics."""
+"""Tests of how the controller splits samples over ranks and combines their metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jackfield.runtime.engine_group import EngineGroup, combined, shares
 
 
 class FakeRank:
-    """Declares a layout and notes which rows it gets."""
+    """A rank that declares a layout and records the samples that it gets."""
 
     def __init__(self, layout: EngineLayout, metrics: Mapping[str, float] | None = None) -> None:
         self.layout, self.metrics = layout, dict(metrics or {})
@@ -44,7 +44,7 @@ class FakeRank:
 
 
 class FakeQueue:
-    """Notes what is announced."""
+    """A queue that records which columns are announced."""
 
     def __init__(self) -> None:
         self.announced: list[tuple[str, ...]] = []
@@ -102,7 +102,7 @@ def test_shares_are_even_in_rows_and_balanced_in_tokens(ranks: int) -> None:
     ],
 )
 def test_the_cases_of_verls_balanced_sampler(lengths: list[int], ranks: int, difference: int) -> None:
-    """Equal numbers of rows, and sums no further apart than its own test allows."""
+    """Ranks get equal numbers of rows, and their sums differ no more than verl's test allows."""
     parts = shares(lengths, ranks)
     totals = [sum(lengths[index] for index in part) for part in parts]
     assert {len(lengths) // ranks} == {len(part) for part in parts}
@@ -110,7 +110,7 @@ def test_the_cases_of_verls_balanced_sampler(lengths: list[int], ranks: int, dif
 
 
 def test_ranks_of_one_data_parallel_rank_get_the_same_rows_and_one_answers_for_them() -> None:
-    """Two data-parallel ranks of two tensor-parallel ranks each: the controller knows no more than the layouts."""
+    """There are two data-parallel ranks of two tensor-parallel ranks; the controller only knows the layouts."""
 
     async def main() -> None:
         queue = FakeQueue()
@@ -164,7 +164,7 @@ def test_a_rank_that_does_not_answer_is_named_with_its_samples() -> None:
 
 
 def test_what_is_no_sample_is_scored_by_every_rank() -> None:
-    """Ranks of any layout take part in the pass; the answer is an output rank's."""
+    """All ranks take part in the pass; the result comes from an output rank."""
     layouts = [
         EngineLayout(data_parallel_rank=rank, data_parallel_size=2, is_output_rank=rank > 0) for rank in range(2)
     ]

@@ -1,4 +1,4 @@
-"""Distances of log-probs add up over data-parallel ranks, and leave out rows that other weights generated."""
+"""Distances of log-probs are summed over data-parallel ranks, without samples that other weights generated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jackfield.runtime.engine_rank import PREFIX, Comparison, distances
 from jackfield.sdk.jagged import jagged
 
 LENGTHS = (3, 1, 4, 2, 5)
-VERSIONS: tuple[int | None, ...] = (7, 7, 6, None, 7)  #: None: an expert's
+VERSIONS: tuple[int | None, ...] = (7, 7, 6, None, 7)  #: None for a sample of an expert
 
 
 def batch() -> BatchMeta:
@@ -27,7 +27,7 @@ def batch() -> BatchMeta:
 
 
 def found(rows: list[int], comparison: Comparison, shift: float = 0.5) -> dict[str, float]:
-    """Training passes are 0.1 above inference; the rollout is ``shift`` above training, in row 4 by 1 more."""
+    """Compare a training pass 0.1 above inference with a rollout ``shift`` above training, 1 more in row 4."""
     engine = [-torch.arange(1.0, LENGTHS[row] + 1) for row in rows]
     trained = [values + 0.1 for values in engine]
     rollout = [values + shift + (row == 4) for row, values in zip(rows, trained, strict=True)]

@@ -1,4 +1,4 @@
-"""A rollout server in a process of another interpreter: handshake, calls, cancellation, and every way to die."""
+"""Tests of a rollout server in another interpreter's process: handshake, calls, cancellation and deaths."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ config = "fake_elsewhere.config:Config"
 
 
 def install(folder: Path, version: str = "0.1.0") -> None:
-    """Put the plugin's distribution into a folder."""
+    """Write the plugin's distribution into a folder."""
     package = folder / "fake_elsewhere"
     package.mkdir(parents=True)
     files = {"__init__.py": "", "server.py": SERVER, "config.py": CONFIG, "plugin.toml": MANIFEST}
@@ -130,15 +130,15 @@ def install(folder: Path, version: str = "0.1.0") -> None:
 
 @attrs.frozen
 class Elsewhere:
-    """An environment of its own, with the plugin, and the plugin's record here."""
+    """A separate environment with the plugin, and the plugin's record in this one."""
 
     python: str
     record: PluginRecord
-    site: Path  #: of the environment
+    site: Path  #: its site-packages
 
 
 def environment(folder: Path, *, jackfield: bool = True) -> Elsewhere:
-    """A virtual environment that has what this one has, unless ``jackfield=False``, and the plugin."""
+    """Make a virtual environment with the plugin and, unless ``jackfield=False``, this one's packages."""
     venv.create(folder / "venv", with_pip=False, symlinks=True)
     (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
     install(packages)
@@ -152,7 +152,7 @@ def environment(folder: Path, *, jackfield: bool = True) -> Elsewhere:
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Elsewhere:
-    """Shared: nobody changes it."""
+    """An environment that the tests share and do not change."""
     return environment(tmp_path_factory.mktemp("elsewhere"))
 
 
@@ -186,7 +186,7 @@ def refusal(awaitable: Coroutine[Any, Any, Any]) -> JackfieldError:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process ends within some seconds."""
+    """Return whether a process ends within a few seconds."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -201,7 +201,7 @@ def gone(pid: int) -> bool:
 
 
 def test_requests_and_results_come_as_they_were_sent(elsewhere: Elsewhere) -> None:
-    """Settings and context go there, whole; infinite log-probabilities, too; the interpreter is the other one."""
+    """Settings, context and infinite log-probs arrive unchanged in the other interpreter."""
 
     async def use(server: RolloutProcess) -> None:
         result = await server.generate(request(5, 6))
@@ -215,7 +215,7 @@ def test_requests_and_results_come_as_they_were_sent(elsewhere: Elsewhere) -> No
 
 
 def test_errors_keep_their_class_and_code(elsewhere: Elsewhere) -> None:
-    """Jackfield's as they are, others as a failure of the replica that names them."""
+    """Jackfield's errors arrive unchanged; others become a failure of the replica that names them."""
 
     async def use(server: RolloutProcess) -> None:
         with pytest.raises(RolloutError) as ours:
@@ -238,7 +238,7 @@ def test_errors_keep_their_class_and_code(elsewhere: Elsewhere) -> None:
 
 
 def test_what_is_cancelled_here_ends_there(elsewhere: Elsewhere) -> None:
-    """A call, a call that has not begun yet, and a stream that is closed; each is over when its caller goes on."""
+    """A call, a call that has not started and a closed stream have each ended when the caller continues."""
 
     async def use(server: RolloutProcess) -> None:
         call = asyncio.create_task(server.generate(request(4)))
@@ -301,7 +301,7 @@ def test_a_server_that_is_not_running_refuses(elsewhere: Elsewhere) -> None:
     ("prompt", "found"), [((3,), "ended with exit status 7; it printed:"), ((4,), "was killed by SIGKILL")]
 )
 def test_a_process_that_dies_is_named(elsewhere: Elsewhere, prompt: tuple[int, ...], found: str) -> None:
-    """Whoever waits learns how it ended, with its last words; what it had started ends, too."""
+    """Pending calls raise how it ended and its last output, and its child processes end."""
 
     async def use(server: RolloutProcess) -> None:
         child = (await server.health()).waiting
@@ -325,7 +325,7 @@ def test_a_process_that_dies_is_named(elsewhere: Elsewhere, prompt: tuple[int, .
 
 
 def test_it_ends_with_a_parent_that_was_killed(elsewhere: Elsewhere, tmp_path: Path) -> None:
-    """``kill -9`` of the run leaves neither the process nor what it had started."""
+    """After ``kill -9`` of the run, neither the process nor its child processes are left."""
     script = f"""
         import asyncio, sys
         sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -355,7 +355,7 @@ def test_it_ends_with_a_parent_that_was_killed(elsewhere: Elsewhere, tmp_path: P
 
 
 def test_another_version_of_the_plugin_is_refused(elsewhere: Elsewhere, tmp_path: Path) -> None:
-    """Settings are checked here and used there."""
+    """Settings are checked by one version and used by the other, so both have to be equal."""
     install(tmp_path, "0.2.0")
     record = discover([str(tmp_path)]).resolve("elsewhere", "rollout")
     error = refusal(make(attrs.evolve(elsewhere, record=record)).start())
@@ -395,7 +395,7 @@ def test_an_interpreter_that_says_nothing_has_a_deadline(elsewhere: Elsewhere, t
 
 
 def test_the_handshake_alone_takes_no_torch(elsewhere: Elsewhere) -> None:
-    """What `doctor` and the start of a run ask an interpreter is answered without importing the plugin."""
+    """An interpreter responds to `doctor` and to the start of a run without importing the plugin."""
     program = "from jackfield.plugins.interpreters import main; main('rollout', 'elsewhere')"
     command = [elsewhere.python, "-X", "importtime", "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)

@@ -1,4 +1,4 @@
-"""The reward worker: a group's scores, and what becomes of those that failed."""
+"""Tests of the reward worker: the scores of a group, and failed scores."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from jackfield.runtime.reward_worker import RewardWorker, Scored
 
 
 class Letters:
-    """A token is a letter."""
+    """A tokenizer with one token per letter."""
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(chr(token) for token in token_ids)
 
 
 class Judge(RewardAgent):
-    """The number of letters; an ``x`` cannot be scored. Post-processing notes what it sees."""
+    """Scores the number of letters and fails on ``x``. Post-processing records its input."""
 
     def __init__(self) -> None:
         super().__init__(None, RewardContext())
@@ -47,7 +47,7 @@ class Judge(RewardAgent):
 
 
 def reward(answers: Sequence[str], apart: Sequence[int] = (), **settings: Any) -> tuple[Judge, Any, dict[str, Any]]:
-    """Score one group; what each row's scoring came to, and the columns of those with a score."""
+    """Score a group; return each sample's outcome, and the columns of the samples with a score."""
 
     async def main() -> tuple[tuple[Scored, ...], dict[str, Any]]:
         backend = MemoryBackend(MemoryConfig(), TransferQueueContext())
@@ -75,7 +75,7 @@ def test_a_failed_score_fails_its_row_and_no_other() -> None:
 
 
 def test_a_sample_is_tried_again_under_its_own_key() -> None:
-    """An agent that calls a service can have it answer once."""
+    """The key lets a service that the agent calls recognise the repetition."""
     judge, scored, columns = reward(["again", "x", "a"], retries=1)
     again, never, once = (f"train/0/0/0/{run}/0" for run in range(3))
     assert sorted([(again, 0), (again, 1), (never, 0), (never, 1), (once, 0)]) == sorted(judge.asked)

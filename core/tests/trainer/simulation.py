@@ -1,4 +1,4 @@
-"""A whole run on virtual time: the real queue, explorer, reward pipeline and trainer, around fakes that take time."""
+"""A simulated run on virtual time, with the real queue, explorer, reward pipeline and trainer around fakes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from jackfield.trainer import (
 
 
 class Inline(ThreadPoolExecutor):
-    """Does at once what threads would do: a virtual clock does not wait for threads."""
+    """An executor that runs work at once, because a virtual clock does not wait for threads."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -68,7 +68,7 @@ class Inline(ThreadPoolExecutor):
 
 
 class FakeTokenizer:
-    """A token is a letter."""
+    """A tokenizer with one token per letter."""
 
     end_token_ids = (0,)
 
@@ -86,7 +86,7 @@ class FakeTokenizer:
 
 
 class FakeSynchronizer:
-    """Replicas in the form of one number."""
+    """A synchronizer that represents replicas by one version number."""
 
     def __init__(self, clock: Clock, seconds: float) -> None:
         self.clock, self.seconds, self.loaded, self.syncs = clock, seconds, 0, []
@@ -100,7 +100,7 @@ class FakeSynchronizer:
 
 
 class FakeActor:
-    """Takes time, and notes what it was trained on."""
+    """An actor that takes time and records what it was trained on."""
 
     def __init__(self, queue: TransferQueue, clock: Clock, seconds: float) -> None:
         self.queue, self.clock, self.seconds = queue, clock, seconds
@@ -130,7 +130,7 @@ class FakeActor:
 
 
 class DyingBackend(MemoryBackend):
-    """A store of parts that die, with the rows that are there, and with what is being put at the moment.
+    """A store whose units die, with their samples and with those that are being put at the moment.
 
     It outlives the run that uses it.
     """
@@ -140,10 +140,10 @@ class DyingBackend(MemoryBackend):
         self.living = list(range(parts))
         self.homes: dict[str, int] = {}
         self.gone: set[str] = set()
-        self.swallows = False  #: the next put
+        self.swallows = False  #: whether the next put is lost
 
     def die(self) -> None:
-        """The first part that lives does so no more."""
+        """Let the first live unit die."""
         part = self.living.pop(0)
         for partition, key in [place for place in self._cells if self.homes[place[1]] == part]:
             del self._cells[partition, key]
@@ -176,7 +176,7 @@ class DyingBackend(MemoryBackend):
 
 
 class FakeCritic:
-    """Values every token 0.5."""
+    """A critic that gives every token the value 0.5."""
 
     def __init__(self, queue: TransferQueue) -> None:
         self.queue = queue
@@ -202,7 +202,7 @@ class FakeCritic:
 
 
 class FakeAgent(AgentLoopBase):
-    """Answers with one letter, with the weights that the replicas have at the moment."""
+    """An agent that responds with one letter, from the replicas' current weights."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
@@ -227,7 +227,7 @@ class FakeAgent(AgentLoopBase):
 
 
 class FakeReward(RewardAgent):
-    """1 for an ``a``, 0 for another letter; an ``x`` raises, an ``s`` never ends."""
+    """Scores 1 for ``a`` and 0 for other letters; ``x`` raises, and ``s`` never ends."""
 
     def __init__(self, clock: Clock, seconds: float) -> None:
         super().__init__(None, RewardContext(clock=clock))
@@ -243,7 +243,7 @@ class FakeReward(RewardAgent):
 
 
 class Recorder:
-    """Notes steps and failures."""
+    """A listener that records steps and failures."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -263,7 +263,7 @@ class Recorder:
 
 @attrs.define(eq=False, slots=False)
 class Simulation:
-    """Settings, and what is left after :meth:`run`."""
+    """The settings of a simulated run, and its results after :meth:`run`."""
 
     schedule: Schedule
     groups: int = 4
@@ -273,28 +273,28 @@ class Simulation:
     update_seconds: float = 6.0
     sync_seconds: float = 1.0
     score_deadline: float = 100.0
-    shared: bool = False  #: engine and replicas on one device
+    shared: bool = False  #: whether engine and replicas share a device
     mini_batches: int = 1
     max_retries: int = 3
     replaces_equal_groups: bool = False
     greedy_baseline: bool = False
     experts: int = 0
-    replay: Reuse | None = None  #: half a group for each new one, drawn at random
+    replay: Reuse | None = None  #: adds half a replayed group for each new one, drawn at random
     advantages: str = "grpo"
     critic_warmup: int | None = None  #: None: no critic
     loss_options: Mapping[str, Any] = attrs.field(factory=dict)
     kl: Mapping[str, Any] = attrs.field(factory=dict)
-    failure: Exception | None = None  #: what every rollout raises
+    failure: Exception | None = None  #: error that every rollout raises
     answer: Callable[[str, int], str] = attrs.field(default=lambda task, seed: "ab"[seed % 2])
     clock: VirtualClock = attrs.field(factory=VirtualClock)
     seeds: list[int] = attrs.field(factory=list)
     temperatures: list[float | None] = attrs.field(factory=list)
-    folder: Path | None = None  #: of checkpoints and ledger; a run goes on from what is there
+    folder: Path | None = None  #: folder of checkpoints and ledger, from which a run resumes
     checkpoint_every: int = 0
-    store: DyingBackend | None = None  #: a durable one: the queue has a journal
-    max_samples: int | None = None  #: backpressure
-    deaths: Sequence[float] = ()  #: when a part of the store dies
-    kill_at: float | None = None  #: the moment in which everything ends
+    store: DyingBackend | None = None  #: a durable store; the queue then has a journal
+    max_samples: int | None = None  #: limit for backpressure
+    deaths: Sequence[float] = ()  #: times at which a unit of the store dies
+    kill_at: float | None = None  #: time at which the whole run is killed
 
     def run(self) -> Simulation:
         """Run to the end on virtual time."""

@@ -1,4 +1,4 @@
-"""What algorithms ask of the loop: other groups, further runs, an expert's rows, a critic, a controller."""
+"""Tests of the loop's support for algorithms: replaced groups, baselines, expert samples, a critic, KL control."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def simulate(steps: int = 3, **settings: object) -> Simulation:
 
 
 def equal_at_first() -> Callable[[str, int], str]:
-    """The first attempt at slot 1 has two right answers, the first two at slot 2 two wrong ones; others differ."""
+    """Give equal rewards to the first try of group 1 and the first two of group 2; others differ."""
     asked: Counter[str] = Counter()
 
     def answer(task: str, seed: int) -> str:
@@ -52,7 +52,7 @@ def test_without_dynamic_sampling_they_stay() -> None:
 
 
 def test_a_slot_that_never_differs_is_taken_as_it_is_in_the_end() -> None:
-    """Its rows have no gradient; a run that has learnt its task goes on."""
+    """Its samples have no gradient, but a run that has learnt its task continues."""
     run = simulate(answer=lambda task, seed: "a", replaces_equal_groups=True, max_retries=2)
     assert 3 == len(run.actor.updates)
     assert {"2"} == {tags["task"].split("-")[-1] for batch, _ in run.actor.updates for tags in batch.tags}
@@ -104,7 +104,7 @@ def test_a_controller_steers_the_coefficient_of_the_kl_in_the_loss() -> None:
     kl = {"coefficient": 0.1, "target": 0.1, "horizon": 80.0}
     run = simulate(kl=kl, loss_options={"kl": "k2"})
     coefficients = [loss.options["kl_coefficient"] for _, loss in run.actor.updates]
-    grown = 1 + 0.2 * 8 / 80  # 8 rows a step, and an error clipped to 0.2
+    grown = 1 + 0.2 * 8 / 80  # 8 samples per step, and an error clipped to 0.2
     assert [0.1, 0.1 * grown, 0.1 * grown**2] == pytest.approx(coefficients)
     assert coefficients == [step.metrics["policy/kl_coefficient"] for step in run.recorder.steps]
     constant = simulate(kl={"coefficient": 0.2}, loss_options={"kl": "k2"})

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not there."""
+"""Tests that a checkpoint on disk is complete or absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trainer and explorers in other processes tell each other of weights."""
+"""Tests of how explorers in other processes get the trainer's weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DIGESTS = {"layer": "abc"}
 
 @attrs.define(eq=False)
 class Server:
-    """Takes weights; ``gone`` are transfers that are not kept any more."""
+    """A server that takes weights; ``gone`` are transfers that are no longer kept."""
 
     gone: set[str] = attrs.field(factory=set)
     wrong: bool = False
@@ -86,7 +86,7 @@ def run(test: Callable[[Bench], Awaitable[None]]) -> None:
 
 
 def test_each_posted_version_comes_to_the_replicas_before_the_explorer_goes_on() -> None:
-    """The first are those of the model's folder; who comes late gets the newest alone."""
+    """The first weights are those of the model's folder; a replica that joins late gets the newest only."""
 
     async def test(bench: Bench) -> None:
         with pytest.raises(DeadlineExceeded):

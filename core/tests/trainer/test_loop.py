@@ -1,4 +1,4 @@
-"""The one loop under every schedule: what it trains on, in which order, how stale, and how long it takes."""
+"""Tests of the training loop under every schedule: batches, their order and staleness, and durations."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def test_each_step_trains_on_its_own_ticket_and_staleness_reaches_but_never_pass
         step - min(tags["weight_version_min"] for tags in batch.tags)
         for step, (batch, _) in enumerate(run.actor.updates)
     ]
-    # on one device they take turns, and a far offset is not always used up
+    # on one device they take turns, and a large offset is not always used up
     assert max(staleness) <= k - 1 + o if shared and o == 2 else max(staleness) == k - 1 + o
     assert [step + 1 for step in range(9) if (step + 1) % k == 0] == run.synchronizer.syncs
     assert 0 == run.samples_left, "every row was consumed exactly once, and deleted"
 
 
 def test_on_policy_takes_the_sum_and_one_step_off_the_longest_stage() -> None:
-    """Apart from each other, generation of the next batch and training of this one overlap."""
+    """On separate devices, generation of the next batch overlaps with training on this one."""
     generate, update, sync, steps = 10.0, 6.0, 1.0, 20
     on_policy = simulate(steps=steps, generate_seconds=generate, update_seconds=update, sync_seconds=sync)
     one_off = simulate(steps=steps, o=1, generate_seconds=generate, update_seconds=update, sync_seconds=sync)
@@ -54,7 +54,7 @@ def test_colocated_one_step_off_hides_the_wait_for_rewards() -> None:
 
 
 def test_who_waits_for_room_in_the_queue_leaves_the_devices_to_the_trainer() -> None:
-    """Room comes with the trainer's acks."""
+    """The trainer's acks make room in the queue."""
     run = simulate(steps=6, o=2, shared=True, max_samples=9, generate_seconds=1.0, update_seconds=20.0)
     assert 6 == len(run.actor.updates)
     assert 6 * 21 + 7 > run.recorder.ended_at[-1], "nobody waited for a deadline"
@@ -85,7 +85,7 @@ def test_mini_batches_have_their_own_global_counts() -> None:
 
 @pytest.mark.parametrize(("letter", "reason"), [("x", "cannot score an x"), ("s", "waited 100 s for the reward")])
 def test_a_sample_without_a_reward_is_named_and_its_group_made_again(letter: str, reason: str) -> None:
-    """A failed or late score is never a score of 0: the group is refilled inside its ticket."""
+    """A failed or late score is never a score of 0; the group is made again in the same batch."""
     bad = ("task-1-2-0", "task-1-2-1")
     run = simulate(steps=3, answer=lambda task, seed: letter if task in bad else "ab"[seed % 2])
     assert 3 == len(run.actor.updates)
@@ -95,7 +95,7 @@ def test_a_sample_without_a_reward_is_named_and_its_group_made_again(letter: str
 
 
 def test_a_task_that_can_never_be_scored_ends_the_run_with_its_reasons() -> None:
-    """Its last attempt reaches two limits; which is seen first depends on when the groups beside it were scored."""
+    """Its last retry reaches two limits; which one is seen first depends on when other groups are scored."""
     error = failure(max_retries=2, answer=lambda task, seed: "x" if task.startswith("task-1-2") else "a")
     assert error.code in ("queue.batch-failed", "reward.too-many-failures")
     assert "cannot score an x" in str(error)
@@ -104,7 +104,7 @@ def test_a_task_that_can_never_be_scored_ends_the_run_with_its_reasons() -> None
 @pytest.mark.parametrize(("letter", "reason"), [("x", "cannot score an x"), ("s", "waited 100 s for the reward")])
 @pytest.mark.parametrize("groups", [1, 4])
 def test_a_reward_that_always_fails_ends_the_run_soon(letter: str, reason: str, groups: int) -> None:
-    """A few groups in a row are enough to see it, however many the batch has; the last reason is told."""
+    """A few groups in a row are enough for the error, which gives the last reason."""
     error = failure(groups=groups, max_retries=2, answer=lambda task, seed: letter)
     assert "reward.too-many-failures" == error.code
     assert "3 groups in a row ended without a single score" in error.message
@@ -128,7 +128,7 @@ def test_only_what_another_attempt_may_cure_is_attempted_again(raised: Exception
 
 
 def failure(**settings: object) -> JackfieldError:
-    """What ends a run."""
+    """Return the error that ends a run."""
     with pytest.raises(BaseExceptionGroup) as caught:
         simulate(steps=3, **settings)
     error: BaseException = caught.value

@@ -1,4 +1,4 @@
-"""A store whose parts die at random moments of a run: every step trains on a full batch, and nothing hangs."""
+"""Units of the store die at random times: every step still trains on a full batch, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS, GROUPS, RUNS, PARTS = 5, 4, 2, 4
 
 
 def simulate(seed: int, **settings: object) -> Simulation:
-    """Parts die while rows are generated, scored, waited for, trained on and saved."""
+    """Let units die while samples are generated, scored, waited for, trained on and saved."""
     drawn = random.Random(seed)
     k, o = drawn.choice([(1, 0), (1, 1), (2, 0), (2, 1)])
     drawn_settings = {
@@ -34,7 +34,7 @@ def simulate(seed: int, **settings: object) -> Simulation:
 
 
 def check(run: Simulation) -> int:
-    """Every step's batch was whole; how many rows were lost."""
+    """Check that every step's batch was complete; return how many samples were lost."""
     parts = len(run.actor.updates) // STEPS
     for step in range(STEPS):
         updates = run.actor.updates[step * parts : (step + 1) * parts]
@@ -54,7 +54,7 @@ def test_every_step_trains_on_a_full_batch_though_parts_of_the_store_die(first: 
 
 
 def test_checkpoints_and_replay_go_without_lost_rows(tmp_path: Path) -> None:
-    """What is restored has its values."""
+    """Restored samples have their values."""
     for seed in range(10):
         settings = {"folder": tmp_path / str(seed), "checkpoint_every": 1, "replay": Reuse(max_uses=2)}
         (tmp_path / str(seed)).mkdir()

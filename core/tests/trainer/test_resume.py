@@ -1,4 +1,4 @@
-"""Killed at any moment and started again, under every schedule: each sample is used once, by its step."""
+"""A run that is killed at any time and restarted uses each sample once, in its step, under every schedule."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def simulate(folder: Path, k: int, o: int, kill_at: float | None, **settings: ob
 
 
 def trained(folder: Path) -> list[tuple[int | None, int, int, int]]:
-    """Step, ticket, slot and run of every sample that was used, and was not taken back; none is used again before."""
+    """Return step, batch, group index and rollout of all samples that were used and not taken back."""
     entries, used = list(read_ledger(folder)), []
     for index, entry in enumerate(entries):
         if entry["event"] == "ack" and entry["consumer"] == "trainer":
@@ -41,7 +41,7 @@ def trained(folder: Path) -> list[tuple[int | None, int, int, int]]:
 @pytest.mark.parametrize("durable", [False, True])
 @pytest.mark.parametrize(("k", "o", "shared"), list(itertools.product((1, 2), (0, 1, 2), (False, True))))
 def test_every_sample_is_used_once_by_its_own_step(tmp_path: Path, k: int, o: int, shared: bool, durable: bool) -> None:
-    """Rewards come late, one task never gets any: its group is replaced also when its ticket was restored."""
+    """Rewards come late, and one task gets none: its group is replaced, also in a restored batch."""
     draw = random.Random(f"{k} {o} {shared}")
     settings: dict[str, object] = {"shared": shared, "reward_seconds": 4.0, "answer": _answer}
     resumed = Counter[bool]()
@@ -61,7 +61,7 @@ def test_every_sample_is_used_once_by_its_own_step(tmp_path: Path, k: int, o: in
 
 @pytest.mark.parametrize("o", [0, 2])
 def test_what_is_replayed_does_not_depend_on_kills(tmp_path: Path, o: int) -> None:
-    """The last use of every sample, and the batch of every step, are those of the run that nothing interrupted."""
+    """The last use of every sample, and the batch of every step, equal those of an uninterrupted run."""
     draw = random.Random(o)
     reuse = Reuse(max_uses=3, cooldown=1, max_staleness=5, capacity=4)
     folders = [tmp_path / str(number) for number in range(3)]
@@ -77,7 +77,7 @@ def test_what_is_replayed_does_not_depend_on_kills(tmp_path: Path, o: int) -> No
 
 
 def trained_last(folder: Path) -> list[tuple[int, int, int, int]]:
-    """Step, ticket, slot and run of the last use of every sample that was not taken back."""
+    """Return step, batch, group index and rollout of the last use of all samples not taken back."""
     used = []
     for key, step in effective_acks(read_ledger(folder))["trainer"].items():
         _, ticket, slot, _, run, _ = key.split("/")
@@ -98,7 +98,7 @@ def test_without_an_offset_a_resumed_run_makes_the_same_requests(tmp_path: Path)
 
 @pytest.mark.parametrize("o", [0, 2])
 def test_a_durable_queue_keeps_what_was_made_since_the_checkpoint(tmp_path: Path, o: int) -> None:
-    """Only runs of groups that had not settled are made again, with the requests that an uninterrupted run makes."""
+    """Only rollouts of unfinished groups are repeated, with the requests of an uninterrupted run."""
     whole, kept = simulate(tmp_path, 1, o, None), []
     for number, kill_at in enumerate((61.0, 69.0, 100.0)):
         folder, store = tmp_path / str(number), DyingBackend()
@@ -115,7 +115,7 @@ def test_a_durable_queue_keeps_what_was_made_since_the_checkpoint(tmp_path: Path
 
 
 def test_restored_tickets_that_are_complete_and_rewarded_hold_nobody_up(tmp_path: Path) -> None:
-    """Far ahead, the next tickets are all made when the checkpoint is cut; the run then lasts beyond every deadline."""
+    """The next batches are complete when the checkpoint is cut; the run then lasts longer than every deadline."""
     settings = {"generate_seconds": 0.5, "update_seconds": 150.0}
     simulate(tmp_path, 1, 2, 720.0, **settings)
     again = simulate(tmp_path, 1, 2, None, **settings)

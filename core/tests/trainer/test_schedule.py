@@ -1,4 +1,4 @@
-"""The staleness bound of section 6, by exhaustion, and waits on virtual time."""
+"""Exhaustive tests of the staleness bound, and of waits on virtual time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jackfield.trainer.trainer import further_groups
 
 @pytest.mark.parametrize(("k", "o"), list(itertools.product((1, 2, 3, 5), (0, 1, 2))))
 def test_every_ticket_can_start_and_none_is_staler_than_the_bound(k: int, o: int) -> None:
-    """An explorer that starts each ticket as early as the gate allows meets the bound exactly, and never starves."""
+    """An explorer that starts each batch as early as allowed meets the bound exactly and never starves."""
     schedule = Schedule(steps=40, sync_interval=k, sync_offset=o)
     version, started, staleness = 0, {}, []
     for step in range(schedule.steps):

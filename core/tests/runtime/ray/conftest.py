@@ -1,4 +1,4 @@
-"""One small cluster for the tests of a module; its token is in the process's environment, not in anybody's home."""
+"""A small cluster for the tests of a module, whose token is in the environment and not in the home folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from . import workers
 
 
 def descendants(pid: int) -> set[int]:
-    """Processes that this one has started, and theirs."""
+    """Return the ids of all processes below ``pid``."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -41,7 +41,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def alive(pids: set[int]) -> set[int]:
-    """Those that exist, zombies left out."""
+    """Return the ids of processes that exist and are no zombies."""
     found = set()
     for pid in pids:
         try:
@@ -55,14 +55,14 @@ def alive(pids: set[int]) -> set[int]:
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Callable[..., Any]]:
-    """``run(main())``: one event loop for a module, as a run has one; connections to workers belong to it."""
+    """``run(main())`` runs a coroutine in the module's single event loop, to which connections to workers belong."""
     with asyncio.Runner() as runner:
         yield runner.run
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, run: Callable[..., Any]) -> Iterator[Cluster]:
-    """An open cluster of two CPUs; after the module, nothing of it is left."""
+    """An open cluster with two CPUs; after the module, none of its processes is left."""
     with pytest.MonkeyPatch.context() as patch:
         home = tmp_path_factory.mktemp("home")
         patch.setenv("HOME", str(home))
@@ -75,7 +75,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, run: Callable[..., Any]) -
         finally:
             ours = descendants(os.getpid()) - before
             assert ours, "a cluster has processes"
-            os.kill(max(ours), signal.SIGSTOP)  # a worker's: it will not hear that it is to end
+            os.kill(max(ours), signal.SIGSTOP)  # a worker's process, which cannot react to a request to end
             run(made.close())
             assert set() == alive(ours), "a process of the cluster is left"
             assert [] == list(home.rglob("*token*")), "a token was written to the home folder"
@@ -83,7 +83,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, run: Callable[..., Any]) -
 
 @pytest.fixture
 def hosted(cluster: Cluster) -> Callable[..., Any]:
-    """``await hosted(name, make, **options)``: the actor of a worker."""
+    """``await hosted(name, make, **options)`` returns the actor of a new worker."""
 
     async def start(name: str, make: Callable[..., Any], **options: Any) -> Actor:
         actor = await cluster.start(WorkerSpec(name=name, make=lambda: make, **options))

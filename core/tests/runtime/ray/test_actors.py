@@ -1,4 +1,4 @@
-"""A worker in an actor: its methods, its errors, its end, and its death by ``kill -9``."""
+"""Tests of a worker in a Ray actor: methods, errors, end, and death by ``kill -9``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def rollout_stub(actor: Actor) -> BaseRolloutServer:
 
 
 def test_a_stub_is_the_worker_from_afar(hosted: Hosted, run: Run) -> None:
-    """Methods answer; errors arrive as they were raised; what is cancelled here ends there."""
+    """Methods return values, errors keep their class, and cancelling a call here ends it there."""
 
     async def main() -> None:
         actor = await hosted("a counter", make_counter)
@@ -55,7 +55,7 @@ def test_a_stub_is_the_worker_from_afar(hosted: Hosted, run: Run) -> None:
         with refused("run.failed", "ZeroDivisionError"):
             await counter.stumble()
         hanging = asyncio.ensure_future(counter.hang())
-        await counter.add(0)  # calls of one caller begin in order: it hangs by now
+        await counter.add(0)  # calls of one caller start in order, so the other one hangs by now
         hanging.cancel()
         assert await counter.hung()
         with refused("deadline", "a counter"):
@@ -75,7 +75,7 @@ def test_a_worker_that_cannot_be_made_says_why(cluster: Cluster, run: Run) -> No
 
 
 def test_a_dead_worker_is_named_at_once(cluster: Cluster, hosted: Hosted, run: Run) -> None:
-    """The caller that waits for it is told, and so is the one that watches."""
+    """A pending call and a watcher both raise an error that names the worker."""
 
     async def main() -> None:
         rank, other = await hosted("the actor engine, rank 1", make_counter), await hosted("another", make_counter)
@@ -110,7 +110,7 @@ def test_a_worker_without_state_is_started_again_and_its_work_resubmitted(
         assert 11 == await counter.add(1)
         os.kill(first, signal.SIGKILL)
         early = asyncio.gather(*(resubmitted(lambda: counter.add(1), "the sum") for _ in range(2)))
-        await asyncio.sleep(0.5)  # it is being started: this call has no life to go to
+        await asyncio.sleep(0.5)  # it is being started, and this call finds no worker
         late = await resubmitted(lambda: counter.add(1), "the sum")
         assert {11, 12, 13} == {late, *await early}, "made again once, and asked again"
         assert [await counter.pid()] == begun
@@ -122,7 +122,7 @@ def test_a_worker_without_state_is_started_again_and_its_work_resubmitted(
 def test_a_worker_that_dies_while_it_is_idle_is_named(
     hosted: Hosted, run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It may never be called again."""
+    """The death is logged, because the worker may never be called again."""
 
     async def main() -> str:
         actor = await hosted("reward worker 7", make_counter, restarts=True)
@@ -140,7 +140,7 @@ def test_a_worker_that_dies_while_it_is_idle_is_named(
 def test_a_worker_is_made_in_the_process_that_an_earlier_one_has_left(
     cluster: Cluster, hosted: Hosted, run: Run
 ) -> None:
-    """Workers that died, or cannot end, leave none."""
+    """The processes of workers that died or do not end are not reused."""
 
     async def main() -> None:
         names = ("rank 0", "rank 1", "rank 2")
@@ -161,7 +161,7 @@ def test_a_worker_is_made_in_the_process_that_an_earlier_one_has_left(
 
 
 def test_a_server_that_is_not_healthy_ends_with_its_process(cluster: Cluster, hosted: Hosted, run: Run) -> None:
-    """A request that fails ends no replica that is well."""
+    """A failed request does not end a healthy replica."""
 
     def request(version: int | None = None) -> GenerateRequest:
         return GenerateRequest(
@@ -210,7 +210,7 @@ def test_what_the_cluster_has_no_room_for_is_refused_and_places_are_given_back(c
 
 
 def test_values_cross_bit_by_bit(hosted: Hosted, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
-    """Any dtype and shape, in pieces; what comes back may be changed."""
+    """Values of any dtype and shape are sent in pieces, and the results are writable."""
     torch = pytest.importorskip("torch")
     from jackfield.queue import Values, column_from_rows, dense_column, json_column
 

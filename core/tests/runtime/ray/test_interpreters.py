@@ -1,4 +1,4 @@
-"""What Ray would wait for without end is refused before it is asked: an interpreter that is missing, or another Ray."""
+"""Interpreters that are missing or have another Ray are refused, because Ray would wait for them for ever."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jackfield.runtime.ray.cluster import check_interpreter
 
 
 def interpreter(folder: Path, ray: str | None, python: str | None = None) -> str:
-    """A program that answers like an interpreter that has another Ray."""
+    """Write a program that responds like an interpreter with another version of Ray."""
     versions = {"jackfield": "0.1.0", "torch": None, "ray": ray}
     answer = json.dumps({"python": python or sys.version.split()[0], "versions": versions})
     program = folder / "python"
@@ -67,7 +67,7 @@ except RunError as error:
 
 
 def test_a_cluster_that_is_not_there_is_named(tmp_path: Path) -> None:
-    """Ray would try for minutes. A token in the home folder is shown to it, also where Ray was imported before."""
+    """The error comes early. A token in the home folder is used, even if Ray was already imported."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     (tmp_path / ".ray").mkdir()

@@ -1,4 +1,4 @@
-"""Workers that cost nothing: what hosts and clusters are tested with."""
+"""Cheap workers for the tests of hosts and clusters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jackfield.runtime.ray.store import store_services
 
 
 class Counter:
-    """Counts, fails, waits."""
+    """A worker whose methods count, fail or wait."""
 
     def __init__(self, start: int = 0) -> None:
         self.number = start
