@@ -1,4 +1,4 @@
-"""What other processes ask of a run, over real sockets; and what Prometheus reads."""
+"""Tests of requests from other processes to a run over real sockets, and of its Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from jackfield.rpc import Address, Server
 
 
 class Fake:
-    """A run's replicas: as many as it is told, up to three."""
+    """A fake pool that scales to as many replicas as requested, up to three."""
 
     def __init__(self) -> None:
         self.count = 1
@@ -51,7 +51,7 @@ class Fake:
 
 
 def serve(folder: Path, ask: Callable[[], Any], fake: Fake | None = None) -> Any:
-    """Ask in a thread, while a run answers."""
+    """Call ``ask`` in a thread while a run serves requests."""
 
     async def life() -> Any:
         pool = cast(ReplicaPool, fake or Fake())
@@ -99,7 +99,7 @@ def test_the_command_prints_for_people_and_programs(tmp_path: Path) -> None:
 
 
 def test_a_folder_where_no_run_goes_on(tmp_path: Path) -> None:
-    """Never one, one that was killed, one of another machine."""
+    """The folder never had a run, or a killed one, or one of another machine."""
 
     async def addresses() -> list[Address]:
         server = Server("a run", {}, Clock(), 5.0)

@@ -1,4 +1,4 @@
-"""Hand-overs of a device: every model of the trainer moves, and every replica sleeps and wakes up."""
+"""Tests of device hand-overs: every model of the trainer moves, and every replica sleeps and wakes up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jackfield.weights import Replica, ReplicaProbe
 
 
 class Model:
-    """Of the trainer."""
+    """A fake model of the trainer."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
@@ -25,7 +25,7 @@ class Model:
 
 
 class Server:
-    """A replica, and its place in a list of replicas."""
+    """A fake replica, which is also its entry in a list of replicas."""
 
     dead = False
 
@@ -40,7 +40,7 @@ class Server:
 
 
 class Pool:
-    """Of replicas."""
+    """A fake pool of replicas."""
 
     def __init__(self, log: list[str], *servers: Server) -> None:
         self.log = log
@@ -76,7 +76,7 @@ def test_everybody_takes_part_in_a_hand_over() -> None:
 
 
 class FakeProbe:
-    """Notes who is asked, and what is compared."""
+    """A probe that records which replicas are asked and what is compared."""
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
@@ -92,13 +92,13 @@ class FakeProbe:
 
 
 def test_the_probe_is_asked_and_compared_at_hand_overs() -> None:
-    """Neither side takes room that the other has; a version is compared once, before the engine trains further."""
+    """Neither side uses the other's memory; a version is compared once, before the engine trains again."""
     log: list[str] = []
     probe = cast(ReplicaProbe, FakeProbe(log))
     device = SharedDevice([], cast(ReplicaPool, Pool(log, Server("first", []))), "cuda", probe)
 
     async def main() -> None:
-        await device.hand_over(None, "rollout")  # with the model folder's weights
+        await device.hand_over(None, "rollout")  # replicas have the weights of the model's folder
         await device.hand_over("rollout", "train")
         await device.sync(3)
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""The placement lease: one role at a time, in order, with hand-overs, on virtual time."""
+"""Tests of the device lease on virtual time: one role at a time, in order, with hand-overs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_wait_ends_at_its_deadline_and_names_the_holder() -> None:
             with pytest.raises(DeadlineExceeded) as caught:
                 async with lease.hold("train"):
                     pass
-        async with lease.hold("train"):  # nothing is left behind
+        async with lease.hold("train"):  # the failed request has left no trace
             return str(caught.value)
 
     message = clock.run(main())
@@ -71,7 +71,7 @@ def test_a_cancelled_wait_lets_the_next_in() -> None:
             await asyncio.sleep(0)
             waiting.cancel()
             await asyncio.wait([waiting])
-            await behind  # joins the present holder now
+            await behind  # joins the current holder now
         assert waiting.cancelled()
         return log
 
@@ -101,7 +101,7 @@ def test_whoever_is_waited_for_by_a_holder_comes_in_before_others() -> None:
             joining = asyncio.create_task(join())
             await joined.wait()
         await asyncio.gather(training, joining)
-        async with lease.hold("train"):  # of another role it waits for its turn, as everybody
+        async with lease.hold("train"):  # for another role, it waits for its turn like any request
             joining = asyncio.create_task(join())
             await clock.sleep(1.0)
             log.append("trained")

@@ -1,4 +1,4 @@
-"""The replica pool on virtual time: replicas that join, leave, die and are restarted, with the engine's weights."""
+"""Tests of the replica pool on virtual time: replicas join, leave, die and restart with the engine's weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ START, TRANSFER, DRAIN = 10.0, 5.0, 30.0
 
 
 class Server:
-    """Needs a second for a token, and starts with the weights of the model's folder."""
+    """A server that needs a second per token and starts with the weights of the model's folder."""
 
     def __init__(self, world: World, number: int) -> None:
         self.context = RolloutContext(model=ModelSpec(path="m"), replica=number, clock=world.clock)
@@ -42,7 +42,7 @@ class Server:
         self.served: list[GenerateRequest] = []
         self.aborted: list[str] = []
         self.stopped = self.dead = False
-        self.error: Exception | None = None  # of each request
+        self.error: Exception | None = None  # raised by each request
 
     async def start(self) -> ServerInfo:
         self.world.note(f"{self.number} starts")
@@ -81,7 +81,7 @@ class Server:
 
 
 class World:
-    """Places with the routers of two agent workers, an engine that is at version 3, and a lease on it."""
+    """Places with the routers of two agent workers, an engine at version 3, and its device lease."""
 
     def __init__(self, *, takes_turns: bool = False, place: Any = "process", restarts: int = 3) -> None:
         self.clock = VirtualClock()
@@ -93,7 +93,7 @@ class World:
         self.place, self.lives, self.syncs = place, list[Server](), list[int]()
         self.syncing: Callable[[int], Coroutine[Any, Any, None]] | None = None
         self.failing: Callable[[int], None] = lambda number: None
-        self.free = asyncio.Event()  # the engine does not train
+        self.free = asyncio.Event()  # set while the engine does not train
         self.free.set()
         self.takes_turns = takes_turns
         settings = {"model.path": "m", "deadlines.start": 60.0, "deadlines.drain": DRAIN}
@@ -155,7 +155,7 @@ class World:
         self.clock.run(whole())
 
     def generate(self, count: int, tokens: int = 4, name: str = "") -> list[asyncio.Task[GenerateResult]]:
-        """Requests, in turn by each agent worker."""
+        """Start requests, which alternate between the agent workers."""
         sampling = SamplingParams(max_new_tokens=tokens, seed=7)
         requests = [GenerateRequest(request_id=f"{name}{n}", prompt_ids=(0,), sampling=sampling) for n in range(count)]
         turns = itertools.cycle(self.routers)
@@ -247,7 +247,7 @@ def test_one_that_is_removed_ends_its_requests_first_and_gets_weights_up_to_then
 
 
 def test_requests_that_last_too_long_are_generated_again_elsewhere_with_their_whole_budget() -> None:
-    """With the same seed: none is lost, and none is another sample."""
+    """They keep their seeds, so that no request is lost and no sample changes."""
     world = World()
 
     async def life() -> None:
@@ -356,7 +356,7 @@ def test_a_run_keeps_a_replica(count: int) -> None:
 
 @pytest.mark.parametrize("takes_turns", [False, True], ids=["beside the engine", "in turns with it"])
 def test_one_that_dies_serves_again_when_it_has_the_engines_weights(takes_turns: bool) -> None:
-    """Its requests wait for it, or go to another; none is lost, and none is served before the weights are there."""
+    """Its requests wait or go to another replica; none is lost, and none is served before it has the weights."""
     world = World(takes_turns=takes_turns)
 
     async def life() -> None:
@@ -426,7 +426,7 @@ def test_one_that_dies_again_before_it_serves_is_restarted_once_more(moments: tu
 )
 @pytest.mark.parametrize("restarts", [0, 2])
 def test_one_that_dies_too_often_ends_the_run(place: str, code: str, kind: type[Exception], restarts: int) -> None:
-    """In a cluster the run recovers from it."""
+    """In a cluster, the error lets the run recover."""
     world = World(place=place, restarts=restarts)
 
     async def life() -> None:
@@ -447,7 +447,7 @@ def test_one_that_dies_too_often_ends_the_run(place: str, code: str, kind: type[
 
 
 def test_a_request_that_fails_on_an_unhealthy_replica_says_that_it_has_died() -> None:
-    """Its process lives, but a part of it does not."""
+    """Its process is alive, but a component of it is not."""
     world = World()
 
     async def life() -> None:

@@ -1,4 +1,4 @@
-"""What a configuration asks of its plugins is refused to those that have not declared it."""
+"""Tests that a configuration is refused if its plugins do not declare the capabilities that it needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EVERYTHING = {"rollout": {"weights_delta": "full", "weights_float8": "partial"},
 
 
 class FakeRegistry:
-    """Plugins of any name."""
+    """A registry that finds plugins of any name."""
 
     def __init__(self, **capabilities: Any) -> None:
         self._capabilities = capabilities
@@ -40,7 +40,7 @@ def check(*overrides: str, **capabilities: Any) -> None:
     ],
 )
 def test_weights_are_sent_to_those_who_can_load_them(override: str, kind: str, capability: str) -> None:
-    """What every server loads needs no declaration."""
+    """Formats that every server loads need no declaration."""
     check()
     check("weights.dtype=bfloat16")
     check(override, **EVERYTHING)

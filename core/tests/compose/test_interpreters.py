@@ -1,4 +1,4 @@
-"""Interpreters of their own in a configuration: which worker gets which, and how their environments are made."""
+"""Tests of workers' own interpreters: which worker gets which one, and how environments are made."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jackfield.plugins import discover, environments
 from jackfield.plugins.environments import EnvironmentSettings, create_environment
 from jackfield.plugins.interpreters import environment_python
 
-#: Plugins of the core alone; there is no rollout server to find, unless it is asked for.
+#: Uses only plugins of the core; a rollout server is not found unless a test asks for it.
 PLAIN = {"model": {"path": "nowhere"}, "reward": "function", "agent": "none", "engine": "none"}
 
 
@@ -47,7 +47,7 @@ def test_a_kind_that_has_no_worker_is_refused() -> None:
 
 
 def wheel(folder: Path, name: str, version: str = "1.0", summary: str = "nothing") -> str:
-    """A wheel that holds nothing."""
+    """Build an empty wheel."""
     folder.mkdir(exist_ok=True)
     path, info = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
     with zipfile.ZipFile(path, "w") as file:
@@ -60,12 +60,12 @@ def wheel(folder: Path, name: str, version: str = "1.0", summary: str = "nothing
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> tuple[str, str]:
-    """Wheels of ``tiny`` and ``other``."""
+    """Return wheels of ``tiny`` and ``other``."""
     return wheel(tmp_path, "tiny"), wheel(tmp_path, "other")
 
 
 def found(folder: Path, *names: str) -> dict[str, str | None]:
-    """The versions of distributions in an environment."""
+    """Return the versions of distributions in an environment."""
     script = (
         "import importlib.metadata as m, json, sys\n"
         "def look(name):\n    try: return m.version(name)\n    except m.PackageNotFoundError: return None\n"
@@ -82,7 +82,7 @@ def found(folder: Path, *names: str) -> dict[str, str | None]:
 def test_an_environment_is_made_once_and_again_when_its_plan_changes(
     tmp_path: Path, tiny: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is not wanted is removed; a new wheel of what comes along is all that is installed; a failure is named."""
+    """Extra packages are removed, only a new wheel is installed again, and a failure is named."""
     comes, other = tiny
     monkeypatch.setattr(environments, "requirement_as_installed", lambda name: [comes])
     monkeypatch.setattr("importlib.metadata.requires", lambda name: None)
@@ -139,7 +139,7 @@ def test_an_environment_that_is_not_described_is_refused(tmp_path: Path) -> None
 
 
 def chosen(*overrides: str) -> dict[str, str] | JackfieldError:
-    """What kinds of workers get."""
+    """Return the interpreters that kinds of workers get."""
     try:
         return interpreters(config(*overrides), discover())
     except JackfieldError as error:
@@ -147,7 +147,7 @@ def chosen(*overrides: str) -> dict[str, str] | JackfieldError:
 
 
 def test_the_engine_stays_in_the_process_of_an_inline_run() -> None:
-    """Only a rollout server speaks its contract over a socket; the refusal says what else can be done."""
+    """Only a rollout server can run in a separate process; the error says what else is possible."""
     error = chosen("cluster.interpreters={engine: /bin/sh}")
     assert isinstance(error, PluginError)
     assert ("plugin.interpreter", "cluster.interpreters.engine") == (error.code, error.where)
@@ -162,7 +162,7 @@ def test_an_environment_that_is_not_made_says_how(tmp_path: Path) -> None:
 
 
 def test_this_interpreter_is_none_of_its_own() -> None:
-    """A worker that is sent to the interpreter that runs everything stays where it is."""
+    """A worker whose interpreter is the running one stays in this process."""
     error = chosen(f"cluster.interpreters={{engine: {sys.executable}}}")
     assert isinstance(error, JackfieldError), "the rest of the configuration names plugins that nobody has"
     assert "plugin.not-found" == error.code

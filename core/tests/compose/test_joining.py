@@ -1,4 +1,4 @@
-"""A replica that joins an explorer, whose trainer is elsewhere, while newer weights come: it has them, too."""
+"""A replica that joins an explorer while newer weights arrive from the trainer's process gets them, too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jackfield.weights import Replica, SyncReport
 
 
 def replica(clock: VirtualClock, number: int) -> Any:
-    """Five seconds for an update."""
+    """Make a replica that needs five seconds for an update."""
 
     async def update_weights(request: UpdateWeightsRequest) -> WeightReceipt:
         await clock.sleep(5.0)
@@ -37,7 +37,7 @@ def published(version: int) -> SyncReport:
 
 @pytest.mark.parametrize("seconds", [1.0, 7.0], ids=["first", "second"])
 def test_newer_weights_wait_for_one_that_joins_or_are_its_first(seconds: float) -> None:
-    """They come while it is brought others, or before: it is never left behind."""
+    """They arrive before or during the replica's first load, and it never keeps older weights."""
     clock = VirtualClock()
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""What a configuration's algorithm asks of a run, and what is refused before anything is loaded."""
+"""Tests of what a configuration's algorithm needs, and of refusals before anything is loaded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def refused(*overrides: str) -> ConfigError:
     return caught.value
 
 
-#: Loss columns of bundles, beside ``rollout_weights`` of a correction.
+#: Loss columns of bundles, without the ``rollout_weights`` of a correction.
 COLUMNS = {
     "grpo": {"advantages", "old_log_probs"},
     "rloo": {"advantages"},
@@ -112,7 +112,7 @@ def test_a_users_loss_gets_what_it_names(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_correction_is_on_where_numerics_differ(
     server: dict[str, Any], overrides: tuple[str, ...], corrects: bool
 ) -> None:
-    """Unless the loss weighs itself, cannot be weighed, or nothing was sampled."""
+    """It stays off if the loss weights itself or takes no weights, or if nothing was sampled."""
     found = resolved(*overrides, server=rollout(**server))
     assert corrects == (found.correction is not None) == ("rollout_weights" in found.loss_columns)
     if corrects:
@@ -195,7 +195,7 @@ def test_the_probe_allows_what_rounding_explains() -> None:
 
 
 def test_a_mismatch_that_is_corrected_switches_the_correction_on() -> None:
-    """It is switched on; where it is off, or the loss cannot be weighed, a mismatch has to stop the run."""
+    """If it is disabled or the loss takes no weights, the setting ``correct`` is refused."""
     assert "rollout_weights" not in resolved().loss_columns
     corrected = resolved("log_prob_check.on_mismatch=correct")
     assert "rollout_weights" in corrected.loss_columns

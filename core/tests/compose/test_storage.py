@@ -1,4 +1,4 @@
-"""A disk without room: one error that says so, and files that stay as they were."""
+"""Tests that a full disk gives one clear error and leaves files unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that consists of hook calls only, on a clock that tests move."""
+"""A fake run that only calls hooks, on a clock that tests move."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OFF = dict.fromkeys(("metrics_file", "tensorboard", "sample_table", "timeline", 
 
 
 class SetClock(Clock):
-    """A clock that stands where it was put."""
+    """A clock that shows the time to which it was set."""
 
     now = 100.0
 
@@ -48,7 +48,7 @@ class TerminalText(io.StringIO):
 
 
 class FakeRun:
-    """Tells listeners what a run would tell them."""
+    """Sends listeners the events of a run."""
 
     def __init__(self, folder: Path, settings: dict[str, Any], terminal: bool, width: int) -> None:
         self.folder = folder
@@ -86,7 +86,7 @@ class FakeRun:
         self.hook.weights_synced(event=WeightsSynced(version=version, receipts=receipts, seconds=0.5))
 
     def stage(self, name: str, lane: str, start: float, end: float, step: int = 0) -> None:
-        """Times are seconds after 100, where the clock begins."""
+        """Report a stage. Times are in seconds after 100, where the clock starts."""
         event = StageEnded(name=name, lane=lane, start=100 + start, end=100 + end, step=step)
         self.hook.stage_ended(event=event)
 
@@ -109,7 +109,7 @@ MakeRun = Callable[..., FakeRun]
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> Iterator[MakeRun]:
-    """``make_run(metrics_file=True, ...)``: a run in ``tmp_path/run`` with these observers and no others."""
+    """``make_run(metrics_file=True, ...)`` makes a run in ``tmp_path/run`` with these observers only."""
     runs: list[FakeRun] = []
 
     def make(terminal: bool = False, width: int = 130, **settings: Any) -> FakeRun:
@@ -117,7 +117,7 @@ def make_run(tmp_path: Path) -> Iterator[MakeRun]:
         return runs[-1]
 
     yield make
-    for run in runs:  # most tests do not end theirs
+    for run in runs:  # most tests do not end their run
         for listener in run.listeners:
             listener.close()
 
@@ -140,12 +140,12 @@ def sample() -> Callable[..., SampleRecord]:
 
 @pytest.fixture
 def full_disk() -> Callable[[int], AbstractContextManager[None]]:
-    """``with full_disk(n)``: no file grows beyond ``n`` bytes; the write that crosses it is done in part."""
+    """Inside ``with full_disk(n)``, no file grows beyond ``n`` bytes, and a write across it is partial."""
 
     @contextmanager
     def limit(size: int) -> Iterator[None]:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # a cache that is cut off would stay so
+        writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # a truncated cache would stay
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
         try:
             yield

@@ -17,7 +17,7 @@ from jackfield.observe.observer import read_lines
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that are saved, to look at what is in them."""
+    """Return a list that collects the saved figures, so that tests can inspect them."""
     saved: list[Figure] = []
     save = Figure.savefig
 
@@ -50,7 +50,7 @@ def grpo(path: Path, last: float) -> Path:
             {"kind": "step", "step": 2, "time": 2.0, "reward/mean": None, "not_finite": ["reward/mean"]},
             {"kind": "step", "step": 3, "time": 3.0, "reward/mean": 0.6, "policy/loss": 0.0},
             {"kind": "evaluation", "step": 3, "time": 3.0, "score": 0.1},
-            {"kind": "evaluation", "step": 3, "time": 4.0, "score": last},  # again after a resume
+            {"kind": "evaluation", "step": 3, "time": 4.0, "score": last},  # repeated after a resume
         ],
     )
 

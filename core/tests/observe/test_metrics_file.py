@@ -104,7 +104,7 @@ def test_a_full_disk_leaves_whole_lines_and_names_the_observer(make_run, full_di
         else:
             run.step(2, loss=1.0)
             told = "\n".join(run.screen)
-    run.step(3, loss=1.0)  # it listens no more
+    run.step(3, loss=1.0)  # it no longer listens
     run.end()
 
     assert [1] == [line["step"] for line in read(run.folder)]

@@ -17,7 +17,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def stages(folder: Path) -> list[tuple[str, str, float, float]]:
-    """(lane as shown, name, start, end) in seconds."""
+    """Return (lane as shown, name, start, end) of each stage, in seconds."""
     events = read(folder)
     lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     return [
