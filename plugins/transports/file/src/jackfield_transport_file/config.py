@@ -1,4 +1,4 @@
-"""Settings of the engine, and what they are tried with; importable without torch."""
+"""Settings of the engine, and fixtures for the checks; importable without torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jackfield.sdk import option
 
 @attrs.frozen(kw_only=True)
 class Config:
-    """Where weights lie, and for how long."""
+    """Settings that say where weights are written, and how long they stay."""
 
     folder: str = option(
         help="Where weights are written to; trainer and explorers reach it under this path, each its own."
@@ -28,5 +28,5 @@ class Config:
 
 
 def folder(folder: Path) -> dict[str, Any]:
-    """A folder of its own."""
+    """Return settings with a separate folder."""
     return {"settings": {"folder": str(folder / "weights"), "poll_seconds": 0.005}}

@@ -1,4 +1,4 @@
-"""Weights from the trainer's rank 0 into a folder, and from there to all who share it."""
+"""Transfer weights from the trainer's rank 0 through a folder to all workers that share it."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from jackfield_transport_file.storage import (
 
 
 class FileCheckpointEngine(CheckpointEngine):
-    """One end of the transfer. Weights are written as a whole, then marked as the newest, then read by the workers.
+    """One end of the transfer. Complete weights are marked as the newest, and then read by the workers.
 
-    They stay in the folder. Who did not take part in the transfer connects with :meth:`newest` or :meth:`newer`.
+    They stay in the folder. A worker that missed the transfer connects with :meth:`newest` or :meth:`newer`.
     """
 
     config: Config
@@ -54,14 +54,14 @@ class FileCheckpointEngine(CheckpointEngine):
         self._parties: Parties | None = None
         self._connected = False
         self._version = 0
-        self._index: IO[bytes] | None = None  #: held while a worker reads
-        self._whole = False  #: everything was published, or read
+        self._index: IO[bytes] | None = None  #: kept open while a worker reads
+        self._whole = False  #: whether everything was published, or read
 
-    # -- who did not take part
+    # -- workers that missed the transfer
 
     @classmethod
     def newest(cls, config: Config) -> ConnectRequest | None:
-        """Return what a worker that comes late connects with: the newest weights; None where there are none."""
+        """Return the request with which a late worker reads the newest weights; None if there are none."""
         folder = Path(config.folder)
         with guarded(folder):
             marker = read_json(folder / MARKER)
@@ -71,10 +71,10 @@ class FileCheckpointEngine(CheckpointEngine):
 
     @classmethod
     async def newer(cls, config: Config, than: ConnectRequest | None, seconds: float) -> ConnectRequest:
-        """Watch the folder until others than the weights ``than``, which this or :meth:`newest` gave, are the newest.
+        """Wait until the folder's newest weights are not ``than``, a result of this method or :meth:`newest`.
 
         Raises:
-            DeadlineExceeded: nothing came.
+            DeadlineExceeded: If there are no other weights within ``seconds``.
         """
         clock = Clock()
         ends = clock.time() + seconds
@@ -87,7 +87,7 @@ class FileCheckpointEngine(CheckpointEngine):
     # -- before the transfer
 
     async def prepare(self) -> PrepareResult:
-        """Rank 0 makes a folder for the transfer, and removes what has to go."""
+        """On rank 0, create a folder for the transfer, and remove expired ones."""
         if self.context.rank != 0:
             return PrepareResult()
         self._leave("started again")
@@ -104,7 +104,7 @@ class FileCheckpointEngine(CheckpointEngine):
 
     @classmethod
     def build_topology(cls, request: TopologyRequest) -> Topology:
-        """Rank 0 writes, every worker reads."""
+        """Return the topology: rank 0 writes, every worker reads."""
         sender, workers = request.trainer_metadata[0], request.rollout_workers
         return Topology(
             trainer=tuple({"workers": workers} for _ in request.trainer_metadata),
@@ -113,7 +113,7 @@ class FileCheckpointEngine(CheckpointEngine):
         )
 
     async def connect(self, request: ConnectRequest) -> None:
-        """The sender says which version it writes; a worker waits to hear that."""
+        """Announce the version (sender), or wait for the announcement (worker)."""
         self._version = request.version
         if self.context.end == "receiver":
             await self._enter(request.arguments)
@@ -148,7 +148,7 @@ class FileCheckpointEngine(CheckpointEngine):
     # -- the trainer's side
 
     async def send_weights(self, weights: Generator[tuple[str, torch.Tensor], None, None]) -> None:
-        """Write every tensor, mark the whole as the newest, then wait until all workers have read it."""
+        """Write every tensor, mark the weights as the newest, then wait until all workers have read them."""
         if self.context.rank != 0:
             for _ in weights:  # gathering a tensor needs every rank
                 pass
@@ -169,7 +169,7 @@ class FileCheckpointEngine(CheckpointEngine):
     async def _write(
         self, parties: Parties, transfer: Path, weights: Generator[tuple[str, torch.Tensor], None, None]
     ) -> list[list[Any]]:
-        """Fill one file's tensors while the one before is written; returns ``[file, entries]`` of each."""
+        """Collect one file's tensors while the previous one is written; return ``[file, entries]`` of each."""
         shards: list[list[Any]] = []
         writing: asyncio.Future[list[list[Any]]] | None = None
         tensors: dict[str, torch.Tensor] = {}
@@ -197,7 +197,7 @@ class FileCheckpointEngine(CheckpointEngine):
             await flush()
             await flush()
         except BaseException:
-            if writing is not None:  # a thread cannot be interrupted, and its file has to go with the others
+            if writing is not None:  # a thread cannot be interrupted, and its file must be removed, too
                 await asyncio.wait([writing])
             raise
         return shards
@@ -246,12 +246,12 @@ class FileCheckpointEngine(CheckpointEngine):
             index.close()
         if parties is None or transfer is None:
             return
-        with suppress(WeightsError):  # a full disk takes no last words; the lock says enough
+        with suppress(WeightsError):  # a full disk takes no last message; the lock suffices
             parties.close(None if whole else reason)
         if self.context.end == "sender":
             with suppress(OSError):
                 if whole:
                     clean(self._folder, self.config.keep)
                 else:
-                    for path in transfer.glob("weights-*"):  # the rest goes later: it says what has happened
+                    for path in transfer.glob("weights-*"):  # the rest is removed later: it says what happened
                         path.unlink()

@@ -1,10 +1,9 @@
-"""The folder of weights: one folder for each transfer, a marker of the newest whole one, and a file for each party.
+"""The folder of weights: a folder per transfer, a marker of the newest complete one, and a file per party.
 
 ``LATEST.json`` names the newest, ``TRANSFER/index.json`` lists its tensors in their order,
-``TRANSFER/weights-*.safetensors`` hold them. Marker and index are put in place by renaming, so that a reader sees the
-old one or the new one. Only a party appends to its file, and it holds the file locked while it lives: so a process that
-is killed is noticed, because the system gives its lock back. On a file system whose locks do not work between machines
-it is noticed at the deadline.
+``TRANSFER/weights-*.safetensors`` hold them. Marker and index are replaced by renaming, so a reader sees the
+old one or the new one. Only its party appends to a party's file, and keeps it locked while it lives, so the released
+lock shows that a process was killed. On a file system whose locks do not work between machines, the deadline shows it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextlib.contextmanager
 def guarded(folder: Path) -> Iterator[None]:
-    """Errors of the file system become ours. Raises ``WeightsError``: ``weights.storage``."""
+    """Convert errors of the file system to ``WeightsError`` (``weights.storage``)."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -57,18 +56,18 @@ def _room(folder: Path) -> str:
 
 @attrs.define(eq=False)
 class Other:
-    """Another party, as far as it has said something."""
+    """Another party, and its messages so far."""
 
     name: str  #: as errors call it
     path: Path
     said: dict[str, Any] = attrs.field(factory=dict)  #: the last value of each thing
-    broken: str | None = None  #: why it will say no more
+    broken: str | None = None  #: why it sends no more
     _read: int = 0  #: bytes of its file
 
     def look(self) -> None:
-        """Read what is new. A party that said ``done`` may leave."""
+        """Read new messages. A party that said ``done`` may leave."""
         there = self.path.exists()
-        left = there and abandoned(self.path)  # before reading: what it said last counts
+        left = there and abandoned(self.path)  # before reading: its last message counts
         if there:
             with self.path.open("rb") as file:
                 file.seek(self._read)
@@ -84,13 +83,13 @@ class Other:
 
 
 class Parties:
-    """This party, and the others that it listens to."""
+    """This party, and the others that it watches."""
 
     def __init__(self, own: Path, seconds: float, poll_seconds: float) -> None:
-        """Make this party's own file; the deadline of the transfer is ``seconds`` from now.
+        """Create this party's file; the deadline of the transfer is ``seconds`` from now.
 
         Raises:
-            WeightsError: another process is this party; ``weights.storage``.
+            WeightsError: If another process is this party; ``weights.storage``.
         """
         self.others: list[Other] = []
         self._clock = Clock()
@@ -107,16 +106,16 @@ class Parties:
             partial.rename(own)  # only now: nobody may find it without its lock
 
     def restart(self) -> None:
-        """The deadline counts from now."""
+        """Restart the deadline now."""
         self._ends = self._clock.time() + self._seconds
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """Write something for the others to read."""
+        """Write a message for the others."""
         with guarded(self._folder):
             self._file.write(json.dumps(dict(message)).encode() + b"\n")
 
     def look(self) -> None:
-        """See what the others have said. Raises ``WeightsError``: one of them broke off."""
+        """Read the others' messages; ``WeightsError`` if one of them broke off."""
         with guarded(self._folder):
             for other in self.others:
                 other.look()
@@ -125,7 +124,7 @@ class Parties:
             raise WeightsError("; ".join(broken))
 
     async def until(self, ready: Callable[[Other], bool], what: str) -> None:
-        """Wait until all others are ready, by what they said, to do ``what``; errors name who is not, or broke off."""
+        """Wait until all others are ``ready`` to do ``what``; errors name a party that is late or broke off."""
         while True:
             self.look()
             late = [other.name for other in self.others if not ready(other)]
@@ -139,7 +138,7 @@ class Parties:
             await self._clock.sleep(min(self._poll_seconds, max(self._ends - self._clock.time(), 0.0)))
 
     def close(self, broken: str | None = None) -> None:
-        """Leave; say why, where it is before the end."""
+        """Leave; ``broken`` is the reason if the transfer has not ended."""
         try:
             if broken is not None and not self._file.closed:
                 self.tell({"broken": broken})
@@ -148,7 +147,7 @@ class Parties:
 
 
 def abandoned(path: Path) -> bool:
-    """Return whether a file that was made is held by no process."""
+    """Return whether no process holds an existing file."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -167,7 +166,7 @@ SENDER = "sender"
 
 
 def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> list[list[Any]]:
-    """Write tensors to a file; returns their entries ``[name, digest]``, in their order."""
+    """Write tensors to a file; return their entries ``[name, digest]`` in order."""
     entries = [[name, digest(tensor)] for name, tensor in tensors.items()]
     with guarded(path.parent):
         save_file(dict(tensors), path)
@@ -175,7 +174,7 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> list[list[An
 
 
 def read_shard(path: Path, entries: Sequence[Sequence[Any]]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a file, in their order; ``weights.digest`` for one that is not what was written."""
+    """Read the tensors of a file in order; ``weights.digest`` for one that has changed."""
     found = []
     with guarded(path.parent), safe_open(path, framework="pt") as file:
         for name, wanted in entries:
@@ -194,7 +193,7 @@ def read_shard(path: Path, entries: Sequence[Sequence[Any]]) -> list[tuple[str, 
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """A small file; None where there is none."""
+    """Read a small file; None if there is none."""
     try:
         found: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError:
@@ -203,12 +202,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Put a small file in place, at once."""
+    """Write a small file atomically."""
     replace_file(path, json.dumps(dict(content)), durable=False)
 
 
 def publish(transfer: Path, version: int, shards: Sequence[Sequence[Any]]) -> None:
-    """Declare a transfer whole, and the newest."""
+    """Mark a transfer as complete and the newest."""
     with guarded(transfer.parent):
         write_json(transfer / INDEX, {"version": version, "shards": list(shards)})
         write_json(transfer.parent / MARKER, {"version": version, "transfer": transfer.name})
@@ -230,7 +229,7 @@ def clean(folder: Path, keep: int) -> None:
 
 @contextlib.contextmanager
 def _alone(transfer: Path) -> Iterator[None]:
-    """Hold the transfer while no process reads it. Raises ``BlockingIOError``: one does."""
+    """Lock the transfer while no process reads it; ``BlockingIOError`` if one does."""
     if not (transfer / INDEX).exists():
         yield
         return

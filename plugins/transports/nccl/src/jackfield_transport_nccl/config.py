@@ -1,4 +1,4 @@
-"""Settings of the engine, and what they are tried with; importable without torch."""
+"""Settings of the engine, and fixtures for the checks; importable without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jackfield.sdk.one_sender import SessionSettings
 
 @attrs.frozen(kw_only=True)
 class Config(SessionSettings):
-    """How weights are broadcast."""
+    """Settings of the broadcast."""
 
     backend: Literal["auto", "gloo", "nccl"] = option(
         "auto", "nccl needs a GPU of its own for the sender and each worker; auto: nccl where the trainer has one."
@@ -25,5 +25,5 @@ class Config(SessionSettings):
 
 
 def patient(folder: Path) -> dict[str, Any]:
-    """Forming a group takes several threads their turns, so a deadline that is too short would name the wrong one."""
+    """Return settings with a long deadline: forming a group takes turns of several threads."""
     return {"silence_seconds": 1.5}

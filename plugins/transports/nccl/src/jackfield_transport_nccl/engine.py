@@ -1,4 +1,4 @@
-"""Weights from the trainer's rank 0 to every inference worker, by broadcast in buckets."""
+"""Broadcast weights in buckets from the trainer's rank 0 to every inference worker."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class _Arriving:
 
 
 class NCCLCheckpointEngine(OneSenderEngine):
-    """One end of a broadcast. The trainer's rank 0 is the group's rank 0; its other ranks only exhaust.
+    """One end of a broadcast. The trainer's rank 0 sends; other ranks only exhaust their generators.
 
     The sender announces each bucket through the session once every worker has room for it, and all then join the
-    broadcast: so a slow or silent worker is noticed and named there, and no broadcast begins that not all will join.
+    broadcast. So a slow or silent worker is named there, and no broadcast begins that a worker would not join.
     """
 
     config: Config
@@ -48,12 +48,12 @@ class NCCLCheckpointEngine(OneSenderEngine):
         self._closing: asyncio.Future[None] | None = None
 
     def begin(self) -> None:
-        """Forget the transfer before."""
+        """Reset the state of the previous transfer."""
         self._arriving.clear()
         self._store = None
 
     def listen(self, secret: str) -> Mapping[str, Any]:
-        """Return the backend, which is the trainer's to choose."""
+        """Return the backend, which the trainer chooses."""
         return {"backend": self._backend()}
 
     def _backend(self) -> str:
@@ -62,16 +62,16 @@ class NCCLCheckpointEngine(OneSenderEngine):
         return "nccl" if torch.device(self.context.device).type == "cuda" else "gloo"
 
     async def met_workers(self, session: TransferSession, workers: int) -> None:
-        """Form a group with them."""
+        """Form a group with the workers."""
         self._store = self._make_store(session)
         if workers:
             session.tell({"form": True})
             await self._form(session, self._backend(), 0, workers + 1, self.context.host)
-            # a member that left, after a transfer of nothing, say, would break off those that are still connecting
+            # a member that leaves early (say, after an empty transfer) would break those that are still connecting
             await session.until(lambda peer: "formed" in peer.said, "join the broadcast group")
 
     async def enter(self, session: TransferSession, place: Mapping[str, Any], version: int) -> None:
-        """Come to the sender, and form a group with all others."""
+        """Connect to the sender, and form a group with all others."""
         if place["backend"] == "nccl" and torch.device(self.context.device).type != "cuda":
             raise WeightsError(
                 "an inference worker without a GPU cannot join an NCCL broadcast",
@@ -101,7 +101,7 @@ class NCCLCheckpointEngine(OneSenderEngine):
         await finished(session, self._group.made, "everybody to join the broadcast group")
 
     def heard(self, peer: Peer, message: Mapping[str, Any]) -> None:
-        """An address for the group, or a bucket: its broadcast is joined at once, for there is room for it."""
+        """Handle an address for the group, or a bucket, whose broadcast is joined at once."""
         if "store" in message and self._store is not None:
             self._store.put(*message["store"])
             if self.context.end == "sender" and self.session is not None:
@@ -143,7 +143,7 @@ class NCCLCheckpointEngine(OneSenderEngine):
                 session.tell({"room": room})
 
     async def close(self) -> None:
-        """Leave the group, although the caller is cancelled meanwhile. A second call waits for the first."""
+        """Leave the group, even if the caller is cancelled. A second call waits for the first."""
         self._arriving.clear()
         store, self._store = self._store, None
         group, self._group = self._group, None

@@ -1,4 +1,4 @@
-"""The sender's half, and the broadcast group whose members find each other through the session."""
+"""The sending side, and the broadcast group, whose members exchange addresses through the session."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from jackfield.errors import WeightsError
 from jackfield.sdk.buckets import Entry, aligned, entry_of, put, raw
 from jackfield.sdk.transfer import TransferSession
 
-#: Members pass a broadcast on along a tree: in pieces, they receive one while they pass on the one before.
+#: Members forward a broadcast along a tree. With pieces, they receive one while they forward the previous one.
 _PIECE_BYTES = 4 * 2**20
 _UNDER_WAY = 1  #: pieces beside the newest one
 
 
 class SessionStore(c10d.Store):
-    """The store through which members exchange addresses: what is set here goes to all, through the session.
+    """The store for exchanging addresses. A value that is set here is sent to all through the session.
 
-    In the place of a ``TCPStore``, which lets every process in that finds its port.
+    It replaces a ``TCPStore``, which accepts every process that finds its port.
     """
 
     def __init__(self, seconds: float, publish: Callable[[str, str], None]) -> None:
-        """A member's value is waited for so many seconds; ``publish`` tells the others, called from any thread."""
+        """Wait up to ``seconds`` for a member's value; ``publish`` sends to the others, from any thread."""
         super().__init__()
         self._seconds = seconds
         self._publish = publish
@@ -41,13 +41,13 @@ class SessionStore(c10d.Store):
         self._closed = False
 
     def put(self, key: str, value: str) -> None:
-        """Take what another member has published."""
+        """Store a value that another member has published."""
         with self._changed:
             self._values[key] = base64.b64decode(value)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End all waits: nothing will come any more."""
+        """End all waits: no more values will come."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -62,7 +62,7 @@ class SessionStore(c10d.Store):
         self._publish(key, text)
 
     def get(self, key: str) -> bytes:
-        """A value, once it is there."""
+        """Return a value once it exists."""
         self.wait([key])
         return self._values[key]
 
@@ -77,28 +77,28 @@ class SessionStore(c10d.Store):
             raise RuntimeError(f"the group's members published no {', '.join(missing)}: {why}")
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether values are there."""
+        """Return whether the values exist."""
         return all(key in self._values for key in keys)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The deadline is the transfer's."""
+        """Ignore the timeout: the transfer's deadline holds."""
 
 
 class Group:
-    """One member of the group. What blocks runs in a thread, in the order in which it was asked for."""
+    """One member of the group. Blocking calls run in a thread, in the order of the calls."""
 
     def __init__(self, backend: str, rank: int, size: int, host: str, store: SessionStore, seconds: float) -> None:
-        """Rank 0 is the sender; the others reach this machine (gloo) at ``host``, until the transfer's deadline."""
+        """Join the group until the deadline; rank 0 is the sender, and ``host`` is this machine's address for gloo."""
         self.backend = backend
         self._ends = time.monotonic() + seconds
         self._store = store
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights-broadcast")
         self._group: Any = None
-        self.made = self._thread.submit(self._make, rank, size, host)  #: all members have met
+        self.made = self._thread.submit(self._make, rank, size, host)  #: done when all members have connected
 
     def _make(self, rank: int, size: int, host: str) -> None:
         seconds = timedelta(seconds=max(self._ends - time.monotonic(), 0.001))
-        library: Any = distributed  # what a build of torch has of it, its stubs do not know
+        library: Any = distributed  # the stubs do not know a build's contents
         if self.backend == "nccl":
             options = library.ProcessGroupNCCL.Options()
             options._timeout = seconds
@@ -110,7 +110,7 @@ class Group:
         self._group = library.ProcessGroupGloo(self._store, rank, size, options)
 
     def broadcast(self, buffer: torch.Tensor) -> Future[None]:
-        """Move the sender's bytes into every member's buffer, uint8 ``[bytes]``, after all that was asked before."""
+        """Copy the sender's bytes into every member's buffer, uint8 ``[bytes]``, after earlier calls."""
         return self._thread.submit(self._broadcast, buffer)
 
     def _broadcast(self, buffer: torch.Tensor) -> None:
@@ -126,7 +126,7 @@ class Group:
             torch.cuda.current_stream(buffer.device).synchronize()
 
     async def close(self) -> None:
-        """Leave the group; a broadcast under way is waited for: it ends when a peer leaves, or at the deadline."""
+        """Leave the group after a running broadcast, which ends when a peer leaves or at the deadline."""
         self._store.close()
         if self.backend == "nccl" and self._group is not None:
             self._group.abort()  # a broadcast that lacks a member does not end by itself
@@ -143,12 +143,12 @@ SLOTS = 2  #: buckets of one end: one is filled or read while the other is on it
 
 
 class Sending:
-    """What one transfer sends. The tensor before the last has been copied, or has left, when :meth:`add` returns."""
+    """The sending side of a transfer. When :meth:`add` returns, the tensor before is copied or sent."""
 
     def __init__(
         self, session: TransferSession, group: Group | None, slots: list[torch.Tensor], bucket_bytes: int, device: str
     ) -> None:
-        """The caller keeps ``slots``, the buffers; without a worker, there is no ``group``."""
+        """Create it. The caller keeps the buffers ``slots``; without a worker, ``group`` is None."""
         self._session = session
         self._group = group
         self._slots = slots
@@ -185,7 +185,7 @@ class Sending:
         self._used = aligned(self._used + tensor.nbytes)
 
     async def end(self) -> None:
-        """Send what is left, and wait until every bucket has arrived."""
+        """Send the rest, and wait until every bucket has arrived."""
         await self._flush()
         for slot in range(SLOTS):
             await self._landed(slot)
@@ -197,7 +197,7 @@ class Sending:
             await self._launch(self._slots[self._number % SLOTS][:size], entries)
 
     async def _launch(self, content: torch.Tensor, entries: list[Entry]) -> int:
-        """Broadcast a bucket, uint8 ``[bytes]``, once all have room for it; returns its slot."""
+        """Broadcast a bucket, uint8 ``[bytes]``, once all have room for it; return its slot."""
         assert self._group is not None
         number = self._number
         await self._session.until(lambda peer: peer.said.get("room", 0) > number, f"have room for bucket {number}")
@@ -222,7 +222,7 @@ class Sending:
 
 
 async def finished(session: TransferSession, flight: Future[None], who: str) -> None:
-    """Wait for what all members of the group do together; errors name who is to blame, or ``who`` is late."""
+    """Wait for a collective of the group; errors name the member at fault, or ``who`` as late."""
     try:
         await session.wait_for(asyncio.wrap_future(flight), who)
     except RuntimeError as error:
@@ -231,7 +231,7 @@ async def finished(session: TransferSession, flight: Future[None], who: str) -> 
 
 
 def grown(slots: list[torch.Tensor], slot: int, size: int, device: str) -> torch.Tensor:
-    """A slot's buffer, uint8 with at least ``size`` bytes. Touching fresh memory is slow, so it is kept."""
+    """Return a slot's buffer, uint8 of at least ``size`` bytes; reused, as touching fresh memory is slow."""
     while len(slots) <= slot:
         slots.append(torch.empty(0, dtype=torch.uint8, device=device))
     if slots[slot].numel() < size or slots[slot].device.type != torch.device(device).type:

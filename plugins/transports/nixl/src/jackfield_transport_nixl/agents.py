@@ -1,7 +1,7 @@
-"""NIXL's agent: registered memory in pieces that are used again, and transfers to and from that of peers.
+"""NIXL's agent: reusable pieces of registered memory, and transfers to and from peers' memory.
 
-An agent is not made for several threads, and a transfer has to be asked whether it is done: so each agent has a thread
-of its own, which does everything with it and copies outside of Python's lock.
+An agent is not thread-safe, and transfers must be polled. So each agent has its own thread, which makes all calls and
+copies outside of Python's lock.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from jackfield.sdk.buckets import aligned
 T = TypeVar("T")
 
 _BACKEND = "UCX"
-_PAUSE_SECONDS = 5e-5  #: between two looks at a transfer that is under way
-_PROGRESS_SECONDS = 5e-4  #: between two looks at what peers want
+_PAUSE_SECONDS = 5e-5  #: between two polls of a running transfer
+_PROGRESS_SECONDS = 5e-4  #: between two polls of peers' requests
 
 if "NIXL_LOG_LEVEL" not in os.environ:
-    logging.getLogger("nixl").setLevel(logging.WARNING)  # it speaks on standard output
+    logging.getLogger("nixl").setLevel(logging.WARNING)  # it prints to standard output
 
 
 @attrs.frozen
@@ -44,26 +44,26 @@ class Place:
     memory: str = "DRAM"  #: or ``VRAM``
 
     def part(self, start: int, size: int) -> Place:
-        """Some of these bytes."""
+        """Return a part of these bytes."""
         return attrs.evolve(self, address=self.address + start, size=size)
 
 
 def place_of(tensor: torch.Tensor) -> Place:
-    """Where a contiguous tensor lies."""
+    """Return the place of a contiguous tensor."""
     host = tensor.device.type == "cpu"
     return Place(tensor.data_ptr(), tensor.nbytes, 0 if host else tensor.get_device(), "DRAM" if host else "VRAM")
 
 
 def devices_of(devices: str | None, host: str) -> str | None:
-    """The network devices that UCX may use: those of the settings, or loopback alone where ``host`` is loopback."""
+    """Return the network devices for UCX: the setting's, or only loopback if ``host`` is loopback."""
     return "lo" if devices is None and host in {"127.0.0.1", "::1", "localhost"} else devices
 
 
 class Agent:
-    """One agent over UCX; :meth:`close` leaves nothing of it."""
+    """One agent over UCX; :meth:`close` releases everything."""
 
     def __init__(self, devices: str | None) -> None:
-        """Have UCX use these devices; None: all."""
+        """Let UCX use these devices; None: all."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nixl")
         self._stopped = threading.Event()
         self._asked = threading.Event()  #: there is something to do
@@ -88,7 +88,7 @@ class Agent:
         self._agent = agent
 
     def metadata(self) -> Future[bytes]:
-        """Return what a peer has to know of this agent and its registered memory."""
+        """Return the metadata that peers need for this agent and its registered memory."""
         return self._do(self.metadata_now)
 
     def metadata_now(self) -> bytes:
@@ -96,7 +96,7 @@ class Agent:
         return bytes(self._agent.get_agent_metadata())
 
     def meet(self, metadata: bytes) -> Future[str]:
-        """Know a peer; or more memory of a peer that is known. Returns its name."""
+        """Add a peer, or more memory of a known peer; return its name."""
         return self._do(lambda: self.meet_now(metadata))
 
     def meet_now(self, metadata: bytes) -> str:
@@ -105,11 +105,11 @@ class Agent:
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def forget(self, name: str) -> Future[None]:
-        """Know a peer no longer."""
+        """Remove a peer."""
         return self._do(lambda: self._agent.remove_remote_agent(name))
 
     def register(self, tensor: torch.Tensor) -> Future[None]:
-        """Let a tensor's memory be read, and read into; it has to be kept until it is released."""
+        """Register a tensor's memory for transfers; the tensor must live until it is released."""
         return self._do(lambda: self.register_now(tensor))
 
     def register_now(self, tensor: torch.Tensor) -> None:
@@ -119,7 +119,7 @@ class Agent:
             self._registered[place] = self._agent.register_memory(tensor, backends=[_BACKEND])
 
     def release(self, tensor: torch.Tensor) -> Future[None]:
-        """Registered memory is not read any more."""
+        """Deregister a tensor's memory."""
         return self._do(lambda: self.release_now(tensor))
 
     def release_now(self, tensor: torch.Tensor) -> None:
@@ -129,11 +129,11 @@ class Agent:
             self._agent.deregister_memory(found, backends=[_BACKEND])
 
     def run(self, work: Callable[[], T]) -> Future[T]:
-        """Do something in this agent's thread, after what was asked before."""
+        """Run something in this agent's thread, after earlier calls."""
         return self._do(work)
 
     def read_now(self, name: str, theirs: Place, ours: Place) -> None:
-        """Copy bytes of a peer into memory of this process; in this agent's thread. As :meth:`move_now`."""
+        """Copy bytes of a peer into this process, in this agent's thread, like :meth:`move_now`."""
         self.move_now("READ", name, [theirs], [ours])
 
     def move_now(
@@ -141,10 +141,10 @@ class Agent:
     ) -> None:
         """Copy bytes from a peer's registered memory to ours (``READ``), or back; in this agent's thread.
 
-        Both are as many places, of the same sizes, and each all of one sort.
+        Both lists have places of the same sizes, and each list has one kind of memory.
 
         Raises:
-            OSError: the peer has gone, or the agent is closed.
+            OSError: If the peer is gone, or the agent is closed.
         """
         agent = self._agent
         here, there = (
@@ -160,7 +160,7 @@ class Agent:
         handle.release()
 
     def progress(self, needed: bool = True) -> None:
-        """Answer peers from now on, or not: some ways of moving, and each first one, need an answer from here."""
+        """Switch answers to peers on or off: first transfers, and some kinds of transfers, need them."""
         with self._lock:
             self._needed = needed
             if needed and not self._answering:
@@ -168,7 +168,7 @@ class Agent:
                 self._thread.submit(self._answer)
 
     def _answer(self) -> None:
-        """Once; and again after what else there is to do."""
+        """Answer once, and again after other queued work."""
         with self._lock:
             if self._stopped.is_set() or not self._needed:
                 self._answering = False
@@ -185,7 +185,7 @@ class Agent:
 
     @staticmethod
     def _cleanly(work: Callable[[], T]) -> T:
-        """Errors without NIXL's frames: these would keep the agent, its sockets and its memory."""
+        """Strip NIXL's frames from errors: they would keep the agent, its sockets and its memory."""
         try:
             return work()
         except Exception as error:
@@ -193,7 +193,7 @@ class Agent:
         raise OSError(text)
 
     def close(self) -> None:
-        """Let everything go; transfers that are under way are given up. Blocks for milliseconds."""
+        """Release everything and abandon running transfers. Blocks for milliseconds."""
         self._stopped.set()
         self._thread.submit(self._drop)
         self._asked.set()
@@ -208,14 +208,14 @@ class Agent:
 
 @attrs.define(eq=False)
 class Region:
-    """Memory that was registered at once."""
+    """Memory that was registered as one piece."""
 
     number: int
     memory: torch.Tensor  #: uint8
     free: list[tuple[int, int]]  #: start and size, in order
 
     def take(self, size: int) -> int | None:
-        """The start of a free piece, the first that fits."""
+        """Return the start of the first free piece that fits."""
         for index, (start, length) in enumerate(self.free):
             if length >= size:
                 self.free[index : index + 1] = [(start + size, length - size)] if length > size else []
@@ -259,10 +259,10 @@ class Block:
 
 
 class Regions:
-    """All regions of one agent. Methods are for one event loop, but for :meth:`give`."""
+    """All regions of one agent. Methods except :meth:`give` belong to one event loop."""
 
     def __init__(self, agent: Agent, device: str, region_bytes: int, max_bytes: int, waits: bool = True) -> None:
-        """A block larger than a region has one of its own; with ``waits``, what exceeds ``max_bytes`` has to wait."""
+        """Create it. A block larger than a region gets its own; with ``waits``, blocks above ``max_bytes`` wait."""
         self._agent = agent
         self._device = device
         self._region_bytes = region_bytes
@@ -279,7 +279,7 @@ class Regions:
         return sum(region.memory.numel() for region in self.regions.values())
 
     async def take(self, size: int) -> Block | None:
-        """A block of so many bytes; None where that has to wait. Raises ``OSError``: memory cannot be registered."""
+        """Return a block of ``size`` bytes, or None if it must wait; ``OSError`` if registering fails."""
         size = aligned(max(size, 1))
         async with self._making:
             found = self._found(size)
@@ -301,7 +301,7 @@ class Regions:
         return None
 
     async def _room(self, size: int) -> bool:
-        """Whether one more region may be made; those that are not used make room for it."""
+        """Return whether another region may be created; unused ones are released for it."""
         wanted = max(size, self._region_bytes)
         for region in [region for region in self.regions.values() if region.unused]:
             if self.bytes + wanted <= self._max_bytes:
@@ -318,7 +318,7 @@ class Regions:
         return region
 
     def give(self, block: Block) -> None:
-        """A block is free again; from any thread."""
+        """Free a block, from any thread."""
         self._returned.append(block)
 
 

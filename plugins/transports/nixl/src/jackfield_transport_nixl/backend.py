@@ -1,4 +1,4 @@
-"""The backend: a client of the store, and, in the process that started the queue, the store."""
+"""The backend: a client of the store and, in the process that started the queue, the store."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from jackfield_transport_nixl.config import QueueConfig
 from jackfield_transport_nixl.store import CellEntry, Found, Store
 
 FILE = "store.json"
-_LANDING_BYTES = 2 * 2**30  #: registered for what is read, and kept for the next readings; more while readers hold it
+_LANDING_BYTES = 2 * 2**30  #: registered memory for gets, which is reused; more while tensors still show it
 
 
 class NIXLBackend(TransferQueueBackend):
-    """Values lie in registered memory of the process that started the queue, and go with it. Producers write there and
-    consumers read from there, directly; only small values and metadata are messages."""
+    """A backend in registered memory of the process that started the queue, with which its rows end. Producers and
+    consumers access the memory directly; only small values and metadata are messages."""
 
     durable: ClassVar[bool] = False
     joins: ClassVar[bool] = True
@@ -58,7 +58,7 @@ class NIXLBackend(TransferQueueBackend):
     # -- life
 
     async def start(self) -> None:
-        """Keep values here, or join the process that does."""
+        """Start the store, or join the process that has it."""
         try:
             folder, joined = Path(str(self.context.folder)), self._settings.join
             if joined is None and self.context.joins:
@@ -87,14 +87,14 @@ class NIXLBackend(TransferQueueBackend):
         return agent
 
     async def _started(self, host: str, folder: Path) -> Path:
-        """Start the store. Returns the file with its address."""
+        """Start the store; return the file with its address."""
         self._store = Store(self._settings, await self._agent(host), self.context.heartbeat_seconds)
         address = await self._store.listen(host, self._settings.port)
         address.write(folder / FILE)
         return folder / FILE
 
     async def close(self) -> None:
-        """Hang up; with the store all rows go."""
+        """Disconnect; the store's end deletes all rows."""
         client, self._client = self._client, None
         store, self._store = self._store, None
         agents, self._agents = self._agents, []
@@ -116,7 +116,7 @@ class NIXLBackend(TransferQueueBackend):
     # -- rows
 
     async def put(self, request: PutRequest) -> PutResult:
-        """Small values in a message; large ones are written to the store's memory from where they lie."""
+        """Send small values in a message; write large ones directly into the store's memory."""
         client = self._open()
         samples = split_request(request)
         size = sum(len(content) for cells in samples for _, content in cells.values())
@@ -151,7 +151,7 @@ class NIXLBackend(TransferQueueBackend):
         rows: tuple[str, list[str], list[str]],
         entries: list[CellEntry],
     ) -> None:
-        """Write columns into memory of the store that was asked for, and have it kept."""
+        """Write columns into memory that the store has provided, and have it keep them."""
         room = await client.room(total)
         kept = False
         try:
@@ -176,7 +176,7 @@ class NIXLBackend(TransferQueueBackend):
                 client.notify_after("let_go", room)
 
     async def get(self, request: GetRequest) -> GetResult:
-        """Columns in the order of the keys; large values are read from the store's memory, each column into its own."""
+        """Return columns in the order of the keys; large values are read from the store's memory, per column."""
         client = self._open()
         found = await client.within(client.store.get(request.partition, list(request.keys), list(request.columns)))
         _name_what_lacks(request, found)
@@ -215,7 +215,7 @@ class NIXLBackend(TransferQueueBackend):
             cells.append((entry.type, view[start : start + entry.size]))
             start += entry.size
 
-        def read(_: Any = values) -> None:  # the memory is not used again before this has ended
+        def read(_: Any = values) -> None:  # the memory is not reused before this has ended
             client.agent.move_now("READ", client.name, theirs, ours)
 
         if theirs:
@@ -223,38 +223,38 @@ class NIXLBackend(TransferQueueBackend):
         return join(name, cells, lambda _: values)
 
     async def keys(self, request: KeysRequest) -> KeysResult:
-        """List what the store has."""
+        """List the rows of the store."""
         client, wanted = self._open(), request.partition
         rows = await client.within(client.store.keys())
         return KeysResult(samples={(part, key): tuple(names) for part, key, names in rows if wanted in (None, part)})
 
     async def delete(self, request: DeleteRequest) -> DeleteResult:
-        """Forget rows; unknown keys are ignored."""
+        """Delete rows; unknown keys are ignored."""
         client = self._open()
         count = await client.within(client.store.delete(request.partition, list(request.keys)))
         return DeleteResult(samples=count.rows, bytes=count.bytes)
 
     async def stats(self) -> StatsResult:
-        """Rows and bytes; in ``details`` what is registered, who is there and what was refused."""
+        """Return rows and bytes; ``details`` has registered memory, clients and refusals."""
         client = self._open()
         state = await client.within(client.store.stats())
         return StatsResult(samples=state.rows, bytes=state.bytes, details=state.details)
 
     async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
-        """Have the store write the rows of one moment, in a thread of its own."""
+        """Let the store write the rows of one moment, in its own thread."""
         client = self._open()
         count = await client.within(client.long_store.checkpoint(str(Path(request.folder).absolute())))
         return SnapshotResult(samples=count.rows, bytes=count.bytes)
 
     async def restore(self, request: SnapshotRequest) -> SnapshotResult:
-        """Have the store replace everything by a checkpoint, at once."""
+        """Let the store replace everything by a checkpoint, at once."""
         client = self._open()
         count = await client.within(client.long_store.restore(str(Path(request.folder).absolute())))
         return SnapshotResult(samples=count.rows, bytes=count.bytes)
 
 
 def _append(theirs: list[Place], ours: list[Place], there: Place, here: Place) -> None:
-    """One more stretch; together with the last one, where both go on."""
+    """Add a stretch of memory, merged with the last one if both continue it."""
     if theirs and (last := theirs[-1]).address + last.size == there.address:
         theirs[-1] = Place(last.address, last.size + there.size, last.device, last.memory)
         ours[-1] = Place(ours[-1].address, ours[-1].size + here.size)
@@ -264,7 +264,7 @@ def _append(theirs: list[Place], ours: list[Place], there: Place, here: Place) -
 
 
 async def _further(client: Client, found: Found) -> list[bytes]:
-    """Fetch the content that did not fit into the message with what was found."""
+    """Fetch the content that did not fit into the answer."""
     missing = sum(cell.size for cell in found.cells if cell.region < 0) - len(found.content)
     return [piece async for piece in client.store.further_content(found.lease)] if missing else []
 

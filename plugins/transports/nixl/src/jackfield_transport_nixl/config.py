@@ -1,4 +1,4 @@
-"""Settings of both plugins, and what they are tried with; importable without torch."""
+"""Settings of both plugins, and fixtures for the checks; importable without torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DEVICES = "Network devices for UCX, as in UCX_NET_DEVICES (mlx5_0:1,mlx5_1:1); 
 
 @attrs.frozen(kw_only=True)
 class EngineConfig(SessionSettings):
-    """How workers read weights."""
+    """Settings of the checkpoint engine."""
 
     bucket_bytes: int = option(
         4 * 2**20, "Tensors are read in buckets of this size; a larger tensor in several, or in place.", gt(0)
@@ -29,7 +29,7 @@ class EngineConfig(SessionSettings):
 
 @attrs.frozen(kw_only=True)
 class QueueConfig:
-    """Where values are kept, and how they get there."""
+    """Settings of the queue backend."""
 
     join: str | None = option(
         None, "The store.json of a queue that another process has started; null: keep values in this process."
@@ -64,5 +64,5 @@ def patient(folder: Path) -> dict[str, Any]:
 
 
 def by_transfers(folder: Path) -> dict[str, Any]:
-    """Even small values are moved by NIXL."""
+    """Return settings with which NIXL moves even small values."""
     return {"settings": {"inline_bytes": 64, "region_bytes": 1 << 20}}

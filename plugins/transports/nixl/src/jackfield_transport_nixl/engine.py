@@ -1,4 +1,4 @@
-"""Weights from the trainer's rank 0 to every inference worker, each of which reads them out of its memory."""
+"""Transfer weights: every inference worker reads them from the memory of the trainer's rank 0."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from jackfield_transport_nixl.moving import Receiving, Sending, finished
 
 
 class NIXLCheckpointEngine(OneSenderEngine):
-    """One end of the transfer: the trainer's rank 0 fills buckets in registered memory; its other ranks only exhaust.
+    """One end of the transfer. Rank 0 fills buckets in registered memory; other ranks only exhaust.
 
-    A worker reads a bucket when it has room for it, so who is slow or silent is noticed and named by the sender.
+    A worker reads a bucket when it has room for it, so the sender notices and names a slow or silent worker.
     """
 
     config: EngineConfig
@@ -33,7 +33,7 @@ class NIXLCheckpointEngine(OneSenderEngine):
         self._buffers: list[torch.Tensor] = []  #: uint8; kept from one transfer to the next
 
     async def met_workers(self, session: TransferSession, workers: int) -> None:
-        """Register buffers that they read."""
+        """Register buffers for the workers to read."""
         if not workers:
             return
         agent = self._agent = Agent(devices_of(self.config.devices, self.context.host))
@@ -45,7 +45,7 @@ class NIXLCheckpointEngine(OneSenderEngine):
         await self._sending.begin()
 
     async def enter(self, session: TransferSession, place: Mapping[str, Any], version: int) -> None:
-        """Come to the sender, and be ready to read."""
+        """Connect to the sender, and prepare to read."""
         agent = self._agent = Agent(devices_of(self.config.devices, place["host"]))
         self._receiving = Receiving(session, agent, self._buffers, self.context.device)
         await super().enter(session, place, version)
@@ -53,7 +53,7 @@ class NIXLCheckpointEngine(OneSenderEngine):
         await self._receiving.begin()
 
     def heard(self, peer: Peer, message: Mapping[str, Any]) -> None:
-        """Take the news of a bucket that lies ready."""
+        """Handle the announcement of a bucket."""
         if self._receiving is not None:
             self._receiving.heard(message)
 
@@ -84,7 +84,7 @@ class NIXLCheckpointEngine(OneSenderEngine):
             receiving.read(arrived)
 
     async def close(self) -> None:
-        """Let the agent go."""
+        """Close the agent."""
         agent, self._agent = self._agent, None
         self._sending = self._receiving = None
         if agent is not None:

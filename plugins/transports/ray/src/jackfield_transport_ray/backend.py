@@ -43,13 +43,13 @@ from jackfield_transport_ray.index import Entry, Found, Index
 T = TypeVar("T")
 
 _NAMESPACE = "jackfield"
-_THREADS = 4  #: requests of Ray at a time
+_THREADS = 4  #: concurrent requests to Ray
 _SHOWN = 1 << 16  #: bytes; smaller columns are copied, so that they do not keep an object
 
 
 class RayBackend(TransferQueueBackend):
-    """Each put is an object of Ray's store: an array of bytes for each column. Rows go with the process that put them,
-    or with the index."""
+    """A backend whose puts are objects of Ray's store: a byte array for each column. Rows end with the process that
+    put them, or with the index."""
 
     durable: ClassVar[bool] = False
 
@@ -64,9 +64,9 @@ class RayBackend(TransferQueueBackend):
     # -- life
 
     async def start(self) -> None:
-        """Be in a cluster, and have an index. Raises ``QueueError``: ``queue.unreachable``."""
+        """Join or start a cluster, and open the index; ``queue.unreachable`` if that fails."""
         settings = self._settings
-        # in this thread: what Ray starts would end with another one
+        # in this thread: Ray's child processes would end with another one
         self._own_cluster = joined(settings.address, settings.object_store_bytes)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="jackfield-ray")
         if settings.queue is None:
@@ -91,7 +91,7 @@ class RayBackend(TransferQueueBackend):
         return self._threads
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Ask Ray. Raises ``QueueError``: ``queue.full`` or ``queue.unreachable``; what ``work`` raises."""
+        """Call Ray in a thread; raise ``queue.full``, ``queue.unreachable``, or the error of ``work``."""
         try:
             return await asyncio.wrap_future(self._open().submit(work))
         except exceptions.ObjectStoreFullError as error:
@@ -116,7 +116,7 @@ class RayBackend(TransferQueueBackend):
     # -- rows
 
     async def put(self, request: PutRequest) -> PutResult:
-        """Copy all columns into one object; ``queue.full``: Ray's store is, and cannot be spilled to disk."""
+        """Copy all columns into one object; ``queue.full`` if Ray's store is full and cannot spill."""
         self._open()
         keys, name = request.keys, uuid.uuid4().hex
         samples, entries = split_request(request), list[Entry]()
@@ -132,9 +132,9 @@ class RayBackend(TransferQueueBackend):
         return PutResult(bytes=sum(array.nbytes for array in arrays))
 
     async def get(self, request: GetRequest) -> GetResult:
-        """Columns in the order of the keys; ``queue.lost`` names rows that went with a process or node.
+        """Return columns in the order of the keys; ``queue.lost`` names rows lost with a process or node.
 
-        Large columns whose rows were put together are shown where they lie in Ray's store, and must not be written to.
+        Large columns whose rows were put together are views of Ray's store, and must not be written to.
         """
         keys, columns = list(request.keys), list(request.columns)
         found: Found = await self._ask("get", request.partition, keys, columns)
@@ -148,7 +148,7 @@ class RayBackend(TransferQueueBackend):
     async def _fetched(
         self, objects: Mapping[str, Any], rows_of: Callable[[set[str]], list[str]], request: GetRequest
     ) -> dict[str, list[Any]]:
-        """The arrays of objects, by name."""
+        """Return the arrays of objects, by name."""
         names, seconds = list(objects), self._settings.seconds
         try:
             arrays = await self._in_thread(lambda: ray.get([objects[name] for name in names], timeout=seconds))
@@ -158,7 +158,7 @@ class RayBackend(TransferQueueBackend):
         return dict(zip(names, arrays, strict=True))
 
     async def keys(self, request: KeysRequest) -> KeysResult:
-        """List what is there; cells of other processes that went with them or their node are not."""
+        """List existing rows, without cells that were lost with a process or node."""
         rows, objects = await self._ask("everything", self._owner)
         seconds = self._settings.seconds
         gone = await self._in_thread(lambda: _lost(objects, seconds)) if objects else set()
@@ -171,12 +171,12 @@ class RayBackend(TransferQueueBackend):
         )
 
     async def delete(self, request: DeleteRequest) -> DeleteResult:
-        """Forget rows; unknown keys are ignored. An object goes with its last cell and its last reader."""
+        """Delete rows; unknown keys are ignored. An object ends with its last cell and its last reader."""
         rows, size = await self._ask("delete", request.partition, list(request.keys))
         return DeleteResult(samples=rows, bytes=size)
 
     async def stats(self) -> StatsResult:
-        """Rows and bytes; in ``details`` how many objects."""
+        """Return rows and bytes; ``details`` has the number of objects."""
         rows, size, objects = await self._ask("stats")
         return StatsResult(samples=rows, bytes=size, details={"objects": float(objects)})
 
@@ -263,7 +263,7 @@ def _staged(folder: Path) -> tuple[dict[tuple[str, str], dict[str, Entry]], dict
 
 
 def _lost(objects: Mapping[str, Any], seconds: float) -> set[str]:
-    """Names of objects that are gone."""
+    """Return the names of lost objects."""
     found = set()
     for name, reference in objects.items():
         try:
@@ -274,7 +274,7 @@ def _lost(objects: Mapping[str, Any], seconds: float) -> set[str]:
 
 
 def _rows_of(found: Found, names: set[str], keys: Sequence[str], width: int) -> list[str]:
-    """Rows with cells in some objects."""
+    """Return the rows with cells in the named objects."""
     return [
         key
         for number, key in enumerate(keys)
@@ -304,12 +304,12 @@ def _name_what_lacks(request: GetRequest, found: Found) -> None:
 
 
 def joined(address: str | None, object_store_bytes: int | None) -> bool:
-    """Have this process in a cluster; whether it was not in one before.
+    """Join or start a cluster; return whether the process was not in one before.
 
-    Without an address, it is the one that the process is in, or a new one on this machine.
+    Without an address, use the cluster that the process is in, or a new one on this machine.
 
     Raises:
-        QueueError: ``queue.unreachable``.
+        QueueError: ``queue.unreachable`` if the cluster cannot be joined.
     """
     if ray.is_initialized():
         return False

@@ -1,4 +1,4 @@
-"""Which object of Ray's store has which cell."""
+"""The index of cells: it maps each cell to an object of Ray's store."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Object:
 
 
 class Index:
-    """Plain bookkeeping: an object of one process, or an actor that several ask. References keep objects alive."""
+    """The index: an object of one process, or an actor for several. Its references keep objects alive."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple[str, str], dict[str, Entry]] = {}
@@ -45,7 +45,7 @@ class Index:
         objects: Mapping[str, Any],
         owner: str,
     ) -> None:
-        """Rows are there; entries row after row."""
+        """Add rows; ``entries`` are row after row."""
         for name, reference in objects.items():
             self._objects[name] = _Object(reference, owner)
         following = iter(entries)
@@ -74,7 +74,7 @@ class Index:
         return size
 
     def get(self, partition: str, keys: Sequence[str], columns: Sequence[str]) -> Found:
-        """Where cells are."""
+        """Return where cells are."""
         found = Found([], [], [], {})
         for key in keys:
             row = self._rows.get((partition, key))
@@ -91,12 +91,12 @@ class Index:
         return found
 
     def delete(self, partition: str, keys: Sequence[str]) -> tuple[int, int]:
-        """Rows and bytes that were there."""
+        """Delete rows; return the numbers of deleted rows and bytes."""
         rows = [row for key in keys if (row := self._rows.pop((partition, key), None)) is not None]
         return len(rows), sum(self._forget(row.values()) for row in rows)
 
     def stats(self) -> tuple[int, int, int]:
-        """Rows, bytes, objects."""
+        """Return the numbers of rows, bytes and objects."""
         return len(self._rows), self._bytes, len(self._objects)
 
     def everything(self, but: str | None = None) -> tuple[dict[tuple[str, str], dict[str, Entry]], dict[str, Any]]:
@@ -107,7 +107,7 @@ class Index:
     def replace(
         self, rows: Mapping[tuple[str, str], Mapping[str, Entry]], objects: Mapping[str, Any], owner: str
     ) -> tuple[int, int]:
-        """These rows, and no others; rows and bytes."""
+        """Replace all rows by these; return the numbers of rows and bytes."""
         self._rows = {place: dict(row) for place, row in rows.items()}
         self._objects = {name: _Object(reference, owner) for name, reference in objects.items()}
         self._bytes = 0

@@ -44,7 +44,7 @@ _SAVING_SECONDS = 60  #: after which a checkpoint whose writer died no longer ho
 
 
 class RedisBackend(TransferQueueBackend):
-    """Values live on the server; they survive the process that put them, and, as its log allows, the server."""
+    """A backend with values on a Redis server. They survive their producer, and a restart as the log allows."""
 
     durable: ClassVar[bool] = True
     joins: ClassVar[bool] = True
@@ -58,7 +58,7 @@ class RedisBackend(TransferQueueBackend):
         self._thread: ThreadPoolExecutor | None = None  # for files
 
     async def start(self) -> None:
-        """Connect, and refuse a server that would lose or mix up rows."""
+        """Connect, and refuse a server that could lose or mix up rows."""
         self._prefix = f"jackfield:{self._settings.queue or queue_name(self.context.folder)}:"
         server = Server(self._settings)
         try:
@@ -81,7 +81,7 @@ class RedisBackend(TransferQueueBackend):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jackfield-redis")
 
     async def put(self, request: PutRequest) -> PutResult:
-        """A transaction for up to 500 rows or 32 MiB: a reader sees all columns of a row or none."""
+        """Write transactions of up to 500 rows or 32 MiB: a reader sees all columns of a row or none."""
         server = self._open()
         columns = list(request.columns)
         rows = [
@@ -107,7 +107,7 @@ class RedisBackend(TransferQueueBackend):
         return PutResult(bytes=stored)
 
     async def get(self, request: GetRequest) -> GetResult:
-        """Columns in the order of the keys; ``queue.lost`` names rows that were altered."""
+        """Return columns in the order of the keys; ``queue.lost`` names altered rows."""
         server = self._open()
         fields = [field for name in request.columns for field in (f"h:{name}", f"v:{name}")]
         found: dict[str, list[bytes | None]] = {}
@@ -149,7 +149,7 @@ class RedisBackend(TransferQueueBackend):
         return lacking_column(partition, name, keys, _names(fields))
 
     async def delete(self, request: DeleteRequest) -> DeleteResult:
-        """Forget rows; unknown keys are ignored."""
+        """Delete rows; unknown keys are ignored."""
         server = self._open()
         async with self._entrance:
             pass
@@ -162,7 +162,7 @@ class RedisBackend(TransferQueueBackend):
         return DeleteResult(samples=count, bytes=size)
 
     async def keys(self, request: KeysRequest) -> KeysResult:
-        """List what the server still has: a column has a value and a header."""
+        """List the rows on the server: a column has a value and a header."""
         server = self._open()
         places = {row: _place(row) for row in await server.run(lambda client: client.smembers(f"{self._prefix}rows"))}
         rows = [row for row, place in places.items() if request.partition in (None, place[0])]
@@ -182,7 +182,7 @@ class RedisBackend(TransferQueueBackend):
         return KeysResult(samples=samples)
 
     async def stats(self) -> StatsResult:
-        """Rows and bytes of this queue, and the memory of the server."""
+        """Return rows and bytes of this queue, and the memory of the server."""
         server = self._open()
 
         async def count(client: Any) -> list[Any]:
@@ -195,7 +195,7 @@ class RedisBackend(TransferQueueBackend):
         return StatsResult(samples=rows, bytes=int(size or 0), details={"server_bytes": float(memory["used_memory"])})
 
     async def put_tags(self, request: TagsRequest) -> None:
-        """The tags of rows that are there, as JSON in the field ``tags``."""
+        """Store the tags of existing rows, as JSON in the field ``tags``."""
         server = self._open()
         rows = [_row_id(request.partition, key) for key in request.keys]
         if not rows:
@@ -212,7 +212,7 @@ class RedisBackend(TransferQueueBackend):
         await server.run(write)
 
     async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
-        """Write the rows of one moment, while others go on writing: see the scripts."""
+        """Write the rows of one moment while others continue to write: see the scripts."""
         server = self._open()
         mark, seconds = uuid.uuid4().hex, _SAVING_SECONDS
         async with self._entrance:
@@ -249,7 +249,7 @@ class RedisBackend(TransferQueueBackend):
         return result
 
     async def restore(self, request: SnapshotRequest) -> SnapshotResult:
-        """Replace everything of this queue by a checkpoint: staged beside it first, then put in its place at once."""
+        """Replace all rows of this queue by a checkpoint, which is staged first and then swapped in."""
         server = self._open()
         parts = batches(read_archive(Path(request.folder)), lambda row: row.bytes)
         batch = await self._in_thread(lambda: next(parts, []))
@@ -293,7 +293,7 @@ class RedisBackend(TransferQueueBackend):
 
 
 def _row_id(partition: str, key: str) -> str:
-    """Of a row: the partition's length first, so that no two are equal."""
+    """Return a row's id, which begins with the partition's length, so that no two are equal."""
     return f"{len(partition)}:{partition}:{key}"
 
 
@@ -333,7 +333,7 @@ def _fields(partition: str, key: str, cells: Mapping[str, Cell]) -> dict[str, An
 
 
 def _cell(partition: str, key: str, name: str, header: bytes | None, content: bytes | None) -> Cell | None:
-    """Return what was kept; None where it is not what was put."""
+    """Return the stored cell; None if it differs from what was put."""
     text, value = (header or b"").decode(errors="replace"), content or b""
     digest, kind = text[:_DIGEST], text[_DIGEST:]
     return (kind, value) if cell_digest(partition, key, name, kind, value) == digest else None

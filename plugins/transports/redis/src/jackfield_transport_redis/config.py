@@ -1,4 +1,4 @@
-"""Settings of the backend, and what they are tried with; importable without redis."""
+"""Settings of the backend, and fixtures for the checks; importable without redis."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jackfield.sdk import option
 
 @attrs.frozen(kw_only=True)
 class Config:
-    """Where the server is, and what it has to promise."""
+    """Settings of the server's address, and the durability required of it."""
 
     url: str = option("redis://127.0.0.1:6379/0", "redis://user@host:port/number, rediss:// with TLS, or unix:///path.")
     password_variable: str = option(

@@ -1,4 +1,4 @@
-"""What runs on the server, in one piece: Lua.
+"""Lua scripts that run atomically on the server.
 
 Keys of a queue, after its prefix ``jackfield:NAME:``
 
@@ -13,7 +13,7 @@ Keys of a queue, after its prefix ``jackfield:NAME:``
 ``staged``      rows that are being restored (set), with ``staged:ID``
 =============== =======================================================================================================
 
-A checkpoint copies the set of ids, not the rows. A change of a row that is still pending first keeps what it was.
+A checkpoint copies the set of ids, not the rows. A change of a row that is still pending first saves its old value.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The connection: attempts to connect again, deadlines, and what a server has to be like."""
+"""The connection: reconnection, deadlines, and the requirements of a server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _STRICTER = {"always": ("always",), "everysec": ("everysec", "always")}
 
 
 class Server:
-    """A Redis server that keeps what it is given."""
+    """A connection to a Redis server."""
 
     def __init__(self, config: Config) -> None:
         parts = urlsplit(config.url)
@@ -62,7 +62,7 @@ class Server:
         )
 
     async def check(self) -> None:
-        """Refuse (``queue.store``) a server that is too old, a replica, evicts, or does not keep what it should."""
+        """Refuse (``queue.store``) a server that is too old, a replica, evicting, or not durable as required."""
         found: dict[str, Any] = await self.run(lambda client: client.info("all"), repeats=False)
         version = tuple(int(part) for part in str(found["redis_version"]).split(".")[:2])
         if version < _OLDEST:
@@ -92,10 +92,10 @@ class Server:
             raise self._unfit(message, wanted, settings["appendfsync"], fix)
 
     async def run(self, work: Callable[[Any], Awaitable[T]], repeats: bool = True) -> T:
-        """Do ``work`` with a client; when the connection is lost, again (``repeats``), until its time is over.
+        """Do ``work`` with a client; after a lost connection, repeat it until the deadline (``repeats``).
 
         Raises:
-            QueueError: ``queue.unreachable``, ``queue.store``; QueueFull when the server's memory is full.
+            QueueError: ``queue.unreachable``, ``queue.store``; QueueFull if the server's memory is full.
         """
         until = self._clock.time() + self._config.seconds
         pause = _FIRST_PAUSE

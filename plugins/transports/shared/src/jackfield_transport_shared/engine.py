@@ -1,4 +1,4 @@
-"""Weights from the trainer's rank 0 to every inference worker of its host, through shared memory."""
+"""Transfer weights from the trainer's rank 0 to the workers of its host through shared memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from jackfield_transport_shared.segments import Pool, Segment, mapped
 
 
 class SharedCheckpointEngine(OneSenderEngine):
-    """One end of the transfer. The trainer's rank 0 copies each tensor once, into a segment; all workers read it there.
+    """One end of the transfer. Rank 0 copies each tensor once into a segment, and all workers read it there.
 
-    Publishing does not wait for workers until ``max_bytes`` are in use. A segment is filled again once all workers have
-    read it.
+    Publishing waits for workers only when ``max_bytes`` are in use. A segment is reused once all workers have read it.
     """
 
     config: Config
@@ -37,21 +36,21 @@ class SharedCheckpointEngine(OneSenderEngine):
         self._mapped: dict[int, torch.Tensor] = {}  #: a worker's views of segments
 
     def begin(self) -> None:
-        """All segments are free, and nothing has been announced."""
+        """Begin a transfer: free all segments, and drop announcements."""
         self._pool.begin()
         self._segment, self._entries, self._used, self._bucket = None, [], 0, 0
         self._announced.clear()
         self._mapped.clear()
 
     def heard(self, peer: Peer, message: Mapping[str, Any]) -> None:
-        """Take the news of a bucket that lies ready."""
+        """Handle the announcement of a bucket."""
         if "bucket" in message:
             self._announced.append(message)
 
     async def send(
         self, session: TransferSession, weights: Generator[tuple[str, torch.Tensor], None, None]
     ) -> Mapping[str, Any]:
-        """Every tensor into shared memory, once."""
+        """Copy every tensor into shared memory, once."""
         for name, tensor in weights:
             if session.peers:
                 await self._add(session, name, tensor)
@@ -70,7 +69,7 @@ class SharedCheckpointEngine(OneSenderEngine):
         self._used = aligned(self._used + size)
 
     async def _announce(self, session: TransferSession) -> None:
-        """Tell the workers what lies in the segment that was filled."""
+        """Announce the contents of the filled segment to the workers."""
         segment, entries = self._segment, self._entries
         self._segment, self._entries, self._used = None, [], 0
         if segment is None:
@@ -82,7 +81,7 @@ class SharedCheckpointEngine(OneSenderEngine):
         await session.until(lambda _: True, "")
 
     async def _room(self, session: TransferSession, size: int) -> Segment:
-        """A segment without readers."""
+        """Wait for a segment without readers."""
 
         def has_read(peer: Peer, bucket: int | None) -> bool:
             return bucket is None or peer.said.get("read", -1) >= bucket
@@ -96,7 +95,7 @@ class SharedCheckpointEngine(OneSenderEngine):
         return segment
 
     async def receive(self, session: TransferSession) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Yield tensors where they lie, which are to be read only."""
+        """Yield views of the tensors in shared memory, which must not be written to."""
         while True:
             await session.until(lambda peer: bool(self._announced) or "done" in peer.said, "publish")
             if not self._announced:
@@ -110,7 +109,7 @@ class SharedCheckpointEngine(OneSenderEngine):
             session.tell({"read": bucket["bucket"]})
 
     async def close(self) -> None:
-        """The sender keeps its segments for the next transfer, if this one was whole."""
+        """End the transfer. The sender keeps its segments for the next one if this one was complete."""
         if not self.whole:
             self._pool.drop()  # a worker may still read there
         self.begin()

@@ -1,4 +1,4 @@
-"""Anonymous shared memory: made by the sender, mapped by workers, gone with the last process that holds it.
+"""Anonymous shared memory: created by the sender, mapped by workers, freed with its last holder.
 
 A segment is a ``memfd``: it has no name that could be left behind when processes are killed. A worker opens it through
 the sender's entry in ``/proc``, which the system allows to processes of the same user.
@@ -19,7 +19,7 @@ from jackfield.errors import WeightsError
 
 @attrs.define(eq=False)
 class Segment:
-    """A piece of shared memory, as its maker sees it."""
+    """A piece of shared memory, as seen by its creator."""
 
     number: int  #: among all that the pool has made
     descriptor: int
@@ -27,7 +27,7 @@ class Segment:
     bucket: int | None = None  #: the last bucket of this transfer that was put here
 
     def place(self) -> dict[str, Any]:
-        """Return what a worker needs in order to map it: plain values."""
+        """Return the plain values that a worker needs to map it."""
         status = os.fstat(self.descriptor)
         return {
             "pid": os.getpid(),
@@ -39,13 +39,13 @@ class Segment:
 
 
 class Pool:
-    """The sender's segments. Touching fresh memory is many times slower than copying, so they are used again.
+    """The sender's segments. They are reused, because touching fresh memory is slower than copying.
 
-    They go with the pool: with its last reference, or with the process, however it ends.
+    They are freed with the pool's last reference, or with the process, however it ends.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        """``max_bytes`` of all segments are exceeded only for a single one that is larger."""
+        """Create a pool. Only a single segment larger than ``max_bytes`` may exceed that total."""
         self._max_bytes = max_bytes
         self._segments: list[Segment] = []
         self._made = 0
@@ -56,20 +56,20 @@ class Pool:
         return sum(segment.buffer.numel() for segment in self._segments)
 
     def oldest(self) -> int | None:
-        """The first bucket that may still be read."""
+        """Return the first bucket that may still be read."""
         return min((segment.bucket for segment in self._segments if segment.bucket is not None), default=None)
 
     def begin(self) -> None:
-        """A transfer begins: everything is free."""
+        """Begin a transfer: all segments are free."""
         for segment in self._segments:
             segment.bucket = None
 
     def drop(self) -> None:
-        """Give everything back. Processes that have it mapped keep what is in it."""
+        """Release all segments. Processes that have mapped them keep the contents."""
         self._segments.clear()
 
     def take(self, size: int, free: Callable[[Segment], bool]) -> Segment | None:
-        """A segment of at least ``size`` bytes: the smallest that is ``free`` of readers, or a new one; None: wait."""
+        """Return a segment of at least ``size`` bytes: the smallest ``free`` one, or a new one; None: wait."""
         fitting = [segment for segment in self._segments if segment.buffer.numel() >= size and free(segment)]
         if fitting:
             return min(fitting, key=lambda segment: segment.buffer.numel())
@@ -101,9 +101,9 @@ def _made(number: int, size: int) -> Segment:
 
 
 def mapped(place: Mapping[str, Any]) -> torch.Tensor:
-    """A worker's private view of a segment, uint8 ``[bytes]``, to be read, so that no worker spoils the others'.
+    """Map a segment for a worker, uint8 ``[bytes]``, privately, so that no worker can change others' data.
 
-    Raises ``WeightsError``: the sender is not a process of this user on this host, or is gone.
+    Raises ``WeightsError`` if the sender is not a process of this user on this host, or is gone.
     """
     path = f"/proc/{place['pid']}/fd/{place['descriptor']}"
     try:

@@ -39,7 +39,7 @@ _FILE = "samples.sqlite"
 
 
 class SQLBackend(TransferQueueBackend):
-    """Values survive the death of the process that put them, and that of the database server."""
+    """A backend with values in a database. They survive crashes of their producer and of the server."""
 
     durable: ClassVar[bool] = True
     joins: ClassVar[bool] = True
@@ -52,7 +52,7 @@ class SQLBackend(TransferQueueBackend):
         self._entrance = asyncio.Lock()  # held while a checkpoint fixes what belongs to it
 
     async def start(self) -> None:
-        """Connect, make the tables where they are missing, and refuse those of another format."""
+        """Connect, create missing tables, and refuse tables of another format."""
         settings = self._settings
         name = settings.queue or queue_name(self.context.folder)
         rows = Rows(name, Reader(settings.tokenizer), settings.history)
@@ -65,14 +65,14 @@ class SQLBackend(TransferQueueBackend):
         self._opened = database, rows
 
     def _file(self) -> str:
-        """SQLite's, in the queue's folder; without one, for as long as the backend is open."""
+        """Return SQLite's file in the queue's folder, or a temporary one that ends with the backend."""
         if self.context.folder is not None:
             return f"sqlite:///{Path(self.context.folder).absolute() / _FILE}"
         self._temporary = tempfile.TemporaryDirectory(prefix="jackfield-sql-")
         return f"sqlite:///{Path(self._temporary.name) / _FILE}"
 
     async def put(self, request: PutRequest) -> PutResult:
-        """All columns of all rows in one transaction: a reader sees all of them or none."""
+        """Write all columns of all rows in one transaction: a reader sees all of them or none."""
         database, rows = self._open()
         samples = [
             SavedSample(partition=request.partition, key=key, cells=cells)
@@ -83,7 +83,7 @@ class SQLBackend(TransferQueueBackend):
         return PutResult(bytes=await database.run(lambda connection: rows.write(connection, samples), "write"))
 
     async def get(self, request: GetRequest) -> GetResult:
-        """Columns in the order of the keys, all of one moment; ``queue.lost`` names rows that were altered."""
+        """Return columns in the order of the keys, all of one moment; ``queue.lost`` names altered rows."""
         database, rows = self._open()
 
         def read(connection: sql.Connection) -> dict[tuple[str, str], Cell]:
@@ -98,32 +98,32 @@ class SQLBackend(TransferQueueBackend):
         )
 
     async def keys(self, request: KeysRequest) -> KeysResult:
-        """List what the tables still have."""
+        """List the rows in the tables."""
         database, rows = self._open()
         return KeysResult(
             samples=await database.run(lambda connection: rows.names(connection, request.partition), "read")
         )
 
     async def delete(self, request: DeleteRequest) -> DeleteResult:
-        """Forget rows; unknown keys are ignored."""
+        """Delete rows; unknown keys are ignored."""
         database, rows = self._open()
         async with self._entrance:
             pass
         return await database.run(lambda connection: rows.delete(connection, request.partition, request.keys), "write")
 
     async def stats(self) -> StatsResult:
-        """Rows and bytes of this queue."""
+        """Return rows and bytes of this queue."""
         database, rows = self._open()
         return await database.run(rows.count, "read")
 
     async def put_tags(self, request: TagsRequest) -> None:
-        """The tags of rows that are there, as JSON and, in the view, as columns."""
+        """Store the tags of existing rows, as JSON and as columns of the view."""
         database, rows = self._open()
         tags = dict(zip(request.keys, request.tags, strict=True))
         await database.run(lambda connection: rows.show_tags(connection, request.partition, tags), "write")
 
     async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
-        """Write the rows of one moment, while others go on writing."""
+        """Write the rows of one moment while others continue to write."""
         database, rows = self._open()
         loop, begun = asyncio.get_running_loop(), asyncio.Event()
 
@@ -139,7 +139,7 @@ class SQLBackend(TransferQueueBackend):
         return await writing
 
     async def restore(self, request: SnapshotRequest) -> SnapshotResult:
-        """Replace everything of this queue by a checkpoint, in one transaction."""
+        """Replace all rows of this queue by a checkpoint, in one transaction."""
         database, rows = self._open()
 
         def replace(connection: sql.Connection) -> SnapshotResult:

@@ -1,4 +1,4 @@
-"""Settings of the backend, and what they are tried with; importable without SQLAlchemy."""
+"""Settings of the backend, and fixtures for the checks; importable without SQLAlchemy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TAG_COLUMNS = (
 
 @attrs.frozen(kw_only=True)
 class Config:
-    """Where the database is, and what people find in it."""
+    """Settings of the database's address, and of the columns that people read."""
 
     url: str | None = option(
         None,

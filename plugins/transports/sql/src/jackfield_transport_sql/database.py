@@ -1,4 +1,4 @@
-"""Transactions in threads, with deadlines, attempts to connect again, and errors that say whose fault it is."""
+"""Transactions in threads, with deadlines, reconnection, and errors that name the cause."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 Mode = Literal["read", "write"]
 Work = Callable[[sql.Connection], T]
 
-#: What another transaction's doing makes worth another attempt: serialization failure, deadlock.
+#: Failures caused by concurrent transactions, which are retried: serialization failure, deadlock.
 _CONFLICTS = {"40001", "40P01"}
 #: The server is starting, stopping or full.
 _PASSING = {"57P01", "57P02", "57P03", "53300"}
@@ -34,8 +34,8 @@ _FIRST_PAUSE, _LAST_PAUSE = 0.05, 1.0
 class Database:
     """A pool of connections and the threads that use them.
 
-    A request is one transaction. When the connection is lost in it, or another transaction forces it to give way, it
-    is made again, until its time is over: what the backend writes is the same when written twice.
+    A request is one transaction. If its connection is lost, or it conflicts with another transaction, it is retried
+    until its deadline; the backend's writes are idempotent.
     """
 
     def __init__(self, url: str, config: Config) -> None:
@@ -47,15 +47,15 @@ class Database:
         self._writing = asyncio.Lock()  # SQLite has one writer: wait here rather than in its polling busy handler
         self._attempts: set[_Attempt] = set()
         self._clock = Clock()
-        self._known = False  # it has let us in: what it says from now on against a new connection will pass
+        self._known = False  # it accepted a connection before: later refusals are temporary
 
     @property
     def label(self) -> str:
-        """The database, without its password."""
+        """Return the database's address without its password."""
         return self._url.render_as_string(hide_password=True)
 
     async def first(self, work: Work[T]) -> T:
-        """The first transaction, which writes: a missing database is an error at once."""
+        """Run the first transaction, which writes: a missing database fails at once."""
         result = await self._attempt(work, "write", self._seconds)
         self._known = True
         return result
@@ -64,7 +64,7 @@ class Database:
         """Do ``work`` in a transaction, in a thread; a reader sees one state of the database.
 
         Raises:
-            QueueError: ``queue.unreachable`` when the database did not answer in time, ``queue.store`` when it refuses.
+            QueueError: ``queue.unreachable`` if the database does not answer in time, ``queue.store`` if it refuses.
         """
         until = self._clock.time() + (seconds or self._seconds)
         pause = _FIRST_PAUSE
@@ -78,7 +78,7 @@ class Database:
             pause = min(2 * pause, _LAST_PAUSE)
 
     def close(self) -> None:
-        """End threads and connections; what is under way on a server is broken off."""
+        """End threads and connections; running requests on a server are aborted."""
         for attempt in self._attempts:
             attempt.abandon()
         self._threads.shutdown()
@@ -147,13 +147,13 @@ class _Attempt:
             self._socket = socket.socket(fileno=os.dup(driver.fileno()))
 
     def done(self) -> None:
-        """The connection belongs to others again."""
+        """Release the connection."""
         taken, self._socket = self._socket, None
         if taken is not None:
             taken.close()
 
     def abandon(self) -> None:
-        """Where it is still under way, break its connection: the thread gets an error and is free."""
+        """Break the connection of a running transaction, which frees its thread by an error."""
         taken, self._socket = self._socket, None
         if taken is not None:
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Rows and cells of one queue in the two tables: what a transaction does, and what people read of a row."""
+"""Rows and cells of one queue in the two tables: the statements of transactions, and readable columns."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _TEXTS = {"prompt_ids": "prompt", "response_ids": "response"}
 
 
 class Reader:
-    """Rewards as numbers and, with a tokenizer, token ids as text."""
+    """A converter of rewards to numbers and, with a tokenizer, of token ids to text."""
 
     def __init__(self, tokenizer: str | None) -> None:
         self._tokenizer = None if tokenizer is None else _load(Path(tokenizer))
 
     def columns(self, cells: Mapping[str, Cell]) -> dict[str, Any]:
-        """``reward``, ``prompt`` and ``response`` of a row; None where ``cells`` do not say."""
+        """Return ``reward``, ``prompt`` and ``response`` of a row; None if missing in ``cells``."""
         found: dict[str, Any] = {"reward": None, "prompt": None, "response": None}
         if "reward" in cells:
             found["reward"] = _sum(cells["reward"])
@@ -104,7 +104,7 @@ class Rows:
         self._history = history
 
     def write(self, connection: sql.Connection, rows: Iterable[SavedSample]) -> int:
-        """Insert rows, or replace those of their cells that are given; bytes of values."""
+        """Insert rows, or replace their given cells; return the bytes of values."""
         ordered = sorted(rows, key=lambda row: (row.partition, row.key))  # one order for all writers: no deadlocks
         if not ordered:
             return 0
@@ -129,7 +129,7 @@ class Rows:
     def cells(
         self, connection: sql.Connection, partition: str, keys: Sequence[str], names: Sequence[str] | None = None
     ) -> dict[tuple[str, str], Cell]:
-        """By key and name, all names for None, without those that are not there; ``queue.lost`` names altered rows."""
+        """Return existing cells by key and name (None: all names); ``queue.lost`` names altered rows."""
         query = sql.select(*(CELLS.c[name] for name in ("key", "name", "digest", *_VALUE)))
         if names is not None:
             query = query.where(CELLS.c.name.in_(names))
@@ -154,7 +154,7 @@ class Rows:
         return found
 
     def delete(self, connection: sql.Connection, partition: str, keys: Iterable[str]) -> DeleteResult:
-        """Forget rows; unknown keys are ignored. What people read of them goes into the history, if there is one."""
+        """Delete rows; unknown keys are ignored. Their readable columns go to the history, if there is one."""
         rows = size = 0
         for some in _chunks(sorted(set(keys))):
             where = self._at(SAMPLES, partition, some)
@@ -168,7 +168,7 @@ class Rows:
         return DeleteResult(samples=rows, bytes=size)
 
     def queued_again(self, connection: sql.Connection, rows: Iterable[SavedSample]) -> None:
-        """Rows that a restore brings back are not done."""
+        """Mark rows that a restore brings back as queued."""
         for partition, group in groupby(rows, key=lambda row: row.partition):
             for some in _chunks([row.key for row in group]):
                 connection.execute(sql.delete(HISTORY).where(*self._at(HISTORY, partition, some)))
@@ -179,7 +179,7 @@ class Rows:
             connection.execute(sql.delete(table).where(table.c.queue == self._name))
 
     def count(self, connection: sql.Connection) -> StatsResult:
-        """Rows, and bytes of values."""
+        """Return the number of rows, and the bytes of values."""
         rows = sql.select(sql.func.count()).select_from(SAMPLES).where(SAMPLES.c.queue == self._name)
         size = sql.select(sql.func.coalesce(sql.func.sum(CELLS.c.bytes), 0)).where(CELLS.c.queue == self._name)
         return StatsResult(
@@ -187,7 +187,7 @@ class Rows:
         )
 
     def show_tags(self, connection: sql.Connection, partition: str, tags: Mapping[str, Mapping[str, Any]]) -> None:
-        """Tags of rows, by key; unknown keys are ignored."""
+        """Store the tags of rows by key; unknown keys are ignored."""
         place = {"at_queue": self._name, "at_partition": partition}
         updates = [{**place, "at_key": key, "new_tags": _json(each)} for key, each in sorted(tags.items())]
         if updates:
@@ -200,7 +200,7 @@ class Rows:
         return [(part, key) for part, key in connection.execute(ordered)]
 
     def archived(self, connection: sql.Connection, places: Sequence[tuple[str, str]]) -> Iterator[SavedSample]:
-        """Rows with all that they have, as many at a time as may be in memory."""
+        """Yield complete rows, loading as many at a time as fit into memory."""
         sizes = sql.select(CELLS.c.key, sql.func.sum(CELLS.c.bytes)).group_by(CELLS.c.key)
         tags = sql.select(SAMPLES.c.key, SAMPLES.c.tags)
         for partition, group in groupby(places, key=lambda place: place[0]):
@@ -223,7 +223,7 @@ class Rows:
 
 
 def _cell(place: tuple[str, str, str], digest: str, kind: str, text: str | None, content: bytes | None) -> Cell | None:
-    """Return what was kept; None where it is not what was put."""
+    """Return the stored cell; None if it differs from what was put."""
     try:
         value = text.encode() if text else content or b""
         return (kind, value) if cell_digest(*place, kind, value) == digest else None

@@ -1,4 +1,4 @@
-"""Tables and view, the same in SQLite and PostgreSQL, and how they come to be."""
+"""Tables and view, the same in SQLite and PostgreSQL, and their creation."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ CELLS = sql.Table(
 
 
 def prepare(connection: sql.Connection, tag_columns: Sequence[str] | None) -> None:
-    """Make tables and view where they are missing, in a transaction that writes; refuse those of another format."""
+    """Create missing tables and the view in a writing transaction; refuse tables of another format."""
     server = connection.dialect.name == "postgresql"
     if server:
         connection.execute(sql.select(sql.func.pg_advisory_xact_lock(_LOCK)))
@@ -90,7 +90,7 @@ def prepare(connection: sql.Connection, tag_columns: Sequence[str] | None) -> No
 
 
 def _make_view(connection: sql.Connection, tag_columns: Sequence[str]) -> None:
-    """All samples, with tags as columns."""
+    """Create the view of all samples, with tags as columns."""
     parts = [
         sql.select(
             *(table.c[name] for name in ("queue", "partition", "key", "created")),
