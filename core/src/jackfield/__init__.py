@@ -8,7 +8,7 @@ __version__: str
 
 
 def __getattr__(name: str) -> str:
-    """Look the version up on first use: it takes longer than much that a small process does."""
+    """Look up the version on first use, because this is slow for a small process."""
     if name == "__version__":
         from importlib.metadata import version
 

@@ -28,12 +28,12 @@ class Clock:
         """Await ``awaitable`` for at most ``seconds``.
 
         Args:
-            awaitable: a coroutine or future; it is cancelled when time runs out.
-            seconds: the deadline, from now.
-            waiting_for: what is waited for; the error names it.
+            awaitable: A coroutine or future, which is cancelled at the deadline.
+            seconds: The deadline, counted from now.
+            waiting_for: A description of the awaited event, for the error.
 
         Raises:
-            DeadlineExceeded: time ran out.
+            DeadlineExceeded: If the deadline passes.
         """
         if isinstance(awaitable, asyncio.Future) and not isinstance(awaitable, asyncio.Task):
             return await _future(awaitable, seconds, waiting_for)
@@ -42,12 +42,12 @@ class Clock:
                 return await awaitable
         except TimeoutError as error:
             if not scope.expired():
-                raise  # a timeout of the awaitable's own
+                raise  # a timeout within the awaitable
             raise _too_late(seconds, waiting_for) from error
 
 
 async def _future(future: asyncio.Future[T], seconds: float, waiting_for: str) -> T:
-    """What :meth:`Clock.wait_for` does, at a third of its cost: requests to queues wait for futures."""
+    """Do the same as :meth:`Clock.wait_for` at a third of its cost, as queue requests wait for futures."""
     timer = future.get_loop().call_later(seconds, future.cancel, waiting_for)
     try:
         return await future
@@ -68,15 +68,15 @@ def _too_late(seconds: float, waiting_for: str) -> DeadlineExceeded:
 class VirtualClock(Clock):
     """A clock that jumps to the next deadline as soon as every task waits.
 
-    Use :meth:`run` in the place of :func:`asyncio.run`; ``asyncio.sleep`` and ``asyncio.timeout`` inside it run on
-    virtual time, too. Work in threads or other processes does not hold the clock.
+    Use :meth:`run` instead of :func:`asyncio.run`; ``asyncio.sleep`` and ``asyncio.timeout`` inside it also use
+    virtual time. Work in threads or other processes does not stop the clock.
     """
 
     def __init__(self) -> None:
         self.now = 0.0
 
     def time(self) -> float:
-        """Return the virtual seconds since the clock was made."""
+        """Return the virtual seconds since the clock was created."""
         return self.now
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
@@ -85,7 +85,7 @@ class VirtualClock(Clock):
             return runner.run(main)
 
     def make_loop(self) -> asyncio.AbstractEventLoop:
-        """Make an event loop that runs on virtual time."""
+        """Create an event loop that runs on virtual time."""
         loop = asyncio.SelectorEventLoop(_JumpingSelector(self))
         loop.time = self.time  # type: ignore[method-assign]
         return loop

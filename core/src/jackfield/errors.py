@@ -1,7 +1,7 @@
-"""Every error that Jackfield raises on purpose, in one tree.
+"""The tree of all exceptions that Jackfield raises.
 
-Each carries a ``code``, which is listed in :data:`CODES` and in ``docs/reference/errors.md``, what went wrong, where,
-what was expected, what was found and how to fix it.
+Each exception has a ``code``, which :data:`CODES` and ``docs/reference/errors.md`` list, and says what went wrong,
+where, what was expected, what was found and how to fix it.
 """
 
 from __future__ import annotations
@@ -121,15 +121,15 @@ _DETAILS = ("where", "expected", "found", "fix")
 
 
 class JackfieldError(Exception):
-    """Base of all errors.
+    """The base class of all errors.
 
     Args:
-        message: what went wrong, one sentence without a full stop.
-        code: one of :data:`CODES`; each class has a default.
-        where: the place: a file and line, a path in the configuration, a plugin, a sample.
-        expected: what would have been right.
-        found: what was there.
-        fix: what the reader can do.
+        message: What went wrong, in one sentence without a full stop.
+        code: One of :data:`CODES`; each class has a default.
+        where: The place: a file and line, a path in the configuration, a plugin, a sample.
+        expected: The expected value or state.
+        found: The actual value or state.
+        fix: What the reader can do.
     """
 
     default_code = "run.failed"
@@ -164,20 +164,20 @@ class JackfieldError(Exception):
         return functools.partial(type(self), **details), (self.message,)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the error as JSON-ready fields (what ``--json`` prints)."""
+        """Return the error as JSON-ready fields, as ``--json`` prints them."""
         values = {name: getattr(self, name) for name in _DETAILS}
         details = {name: None if value is None else str(value) for name, value in values.items()}
         return {"code": self.code, "message": self.message, **details}
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Return the hint of a message at the known name that is close to a wrong one; empty: none is."""
+    """Return a hint at the known name that is closest to a wrong one; empty if none is close."""
     close = difflib.get_close_matches(str(name), known, n=1)
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 
 def described(error: BaseException) -> str:
-    """Describe an exception in one line, with the file and line that raised it, of the user's code where it can."""
+    """Describe an exception in one line, with the file and line that raised it, in user code if possible."""
     installed = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
     libraries = (os.path.dirname(__file__) + os.sep, "<frozen ", *installed)
     frames = traceback.extract_tb(error.__traceback__)
@@ -187,14 +187,14 @@ def described(error: BaseException) -> str:
 
 
 def error_fields(error: BaseException) -> dict[str, Any]:
-    """Return an error as plain values, to be sent to another process."""
+    """Return an error as plain values that can be sent to another process."""
     if isinstance(error, JackfieldError):
         return {"class": type(error).__name__, **error.as_dict()}
     return {"class": None, "message": f"{type(error).__name__}: {error}"}
 
 
 def rebuilt_error(fields: Mapping[str, Any], where: str) -> JackfieldError:
-    """Make the error of :func:`error_fields` that another process has sent, which ``where`` names."""
+    """Return the error from the :func:`error_fields` that another process, named by ``where``, sent."""
     kind = globals().get(str(fields.get("class")))
     if not (isinstance(kind, type) and issubclass(kind, JackfieldError)):
         return RunError(f"{where} raised {fields.get('message')}", where=where)
@@ -252,7 +252,7 @@ class QueueFull(QueueError, code="queue.full"):
 
 
 class RpcError(JackfieldError, code="rpc.malformed"):
-    """A message between processes was refused, or a call failed on its way."""
+    """A message between processes was refused, or a call could not be delivered."""
 
 
 class WeightsError(JackfieldError, code="weights.transfer"):
@@ -264,12 +264,12 @@ class ScheduleError(JackfieldError, code="config.invalid-value"):
 
 
 class RunError(JackfieldError, code="run.failed"):
-    """A run cannot start, go on or be resumed."""
+    """A run cannot start, continue or resume."""
 
 
 class WorkerLost(RunError, code="worker.died"):
-    """A worker died, and with it what it was doing."""
+    """A worker died and its work was lost."""
 
 
 class DeadlineExceeded(JackfieldError, code="deadline"):
-    """A wait ended without what was waited for."""
+    """A wait reached its deadline."""

@@ -1,7 +1,7 @@
-"""Files that stay whole: replacement in one move, appends that are whole or absent, and digests that show damage.
+"""Atomic replacement of files, atomic appends, and digests that detect damage.
 
-``seal('{"step": 3}')`` is ``{"step": 3, "digest": "…"}``: 32 hexadecimal digits, the xxh3_128 of the text before. In a
-chain each text's digest also covers the digest of the text before it.
+``seal('{"step": 3}')`` is ``{"step": 3, "digest": "…"}``. The digest is the xxh3_128 of the original text in 32
+hexadecimal digits. In a chain each digest also covers the digest of the previous text.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _KEY = ', "digest": "'
 
 @contextlib.contextmanager
 def replacing(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterator[Path]:
-    """Yield an empty file to write to, which takes the place of ``path`` in one move at the end.
+    """Yield an empty file to write to, which atomically replaces ``path`` at the end of the block.
 
-    Where the block or the move fails, the file at ``path`` is as before. Missing folders are made. ``mode`` is less the
-    process's umask; ``durable`` brings the contents to the disk before the move.
+    If the block or the replacement fails, the file at ``path`` is unchanged. Missing folders are created. The umask
+    applies to ``mode``; ``durable`` syncs the contents to the disk before the replacement.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -40,29 +40,29 @@ def replacing(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterato
 
 
 def replace_file(path: Path, content: bytes | str, *, mode: int = 0o666, durable: bool = True) -> None:
-    """Replace the file at ``path`` in one move; readers see the old or the new one. See :func:`replacing`."""
+    """Replace the file at ``path`` atomically. Readers see the old or the new file; see :func:`replacing`."""
     with replacing(path, mode=mode, durable=durable) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 class AppendFile:
-    """An append-only file in which each append is whole or absent, also when the process is killed or a disk fills.
+    """A file with atomic appends: each is complete or absent, even after a kill or on a full disk.
 
     Args:
-        path: opened at its end; made when it does not exist.
-        tail: bytes that end the file after every append (the bracket that closes a JSON array). A file that is not
-            empty must end with them already.
+        path: The file, which is created if it does not exist.
+        tail: Bytes that end the file after every append (the bracket that closes a JSON array). A file that is not
+            empty must already end with them.
     """
 
     def __init__(self, path: Path, tail: bytes = b"") -> None:
         path.touch()
-        # Unbuffered: one append is one write of the operating system, so that a kill leaves none half done.
+        # Unbuffered: one append is one system call, so that a kill cannot leave a partial append.
         self._file = path.open("r+b", buffering=0)
         self._tail = tail
         self._end = max(path.stat().st_size - len(tail), 0)
 
     def append(self, data: bytes) -> None:
-        """Write ``data`` at the end; when that raises an ``OSError`` the file is as before."""
+        """Write ``data`` at the end. If that raises an ``OSError``, the file is unchanged."""
         try:
             self._write(data + self._tail)
         except BaseException:
@@ -73,7 +73,7 @@ class AppendFile:
         self._end += len(data)
 
     def close(self) -> None:
-        """Close the file; a second time does nothing."""
+        """Close the file. Idempotent."""
         self._file.close()
 
     def _write(self, data: bytes) -> None:
@@ -84,7 +84,7 @@ class AppendFile:
 
 
 def sync(path: Path) -> None:
-    """Bring a file's contents, or a folder's names, to the disk."""
+    """Sync a file's contents or a folder's names to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -93,25 +93,25 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Bring everything in the folder to the disk, the contents of each folder before its own names."""
+    """Sync everything in a folder to the disk, the contents of each folder before its names."""
     for path in sorted(folder.rglob("*"), reverse=True):
         sync(path)
     sync(folder)
 
 
 def digest_of(path: Path) -> str:
-    """Compute the xxh3_128 of a file's contents: 32 hexadecimal digits."""
+    """Return the xxh3_128 of a file's contents in 32 hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def seal(text: str, after: str = "") -> str:
-    """Add the digest of a non-empty JSON object's text as its last entry, ``after`` the digest before it in a chain."""
+    """Add a digest as the last entry of a non-empty JSON object. ``after`` is the previous digest of a chain."""
     return f'{text[:-1]}{_KEY}{xxhash.xxh3_128_hexdigest((after + text).encode())}"}}'
 
 
 def unseal(content: bytes, after: str = "") -> dict[str, Any]:
-    """Read the object that was sealed, without its digest; a ``ValueError``: the contents are others."""
+    """Return a sealed object without its digest. Raise a ``ValueError`` if the digest does not match."""
     text = content.decode()
     body = text.rpartition(_KEY)[0] + "}"
     if text != seal(body, after):

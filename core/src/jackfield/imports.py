@@ -1,4 +1,4 @@
-"""Importing large libraries."""
+"""Faster imports of large libraries."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _own = False
 
 
 def own_process() -> None:
-    """Say that this process does nothing but Jackfield's work, so that what large imports find there may stay."""
+    """Mark this process as Jackfield's own, so that objects may be exempted from garbage collection."""
     global _own
     _own = True
 
 
 @contextlib.contextmanager
 def collection_paused() -> Iterator[None]:
-    """Pause cyclic garbage collection; in a process of our own, exempt what a large import has brought for good.
+    """Pause cyclic garbage collection; in our own process, exempt the objects of a large import permanently.
 
-    What imports make lives on. To look for garbage among it takes a fifth of the time in which torch and transformers
-    are imported, and a quarter of a second in each full collection later, of which the interpreter's end has several.
+    Objects from imports stay alive. Searching them for garbage takes a fifth of the import time of torch and
+    transformers, and a quarter of a second in each later full collection, of which there are several at exit.
     """
     enabled, before = gc.isenabled(), len(sys.modules)
     gc.disable()

@@ -1,6 +1,6 @@
-"""Settings: plain values from YAML and overrides to frozen attrs classes, with errors that name the bad value's path.
+"""Conversion of plain values to frozen attrs classes, with errors that name the path of a bad value.
 
-Configurations, manifests, plugin settings and messages are read by it.
+It reads configurations (YAML and overrides), manifests, plugin settings and messages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LARGEST_FLOAT, _LARGEST_INT = 3.4028234663852886e38, 2**63 - 1
 def option(default: Any = attrs.NOTHING, help: str = "", validator: Any = None, *, factory: Any = None) -> Any:
     """Declare a field of a settings class with a help text, which ``jackfield config explain`` prints.
 
-    The validator of a field whose default is None lets None pass.
+    The validator of a field with the default None accepts None.
     """
     default = attrs.Factory(factory) if factory is not None else default
     validator = attrs.validators.optional(validator) if default is None and validator is not None else validator
@@ -36,13 +36,13 @@ def option(default: Any = attrs.NOTHING, help: str = "", validator: Any = None, 
 
 
 def structure(cls: type[T], data: Any, where: str = "", error: type[JackfieldError] = ConfigError) -> T:
-    """Make an instance of the attrs class ``cls`` from plain values, those of YAML, TOML or JSON.
+    """Create an instance of the attrs class ``cls`` from plain values of YAML, TOML or JSON.
 
-    Nested attrs classes, lists, tuples, mappings, literals and unions are followed. Numbers that a float32 or an int64
-    cannot hold are refused, NaN and infinity among them. ``where`` is the path of ``data``, the prefix in errors.
+    Nested attrs classes, lists, tuples, mappings, literals and unions are supported. Numbers that a float32 or an int64
+    cannot represent are refused, as are NaN and infinity. ``where`` is the path of ``data``, the prefix in errors.
 
     Raises:
-        JackfieldError: of class ``error`` with ``config.unknown-key`` (with a suggestion), ``config.missing-key``,
+        JackfieldError: An ``error`` with ``config.unknown-key`` (with a suggestion), ``config.missing-key``,
             ``config.wrong-type`` or ``config.invalid-value``.
     """
     try:
@@ -54,7 +54,7 @@ def structure(cls: type[T], data: Any, where: str = "", error: type[JackfieldErr
 
 
 def read_yaml(file: Path) -> Any:
-    """Read the values of a YAML file, an empty one's too, or raise ``config.unreadable``."""
+    """Read the values of a YAML file, which may be empty, or raise ``config.unreadable``."""
     refused = functools.partial(ConfigError, code="config.unreadable", where=str(file))
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -88,7 +88,7 @@ def apply_override(values: Mapping[str, Any], text: str) -> dict[str, Any]:
 
 
 def explain(settings: Any, path: str = "") -> Iterator[tuple[str, Any, Any, str]]:
-    """List every setting of an attrs instance, nested ones too, as (path, value, default, help)."""
+    """Yield every setting of an attrs instance, including nested ones, as (path, value, default, help)."""
     for field in attrs.fields(type(settings)):
         value, inner = getattr(settings, field.name), f"{path}.{field.name}".lstrip(".")
         if attrs.has(type(value)):
@@ -98,14 +98,14 @@ def explain(settings: Any, path: str = "") -> Iterator[tuple[str, Any, Any, str]
 
 
 def default_of(field: Any, made: Any = None) -> Any:
-    """Return the default of a field, of the instance ``made``, as ``jackfield config explain`` shows it."""
+    """Return a field's default for the instance ``made``, as ``jackfield config explain`` shows it."""
     if isinstance(field.default, attrs.Factory):  # type: ignore[arg-type]
         return field.default.factory(made) if field.default.takes_self else field.default.factory()
     return "(required)" if field.default is attrs.NOTHING else field.default
 
 
 def flatten(values: Any, path: str = "") -> dict[str, Any]:
-    """Return plain values by their path; an empty mapping has none."""
+    """Return plain values by path; an empty mapping gives none."""
     if not isinstance(values, Mapping):
         return {path: values}
     found = (flatten(inner, f"{path}.{key}".lstrip(".")) for key, inner in values.items())
@@ -113,7 +113,7 @@ def flatten(values: Any, path: str = "") -> dict[str, Any]:
 
 
 def range_of(validator: Any) -> str:
-    """Say what validators of attrs ask of a number: ``>= 0 and < 1``."""
+    """Return the range of a number that attrs validators allow: ``>= 0 and < 1``."""
     if inner := getattr(validator, "validator", None) or getattr(validator, "member_validator", None):
         return range_of(inner)
     if hasattr(validator, "_validators"):
@@ -123,7 +123,7 @@ def range_of(validator: Any) -> str:
 
 @attrs.frozen
 class _Reader:
-    """Reads plain values as typed ones; ``path`` is where a value stands, for errors."""
+    """A converter of plain values to typed values; ``path`` is the path of a value, for errors."""
 
     error: type[JackfieldError]
 
@@ -173,20 +173,20 @@ class _Reader:
         return cls(**{fields[name].alias: value for name, value in values.items()})
 
     def validate(self, field: Any, made: Any, path: str) -> None:
-        """Check a value by the validator of its field, which may look at other fields of what is made."""
+        """Check a value with its field's validator, which may read other fields of the instance."""
         value, expected = getattr(made, field.name), f"{_type_name(field.type)} {range_of(field.validator)}".strip()
         try:
             if field.validator is not None:
                 field.validator(made, field, value)
         except ConfigError:
-            raise  # it names the place within the value, and what to do
+            raise  # it already names the place within the value and the fix
         except JackfieldError as caught:
             raise self.wrong(value, path, caught.expected, ValueError(caught.message)) from caught
         except Exception as caught:
             raise self.wrong(value, path, expected, caught) from caught
 
     def member(self, members: Sequence[Any], value: Any, path: str, bounds: str) -> Any:
-        """Read the value as the first member of a union that it fits."""
+        """Convert a value to the first member of a union that accepts it."""
         if len(members) == 1:
             return self.read(members[0], value, path, bounds)
         for one in members:
@@ -195,7 +195,7 @@ class _Reader:
         raise TypeError
 
     def items(self, kind: Any, members: Sequence[Any], value: Any, path: str) -> Any:
-        if isinstance(value, str | bytes | Mapping):  # a text is a sequence of texts to Python, and never here
+        if isinstance(value, str | bytes | Mapping):  # unlike in Python, a text is not a sequence of texts here
             raise TypeError
         values = list(value)
         if kind is not tuple or members[-1] is Ellipsis:
@@ -206,7 +206,7 @@ class _Reader:
         return tuple(read) if kind is tuple else read
 
     def wrong(self, value: Any, path: str, expected: object, caught: Exception) -> JackfieldError:
-        """Make the error of a value that is of another type, which a ``TypeError`` says, or out of range."""
+        """Return the error of a value of a wrong type (after a ``TypeError``) or out of range."""
         found, problem = repr(value)[:200], caught.args[0] if caught.args else caught
         code = "config.invalid-value"
         if isinstance(caught, TypeError):
@@ -230,7 +230,7 @@ def _scalar(kind: Any, value: Any) -> Any:
     if kind is not float:
         return value
     try:
-        number = float(value)  # YAML reads 1e-3 as a text
+        number = float(value)  # YAML parses 1e-3 as a text
     except ValueError:
         raise TypeError from None
     except OverflowError:

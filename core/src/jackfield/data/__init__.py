@@ -1,3 +1,3 @@
-"""Data: tasks in a seeded order that resumes, and text that becomes tokens once."""
+"""Data: tasks, their seeded and resumable order, and tokenization."""
 
 from __future__ import annotations

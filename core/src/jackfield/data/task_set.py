@@ -1,4 +1,4 @@
-"""The tasks of a file, by number, and the order in which they come."""
+"""The tasks of a file by number, and the seeded order in which they are used."""
 
 from __future__ import annotations
 
@@ -19,33 +19,34 @@ import xxhash
 from jackfield.data.tasks import Task, TaskFormat, malformed, naming
 from jackfield.errors import DataError
 
-#: Lines in the first so many bytes of a file are parsed when the file is opened, later ones when they are used.
+#: Lines in this many first bytes of a file are parsed when the file is opened, later ones when they are used.
 CHECKED_BYTES = 64 * 2**20
-LINE_BYTES = 16 * 2**20  #: of the longest line
+LINE_BYTES = 16 * 2**20  #: maximum length of a line
 _GSM8K = TaskFormat()
 
 
 class TaskSet(Sequence[Task]):
-    """The tasks of a JSONL file, whose lines may be blank: 16 bytes of memory per task, one ``pread`` per access.
+    """The tasks of a JSONL file, which may have blank lines and be larger than memory.
 
-    So a file may be larger than memory. It stays open. A number is stable as long as the file is: :attr:`digest` tells.
+    A task takes 16 bytes of memory, and an access is one ``pread``; the file stays open. :attr:`digest` shows changes
+    of the file, which may change the numbers of tasks.
 
     Args:
-        file: its path.
-        task_format: how records become tasks; GSM8K's format by default.
-        limit: use the first so many tasks only.
-        answers: refuse a record without an answer to learn from.
+        file: The path of the file.
+        task_format: The conversion of records to tasks; GSM8K's format by default.
+        limit: Use only this many first tasks.
+        answers: Refuse records without an answer to train on.
 
     Raises:
-        DataError: ``data.missing``, ``data.empty``, ``data.malformed`` (lines in the first 64 MiB of the file are
-            checked here, ids among them for doubles; later lines when they are used).
+        DataError: ``data.missing``, ``data.empty``, ``data.malformed``. The first 64 MiB of lines are checked here,
+            also for duplicate ids; later lines when they are used.
     """
 
     def __init__(
         self, file: str | Path, task_format: TaskFormat = _GSM8K, *, limit: int | None = None, answers: bool = False
     ) -> None:
         self._path, self._format = Path(file), task_format
-        self.answers = answers  #: whether each task has an answer to learn from
+        self.answers = answers  #: whether each task has an answer to train on
         if not self._path.is_file():
             found = "a folder" if self._path.is_dir() else "nothing"
             details = {"where": str(file), "expected": "a JSONL file", "found": found}
@@ -54,7 +55,7 @@ class TaskSet(Sequence[Task]):
         self._offsets, self._lines = array.array("Q"), array.array("Q")
         self._file = os.open(file, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
-        self.digest = self._scan()  #: of the file's bytes: what a resumed run compares
+        self.digest = self._scan()  #: of the file's bytes, which a resumed run compares
         self._length = len(self._lines) if limit is None else min(limit, len(self._lines))
         if not self._length:
             expected = "one JSON object per line"
@@ -85,7 +86,7 @@ class TaskSet(Sequence[Task]):
         return self._length
 
     def __getitem__(self, number: Any) -> Any:
-        """One task by number, or a list of them by a slice."""
+        """Return a task by number, or a list of tasks by slice."""
         if isinstance(number, slice):
             return [self[each] for each in range(*number.indices(self._length))]
         index = number + self._length if number < 0 else number
@@ -115,7 +116,7 @@ class TaskSet(Sequence[Task]):
 
 
 def _check_line(line: bytes, number: int) -> None:
-    """Refuse what would otherwise be read into memory, or be cut in two, before it can be parsed."""
+    """Refuse a line that is too long, or a file in UTF-16, before it is parsed."""
     if len(line) > LINE_BYTES:
         raise malformed("a line is too long", f"at most {LINE_BYTES >> 20} MiB", f"more than {LINE_BYTES} bytes")
     if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -123,14 +124,14 @@ def _check_line(line: bytes, number: int) -> None:
 
 
 def _parsed(text: bytes) -> Any:
-    """Parse a line that any other process, too, can read: finite numbers, integers of 64 bits, texts in UTF-8.
+    """Parse a JSON line with portable values: finite numbers, 64-bit integers, texts in UTF-8.
 
     Raises:
-        ValueError, RecursionError: it is none.
+        ValueError, RecursionError: If the line is invalid.
     """
     value = json.loads(text.decode("utf-8-sig"), parse_constant=_finite, parse_float=_finite, parse_int=_integer)
     if rb"\ud" in text.lower():
-        json.dumps(value, ensure_ascii=False).encode()  # refuses half of a surrogate pair
+        json.dumps(value, ensure_ascii=False).encode()  # refuse half of a surrogate pair
     return value
 
 
@@ -148,12 +149,12 @@ def _integer(text: str) -> int:
 
 @attrs.frozen
 class SeededOrder:
-    """An endless walk over the numbers 0 … size-1: each epoch is another permutation, fixed by seed and epoch.
+    """An endless sequence of the numbers 0 … size-1, with one seeded permutation per epoch.
 
-    The state of a walk is its position, and any position costs the same: a Feistel network with modular addition
+    Its only state is the position, and every position has the same cost: a Feistel network with modular addition
     permutes the numbers (format-preserving encryption; Black and Rogaway, "Ciphers with arbitrary finite domains",
-    2002), so that no permutation is ever stored. The end of one epoch may name a number that the next begins with:
-    within a batch, tell samples apart by position, not by task.
+    2002), so that no permutation is stored. A number at the end of one epoch may recur at the start of the next:
+    within a batch, identify samples by position, not by task.
     """
 
     size: int = attrs.field(validator=attrs.validators.ge(1))
@@ -161,7 +162,7 @@ class SeededOrder:
     shuffle: bool = attrs.field(default=True, kw_only=True)  #: False: every epoch is 0, 1, 2, …
 
     def index(self, position: int) -> int:
-        """The number at a position of the walk; positions count from 0 through all epochs."""
+        """Return the number at a position, which counts from 0 through all epochs."""
         if position < 0:
             raise IndexError(f"position {position} is before the beginning")
         epoch, place = divmod(position, self.size)
@@ -171,7 +172,7 @@ class SeededOrder:
         rows = math.isqrt(self.size - 1) + 1
         columns = -(-self.size // rows)
         key = xxhash.xxh3_64_intdigest(f"{self.seed}:{epoch}".encode())
-        while True:  # the network permutes rows x columns >= size numbers: walk until inside again
+        while True:  # the network permutes rows x columns >= size numbers: repeat until the result is below size
             left, right = divmod(place, columns)
             for turn in range(0, 8, 2):
                 left = (left + _mix(key, turn, right)) % rows

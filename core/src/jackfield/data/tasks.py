@@ -1,6 +1,6 @@
-"""Tasks: what a model is asked and what is right, and how a record becomes one.
+"""Tasks, which have a prompt and its answers, and the conversion of records to tasks.
 
-A record holds texts or conversations, lists of messages, as prompt and as answers. What is refused is
+A record has texts or conversations (lists of messages) as prompt and answers. Invalid records raise
 ``data.malformed``.
 """
 
@@ -18,40 +18,40 @@ import attrs
 from jackfield.errors import ConfigError, DataError
 from jackfield.settings import option
 
-Conversation: TypeAlias = tuple[Mapping[str, Any], ...]  #: messages with a role and content each
+Conversation: TypeAlias = tuple[Mapping[str, Any], ...]  #: messages, each with a role and content
 Answer: TypeAlias = str | Conversation  #: a text, or the messages that follow the prompt
 
-_ASKING = ("user", "system", "developer")  #: roles of which the last ends the prompt of a conversation
+_ASKING = ("user", "system", "developer")  #: the last message of these roles ends the prompt
 _ROLES = {*_ASKING, "assistant", "tool", "function"}
 _PACKED = re.compile(r"""\s*\[\s*\{\s*(['"])\w+\1\s*:""")
 _MESSAGES = "a list of messages, each with a role (a text) and content (a text, or parts)"
-#: Parameters of an agent loop's ``run`` beside the fields.
+#: Parameters of an agent loop's ``run`` that are not fields of the task.
 _RESERVED = frozenset({"self", "sampling_params"})
 _MISSING = "name the right keys of the records in data.format; null where they have none"
 
 
 @attrs.frozen(kw_only=True)
 class Task:
-    """One problem: what the model is asked, and what is right."""
+    """One problem with its prompt and, if known, its answers."""
 
-    id: str  #: unique in its set and stable: the record's own, or the file's stem and the line number
-    messages: tuple[Mapping[str, Any], ...]  #: role and content each; what the model is asked
+    id: str  #: unique in its set and stable: the record's id, or the file's stem and the line number
+    messages: tuple[Mapping[str, Any], ...]  #: the prompt, messages with role and content
     ground_truth: str = ""
-    data_source: str = ""  #: the name by which rewards and metrics tell data sets apart
-    fields: Mapping[str, Any] = attrs.field(factory=dict)  #: the whole record: JSON values only
-    response: Answer | None = None  #: what supervised training teaches: a text, or messages after the prompt's
-    rejected: Answer | None = None  #: what a preference ranks below the response
-    place: str = attrs.field(default="", eq=False)  #: for errors: ``file:line``
+    data_source: str = ""  #: name of the data set for rewards and metrics
+    fields: Mapping[str, Any] = attrs.field(factory=dict)  #: the whole record, with JSON values only
+    response: Answer | None = None  #: target of supervised training: a text, or messages after the prompt
+    rejected: Answer | None = None  #: the answer that a preference ranks below the response
+    place: str = attrs.field(default="", eq=False)  #: ``file:line``, for errors
 
     def agent_fields(self) -> dict[str, Any]:
-        """Return keywords for an agent loop's ``run``: the record's fields, in which the task's own ones win."""
+        """Return keyword arguments of an agent loop's ``run``: the record's fields, overridden by the task's."""
         own = {"task_id": self.id, "data_source": self.data_source, "ground_truth": self.ground_truth}
         return {**self.fields, "messages": list(self.messages), **own}
 
 
 @attrs.frozen(kw_only=True)
 class TaskFormat:
-    """How a record becomes a task. A key may be a path (``reward_model.ground_truth``)."""
+    """The conversion of records to tasks. A key may be a path (``reward_model.ground_truth``)."""
 
     prompt_key: str | None = option(
         "question",
@@ -61,19 +61,19 @@ class TaskFormat:
     answer_key: str | None = option("answer", "Field with the ground truth; null: tasks have none.")
     response_key: str | None = option(
         None,
-        "Field with what supervised training teaches: a text, or a list of messages; null: the assistant's last "
+        "Field with the target of supervised training: a text, or a list of messages; null: the assistant's last "
         "turn in the conversation, or answer_key.",
     )
     rejected_key: str | None = option(
-        None, "Field with what a preference ranks below it (dpo): a text, or a list of messages."
+        None, "Field with the rejected answer of a preference (dpo): a text, or a list of messages."
     )
     messages_key: str | None = option(
         None,
-        "Field with a list of messages (role and content), in the place of prompt_key. Where the assistant has "
-        "the last word, its last turn is the answer and what is before it the prompt.",
+        "Field with a list of messages (role and content), instead of prompt_key. If the last message is the "
+        "assistant's, its last turn is the answer and the messages before it are the prompt.",
     )
     id_key: str = option("id", "Field with the task's id; records without it get file stem and line number.")
-    system: str | None = option(None, "A system message to put in front.")
+    system: str | None = option(None, "System message that is put before the prompt.")
     prompt_template: str = option("{prompt}", "Text of the user's message; {prompt} stands for the problem.")
     data_source: str | None = option(None, "Name of the data set; null: the record's data_source, or file stem.")
 
@@ -86,7 +86,7 @@ class TaskFormat:
             raise ConfigError("a prompt template has no effect on conversations", where="prompt_template", fix=fix)
 
     def task(self, record: Any, default_id: str, default_source: str) -> Task:
-        """Make a task of a parsed line; the defaults are for a record without an id, or without a data source."""
+        """Convert a parsed line to a task. The defaults are for records without an id or a data source."""
         if not isinstance(record, dict):
             raise malformed("a line is not a JSON object", "a JSON object", type(record).__name__)
         for name in _RESERVED & record.keys():
@@ -110,7 +110,7 @@ class TaskFormat:
         )
 
     def _parts(self, record: dict[str, Any], answer: Any) -> tuple[Conversation, Answer | None, Answer | None]:
-        """The prompt, what is taught, and what is ranked below it."""
+        """Return the prompt, the response and the rejected answer."""
         taught, rejected = (
             None if key is None else read_answer(unpacked(_lookup(record, key)), key)
             for key in (self.response_key, self.rejected_key)
@@ -129,7 +129,7 @@ class TaskFormat:
         return prompt, taught, rejected
 
     def _prompt(self, record: dict[str, Any]) -> tuple[Conversation, Conversation | None]:
-        """The prompt's messages, and those of the answer where the assistant has the last word."""
+        """Return the prompt's messages, and the answer's if the last message is the assistant's."""
         key = self.messages_key or self.prompt_key
         assert key is not None
         value = unpacked(_lookup(record, key))
@@ -157,9 +157,9 @@ def _lookup(record: dict[str, Any], path: str) -> Any:
 
 
 def unpacked(value: Any) -> Any:
-    """Return messages that a table has as a text (JSON, or Python's notation, as pandas writes CSV); else the value.
+    """Return the messages in a text (JSON, or Python's notation as in CSV files of pandas), else the value.
 
-    A text is taken for messages only if the whole of it is a list of objects with a known role and content each.
+    A text counts as messages only if all of it is a list of objects, each with a known role and content.
     """
     if not isinstance(value, str) or not _PACKED.match(value):
         return value
@@ -172,14 +172,14 @@ def unpacked(value: Any) -> Any:
 
 
 def read_conversation(value: Any, key: str) -> Conversation:
-    """Check a list of messages."""
+    """Check and return a list of messages."""
     if not is_conversation(value):
         raise malformed(f"field {key!r} is not a conversation", _MESSAGES, repr(value)[:200])
     return tuple(value)
 
 
 def read_answer(value: Any, key: str) -> Answer:
-    """Check an answer that is taught: a text, a number (as its JSON text), or a list of messages."""
+    """Check and return a target answer: a text, a number (as its JSON text) or a list of messages."""
     if isinstance(value, str | int | float):
         return plain_text(value)
     if not isinstance(value, list):
@@ -200,7 +200,7 @@ def check_turn(answer: Answer | None) -> None:
 
 
 def check_preference(better: Answer | None, worse: Answer) -> None:
-    """Refuse two answers of which neither is the better one."""
+    """Refuse a preference between two equal answers."""
     one, other = (
         each[0]["content"] if isinstance(each, tuple) and len(each) == 1 else each for each in (better, worse)
     )
@@ -210,10 +210,10 @@ def check_preference(better: Answer | None, worse: Answer) -> None:
 
 
 def split(messages: Conversation, key: str) -> tuple[Conversation, Conversation | None]:
-    """Return prompt and answer of a conversation; no answer where the assistant does not have the last word.
+    """Split a conversation into prompt and answer; None if the last message is not the assistant's.
 
-    The answer is the last turn: what follows the last message of a user (or system), from the assistant's first
-    message on, tool calls and their results included. A conversation without a prompt is refused.
+    The answer is the last turn: the messages after the last one of a user (or system), from the assistant's first
+    message on, including tool calls and their results. A conversation without a prompt is refused.
     """
     roles = [message["role"] for message in messages]
     if roles[-1] != "assistant":
@@ -229,7 +229,7 @@ def split(messages: Conversation, key: str) -> tuple[Conversation, Conversation 
 def implied_prompt(
     answer: Answer | None, rejected: Answer | None
 ) -> tuple[Conversation, Conversation, Conversation | None]:
-    """Return prompt and answers where answers repeat the whole conversation: the prompt is what two of them share."""
+    """Return prompt and answers of whole conversations. Two conversations share the prompt as their beginning."""
     if not isinstance(answer, tuple) or isinstance(rejected, str):
         expected = "whole conversations, as lists of messages, as data.format.prompt_key is null"
         fix = "name the prompt's field as data.format.prompt_key"
@@ -249,7 +249,7 @@ def implied_prompt(
 
 
 def plain_text(value: Any) -> str:
-    """Return a text as it is, the last message's content of a conversation, and anything else as JSON."""
+    """Return a text unchanged, a conversation as its last message's content, and anything else as JSON."""
     if is_conversation(value):
         value = value[-1].get("content")
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -267,13 +267,13 @@ def _is_message(value: Any) -> bool:
 
 
 def malformed(message: str, expected: str, found: str, fix: str = "correct the line, or leave it out") -> DataError:
-    """Return the error of a record that is refused; :func:`naming` adds its place."""
+    """Return the error of an invalid record; :func:`naming` adds its place."""
     return DataError(message, code="data.malformed", expected=expected, found=found, fix=fix)
 
 
 @contextlib.contextmanager
 def naming(place: str) -> Iterator[None]:
-    """Name the place of a record, ``file:line``, in an error that is raised about it."""
+    """Add the place of a record, ``file:line``, to an error that the block raises."""
     try:
         yield
     except DataError as error:

@@ -1,7 +1,7 @@
-"""Text to tokens, once: a chat tokenizer over a Hugging Face tokenizer.
+"""A chat tokenizer over a Hugging Face tokenizer that tokenizes each text once.
 
-History is never rendered again. What a template puts between the model's answer and its next turn is computed from
-the template's difference on a made-up conversation, so that each inserted token is known and the sequence only grows.
+History is never rendered again. The text that a template inserts between the model's answer and its next turn is
+computed by rendering a dummy conversation, so that each inserted token is known and the sequence only grows.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class HuggingFaceChatTokenizer:
     """A :class:`jackfield.abc.agent.ChatTokenizer` over a tokenizer of the transformers library.
 
     Args:
-        tokenizer: a loaded tokenizer.
-        chat_template: a Jinja template in the place of the tokenizer's own.
-        end_token_ids: end tokens beside the tokenizer's and the template's (a generation config's).
+        tokenizer: A loaded tokenizer.
+        chat_template: A Jinja template that replaces the tokenizer's own.
+        end_token_ids: End tokens in addition to the tokenizer's and the template's (from a generation config).
 
     Raises:
-        DataError: ``data.no-chat-template``; ``data.malformed`` when the template does not render a plain question;
-            ``data.no-end-token`` when neither template, tokenizer nor argument gives a token that ends an answer.
+        DataError: ``data.no-chat-template``; ``data.malformed`` if the template cannot render a plain question;
+            ``data.no-end-token`` if neither template, tokenizer nor argument gives a token that ends an answer.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class HuggingFaceChatTokenizer:
     def load(
         cls, name: str | Path, *, chat_template: str | None = None, trust_remote_code: bool = False
     ) -> HuggingFaceChatTokenizer:
-        """Load the tokenizer of a model folder (or of a name on the Hub).
+        """Load the tokenizer of a model folder (or of a model on the Hub).
 
-        End tokens of the folder's generation config are taken over.
+        The end tokens of the folder's generation config are also used.
 
         Raises:
-            DataError: ``data.missing`` when there is no such tokenizer; those of the constructor.
+            DataError: ``data.missing`` if there is no such tokenizer; the constructor's errors.
         """
         from transformers import AutoTokenizer
 
@@ -92,22 +92,22 @@ class HuggingFaceChatTokenizer:
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a turn of the model; the first is the one that :meth:`encode_response` adds."""
+        """The token ids that end a turn of the model. :meth:`encode_response` adds the first one."""
         return self._end_token_ids
 
     def encode_chat(self, messages: _Messages) -> tuple[int, ...]:
-        """Tokens of a conversation, up to where the model has to answer. Cached: runs of a group share their prompt.
+        """Return the tokens of a conversation up to the model's answer, from a cache if possible.
 
-        Messages that the template refuses are ``data.malformed``.
+        Messages that the template refuses raise ``data.malformed``.
         """
         return self._encode_chat(json.dumps(list(messages), default=dict))
 
     def encode_turn(self, messages: _Messages) -> tuple[int, ...]:
-        """Tokens that append further messages after the model's own answer, up to where it has to answer again.
+        """Return the tokens that append messages to the model's answer, up to its next answer.
 
-        The answer is taken to end with one of :attr:`end_token_ids`; that token is not repeated. Thinking that a
-        template would remove from earlier answers stays: it is what the model saw. A template that would change the
-        turns before is refused (``data.not-append-only``).
+        The answer must end with one of :attr:`end_token_ids`; that token is not repeated. Thinking that a template
+        would remove from earlier answers is kept, since the model saw it. A template that would change earlier turns
+        is refused (``data.not-append-only``).
         """
         before = self._render([_QUESTION], generation_prompt=False)
         after = self._render([_QUESTION, {"role": "assistant", "content": _ANSWER}, *messages], generation_prompt=True)
@@ -123,19 +123,19 @@ class HuggingFaceChatTokenizer:
         return token_ids[1:] if token_ids[:1] and token_ids[0] in self._end_token_ids else token_ids
 
     def encode_response(self, text: str) -> tuple[int, ...]:
-        """Tokens of an answer that is taught (supervised training), the end token included."""
+        """Return the tokens of a target answer of supervised training, including the end token."""
         return (*self._encode(text), self._end_token_ids[0])
 
     def encode_completion(self, messages: _Messages, completion: _Messages) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Tokens of messages that are taught, as the template renders them behind the prompt, and their mask.
+        """Return the tokens of target messages, as the template renders them after the prompt, and their mask.
 
-        The mask is 1 on what the assistant says, the token that ends its turn included, and 0 on tools' results, on
-        headers of turns and on what the template puts behind the last turn. ``messages`` are the prompt's; the last of
+        The mask is 1 on the assistant's text, including the token that ends its turn, and 0 on tool results, turn
+        headers and text that the template puts after the last turn. ``messages`` is the prompt; the last message of
         ``completion`` is the assistant's.
 
         Raises:
-            DataError: ``data.not-append-only``: the tokens of the prompt, or of the turns before an answer, do not
-                begin those of the whole; ``data.malformed``: the template refuses the messages or leaves one out.
+            DataError: ``data.not-append-only`` if the tokens of the prompt, or of the turns before an answer, are not
+                a prefix of the whole; ``data.malformed`` if the template refuses the messages or omits one.
         """
         text = self._render([*messages, *completion], generation_prompt=False)
         whole = self._encode(text)
@@ -152,7 +152,7 @@ class HuggingFaceChatTokenizer:
         return whole[prompt:], tuple(mask[prompt:])
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of some tokens."""
+        """Return the text of tokens."""
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
@@ -171,14 +171,14 @@ class HuggingFaceChatTokenizer:
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
             )
-        except Exception as error:  # Jinja's own errors, and whatever a template raises
+        except Exception as error:  # errors of Jinja and of the template
             found = f"{type(error).__name__}: {error}; roles {[message.get('role') for message in messages]}"
             fix = "check the roles and their order, or give another chat_template"
             raise self._refusal("data.malformed", "the chat template refuses the messages", None, found, fix) from error
         return text
 
     def _prefix(self, messages: _Messages, whole: tuple[int, ...], *, generation_prompt: bool) -> int:
-        """How many tokens of ``whole`` render these messages, with which it has to begin."""
+        """Return the number of tokens that render these messages, which must be a prefix of ``whole``."""
         begin = self._encode(self._render(messages, generation_prompt))
         if whole[: len(begin)] != begin:
             same = next((n for n, (one, two) in enumerate(zip(begin, whole, strict=False)) if one != two), len(whole))
@@ -193,14 +193,14 @@ class HuggingFaceChatTokenizer:
         return len(begin)
 
     def _answer_end(self, messages: _Messages, whole: tuple[int, ...], start: int) -> int:
-        """Where the answer that begins at token ``start``, the last of ``messages``, ends."""
+        """Return the end of the last message's answer, which begins at token ``start``."""
         if self._turn_end is None:
             return self._prefix(messages, whole, generation_prompt=False)
         ends = (place for place in range(start, len(whole)) if whole[place] in self._end_token_ids)
         return next(ends, len(whole) - 1) + 1
 
     def _require_rendered(self, message: Mapping[str, Any], text: str) -> None:
-        """Refuse a template that leaves out what is to be taught (thinking, or a role that it does not know)."""
+        """Refuse a template that omits target text (thinking, or a role that it does not know)."""
         content = message.get("content")
         if isinstance(content, str) and "".join(content.split()) not in "".join(text.split()):
             expected, fix = (
@@ -211,9 +211,9 @@ class HuggingFaceChatTokenizer:
             raise self._refusal("data.malformed", problem, expected, repr(text[-400:]), fix)
 
     def _find_turn_end(self) -> int | None:
-        """The special token by which the template closes an answer (``<|im_end|>``), if it has one.
+        """Return the special token that closes an answer in the template (``<|im_end|>``), if any.
 
-        A base model's tokenizer often names another end of text than its chat template uses.
+        A base model's tokenizer often has another end token than its chat template uses.
         """
         text = self._render([_QUESTION, {"role": "assistant", "content": _ANSWER}], generation_prompt=False)
         token_ids = self._encode(text.partition(_ANSWER)[2])
@@ -222,10 +222,10 @@ class HuggingFaceChatTokenizer:
 
 
 def encode_prompt(tokenizer: ChatTokenizer, task: Task, max_tokens: int | None) -> tuple[int, ...]:
-    """Encode a task's prompt, which has at most ``max_tokens`` tokens (None: any number).
+    """Encode a task's prompt of at most ``max_tokens`` tokens (None: any number).
 
     Raises:
-        DataError: ``data.prompt-too-long``; ``data.malformed`` when the template refuses the messages.
+        DataError: ``data.prompt-too-long``; ``data.malformed`` if the template refuses the messages.
     """
     with naming(task.place or f"task {task.id}"):
         token_ids = tokenizer.encode_chat(task.messages)
@@ -237,10 +237,10 @@ def encode_prompt(tokenizer: ChatTokenizer, task: Task, max_tokens: int | None) 
 
 
 def encode_answers(tokenizer: HuggingFaceChatTokenizer, task: Task) -> list[tuple[Sequence[int], Sequence[int]]]:
-    """Encode a task's answer, and the one that is ranked below it: tokens and mask of each.
+    """Encode a task's answer and its rejected answer, if any; return tokens and mask of each.
 
     Raises:
-        DataError: the task has no answer; those of :meth:`HuggingFaceChatTokenizer.encode_completion`.
+        DataError: If the task has no answer; errors of :meth:`HuggingFaceChatTokenizer.encode_completion`.
     """
     encoded: list[tuple[Sequence[int], Sequence[int]]] = []
     with naming(task.place or f"task {task.id}"):
@@ -256,12 +256,12 @@ def encode_answers(tokenizer: HuggingFaceChatTokenizer, task: Task) -> list[tupl
 
 
 def check_vocabulary(tokenizer: HuggingFaceChatTokenizer, model_vocabulary_size: int) -> None:
-    """Refuse a tokenizer that can make token ids which the model's embedding does not have.
+    """Raise ``data.vocabulary`` if the tokenizer has token ids that the model's embedding lacks.
 
-    A model with more rows than the tokenizer has tokens is fine (rows are padded to round numbers). The error is
-    ``data.vocabulary``.
+    A model may have more embedding rows than the tokenizer has tokens, since rows are often padded to round
+    numbers.
     """
-    largest = max(tokenizer.tokenizer.get_vocab().values())  # with added tokens
+    largest = max(tokenizer.tokenizer.get_vocab().values())  # includes added tokens
     if largest >= model_vocabulary_size:
         message = "the tokenizer knows tokens that the model does not have"
         fix = "use the tokenizer of this model, or resize the model's embeddings"

@@ -1,7 +1,7 @@
 """The plugin system: manifests, discovery, checks of structure, the registry and hooks.
 
-:func:`discover` reads the manifests of the installed plugins and imports nothing; :func:`load_plugin` imports the one
-plugin that is asked for. Lifecycle events and small parts go through :class:`HookManager`.
+:func:`discover` reads the manifests of the installed plugins without importing them; :func:`load_plugin` imports one
+plugin. :class:`HookManager` handles lifecycle events and the registration of small parts.
 """
 
 from __future__ import annotations

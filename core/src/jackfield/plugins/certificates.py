@@ -1,12 +1,12 @@
-"""Find a plugin's certificate of conformance, and see whether it is of the installed files; imports no plugin.
+"""Certificates of conformance: find a plugin's and check that it is for the installed files.
 
-``jackfield plugins check`` (distribution jackfield-conformance) makes them. They are found in two places:
+``jackfield plugins check`` (distribution jackfield-conformance) writes certificates. There are two places for them:
 
-* *local*: in the environment, :func:`certificate_folder`, made on this machine;
-* *shipped*: in the plugin's own package, ``certificate.json`` (or ``<kind>.certificate.json`` where a package holds
-  several kinds) beside the manifest, made by its publisher.
+* *local*: in the environment, :func:`certificate_folder`, written on this machine;
+* *shipped*: in the plugin's own package, ``certificate.json`` (or ``<kind>.certificate.json`` if a package has several
+  kinds) beside the manifest, written by its publisher.
 
-A certificate counts only for the very files that were checked: it carries a digest of the plugin's package.
+A certificate is valid only for the files that were checked: it has a digest of the package. No plugin is imported.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _KEYS = {"kind", "plugin", "distribution", "level", "date", "versions", "abi", "
 
 @attrs.frozen(kw_only=True)
 class Certification:
-    """The certificate of a plugin: its date, level and source, and whether it still counts."""
+    """The certificate of a plugin: its date, level and source, and whether it is still valid."""
 
     date: str  #: YYYY-MM-DD
     level: str  #: ``partial``, ``base`` or ``full``
     source: Literal["local", "shipped"]
     conformance: str  #: version of jackfield-conformance
-    stale: str = ""  #: what has changed since the checks ran, so that the certificate does not count; empty: nothing
+    stale: str = ""  #: what has changed since the checks ran, which makes the certificate invalid; empty: nothing
 
 
 def certificate_folder() -> Path:
     """Return the folder of local certificates.
 
     It is ``$JACKFIELD_CERTIFICATES``, or in the environment, or in the user's data folder. It is not the plugin's
-    ``.dist-info``: pip would leave the folder behind at an upgrade, and then trip over it.
+    ``.dist-info``, since pip would leave that folder behind at an upgrade and then fail on it.
     """
     given = os.environ.get("JACKFIELD_CERTIFICATES")
     if given:
@@ -60,11 +60,11 @@ def certificate_folder() -> Path:
 def find_certification(record: PluginRecord) -> Certification | None:
     """Find the certificate of a plugin.
 
-    A local certificate comes first: where it is of the installed files and says no, a shipped one does not count. One
-    that counts comes before a stale one.
+    A local certificate takes precedence: if it is for the installed files and negative, a shipped one is ignored. A
+    valid certificate takes precedence over a stale one.
 
     Returns:
-        The certificate, with ``stale`` set where the plugin has changed since the checks ran; None: there is none.
+        The certificate, with ``stale`` set if the plugin has changed since the checks ran; None: there is none.
     """
     if record.manifest is None or record.error is not None:
         return None
@@ -92,9 +92,9 @@ def find_certification(record: PluginRecord) -> Certification | None:
 
 
 def plugin_digest(manifest: Manifest) -> str | None:
-    """Digest the paths and contents of the top-level package that holds the plugin's class, by SHA-256.
+    """Return the SHA-256 of the paths and contents of the plugin's top-level package.
 
-    Compiled files and certificates are left out. None: the package is not a folder.
+    Compiled files and certificates are excluded. None: the package is not a folder.
     """
     folder = package_folder(manifest)
     if folder is None:
@@ -109,7 +109,7 @@ def plugin_digest(manifest: Manifest) -> str | None:
 
 
 def read_certificate(file: Path) -> dict[str, Any] | None:
-    """Read a certificate; None where it is missing, damaged or of another format."""
+    """Read a certificate; return None if it is missing, damaged or of another format."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -119,7 +119,7 @@ def read_certificate(file: Path) -> dict[str, Any] | None:
 
 
 def _change(found: Mapping[str, Any], record: PluginRecord, manifest: Manifest) -> str:
-    """Say what has changed since the checks ran; empty: nothing that the certificate speaks of."""
+    """Describe what has changed since the checks ran; empty: nothing that the certificate covers."""
     then = {"distribution": found["distribution"], "version": found["versions"].get("plugin"), "ABI": found["abi"]}
     now = {"distribution": record.distribution, "version": record.version, "ABI": record.abi}
     for what in then:
@@ -130,7 +130,7 @@ def _change(found: Mapping[str, Any], record: PluginRecord, manifest: Manifest) 
 
 
 def package_folder(manifest: Manifest) -> Path | None:
-    """Return the folder of the top-level package that holds the plugin's class; None: it is not a folder."""
+    """Return the folder of the plugin's top-level package; None: the package is not a folder."""
     spec = find_package(manifest.object.partition(":")[0].partition(".")[0])
     locations = (spec.submodule_search_locations or ()) if spec else ()
     return next((Path(location) for location in locations if os.path.isdir(location)), None)

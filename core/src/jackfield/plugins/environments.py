@@ -1,4 +1,4 @@
-"""Make environments for workers with an interpreter of their own, with ``venv`` and pip."""
+"""Creation of separate Python environments for workers, with ``venv`` and pip."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _STAMP = "jackfield-environment.json"
 
 @attrs.frozen(kw_only=True)
 class EnvironmentSettings:
-    """An environment that ``jackfield env create`` makes; Jackfield and plugins come along."""
+    """The settings of an environment of ``jackfield env create``, which gets Jackfield and plugins."""
 
-    folder: str | None = option(None, "where it is; null: environments/NAME")
-    python: str | None = option(None, "the interpreter that makes it; null: the one that runs Jackfield")
-    requires: tuple[str, ...] = option((), "what pip installs there")
-    constraints: str | None = option(None, "a file of versions that pip keeps to")
-    uninstall: tuple[str, ...] = option((), "packages that are removed afterwards, where something has brought them")
+    folder: str | None = option(None, "folder of the environment; null: environments/NAME")
+    python: str | None = option(None, "the interpreter that creates it; null: the one that runs Jackfield")
+    requires: tuple[str, ...] = option((), "requirements that pip installs there")
+    constraints: str | None = option(None, "a constraints file for pip")
+    uninstall: tuple[str, ...] = option((), "packages that are removed afterwards if a dependency installed them")
 
     def path(self, name: str) -> Path:
         """Return the folder of the environment of this name."""
@@ -43,19 +43,19 @@ class EnvironmentSettings:
 
 
 def create_environment(settings: EnvironmentSettings, folder: Path, installed: Sequence[str], seconds: float) -> bool:
-    """Make an environment, unless it is there as described. The output of pip goes to stderr.
+    """Create an environment unless it already exists as described. The output of pip goes to stderr.
 
-    Where only what comes along from here has changed, it alone is installed again. An environment that other settings
-    have made, or that was left half made, is made again; a folder that is something else is left alone.
+    If only distributions that are copied from here have changed, only these are installed again. An incomplete
+    environment, or one with other settings, is created again; any other folder is not touched.
 
     Args:
         settings: The description of the environment.
-        folder: Where it is made.
-        installed: Distributions of this interpreter that come along, as they are installed here.
-        seconds: The deadline for all of it.
+        folder: The folder of the environment.
+        installed: Distributions that are installed in the same way as in this interpreter.
+        seconds: The deadline of the whole creation.
 
     Returns:
-        Whether there was something to do.
+        Whether the environment was changed.
 
     Raises:
         PluginError: ``plugin.environment``, with the step that failed; ``plugin.interpreter``.
@@ -105,7 +105,7 @@ def create_environment(settings: EnvironmentSettings, folder: Path, installed: S
 
 
 def requirement_as_installed(name: str) -> list[str]:
-    """Return pip's arguments for a distribution as it is installed here, or raise ``plugin.requirement``."""
+    """Return pip's arguments to install a distribution as it is here, or raise ``plugin.requirement``."""
     try:
         distribution = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError as error:
@@ -119,9 +119,9 @@ def requirement_as_installed(name: str) -> list[str]:
 
 
 def _with_local(names: Sequence[str]) -> list[str]:
-    """Add the distributions that these require and that are installed here from files, as no index may have them."""
+    """Add required distributions that are installed here from local files, since no index may have them."""
     found = list(names)
-    for name in found:  # it grows meanwhile
+    for name in found:  # it grows during the loop
         for line in importlib.metadata.requires(name) or ():
             required = Requirement(line)
             known = canonicalize_name(required.name) in map(canonicalize_name, found)

@@ -1,15 +1,15 @@
-"""The lifecycle events of a run, the registration of small parts, and the manager that calls what listens.
+"""The lifecycle events of a run, the registration of small parts, and the manager of hooks.
 
 Hooks are pluggy hooks of the project ``jackfield``. An implementation is a function marked with :data:`hookimpl`, in
-an object that the run registers or in the ``hooks`` module that a manifest names. Each event class is the one
-parameter, ``event``, of the hook that is named after it: :class:`StepEnded` that of ``step_ended``. The hook
-``register_parts`` gets a :data:`Registrar` as ``register``. No hook is called per token or per sample.
+an object that the run registers or in the ``hooks`` module that a manifest names. Each event class has a hook of its
+name, whose only parameter is ``event``: the hook ``step_ended`` gets a :class:`StepEnded`. The hook ``register_parts``
+gets a :data:`Registrar` as ``register``. No hook is called per token or per sample.
 
-A hook that raises stops no other implementation of the same hook; then the caller gets a ``PluginError`` with the code
-``plugin.hook-failed`` that names each implementation that raised, chained to the first error. A single
-``JackfieldError`` is raised as it is, because it says itself what to do. Exceptions that are not an ``Exception``
-(``KeyboardInterrupt``, cancellation) pass through at once, and an implementation with ``wrapper=True`` may itself turn
-errors into results.
+If an implementation raises, the others of the same hook are still called. Then the caller gets a ``PluginError`` with
+the code ``plugin.hook-failed`` that names each failed implementation and is chained to the first error. A single
+``JackfieldError`` is raised unchanged, because it already says what to do. Exceptions that are not an ``Exception``
+(``KeyboardInterrupt``, cancellation) propagate at once, and an implementation with ``wrapper=True`` may turn errors
+into results.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 hookimpl = pluggy.HookimplMarker("jackfield")
 
-#: ``register(kind, name, part)``: offer a small part, an advantage estimator, a loss, a sampler and so on.
+#: ``register(kind, name, part)`` registers a small part: an advantage estimator, a loss, a sampler and so on.
 Registrar = Callable[[str, str, Any], None]
 
 
@@ -50,7 +50,7 @@ HOOKS: dict[str, Callable[..., None]] = {"register_parts": _takes_register}
 
 
 class Event:
-    """The base of events. Each has a hook, which is named after it."""
+    """The base of events. Each event class has a hook, which is named after it."""
 
     __slots__ = ()
 
@@ -60,23 +60,23 @@ class Event:
 
 @attrs.frozen(kw_only=True)
 class RunStarted(Event):
-    """A run begins."""
+    """The event that a run begins."""
 
     name: str
     folder: str
     total_steps: int
-    first_step: int  #: 0, or where a resumed run goes on
+    first_step: int  #: 0, or the step at which a resumed run continues
     config: Mapping[str, Any]  #: the whole resolved configuration, plain values
 
 
 @attrs.frozen(kw_only=True)
 class RunEnded(Event):
-    """A run ends, well or not."""
+    """The event that a run ends, with or without an error."""
 
     folder: str
-    steps: int  #: completed
+    steps: int  #: completed steps
     error: BaseException | None = None
-    stopped: bool = False  #: a signal or the caller has ended it before its end
+    stopped: bool = False  #: whether a signal or the caller ended it early
 
 
 @attrs.frozen(kw_only=True)
@@ -87,7 +87,7 @@ class StageEnded(Event):
     """
 
     name: str
-    lane: str  #: who worked: ``explorer``, ``reward``, ``trainer``, ``weights``
+    lane: str  #: component: ``explorer``, ``reward``, ``trainer``, ``weights``
     start: float
     end: float
     step: int
@@ -124,7 +124,7 @@ class SampleRecord:
 
 @attrs.frozen(kw_only=True)
 class SamplesRecorded(Event):
-    """Some samples of a step or of an evaluation, for people to read."""
+    """Samples of a step or of an evaluation for a sample table."""
 
     step: int
     partition: str
@@ -133,7 +133,7 @@ class SamplesRecorded(Event):
 
 @attrs.frozen(kw_only=True)
 class SamplesFailed(Event):
-    """Samples that ended without becoming training data since the last such event: key to reason."""
+    """The samples that failed since the last such event, with the reason by key."""
 
     step: int
     reasons: Mapping[str, str]
@@ -146,12 +146,12 @@ class WeightsSynced(Event):
     version: int
     receipts: tuple[WeightReceipt, ...]
     seconds: float
-    sent_bytes: int = 0  #: of the weights, to a worker: fewer of a delta
+    sent_bytes: int = 0  #: bytes of weights sent to a worker; fewer for a delta
 
 
 @attrs.frozen(kw_only=True)
 class CheckpointSaved(Event):
-    """A checkpoint is on the disk, whole."""
+    """A complete checkpoint is on the disk."""
 
     step: int  #: completed steps that it contains
     folder: str
@@ -159,22 +159,22 @@ class CheckpointSaved(Event):
 
 
 HookSpecs = type("HookSpecs", (), dict(HOOKS))
-#: of the hook call that is under way; a hook that calls a hook has its own
+#: state of the current hook call; a nested hook call has its own
 _FAILURES: contextvars.ContextVar[list[tuple[str, Exception]]] = contextvars.ContextVar("failures")
 
 
 class HookManager(pluggy.PluginManager):
-    """The pluggy manager of the hooks of one run, strict about registration and errors.
+    """The pluggy manager of the hooks of one run, with strict registration and error handling.
 
-    Call hooks as ``manager.hook.step_ended(event=...)``. It never looks for pluggy's own entry points.
+    Call hooks as ``manager.hook.step_ended(event=...)``. It never loads pluggy's own entry points.
 
     Args:
         hook_objects: Objects (or modules) with functions marked by ``hookimpl``; called in this order.
         manifests: The selected plugins; a ``hooks`` module that several of them name is registered once.
 
     Raises:
-        PluginError: ``plugin.hooks`` when an object implements no hook, an unknown one, or one with wrong parameters;
-            ``plugin.import`` when a hooks module raised.
+        PluginError: ``plugin.hooks`` if an object implements no hook, an unknown one, or one with wrong parameters;
+            ``plugin.import`` if a hooks module raises.
     """
 
     def __init__(self, hook_objects: Iterable[object] = (), manifests: Iterable[Manifest] = ()) -> None:
@@ -189,7 +189,7 @@ class HookManager(pluggy.PluginManager):
             self.register(plugin)
 
     def register(self, plugin: object, name: str | None = None) -> str | None:
-        """Register an object whose methods, or a module whose functions, are marked, or raise ``plugin.hooks``."""
+        """Register an object or module with marked methods or functions, or raise ``plugin.hooks``."""
         label = getattr(plugin, "__name__", None) or f"{type(plugin).__module__}.{type(plugin).__qualname__}"
         problem, registered = "it implements no hook", None
         try:
@@ -212,7 +212,7 @@ class HookManager(pluggy.PluginManager):
 
 
 def _guard(function: Callable[..., Any], label: str) -> Callable[..., Any]:
-    """Note an implementation that raises, so that the others are called."""
+    """Wrap an implementation to record its exception, so that the others are called."""
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
@@ -226,7 +226,7 @@ def _guard(function: Callable[..., Any], label: str) -> Callable[..., Any]:
 
 
 def _reporter(hook: str) -> Callable[[], Generator[None, Any, Any]]:
-    """Make the outermost wrapper of a hook, which raises what the implementations have raised."""
+    """Return the outermost wrapper of a hook, which raises the recorded exceptions."""
 
     def report() -> Generator[None, Any, Any]:
         failures: list[tuple[str, Exception]] = []

@@ -1,9 +1,9 @@
-"""Interpreters in which plugins run: find one, ask what it has and would run, and run it as a child with a deadline.
+"""Interpreters in which plugins run: find them, inspect them, and run them as children with a deadline.
 
-:func:`look` asks an interpreter for its versions, the plugin that it would run, and what it lacks, in one child
-process. A process that will hold a plugin says the same as its first words, see :func:`introduce`, before the plugin is
-imported there. A child has a process group of its own, which is ended with it: a plugin that hangs, or leaves processes
-behind, costs its deadline and nothing more.
+:func:`look` asks an interpreter, in one child process, for its versions, the plugin that it would run and missing
+requirements. A process that will load a plugin first reports the same (see :func:`introduce`), before it imports the
+plugin. A child has its own process group, which is killed with it, so that a plugin that hangs or leaves processes
+behind only costs its deadline.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jackfield.plugins.hooks import HookManager
 from jackfield.plugins.registry import PluginRecord, discover
 from jackfield.plugins.structure import structure_problems
 
-#: Runs on any Python 3, with nothing installed.
+#: Code that runs on any Python 3 without installed packages.
 _PROGRAM = """
 import json, sys
 try:
@@ -53,23 +53,23 @@ if sys.argv[1:]:
 """
 _OLDEST_PYTHON = (3, 11)
 _UNKNOWN: Mapping[str, str | None] = {"jackfield": None, "torch": None, "ray": None}
-#: Packages that a settings module must not load: a process that reads a configuration may have none of them.
+#: Packages that a settings module must not import: a process that reads a configuration may not have them.
 _HEAVY = ("torch", "ray")
-_KEPT_BYTES = 1_000_000  #: of a child's output
+_KEPT_BYTES = 1_000_000  #: bytes of a child's output
 
 
 @attrs.frozen(kw_only=True)
 class ChildResult:
     """The end of a child process and its output."""
 
-    returncode: int | None  #: None: it was ended at the deadline; negative: the number of a signal
+    returncode: int | None  #: None: it was killed at the deadline; negative: the number of a signal
     stdout: str
     stderr: str
     seconds: float
 
     @property
     def ending(self) -> str:
-        """The end in words, with the last line that it wrote to stderr."""
+        """A description of the end, with the last line of stderr."""
         words = [f"exit code {self.returncode}"]
         if self.returncode is None:
             words = [f"no end within {self.seconds:.1f} s"]
@@ -81,26 +81,26 @@ class ChildResult:
 
 @attrs.frozen(kw_only=True)
 class Introduction:
-    """An interpreter and a plugin in it, as one child process found them."""
+    """A child process's report on an interpreter and a plugin in it."""
 
     path: str
-    python: str | None = None  #: the interpreter's version; None: it did not say
-    versions: Mapping[str, str | None] = _UNKNOWN  #: of jackfield, torch and ray; None: not installed
+    python: str | None = None  #: the interpreter's version; None: unknown
+    versions: Mapping[str, str | None] = _UNKNOWN  #: versions of jackfield, torch and ray; None: not installed
     seconds: float = 0.0
-    problem: PluginError | None = None  #: of the interpreter; the plugin was not looked at then
-    problems: tuple[JackfieldError, ...] = ()  #: of the plugin there
+    problem: PluginError | None = None  #: problem of the interpreter; the plugin is not inspected then
+    problems: tuple[JackfieldError, ...] = ()  #: problems of the plugin there
 
     @property
     def missing(self) -> list[JackfieldError]:
-        """The requirements of the plugin that are not installed there."""
+        """The errors for requirements of the plugin that are not installed there."""
         return [problem for problem in self.problems if problem.code == "plugin.requirement"]
 
     def check(self, *, complete: bool = True) -> None:
-        """Raise the first thing that keeps the plugin from running there, or that no further package would mend.
+        """Raise the first problem of the plugin there. Missing requirements count only if ``complete``.
 
         Raises:
-            PluginError: ``plugin.interpreter``, ``plugin.handshake``, ``plugin.requirement``, or what the plugin's
-                manifest or import raises there.
+            PluginError: ``plugin.interpreter``, ``plugin.handshake``, ``plugin.requirement``, or the error of the
+                plugin's manifest or import there.
         """
         for problem in (self.problem, *self.problems):
             if problem is not None and (complete or problem not in self.missing):
@@ -115,7 +115,7 @@ def resolve_interpreter(python: str | None, where: str | None = None) -> str:
         where: The setting that names it, for errors; None: the path itself.
 
     Raises:
-        PluginError: ``plugin.interpreter`` when there is no such program.
+        PluginError: ``plugin.interpreter`` if there is no such program.
     """
     if python is None:
         return sys.executable
@@ -133,7 +133,7 @@ def environment_python(folder: Path) -> str:
 
 
 def environment_of(python: str) -> dict[str, str]:
-    """Return this process's environment; another interpreter does not get what steers imports of this one."""
+    """Return this process's environment variables, for another interpreter without import settings."""
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}  # the working directory is not on sys.path
     if os.path.abspath(python) != os.path.abspath(sys.executable):
         for name in ("PYTHONPATH", "PYTHONHOME", "__PYVENV_LAUNCHER__"):
@@ -142,7 +142,7 @@ def environment_of(python: str) -> dict[str, str]:
 
 
 def run_child(python: str, arguments: Sequence[str], deadline: float) -> ChildResult:
-    """Run an interpreter until the deadline at most, in seconds; a ``PluginError``: it cannot be started."""
+    """Run an interpreter for at most ``deadline`` seconds. Raise a ``PluginError`` if it cannot be started."""
     started = time.monotonic()
     # files, not pipes: a grandchild that keeps a pipe open would delay the end
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
@@ -158,7 +158,7 @@ def run_child(python: str, arguments: Sequence[str], deadline: float) -> ChildRe
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)
-            child.wait()  # it has been killed: this ends
+            child.wait()  # it was killed, so this returns
         seconds = time.monotonic() - started
         return ChildResult(returncode=returncode, stdout=_read(stdout), stderr=_read(stderr), seconds=seconds)
 
@@ -173,13 +173,13 @@ def _read(file: IO[bytes]) -> str:
 def look(
     python: str | None, record: PluginRecord | None = None, seconds: float = 30.0, *, importing: bool = False
 ) -> Introduction:
-    """Ask an interpreter for its introduction, in one child process with a deadline.
+    """Inspect an interpreter in one child process with a deadline.
 
     Args:
-        python: As :func:`resolve_interpreter`.
-        record: The plugin that is to run there, as it is installed here; None: only the interpreter counts.
+        python: The interpreter, as for :func:`resolve_interpreter`.
+        record: The plugin that is to run there, as it is installed here; None: inspect only the interpreter.
         seconds: The deadline.
-        importing: Import the plugin there, too, and check its structure and its hooks.
+        importing: Also import the plugin there and check its structure and its hooks.
     """
     plugin = [] if record is None else [record.kind, record.name, *(["importing"] if importing else [])]
     path = python or ""
@@ -201,7 +201,7 @@ def look(
 
 
 def _unfit(path: str, said: Mapping[str, Any], result: ChildResult) -> PluginError | None:
-    """Find what keeps Jackfield from running in an interpreter."""
+    """Return the error that prevents Jackfield from running in an interpreter, if any."""
     if said["python"] is None:
         what = "did not answer in time" if result.returncode is None else "does not work"
         return _unusable(path, what, result.ending)
@@ -218,7 +218,7 @@ def _unfit(path: str, said: Mapping[str, Any], result: ChildResult) -> PluginErr
 def _problems(
     record: PluginRecord, path: str, said: Mapping[str, Any], result: ChildResult
 ) -> Iterator[JackfieldError]:
-    """Find what a child said that is wrong with the plugin, or at what it ended."""
+    """Return the problems of a plugin that a child reported, or the stage at which the child ended."""
     if "introduction" not in said:
         release = f"jackfield=={jackfield.__version__}"
         found, fix = f"jackfield {said['versions']['jackfield']}; {result.ending}", f"{path} -m pip install {release}"
@@ -234,13 +234,13 @@ def _problems(
 
 
 def check_introduction(record: PluginRecord, said: Mapping[str, Any], python: str) -> None:
-    """Refuse a process of the interpreter ``python`` that would not do what this one expects of the plugin.
+    """Check that a process of the interpreter ``python`` has the same plugin and Jackfield as this one.
 
-    Jackfield and the plugin are the same versions on both sides: settings are checked here and used there, and what
-    the manifest declares here has to hold there.
+    The versions must be equal, because settings are checked here and used there, and the manifest that is read here
+    must apply there.
 
     Raises:
-        PluginError: ``plugin.handshake``, ``plugin.requirement``, or what the manifest's check raised there.
+        PluginError: ``plugin.handshake``, ``plugin.requirement``, or the error of the manifest's check there.
     """
     for problem in _refusals(record, said, python):
         raise problem
@@ -263,7 +263,7 @@ def _refusals(record: PluginRecord, said: Mapping[str, Any], python: str) -> Ite
 
 
 def _rebuilt(fields: Mapping[str, Any], python: str) -> JackfieldError:
-    """Make the error that an interpreter has found."""
+    """Return the error that an interpreter reported."""
     error = rebuilt_error(fields, python)
     if os.path.abspath(python) != os.path.abspath(sys.executable):
         error.message = f"the interpreter {python} refuses the plugin: {error.message}"
@@ -278,9 +278,9 @@ def _unusable(path: str, what: str, found: str, **details: Any) -> PluginError:
 
 
 def introduce(kind: str, name: str) -> dict[str, Any]:
-    """Say what this process is, and which plugin it would load; JSON-ready. Imports no plugin.
+    """Return JSON-ready facts about this process and the plugin that it would load, without importing it.
 
-    What the check of the plugin's manifest refuses, and the requirements that are missing, are ``problems``.
+    ``problems`` has the errors of the check of the plugin's manifest and the missing requirements.
     """
     found = {"pid": os.getpid(), "python": platform.python_version(), "jackfield": jackfield.__version__}
     plugin, problems = None, list[JackfieldError]()
@@ -300,9 +300,9 @@ def _identity(record: PluginRecord) -> dict[str, Any]:
 
 
 def main(kind: str, name: str, *importing: str) -> None:
-    """Answer :func:`look` in JSON lines, and end this process; threads of the plugin cannot delay the end.
+    """Answer :func:`look` in JSON lines and end this process, even if the plugin has running threads.
 
-    What the plugin itself prints goes to stderr.
+    The plugin's own output goes to stderr.
     """
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -325,7 +325,7 @@ def main(kind: str, name: str, *importing: str) -> None:
 
 
 def _try(kind: str, name: str, say: Callable[..., None]) -> Iterator[PluginError]:
-    """Import a plugin, and find what is wrong. Each stage that may hang or crash is named before it begins."""
+    """Import a plugin and yield its problems. Each stage that may hang or crash is reported before it begins."""
     registry = discover()
     record = registry.resolve(name, kind)
     manifest = record.usable()

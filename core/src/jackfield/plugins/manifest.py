@@ -1,4 +1,4 @@
-"""Read the manifest of a plugin, which says what it is, needs and can do."""
+"""Manifests of plugins: their contents, parsing and checks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CapabilityLevel = Literal["full", "partial", "unsupported", "unverified"]
 
 
 def invalid_manifest(message: str, where: str, **details: Any) -> PluginError:
-    """Make the error of a manifest, or of an entry point, that is not as it has to be."""
+    """Return the error of an invalid manifest or entry point."""
     fix = "correct the plugin's manifest and its entry point, then reinstall the plugin"
     return PluginError(message, code="plugin.manifest-invalid", where=where, fix=fix, **details)
 
@@ -38,7 +38,7 @@ def _requirement(text: str) -> Requirement:
 
 
 def _form(expected: str, parse: Callable[[str], object]) -> Any:
-    """Make a validator of a text, or of each in a tuple, by what parses it; None passes."""
+    """Return a validator that parses a text, or each text of a tuple, with ``parse``. It accepts None."""
 
     def check(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
         for text in value if isinstance(value, tuple) else (value,):
@@ -63,18 +63,18 @@ _is_date = _form("YYYY-MM-DD", datetime.date.fromisoformat)
 
 @attrs.frozen(kw_only=True)
 class EnvironmentRequirements:
-    """The section ``[env]``: where a plugin can run."""
+    """The section ``[env]``, the requirements on the environment of a plugin."""
 
     #: PEP 508 requirements, checked in the interpreter where the plugin runs
     requires: tuple[str, ...] = attrs.field(default=(), validator=_is_requirement)
-    #: top-level modules that have to be there, where distributions of several names bring them
+    #: top-level modules that are required, if several distributions can provide them
     modules: tuple[str, ...] = ()
-    python: str | None = None  #: the path of an interpreter of its own; None: the host's
+    python: str | None = None  #: the path of the plugin's own interpreter; None: the host's
 
 
 @attrs.frozen(kw_only=True)
 class ConformanceException:
-    """A conformance check that is known to fail, why, and when to look again."""
+    """A conformance check that is known to fail, with the reason and a review date."""
 
     reason: str
     review: str = attrs.field(validator=_is_date)  #: ``YYYY-MM-DD``
@@ -82,9 +82,9 @@ class ConformanceException:
 
 @attrs.frozen(kw_only=True)
 class ConformanceDeclaration:
-    """The section ``[conformance]``."""
+    """The section ``[conformance]`` of a manifest."""
 
-    fixture: str | None = attrs.field(default=None, validator=_is_object)  #: makes a small instance for the checks
+    fixture: str | None = attrs.field(default=None, validator=_is_object)  #: creates a small instance for the checks
     exceptions: Mapping[str, ConformanceException] = attrs.field(factory=dict)  #: by check id
 
 
@@ -94,7 +94,7 @@ class Manifest:
 
     name: str = attrs.field(validator=_is_name)
     kind: PluginKind
-    #: version of the kind's contract that it was built for
+    #: version of the kind's contract for which it was built
     abi: str = attrs.field(validator=_is_version)
     object: str = attrs.field(validator=_is_object)  #: the class, as ``package.module:Class``
     config: str = attrs.field(validator=_is_object)  #: the settings' frozen attrs class, importable without torch
@@ -106,7 +106,7 @@ class Manifest:
 
     @property
     def label(self) -> str:
-        """The kind and name, for messages."""
+        """The kind and name for error messages."""
         return f"{self.kind} '{self.name}'"
 
     def requirement(self, module: str) -> str:
@@ -116,7 +116,7 @@ class Manifest:
         return next(named, top)
 
     def missing(self, where: str) -> Iterator[PluginError]:
-        """Find, in metadata alone, the requirements of ``[env]`` that this interpreter does not meet."""
+        """Yield errors for requirements of ``[env]`` that this interpreter's metadata does not meet."""
         requirements = (_requirement(text) for text in self.env.requires)
         unmet = [lack for each in requirements if not each.marker or each.marker.evaluate() for lack in _unmet(each)]
         for module in self.env.modules:
@@ -129,7 +129,7 @@ class Manifest:
 
 
 def _unmet(requirement: Requirement) -> Iterator[tuple[str, str, str]]:
-    """List what a requirement, with its extras, lacks: what is needed, what was found, what to do."""
+    """Yield what a requirement and its extras lack: the need, what was found, and the fix."""
     fix = f"{sys.executable} -m pip install '{str(requirement).partition(';')[0].strip()}'"
     try:
         distribution = importlib.metadata.distribution(requirement.name)
@@ -147,7 +147,7 @@ def _unmet(requirement: Requirement) -> Iterator[tuple[str, str, str]]:
 
 
 def parse_manifest(content: bytes, *, source: str, kind: str, name: str) -> Manifest:
-    """Read the manifest ``source``, of the kind and name of its entry point, or raise ``plugin.manifest-invalid``."""
+    """Parse a manifest and check it against its entry point, or raise ``plugin.manifest-invalid``."""
     try:
         values = json.loads(json.dumps(tomllib.loads(content.decode()), default=str))  # TOML's dates become ISO texts
         manifest = structure(Manifest, values, error=PluginError)
@@ -164,13 +164,13 @@ def parse_manifest(content: bytes, *, source: str, kind: str, name: str) -> Mani
 
 
 def parse_version(text: str) -> tuple[int, int]:
-    """Split ``"1.2"`` into its major and minor number."""
+    """Split a version such as ``"1.2"`` into its major and minor number."""
     major, minor = text.split(".")
     return int(major), int(minor)
 
 
 def check_abi(kind: str, abi: str, where: str) -> None:
-    """Refuse with ``plugin.abi`` a plugin for another major, or a newer minor, version of a kind's contract."""
+    """Raise ``plugin.abi`` for a plugin with another major or a newer minor version of the contract."""
     host = ABI_VERSIONS[kind]
     (major, minor), (host_major, host_minor) = parse_version(abi), parse_version(host)
     if major == host_major and minor <= host_minor:
@@ -186,10 +186,10 @@ def check_abi(kind: str, abi: str, where: str) -> None:
 
 
 def require_capability(manifest: Manifest, capability: str, because: str) -> None:
-    """Refuse a request that a plugin cannot serve; ``because`` says what needs it: ``"model.lora is set"``.
+    """Check that a plugin has a capability. ``because`` names the need: ``"model.lora is set"``.
 
     Raises:
-        PluginError: ``plugin.capability`` when the manifest does not declare it, or as ``unsupported``.
+        PluginError: ``plugin.capability`` if the manifest does not declare it, or declares it ``unsupported``.
     """
     level = manifest.capabilities.get(capability)
     if level in ("full", "partial", "unverified"):

@@ -1,8 +1,8 @@
-"""The installed plugins by kind and name: found without importing any of them, and loaded one by one.
+"""The registry of installed plugins, which are found without an import and loaded one by one.
 
-Each installed distribution may name manifests under the entry-point groups in :data:`GROUPS`. The value of such
-an entry point, ``package:file.toml``, is a file beside ``__init__.py`` of a top-level package. It is found through
-the import system's finders (so editable installs work) and read; the package itself is not imported.
+Each installed distribution may name manifests in the entry-point groups of :data:`GROUPS`. The value of such an entry
+point, ``package:file.toml``, is a file beside ``__init__.py`` of a top-level package. It is found with the import
+system's finders, so that editable installs work; the package itself is not imported.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from jackfield.settings import structure
 GROUPS: dict[str, str] = {kind: f"jackfield.{kind}s" for kind in KINDS}
 
 _VALUE = re.compile(r"(?P<package>[^\W\d]\w*):(?P<file>[A-Za-z0-9_.]+\.toml)")
-#: The word in the names of distributions that provide a kind.
+#: The word for a kind in the names of distributions that provide it.
 _DISTRIBUTION_WORD = {"transfer_queue": "transport", "checkpoint_engine": "transport"}
 
 
@@ -50,21 +50,21 @@ class PluginRecord:
 
     @property
     def abi(self) -> str | None:
-        """The version of the contract that it was built for; None: the manifest could not be read."""
+        """The version of the contract for which it was built; None: the manifest could not be read."""
         return None if self.manifest is None else self.manifest.abi
 
     @property
     def status(self) -> Literal["ok", "broken"]:
-        """The word for a plugin that can be used, as far as its manifest shows, or not."""
+        """``ok`` for a plugin that can be used according to its manifest, else ``broken``."""
         return "ok" if self.error is None else "broken"
 
     @property
     def label(self) -> str:
-        """The kind, name and distribution, for messages."""
+        """The kind, name and distribution for error messages."""
         return f"{self.kind} '{self.name}' ({self.distribution} {self.version})"
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready fields, as ``jackfield plugins list --json`` prints them."""
+        """Return JSON-ready fields, as ``jackfield plugins list --json`` prints them."""
         names = ("name", "kind", "abi", "distribution", "version", "status")
         return {
             **{name: getattr(self, name) for name in names},
@@ -74,14 +74,14 @@ class PluginRecord:
         }
 
     def usable(self) -> Manifest:
-        """Return the manifest of a plugin that can be used; raise the reason where it cannot."""
+        """Return the manifest of a usable plugin, or raise the error of a broken one."""
         if self.error is not None:
             raise self.error.with_traceback(None)
         assert self.manifest is not None, "a record that is not broken has a manifest"
         return self.manifest
 
     def load(self, key: Literal["object", "config"]) -> Any:
-        """Import what a key of the manifest names, or raise ``plugin.object-missing`` or ``plugin.import``."""
+        """Import the object of a manifest's key, or raise ``plugin.object-missing`` or ``plugin.import``."""
         reference = getattr(self.usable(), key)
         module_name, _, attribute = reference.partition(":")
         module = import_module(module_name, self.usable(), self.label)
@@ -94,7 +94,7 @@ class PluginRecord:
 
 @attrs.frozen
 class LoadedPlugin:
-    """A plugin that has passed the checks of its manifest and of its structure."""
+    """A plugin that passed the checks of its manifest and its structure."""
 
     manifest: Manifest
     cls: type
@@ -106,31 +106,31 @@ class LoadedPlugin:
         Args:
             settings: Plain values of the plugin's own section of the configuration.
             context: The kind's context (``EngineContext``, ``RolloutContext``, …).
-            where: The path of ``settings`` in the configuration, which a ``ConfigError`` names.
+            where: The path of ``settings`` in the configuration, for a ``ConfigError``.
         """
         return self.cls(structure(self.settings_class, settings, where), context)
 
 
 class Registry:
-    """The plugins that were found, usable or not."""
+    """The plugins that were found, including broken ones."""
 
     def __init__(self, records: Iterable[PluginRecord]) -> None:
         self._records = tuple(records)
         self._loaded: dict[tuple[str, str], LoadedPlugin] = {}
 
     def records(self, kind: str | None = None) -> tuple[PluginRecord, ...]:
-        """Return all plugins, or those of one kind, broken ones included, in the order of kinds and names."""
+        """Return all plugins, or those of one kind, including broken ones, sorted by kind and name."""
         return tuple(record for record in self._records if kind is None or record.kind == kind)
 
     def find(self, kind: str, name: str) -> Manifest:
-        """Return the manifest of a usable plugin; raise ``plugin.not-found``, or why it is broken."""
+        """Return the manifest of a usable plugin; raise ``plugin.not-found`` or a broken plugin's error."""
         return self.resolve(name, kind).usable()
 
     def resolve(self, name: str, kind: str | None = None) -> PluginRecord:
-        """Return the record, broken or not, of a plugin that a person has named, perhaps without its kind.
+        """Return the record, usable or broken, of a plugin that a user named, possibly without its kind.
 
         Raises:
-            PluginError: ``plugin.not-found``; ``plugin.ambiguous`` when plugins of several kinds have the name.
+            PluginError: ``plugin.not-found``; ``plugin.ambiguous`` if plugins of several kinds have the name.
         """
         matches = [record for record in self.records(kind) if record.name == name]
         if not matches:
@@ -139,10 +139,10 @@ class Registry:
         if len(kinds) > 1:
             message, fix = f"plugins of several kinds have the name '{name}'", f"say which: --kind {kinds[0]}"
             raise PluginError(message, code="plugin.ambiguous", expected="one kind", found=", ".join(kinds), fix=fix)
-        return matches[0]  # where there are several, each is broken
+        return matches[0]  # if there are several, each is broken
 
     def load(self, kind: str, name: str) -> LoadedPlugin:
-        """Import a plugin and check its structure; raise a ``PluginError`` that says why it cannot be used."""
+        """Import a plugin and check its structure. Raise a ``PluginError`` if it cannot be used."""
         if (kind, name) not in self._loaded:
             record = self.resolve(name, kind)
             cls = record.load("object")
@@ -152,7 +152,7 @@ class Registry:
         return self._loaded[kind, name]
 
     def settings_class(self, kind: str, name: str) -> type:
-        """Return the class of a plugin's settings as :meth:`load` does; only the module that holds it is imported."""
+        """Return the class of a plugin's settings, as :meth:`load` does, but import only its module."""
         record = self.resolve(name, kind)
         return check_settings_class(record.load("config"), record.label)
 
@@ -177,11 +177,11 @@ class Registry:
 
 
 def discover(path: Sequence[str] | None = None) -> Registry:
-    """Look for installed plugins, in the order of kinds and names; imports none. Broken ones carry their error.
+    """Find installed plugins, sorted by kind and name, without importing them. Broken ones have their error.
 
-    ``path`` has the folders to look into, like ``sys.path``; None: this interpreter's.
+    ``path`` has the folders to search, like ``sys.path``; None: this interpreter's.
     """
-    importlib.invalidate_caches()  # something may have been installed since the last look
+    importlib.invalidate_caches()  # a plugin may have been installed since the last search
     found = sorted(_installed(path), key=lambda record: (KINDS.index(record.kind), record.name, record.distribution))
     providers = defaultdict[str, list[str]](list)
     for record in found:
@@ -198,7 +198,7 @@ def discover(path: Sequence[str] | None = None) -> Registry:
 
 @functools.cache
 def installed() -> Registry:
-    """Return this process's registry; ``installed.cache_clear()`` forgets it."""
+    """Return this process's registry; ``installed.cache_clear()`` drops it."""
     return discover()
 
 
@@ -212,20 +212,20 @@ def _installed(path: Sequence[str] | None) -> Iterator[PluginRecord]:
     search: dict[str, Any] = {} if path is None else {"path": list(path)}
     for distribution in importlib.metadata.distributions(**search):
         text = distribution.read_text("entry_points.txt") or ""
-        if "jackfield." not in text:  # nearly all of them; parsing metadata is what takes time
+        if "jackfield." not in text:  # true for nearly all; parsing metadata takes most of the time
             continue
         name = version = "unknown"
         with contextlib.suppress(Exception):  # damaged metadata: still shown
             name, version = str(distribution.metadata["Name"]), str(distribution.metadata["Version"])
         records = list(_parse(text, name, version, path))
         key = re.sub(r"[-_.]+", "-", name).lower()
-        if records and key not in seen:  # the first on the path hides the others, as in an import
+        if records and key not in seen:  # the first on the path takes precedence, as in an import
             seen.add(key)
             yield from records
 
 
 def _parse(text: str, distribution: str, version: str, path: Sequence[str] | None) -> Iterator[PluginRecord]:
-    """Read our groups of an ``entry_points.txt`` line by line, so that a bad line hides no good one."""
+    """Parse our groups of an ``entry_points.txt`` line by line, so that a bad line does not hide others."""
     group = ""
     kinds = {group: kind for kind, group in GROUPS.items()}
     for line in map(str.strip, text.splitlines()):
@@ -233,12 +233,12 @@ def _parse(text: str, distribution: str, version: str, path: Sequence[str] | Non
             group = line[1:-1].strip()
         elif line and not line.startswith(("#", ";")) and group.startswith("jackfield."):
             name, _, value = (part.strip() for part in line.partition("="))
-            for likely in difflib.get_close_matches(group, kinds, n=1, cutoff=0.85):  # also of a misspelt group
+            for likely in difflib.get_close_matches(group, kinds, n=1, cutoff=0.85):  # include misspelt groups
                 record = PluginRecord(name=name, kind=kinds[likely], distribution=distribution, version=version)
                 try:
                     record = attrs.evolve(record, manifest=_manifest(record, group, value, path))
                     check_abi(record.kind, str(record.abi), record.label)
-                except JackfieldError as error:  # no problem of one plugin reaches another
+                except JackfieldError as error:  # a problem of one plugin does not affect others
                     record = attrs.evolve(record, error=error)
                 yield record
 
@@ -254,7 +254,7 @@ def _manifest(record: PluginRecord, group: str, value: str, path: Sequence[str] 
         raise invalid_manifest("an entry point does not name a manifest", where, expected=expected, found=value)
     spec = find_package(parts["package"], path)
     places = [str(Path(each, parts["file"])) for each in (spec and spec.submodule_search_locations) or ()]
-    read = getattr(spec and spec.loader, "get_data", None)  # which knows how to read a zip archive, too
+    read = getattr(spec and spec.loader, "get_data", None)  # a loader can also read a zip archive
     for place in places:
         with contextlib.suppress(OSError):
             content = read(place) if read else Path(place).read_bytes()
@@ -266,7 +266,7 @@ def _manifest(record: PluginRecord, group: str, value: str, path: Sequence[str] 
 
 
 def find_package(package: str, path: Sequence[str] | None = None) -> ModuleSpec | None:
-    """Find a top-level package, importing nothing."""
+    """Find a top-level package without importing it."""
     if path is not None:
         return PathFinder.find_spec(package, path)
     try:
@@ -276,11 +276,11 @@ def find_package(package: str, path: Sequence[str] | None = None) -> ModuleSpec 
 
 
 def import_module(module: str, manifest: Manifest, where: str) -> ModuleType:
-    """Import a module of a plugin, or raise ``plugin.object-missing`` or ``plugin.import``, chained to its cause."""
+    """Import a module of a plugin, or raise ``plugin.object-missing`` or ``plugin.import`` with its cause."""
     try:
         with collection_paused():
             return importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # an import may do anything, sys.exit() included
+    except (Exception, SystemExit) as error:  # an import may do anything, including sys.exit()
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{module}.".startswith(f"{missing}."):
             raise _missing(f"module {module}", where) from error

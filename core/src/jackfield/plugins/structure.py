@@ -1,4 +1,4 @@
-"""Check a plugin's class against its contract, after the import and before any use."""
+"""Checks of a plugin's class against its contract, after the import and before any use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import attrs
 from jackfield.abc import CONTRACTS
 from jackfield.errors import PluginError
 
-#: How a method of each flavour is written, and the return annotations by which a plain function is of it.
+#: Each flavour of method: how it is written, and the return annotations that make a plain function one.
 _FLAVOURS: dict[str, tuple[str, tuple[str, ...]]] = {
     "sync": ("def", ()),
     "async": ("async def", ("Awaitable", "Coroutine")),
@@ -28,7 +28,7 @@ _FLAVOURS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "property": ("@property", ()),
 }
-#: What the code of a function says of it. The decorators of contextlib return functions that share one code.
+#: Flavours by code object. The decorators of contextlib return functions that share one code object.
 _TESTS = {
     "async": inspect.iscoroutinefunction,
     "async generator": inspect.isasyncgenfunction,
@@ -41,7 +41,7 @@ _CODES = {
 
 
 def check_settings_class(cls: Any, where: str) -> type:
-    """Return a class of settings; one that is not a frozen attrs class is refused with ``plugin.config-class``."""
+    """Return a settings class, or raise ``plugin.config-class`` if it is not a frozen attrs class."""
     if inspect.isclass(cls) and attrs.has(cls) and is_frozen(cls):
         return cls
     message, expected = "the plugin's config is not a frozen attrs class", "a class made by @attrs.frozen"
@@ -50,7 +50,7 @@ def check_settings_class(cls: Any, where: str) -> type:
 
 
 def structure_problems(kind: str, cls: Any, where: str) -> Iterator[PluginError]:
-    """Find everything in which a class does not fit the contract of its kind; nothing of the class is run.
+    """Yield all violations of a kind's contract by a class, without running any of its code.
 
     Yields:
         ``plugin.not-a-subclass``, ``plugin.abstract-method``, ``plugin.sync-async`` or ``plugin.signature``.
@@ -75,11 +75,11 @@ def structure_problems(kind: str, cls: Any, where: str) -> Iterator[PluginError]
 
 
 def _problems(contract: type, cls: type, name: str) -> Iterator[dict[str, str]]:
-    """Compare one member of a class with the contract's."""
+    """Compare a member of a class with that of the contract."""
     wanted = flavour(contract, name)
     try:
         found = flavour(cls, name)
-    except (ValueError, TypeError):  # a builtin without a signature: nothing can be said
+    except (ValueError, TypeError):  # a builtin without a signature
         return
     returnable = found == "sync" and wanted not in ("sync", "async")  # a plain function may return such an object
     if wanted != found and "property" in (wanted, found):
@@ -96,9 +96,9 @@ def _problems(contract: type, cls: type, name: str) -> Iterator[dict[str, str]]:
 
 
 def _refusals(contract: type, cls: type, name: str) -> Iterator[str]:
-    """Say why a class does not accept calls that the contract allows: by position, by name, the required alone.
+    """Yield why a class rejects calls that the contract allows: by position, by name, only required arguments.
 
-    Each argument is its parameter's name, so that it shows where it arrives.
+    Each argument is its parameter's name, which shows the parameter that receives it.
     """
     on_class = isinstance(inspect.getattr_static(contract, name), classmethod)
     if on_class and not isinstance(inspect.getattr_static(cls, name), classmethod | staticmethod):
@@ -117,12 +117,12 @@ def _refusals(contract: type, cls: type, name: str) -> Iterator[str]:
             yield f"{name}{accepted}: {error}"
             continue
         for own, value in bound.items():
-            if isinstance(value, str) and own != value and name != "__init__":  # whose parameters may have other names
+            if isinstance(value, str) and own != value and name != "__init__":  # its parameters' names may differ
                 yield f"{name}{accepted}: '{own}' is in the place of '{value}'"
 
 
 def public_members(cls: type) -> Iterator[str]:
-    """Name the public members of a class and its bases, and ``__init__``, as defined."""
+    """Yield the names of public members of a class and its bases, and ``__init__``, as defined."""
     seen: dict[str, None] = {}
     for base in reversed(cls.__mro__):
         if base in (object, ABC, Generic, Protocol):
@@ -135,9 +135,9 @@ def public_members(cls: type) -> Iterator[str]:
 
 
 def flavour(cls: type, name: str) -> str:
-    """Say how a member is called and what a call yields, without running any of the class's code.
+    """Return the flavour of a member (how it is called, what it yields) without running its code.
 
-    The code tells it, behind decorators, too; or, for a plain function, the return annotation.
+    The flavour follows from the code behind decorators or, for a plain function, from the return annotation.
     """
     raw = inspect.getattr_static(cls, name)
     function = inner = _function(raw)
@@ -157,7 +157,7 @@ def flavour(cls: type, name: str) -> str:
 def signature_of(cls: type, name: str) -> Signature:
     """Return the signature of a member as its callers see it, without ``self`` or ``cls``.
 
-    That of a property is its getter's, and that of a plain value is empty.
+    A property has its getter's signature, and a plain value an empty one.
     """
     raw = inspect.getattr_static(cls, name)
     function = _function(raw)
@@ -171,7 +171,7 @@ def signature_of(cls: type, name: str) -> Signature:
 
 
 def _bare(cls: type, name: str) -> Signature:
-    """Return the signature without annotations, for messages and calls."""
+    """Return the signature without annotations, for error messages and calls."""
     return Signature([each.replace(annotation=Parameter.empty) for each in signature_of(cls, name).parameters.values()])
 
 
@@ -182,7 +182,7 @@ def _function(raw: Any) -> Any:
 
 
 def is_frozen(cls: type) -> bool:
-    """Say whether instances of an attrs class refuse assignment, by trying it."""
+    """Return whether instances of an attrs class refuse assignment, by trying one."""
     try:
         setattr(object.__new__(cls), "x", None)  # noqa: B010
     except Exception as error:
@@ -191,7 +191,7 @@ def is_frozen(cls: type) -> bool:
 
 
 def annotation_text(annotation: Any) -> str:
-    """Return an annotation as it is written; empty when there is none."""
+    """Return an annotation as it is written; empty if there is none."""
     if annotation is Parameter.empty or annotation is None:
         return "" if annotation is Parameter.empty else "None"
     return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)

@@ -1,4 +1,4 @@
-"""The RPC between processes: calls, iterations, cancellation, errors, deadlines, heartbeats, authentication."""
+"""RPC between processes with iterations, cancellation, errors, deadlines, heartbeats and authentication."""
 
 from __future__ import annotations
 

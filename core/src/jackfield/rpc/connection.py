@@ -1,4 +1,4 @@
-"""A connection of the RPC. Each of its ends calls what the other end serves, and serves what the other end calls."""
+"""RPC connections, over which each end can call the services of the other end."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from jackfield.rpc.wire import Codec, Contract, Message, Method, Process
 
 T = TypeVar("T")
 
-_LEAVE_SECONDS = 5.0  #: for a cancelled call to end at the other end
+_LEAVE_SECONDS = 5.0  #: time for a cancelled call to end at the other end
 _MSGPACK = Codec()
 _CALLER: contextvars.ContextVar[Connection] = contextvars.ContextVar("caller")
 
 
 def caller() -> Connection:
-    """Return the connection whose call is being answered."""
+    """Return the connection of the call that is being served."""
     return _CALLER.get()
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Service:
-    """An object, and the contract of what may be called of it."""
+    """An object and the contract of its callable methods."""
 
     target: Any
     contract: Contract
@@ -47,21 +47,21 @@ def _chosen(codec: Codec | None) -> Codec:
 class Connection(asyncio.Protocol):
     """One end of a connection. It belongs to one event loop."""
 
-    name: str  #: of the other end, for errors
-    services: Mapping[str, Service]  #: what the other end may call, by name; it is read at each call
+    name: str  #: name of the other end, for errors
+    services: Mapping[str, Service]  #: services for the other end by name; read at each call
     clock: Clock  #: time source for all waits
-    _codec: Codec = attrs.field(default=None, converter=_chosen, kw_only=True)  #: of both ends; None: msgpack
-    limit: int = attrs.field(default=wire.LIMIT, kw_only=True)  #: bytes of a message that comes
-    #: makes the error of calls after the end from its reason; None: ``rpc.lost``
+    _codec: Codec = attrs.field(default=None, converter=_chosen, kw_only=True)  #: codec of both ends; None: msgpack
+    limit: int = attrs.field(default=wire.LIMIT, kw_only=True)  #: maximum bytes of a received message
+    #: creates the error of calls after the end from its reason; None: ``rpc.lost``
     _lost_error: Callable[[str], JackfieldError] | None = attrs.field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         self.session = secrets.token_hex(8)
-        self.process: Process | None = None  #: of the other end
-        self.heard = True  #: whether something came since the last look
-        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()  #: how it ended
-        self._bytes = bytearray()  #: that came, and are no whole message yet
-        self._asked: dict[int, tuple[str, asyncio.Future[wire.Reply]]] = {}  #: open calls to the other end, described
+        self.process: Process | None = None  #: process of the other end
+        self.heard = True  #: whether data was received since the last check
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()  #: reason of the end
+        self._bytes = bytearray()  #: received bytes of an incomplete message
+        self._asked: dict[int, tuple[str, asyncio.Future[wire.Reply]]] = {}  #: open calls with a description, by id
         self._served: dict[object, asyncio.Task[None]] = {}
         self._iterations: dict[int, AsyncGenerator[Any, None]] = {}  #: by the id of the call that opened them
         self._transport: asyncio.Transport | None = None
@@ -69,7 +69,7 @@ class Connection(asyncio.Protocol):
         self._room.set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
+        """Store the transport of the connection."""
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -81,11 +81,11 @@ class Connection(asyncio.Protocol):
         self._room.clear()
 
     def resume_writing(self) -> None:
-        """Let calls go on."""
+        """Resume waiting calls."""
         self._room.set()
 
     def data_received(self, data: bytes) -> None:
-        """Cut the bytes that have come into messages."""
+        """Split received bytes into messages."""
         self._bytes += data
         try:
             while len(self._bytes) >= wire.HEAD.size and not self.lost.done():
@@ -103,11 +103,11 @@ class Connection(asyncio.Protocol):
             self.refused(error)
 
     def refused(self, error: JackfieldError) -> None:
-        """End a connection that cannot be read on."""
+        """End a connection that received invalid data."""
         self.end(f"broke the protocol: {error.message}")
 
     def silent(self, reason: str) -> None:
-        """End a connection whose other end has sent no heartbeat."""
+        """End a connection whose other end sent no heartbeat."""
         self.end(reason)
 
     def send(self, message: Message) -> None:
@@ -117,7 +117,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(wire.HEAD.pack(wire.MAGIC, len(content)) + content)
 
     def end(self, reason: str) -> None:
-        """End the connection: fail open calls, and cancel what the other end had begun here. Idempotent."""
+        """End the connection: fail open calls and cancel the other end's calls here. Idempotent."""
         if self.lost.done():
             return
         self.lost.set_result(reason)
@@ -126,25 +126,25 @@ class Connection(asyncio.Protocol):
         asked, self._asked = self._asked, {}
         for _, answer in asked.values():
             answer.set_exception(self.error())
-            answer.exception()  # its caller may have left
+            answer.exception()  # mark it as retrieved: the caller may be gone
         for task in self._served.values():
             task.cancel()
         self._room.set()
 
     async def close(self, reason: str = "", *, early: bool = False) -> None:
-        """Say goodbye, and wait until the calls of the other end have ended here. Idempotent."""
+        """Send a goodbye and wait until the other end's calls have ended here. Idempotent."""
         self.send(wire.Goodbye(reason, early))
         await self.leave(reason or "the connection was closed")
 
     async def leave(self, reason: str) -> None:
-        """Close this end without a goodbye, and wait until the calls of the other end have ended here."""
+        """Close this end without a goodbye and wait until the other end's calls have ended here."""
         self.end(reason)
         await asyncio.gather(*self._served.values(), return_exceptions=True)
         for number in list(self._iterations):
             await self._close(number)
 
     def error(self) -> JackfieldError:
-        """Make the error of calls after the end."""
+        """Return the error of calls after the end."""
         if self._lost_error is not None:
             return self._lost_error(self.lost.result())
         where = f"{self.name}, {self.process}" if self.process else self.name
@@ -152,18 +152,18 @@ class Connection(asyncio.Protocol):
 
     @property
     def iterates(self) -> bool:
-        """Return whether the other end iterates over something here."""
+        """Return whether the other end has an open iteration here."""
         return bool(self._iterations)
 
     @property
     def local_host(self) -> str:
-        """The address of this machine on the way to the other end; loopback where both share the host."""
+        """The local address of the connection; loopback if both ends are on this host."""
         name = None if self._transport is None else self._transport.get_extra_info("sockname")
         return str(name[0]) if isinstance(name, tuple) else "127.0.0.1"
 
     @property
     def doing(self) -> str:
-        """Describe what the other end was asked to do and has not done, for messages."""
+        """Describe the other end's unfinished calls, for error messages."""
         return ", ".join(what for what, _ in itertools.islice(self._asked.values(), 4))
 
     def took(self, content: bytes) -> None:
@@ -183,7 +183,7 @@ class Connection(asyncio.Protocol):
             case wire.Reply():
                 self.refused(RpcError("it sent a reply without a call"))
             case wire.Cancel() if message.id in self._served:
-                # the call may not have begun, and is replied to all the same
+                # a call that was cancelled before it began also gets a reply
                 asyncio.get_running_loop().call_soon(self._served[message.id].cancel)
             case wire.Heartbeat() if message.news:
                 logging.getLogger("jackfield").warning("%s", message.news)
@@ -199,7 +199,7 @@ class Connection(asyncio.Protocol):
             encoded = self._codec.encode(value)
         except asyncio.CancelledError:
             error = RpcError(f"{call.method} was cancelled", code="rpc.cancelled")
-        except BaseException as raised:  # whatever it is goes to the caller, and other calls go on
+        except BaseException as raised:  # the caller gets any exception, and other calls continue
             error = raised
             if not isinstance(raised, JackfieldError):
                 logging.getLogger("jackfield").error("%s raised", call.method, exc_info=raised)
@@ -208,7 +208,7 @@ class Connection(asyncio.Protocol):
             self.send(wire.Reply(call.id, msgspec.Raw(content), None if error is None else error_fields(error)))
 
     def _work(self, call: wire.Call) -> tuple[Coroutine[Any, Any, Any], str]:
-        """Start the method that is called. Returns its coroutine and its description."""
+        """Start a called method; return its coroutine and its description."""
         name, _, member = call.method.rpartition(".")
         if not name:
             (number,) = self._codec.decode(call.arguments, tuple[int], call.method)
@@ -223,7 +223,7 @@ class Connection(asyncio.Protocol):
         return work, f"{call.method} {wire.subject(values)}".rstrip()
 
     async def _next(self, number: int) -> list[Any]:
-        """Return the next item of an iteration in a list, which is empty at the end."""
+        """Return a list with the next item of an iteration; it is empty at the end."""
         try:
             return [await anext(self._iterations[number])]
         except (KeyError, StopAsyncIteration):
@@ -250,10 +250,10 @@ class Connection(asyncio.Protocol):
         undo: Callable[[Any], None] | None = None,
         number: int = 0,
     ) -> Any:
-        """Call ``service.method`` and wait for its result. Leaving early cancels it there, and waits for its end.
+        """Call ``service.method`` and wait for its result. Cancellation cancels it there and waits for its end.
 
         Raises:
-            JackfieldError: what it raises there; ``rpc.lost``; ``deadline``, naming the other end and the call.
+            JackfieldError: The method's error; ``rpc.lost``; ``deadline``, which names the other end and the call.
         """
         await self._room.wait()
         if self.lost.done():
@@ -287,7 +287,7 @@ class Connection(asyncio.Protocol):
     async def iterate(
         self, method: str, values: list[Any], seconds: float, kind: Any, what: str
     ) -> AsyncGenerator[Any, None]:
-        """Iterate over what ``service.method`` yields, item by item as they are asked for."""
+        """Iterate over the items that ``service.method`` yields, each fetched when it is requested."""
         number = _new_number()
         try:
             await self.call(method, values, seconds, None, what, number=number)
@@ -299,14 +299,14 @@ class Connection(asyncio.Protocol):
 
 
 def _new_number() -> int:
-    """Make the id of a call, which a forged reply does not know."""
+    """Return an unpredictable call id, so that a reply cannot be forged."""
     return secrets.randbits(62) + 1
 
 
 def stub(connection: Connection, service: str, contract: Contract, cls: type[T], seconds: float) -> T:
-    """Make an object whose methods call a service of the other end, in at most ``seconds``.
+    """Return an object whose methods call a service of the other end, with a deadline of ``seconds``.
 
-    A method's own ``deadline_seconds`` is added. ``cls`` is the object's class for type checkers and readers.
+    A method's own ``deadline_seconds`` is added. ``cls`` is the object's class for type checkers.
     """
 
     def calling(method: Method) -> Callable[..., Any]:

@@ -1,11 +1,11 @@
-"""Servers and clients of the RPC: addresses, authentication, and what happens when an end falls silent.
+"""Servers and clients of the RPC: addresses, authentication and detection of dead peers.
 
-Within a host a server listens at an abstract Unix address, elsewhere at a TCP port with TLS, whose certificate is in
+Within a host a server listens on an abstract Unix address; otherwise on a TCP port with TLS, whose certificate is in
 the address file. Both ends prove that they know the file's secret before anything else is read.
 
-Of a process on this machine the kernel says whether any of its threads can run: work, however long, is no silence. From
-a process of another machine heartbeats come over its connections. A process that is silent for ``deadlines.heartbeat``
-seconds is killed where that is possible, so that it does no harm when it wakes up.
+For a process on this machine, the kernel reports whether any of its threads can run, so that long computations do not
+count as silence. A process on another machine sends heartbeats over its connections. A process that is silent for
+``deadlines.heartbeat`` seconds is killed if possible, so that it does no harm when it wakes up.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from jackfield.files import replace_file
 from jackfield.rpc.connection import Connection, Service
 from jackfield.rpc.wire import LIMIT, STRANGER_LIMIT, Contract, Heartbeat, Hello, Message, Process, Welcome
 
-LOOKS = 4  #: looks at a process, and heartbeats that it sends, in the deadline
-_STRANGERS = 64  #: connections that have proved nothing yet; further ones are closed at once
+LOOKS = 4  #: checks of a process, and heartbeats that it sends, per deadline
+_STRANGERS = 64  #: maximum number of unauthenticated connections; further ones are closed at once
 _PROOF_SECONDS = 10.0
 _CERTIFICATE_DAYS = 3650
-_ENDED = "has ended"  #: how a client ends that has done its work
+_ENDED = "has ended"  #: reason of the end of a client that has finished
 
 
 @attrs.frozen(kw_only=True)
 class Address:
-    """Where a server listens, and what a client has to know to connect. Plain values."""
+    """The address of a server and the secrets that a client needs to connect, as plain values."""
 
     host: str  #: empty: an abstract Unix address
     port: int | str
@@ -54,26 +54,26 @@ class Address:
     process: Process
 
     def write(self, file: Path, **further: str) -> None:
-        """Replace a file, which only this user can read, by the address and what else clients need to know.
+        """Write the address and ``further`` values to a file that only this user can read.
 
-        A process that can read the file may call everything.
+        A process that can read the file may call all services.
         """
         replace_file(file, json.dumps({**attrs.asdict(self), **further}), mode=0o600, durable=False)
 
     @classmethod
     def read(cls, file: Path) -> Address:
-        """Read an address that a server has written. Raises ``rpc.address`` where there is none."""
+        """Read an address that a server wrote. Raise ``rpc.address`` if there is none."""
         try:
             return msgspec.json.decode(file.read_bytes(), type=cls)
         except (OSError, ValueError, TypeError) as error:
             raise RpcError("no server's address is there", code="rpc.address", where=str(file), found=error) from error
 
     def proof(self, own: bytes, other: bytes) -> bytes:
-        """Compute the proof of the secret for the end that sent the nonce ``other``."""
+        """Return the proof of the secret for the end that sent the nonce ``other``."""
         return hmac.digest(bytes.fromhex(self.secret), own + other, "sha256")
 
     async def open(self, protocol: Connection) -> None:
-        """Connect to the server."""
+        """Connect ``protocol`` to the server."""
         loop = asyncio.get_running_loop()
         if not self.host:
             await loop.create_unix_connection(lambda: protocol, f"\0{self.port}")
@@ -86,26 +86,26 @@ class Address:
 
 @attrs.define(eq=False, slots=False)
 class _Guarded(Connection):
-    """A connection that reads nothing before the other end has proved that it knows the secret."""
+    """A connection that reads only the handshake until the other end has proved that it knows the secret."""
 
     _address: Address = attrs.field(kw_only=True)
-    _own_name: str = attrs.field(kw_only=True)  #: of this process
-    _owner: str = attrs.field(default="", kw_only=True)  #: the session that sends heartbeats here
+    _own_name: str = attrs.field(kw_only=True)  #: name of this process
+    _owner: str = attrs.field(default="", kw_only=True)  #: session for which this connection sends heartbeats
     limit: int = attrs.field(default=STRANGER_LIMIT, init=False)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
-        self._nonce, self._expected = secrets.token_bytes(32), b""  #: own challenge, and proof of the other end
+        self._nonce, self._expected = secrets.token_bytes(32), b""  #: own challenge and expected proof
         self.admitted: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
         self.lost.add_done_callback(lambda _: self.admitted.cancel())
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Challenge the other end."""
+        """Send the challenge to the other end."""
         super().connection_made(transport)
         self.send(Hello(self._nonce))
 
     def handle(self, message: Message) -> None:
-        """Handle a message; before the proof only those of the handshake are accepted."""
+        """Handle a message. Before the proof only messages of the handshake are accepted."""
         if self.admitted.done():
             super().handle(message)
         elif isinstance(message, Hello) and not self._expected and message.nonce != self._nonce:
@@ -122,28 +122,28 @@ class _Guarded(Connection):
 
 @attrs.define(eq=False)
 class Server:
-    """Serves objects to every process that has its address. It belongs to one event loop."""
+    """A server of objects for every process that has its address. It belongs to one event loop."""
 
-    _name: str  #: of this process, for messages
-    _services: Mapping[str, Service]  #: what clients may call
+    _name: str  #: name of this process, for messages
+    _services: Mapping[str, Service]  #: services that clients may call
     _clock: Clock  #: time source for all waits
-    _heartbeat_seconds: float  #: a client that is silent for so long is dead, and so is this process for a client
-    #: awaited once for each client that has ended, with the reason, after its calls were cancelled
+    _heartbeat_seconds: float  #: silence after which a client, or this process for a client, counts as dead
+    #: awaited once for each ended client, with the reason, after its calls were cancelled
     _on_end: Callable[[Connection, str], Awaitable[None]] | None = None
-    #: end clients that are silent, and report the deaths of clients; else others do
+    #: whether to end silent clients and report the deaths of clients; if False, others do
     _watches: bool = attrs.field(default=True, kw_only=True)
     clients: dict[str, Connection] = attrs.field(factory=dict, init=False)  #: by session
-    refused: int = attrs.field(default=0, init=False)  #: connections that were not admitted
+    refused: int = attrs.field(default=0, init=False)  #: number of connections that were not admitted
     address: Address = attrs.field(init=False)
-    _strangers: int = attrs.field(default=0, init=False)  #: connections that have proved nothing yet
+    _strangers: int = attrs.field(default=0, init=False)  #: number of unauthenticated connections
     _server: asyncio.Server | None = attrs.field(default=None, init=False)
     _kept: dict[Connection, asyncio.Task[None]] = attrs.field(factory=dict, init=False)
 
     async def listen(self, host: str = "127.0.0.1", port: int = 0) -> Address:
-        """Listen: within this host where ``host`` is loopback and no port is asked for, else with TLS.
+        """Listen on a Unix address if ``host`` is loopback and ``port`` is 0, else on TCP with TLS.
 
         Raises:
-            RpcError: ``rpc.address``: the address is taken, or none of this machine's.
+            RpcError: ``rpc.address`` if the address is in use, or is not an address of this machine.
         """
         loop, where, place = asyncio.get_running_loop(), f"{host}:{port}", f"jackfield-{secrets.token_hex(12)}"
         tls, certificate = (None, "") if is_loopback(host) else _server_tls()
@@ -167,7 +167,7 @@ class Server:
         return self.address
 
     def _stranger(self) -> asyncio.BaseProtocol:
-        """Make the protocol of a connection that may turn out to be a client's."""
+        """Return the protocol of a new, unauthenticated connection."""
         own, services = self._name, self._services
         connection = _Guarded("a stranger", services, self._clock, address=self.address, own_name=own)
         task = self._kept[connection] = asyncio.get_running_loop().create_task(self._keep(connection))
@@ -175,7 +175,7 @@ class Server:
         return connection
 
     async def _keep(self, connection: _Guarded) -> None:
-        """Admit a client, watch it until it ends, and report its death to the others."""
+        """Admit a client, watch it until it ends, and report its death to other clients."""
         self._strangers += 1
         seconds = _PROOF_SECONDS if self._strangers <= _STRANGERS else 0.0
         try:
@@ -186,7 +186,7 @@ class Server:
             return
         finally:
             self._strangers -= 1
-        if owner := self.clients.get(welcome.session):  # over this connection its thread sends heartbeats
+        if owner := self.clients.get(welcome.session):  # this connection carries the heartbeats of its thread
             connection.handle = lambda *_: setattr(owner, "heard", True)  # type: ignore[method-assign]
             connection.end(f"its client {await asyncio.shield(owner.lost)}")
             return
@@ -203,7 +203,7 @@ class Server:
             await self._on_end(connection, reason)
 
     async def close(self) -> None:
-        """Say goodbye to the clients and stop listening. Idempotent."""
+        """Send a goodbye to all clients and stop listening. Idempotent."""
         if self._server is not None:
             self._server.close()
         kept = list(self._kept.items())
@@ -222,19 +222,19 @@ async def connect(
     *,
     kills: bool = True,
 ) -> Connection:
-    """Connect to a server, and watch it.
+    """Connect to a server and watch it.
 
     Args:
-        address: The server's.
-        name: What the server calls this process.
+        address: The server's address.
+        name: The name of this process for the server.
         clock: Time source for all waits.
-        contracts: Those of the services that will be called, by name.
-        services: What the server may call here.
-        lost_error: Makes the error of calls after the end from its reason; None: ``rpc.lost``.
-        kills: Kill a server of this machine that sends no heartbeats.
+        contracts: The contracts of the services that will be called, by name.
+        services: The services that the server may call here.
+        lost_error: Creates the error of calls after the end from its reason; None: ``rpc.lost``.
+        kills: Whether to kill a server on this machine that sends no heartbeats.
 
     Raises:
-        RpcError: ``rpc.lost``: it cannot be reached; ``rpc.version``: its contracts are others.
+        RpcError: ``rpc.lost`` if it cannot be reached; ``rpc.version`` if it has other contracts.
     """
     served = services or {}
     connection = _Guarded("a server", served, clock, lost_error=lost_error, address=address, own_name=name)
@@ -267,9 +267,9 @@ async def _opened(connection: _Guarded, address: Address, clock: Clock) -> Welco
 
 
 async def _beating(address: Address, name: str, owner: str, lost: asyncio.Future[str]) -> None:
-    """Send heartbeats over a connection of their own, in a thread: the event loop may be busy for long."""
+    """Send heartbeats over a separate connection in a thread, as the event loop may be busy for long."""
     connection = _Guarded("a server", {}, Clock(), address=address, own_name=name, owner=owner)
-    with suppress(RpcError):  # the server may have ended meanwhile
+    with suppress(RpcError):  # the server may have ended
         await _opened(connection, address, Clock())
     while not (lost.done() or connection.lost.done()):
         connection.send(Heartbeat())
@@ -278,11 +278,11 @@ async def _beating(address: Address, name: str, owner: str, lost: asyncio.Future
 
 
 async def watch(connection: Connection, seconds: float, clock: Clock, *, kills: bool = True, ends: bool = True) -> str:
-    """Send heartbeats up to the end of a connection, and return its reason.
+    """Send heartbeats until a connection ends, and return the reason of the end.
 
-    If it ``ends`` the connection, that is after ``seconds`` without a sign of life.
+    With ``ends``, end the connection after ``seconds`` without a sign of life.
 
-    Several looks are needed, so that a process that was stopped itself does not take others for dead.
+    Several checks must fail, so that a process that was itself stopped does not consider others dead.
     """
     process, silent = connection.process, 0
     while not connection.lost.done() and silent <= LOOKS:
@@ -300,14 +300,14 @@ async def watch(connection: Connection, seconds: float, clock: Clock, *, kills: 
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address is reachable from this machine only."""
+    """Return whether an address is reachable only from this machine."""
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
 def _server_tls() -> tuple[ssl.SSLContext, str]:
-    """Make a fresh key and certificate. Returns the server's context and the certificate, as PEM."""
+    """Create a key and a certificate; return the server's context and the certificate as PEM."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -325,7 +325,7 @@ def _server_tls() -> tuple[ssl.SSLContext, str]:
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    with tempfile.NamedTemporaryFile(suffix=".pem") as file:  # readable by this user only
+    with tempfile.NamedTemporaryFile(suffix=".pem") as file:  # readable only by this user
         file.write(secret + certificate)
         file.flush()
         context.load_cert_chain(file.name)

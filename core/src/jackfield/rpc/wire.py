@@ -1,4 +1,4 @@
-"""What travels: messages, their encoding, the contracts of services, and the identity of processes."""
+"""The wire protocol: messages, their encoding, contracts of services and identities of processes."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from jackfield.errors import JackfieldError, RpcError
 
 T = TypeVar("T")
 
-HEAD = struct.Struct(">4sI")  #: magic with the version, and the bytes of the message
+HEAD = struct.Struct(">4sI")  #: magic with the version, and the length of the message in bytes
 MAGIC = b"JKR1"
-LIMIT = 1 << 26  #: bytes of a message
-STRANGER_LIMIT = 1 << 12  #: the same before the other end has proved that it knows the secret
-_SUBJECTS = ("request_id", "id", "version", "keys")  #: fields that say what an argument is about
+LIMIT = 1 << 26  #: maximum bytes of a message
+STRANGER_LIMIT = 1 << 12  #: maximum bytes before the other end has proved that it knows the secret
+_SUBJECTS = ("request_id", "id", "version", "keys")  #: fields that identify the subject of an argument
 _CAN_RUN = "RSI"  #: states of a thread that is neither stopped, frozen nor waiting for a device
 
 
 @attrs.frozen(kw_only=True)
 class Process:
-    """One process, distinguished from later ones with its number."""
+    """The identity of a process, which differs from later processes with the same id."""
 
     pid: int
     host: str = attrs.field(factory=socket.gethostname)
@@ -43,7 +43,7 @@ class Process:
 
     @classmethod
     def of(cls, pid: int) -> Process:
-        """Return the process of this machine with a number."""
+        """Return the local process with an id."""
         return cls(pid=pid, place=_place(), began=_stat(f"/proc/{pid}/stat")[1])
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Process:
 
     @property
     def is_near(self) -> bool:
-        """Return whether the kernel can be asked about it."""
+        """Return whether this machine's kernel can report the state of the process."""
         return bool(self.place) and self.place == _place()
 
     def can_run(self) -> bool:
@@ -63,7 +63,7 @@ class Process:
             return False
 
     def kill(self) -> bool:
-        """Kill the process if it is near and still the same. Returns whether it was killed."""
+        """Kill the process if it is near and still the same. Return whether it was killed."""
         state, began = _stat(f"/proc/{self.pid}/stat")
         if self.is_near and began == self.began and state not in "ZX":
             with suppress(ProcessLookupError, PermissionError):
@@ -81,7 +81,7 @@ def _place() -> str:
 
 
 def _stat(file: str) -> tuple[str, int]:
-    """Read the state of a process or thread, and when it began; ``X`` and 0 where there is none."""
+    """Return the state of a process or thread and its start time, or ``X`` and 0 if there is none."""
     try:
         fields = Path(file).read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -90,32 +90,32 @@ def _stat(file: str) -> tuple[str, int]:
 
 
 class Hello(msgspec.Struct, array_like=True, tag=1):
-    """The first message of both ends of a socket: a challenge."""
+    """The first message of both ends of a connection, a challenge."""
 
     nonce: bytes
 
 
 class Welcome(msgspec.Struct, array_like=True, tag=2):
-    """The answer to a challenge, and who answers."""
+    """The response to a challenge, with the identity of the sender."""
 
     proof: bytes  #: HMAC of both nonces
     name: str
     process: Process
     contracts: dict[str, str] = {}  #: fingerprint by service
-    session: str = ""  #: the server's name for the connection; from a client: the session that sends heartbeats here
+    session: str = ""  #: the server's id of the connection; from a client: the session whose heartbeats it carries
 
 
 class Call(msgspec.Struct, array_like=True, tag=3):
     """A call of ``service.method``. Id 0 asks for no reply."""
 
     id: int
-    method: str  #: or ``next`` and ``leave``: of the iteration that the call with the id in the arguments has opened
+    method: str  #: or ``next`` and ``leave``, for the iteration that the call with the id in the arguments opened
     arguments: msgspec.Raw  #: an array, in the order of the signature
-    seconds: float | None = None  #: the deadline, counted from the arrival
+    seconds: float | None = None  #: the deadline, counted from receipt
 
 
 class Reply(msgspec.Struct, array_like=True, tag=4):
-    """The value that a call has returned, or the error that it has raised."""
+    """The value that a call returned, or the error that it raised."""
 
     id: int
     value: msgspec.Raw
@@ -123,32 +123,32 @@ class Reply(msgspec.Struct, array_like=True, tag=4):
 
 
 class Cancel(msgspec.Struct, array_like=True, tag=5):
-    """The caller has left. The call still gets its reply."""
+    """A request to cancel a call. The call still gets its reply."""
 
     id: int
 
 
 class Heartbeat(msgspec.Struct, array_like=True, tag=6):
-    """A sign that the process lives."""
+    """A message that shows that the process is alive."""
 
     news: str = ""  #: what happened to another client, for the log
 
 
 class Goodbye(msgspec.Struct, array_like=True, tag=7):
-    """The connection ends on purpose."""
+    """The announcement that a connection ends on purpose."""
 
     reason: str = ""
-    early: bool = False  #: work of this process is left to do
+    early: bool = False  #: whether this process has unfinished work
 
 
 Message: TypeAlias = Hello | Welcome | Call | Reply | Cancel | Heartbeat | Goodbye
 
 
 class Codec:
-    """Encodes values as msgpack, or as JSON for a peer that has only the standard library.
+    """An encoder of values as msgpack, or as JSON for a peer that has only the standard library.
 
-    Raises ``rpc.value`` for a value that is not made of plain values and attrs instances, or is of another type, and
-    what a validator of an attrs class raises.
+    Raises ``rpc.value`` for a value that does not consist of plain values and attrs instances or has another type.
+    Exceptions of attrs validators propagate.
     """
 
     def __init__(self, name: Literal["msgpack", "json"] = "msgpack") -> None:
@@ -158,7 +158,7 @@ class Codec:
         self._decoder = functools.cache(lambda kind: module.Decoder(kind, dec_hook=made))
 
     def encode(self, value: Any) -> bytes:
-        """Encode a value."""
+        """Encode a value as bytes."""
         try:
             encoded: bytes = self._encoder.encode(value)
         except (TypeError, OverflowError, ValueError, RecursionError) as error:
@@ -166,25 +166,25 @@ class Codec:
         return encoded
 
     def decode(self, content: Any, kind: Any, where: str) -> Any:
-        """Decode a value of a type; errors say ``where`` it came from."""
+        """Decode a value of type ``kind``; errors say ``where`` it came from."""
         try:
             return self._decoder(kind).decode(content)
         except JackfieldError:
             raise
-        except Exception as error:  # msgspec's own, or a validator's
+        except Exception as error:  # of msgspec or of a validator
             raise RpcError(f"a value of another type came: {error}", code="rpc.value", where=where) from error
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Path):
-        return str(value.absolute())  # the other process has a working folder of its own
+        return str(value.absolute())  # the other process has its own working directory
     if isinstance(value, Clock):
-        return None  # each process has its own
+        return None  # each process has its own clock
     raise TypeError(f"it contains a {type(value).__name__}")
 
 
 class Method:
-    """One method that can be called."""
+    """A method that can be called remotely."""
 
     def __init__(self, cls: type, name: str) -> None:
         hints = typing.get_type_hints(getattr(cls, name))
@@ -198,7 +198,7 @@ class Method:
         self.arguments = types.GenericAlias(tuple, tuple(kinds))  #: the type of the array of all arguments
 
     def bind(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments by name in the order of the signature, with defaults."""
+        """Return the arguments by name, with defaults, in the order of the signature."""
         bound = self.signature.bind(*arguments, **keywords)
         bound.apply_defaults()
         return bound.arguments
@@ -223,10 +223,10 @@ class Contract:
     ) -> None:
         """
         Args:
-            cls: Its annotations are the types of what travels.
-            methods: Names; None: all public methods that are coroutine functions or yield.
-            without: Names of public methods that are not called from elsewhere.
-            undo: By method: the one that gives back a result that came after its caller had left.
+            cls: The class, whose annotations are the types of arguments and results.
+            methods: Names of methods; None: all public coroutine functions and generators.
+            without: Names of public methods that cannot be called remotely.
+            undo: By method: the method that gives back a result that arrives after its caller was cancelled.
         """
         self.undo = dict(undo or {})
         names = {name for name in dir(cls) if _is_remote(cls, name)} - set(without) if methods is None else methods
@@ -241,12 +241,12 @@ class Contract:
         return iter(self._methods.values())
 
     def method(self, name: str) -> Method:
-        """Return a method by its name, or raise ``rpc.method``."""
+        """Return a method by name, or raise ``rpc.method``."""
         return known(self._methods, name, "method")
 
 
 def known(choices: Mapping[str, T], name: str, what: str) -> T:
-    """Return what is served under a name, or raise ``rpc.method``."""
+    """Return the choice with a name, or raise ``rpc.method``."""
     if name not in choices:
         message = f"there is no such {what}"
         raise RpcError(message, code="rpc.method", where=name, expected=", ".join(choices))
@@ -254,7 +254,7 @@ def known(choices: Mapping[str, T], name: str, what: str) -> T:
 
 
 def subject(arguments: Iterable[Any]) -> str:
-    """Name what a call is about, for messages: ``train/3/0/1``."""
+    """Return the subject of a call for error messages, such as ``train/3/0/1``."""
     for argument in arguments:
         found = next((getattr(argument, name) for name in _SUBJECTS if hasattr(argument, name)), argument)
         if isinstance(found, tuple | list) and found and isinstance(found[0], str):
