@@ -1,7 +1,7 @@
-"""Parts of algorithms by name: pure functions on tensors.
+"""The parts of algorithms, which are pure functions on tensors with names.
 
 Shapes are ``[B, T]`` over response tokens; ``response_mask`` (bool or float) is 1 on the model's own tokens. Losses are
-normalised by explicit *global* counts, so that no split into micro-batches and no data-parallel size changes them.
+normalised by explicit *global* counts, so that they do not depend on micro-batches or the data-parallel size.
 Importing this package does not import torch.
 """
 

@@ -1,4 +1,4 @@
-"""How much better than expected each token was: by a critic, or by the token's reward to go."""
+"""Advantage estimators per token, with a critic or with the reward to go."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def advantages(
     """Estimate advantages and returns over a whole batch.
 
     Args:
-        name: of the estimator.
-        token_rewards: float ``[B, T]``; a sequence-level reward stands on any one token of its row. Rewards on
-            observation tokens count: for the row's total, and as credit of the model token before them.
-        response_mask: bool or float ``[B, T]``, 1 on the model's own tokens.
-        group_ids: int ``[B]``, equal for the rollouts of one task; needed by group-relative estimators.
-        **options: of the estimator, and its further inputs: ``values`` float ``[B, T]`` of a critic, ``rollout_ids``
-            int ``[B]`` (rows of one are its steps), ``step_ids`` int ``[B]`` (order of the steps in a run),
-            ``anchor_ids`` int ``[B]`` (equal for steps taken in the same state), ``reward_dimensions`` float
+        name: The name of the estimator.
+        token_rewards: Float ``[B, T]``; a sequence-level reward is on any one token of its row. Rewards on
+            observation tokens count in the row's total, and are credited to the model token before them.
+        response_mask: Bool or float ``[B, T]``, 1 on the model's own tokens.
+        group_ids: Int ``[B]``, equal for the rollouts of one task; group-relative estimators need it.
+        **options: Options of the estimator and its other inputs: ``values`` float ``[B, T]`` of a critic,
+            ``rollout_ids`` int ``[B]`` (rows of one rollout are its steps), ``step_ids`` int ``[B]`` (order of steps in
+            a rollout), ``anchor_ids`` int ``[B]`` (equal for steps from the same state), ``reward_dimensions`` float
             ``[B, D]``, ``baseline_rewards`` float ``[B]``, ``old_log_probs`` and ``sum_pi_squared`` float ``[B, T]``.
 
     Returns:
-        ``(advantages, returns)``, float ``[B, T]``, 0 where the mask is 0. Estimators that compare whole responses
-        return their advantages as returns, too. Errors are ``algorithm.unknown``, ``algorithm.input`` and
-        ``algorithm.not-finite`` (names the first row).
+        ``(advantages, returns)``, float ``[B, T]``, 0 where the mask is 0. For estimators that compare whole responses,
+        the returns are the advantages. Errors are ``algorithm.unknown``, ``algorithm.input`` and
+        ``algorithm.not-finite`` (which names the first row).
     """
     chosen = part("advantages", name)
     inputs, options = chosen.split(options)
@@ -80,16 +80,16 @@ def _gae(
 
     Observation tokens are skipped: their values are not used and they neither discount nor decay. The value after the
     last model token is 0. returns = A + V. ``whiten`` (scope ``batch``) centres and scales A over all model tokens,
-    after the returns were taken.
+    after the returns are computed.
 
-    Differs: No whitening unless asked for. A reward on an observation token is credited to the model token before it
+    Differs: Whitening is off by default. A reward on an observation token is credited to the model token before it
     (verl drops it).
     """
     tokens = ModelTokens(response_mask)
     dtype = token_rewards.dtype if token_rewards.dtype.itemsize >= 4 else values.float().dtype
     expected = tokens.pack(values.to(dtype))
     deltas = tokens.credit(token_rewards.to(dtype)).sub_(expected)
-    deltas[:, :-1].add_(expected[:, 1:], alpha=gamma)  # past the last model token the value is 0
+    deltas[:, :-1].add_(expected[:, 1:], alpha=gamma)  # after the last model token the value is 0
     advantages = tokens.unpack(discounted_sums(deltas, gamma * lam))
     returns = values.to(dtype).masked_fill(~tokens.keep, 0.0).add_(advantages)
     if whiten:
@@ -117,7 +117,7 @@ def _reinforce_plus_plus(
 
     The paper's KL penalty in the reward is :func:`jackfield.algorithms.kl_in_reward`.
 
-    Differs: std + eps in the place of sqrt(variance + eps): equal rewards give exactly 0.
+    Differs: We use std + eps instead of sqrt(variance + eps), so that equal rewards give exactly 0.
     """
     returns = credited_returns(token_rewards, response_mask, gamma)
     return _whitened(returns, response_mask != 0, eps), returns
@@ -130,7 +130,7 @@ def _reinforce_plus_plus_baseline(
     """A = (D - mean_batch(D)) / (std_batch(D) + eps), D_i = R_i - mean_group(R); statistics over all model tokens.
     [REINFORCE++, arXiv:2501.03262 (with baseline)]
 
-    Differs: A group of one gets 0 and is left out of the statistics; verl keeps its raw score.
+    Differs: A group of one gets 0 and is excluded from the statistics; verl keeps its raw score.
     """
     groups = Groups(group_ids)
     centred = groups.relative(row_sums(token_rewards)).unsqueeze(-1).expand(token_rewards.shape)
@@ -160,11 +160,11 @@ def _optimal_token_baseline(
     pi_is(v)^2). [optimal token baseline, as documented in verl (docs/algo/otb.md); the paper's own text was not at
     hand]
 
-    G is the reward to go; t counts a row's model tokens; the sums are over the rows of the group that reach t. Where
-    one row alone reaches t, its advantage is 0. ``rollout_weights`` scale each summand of W by their square.
+    G is the reward to go; t counts a row's model tokens; the sums are over the rows of the group that reach t. If only
+    one row reaches t, its advantage is 0. ``rollout_weights`` scale each summand of W by their square.
 
-    Differs: verl gives a group of one its raw return; the equation gives 0. One estimator for single and multi-turn
-    responses: t counts model tokens.
+    Differs: verl gives a group of one its raw return; the equation gives 0. As t counts model tokens, there is one
+    estimator for single-turn and multi-turn responses.
     """
     tokens = ModelTokens(response_mask)
     dtype = token_rewards.dtype if token_rewards.dtype.itemsize >= 4 else token_rewards.float().dtype

@@ -1,4 +1,4 @@
-"""From a value per token to one number, by global counts."""
+"""Aggregation of values per token to one number, normalised by global counts."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def aggregate(
 ) -> Tensor:
     """Return the share of these rows in the batch's mean.
 
-    Shares of micro-batches and ranks add up to the batch's value: 0 for a batch without tokens (or sequences).
+    The sum of the shares of micro-batches and ranks is the batch's value, 0 for a batch without tokens (or sequences).
 
     Args:
-        values: float ``[B, T]``; or one per sequence, ``[B]``: then each sequence counts as one token.
-        mask: bool or float ``[B, T]``; positions of 0 do not count, whatever they hold (NaN included).
+        values: Float ``[B, T]``, or one per sequence, ``[B]``: then each sequence counts as one token.
+        mask: Bool or float ``[B, T]``. Positions of 0 do not count, even if their value is NaN.
         aggregation: ``token-mean``, ``token-sum``, ``seq-mean-token-{sum,sum-norm,mean}``.
-        global_tokens: masked tokens in the whole batch.
-        global_sequences: sequences in the whole batch.
-        length_norm: the constant of ``seq-mean-token-sum-norm``, the same for the whole run (Dr. GRPO: the longest
-            response that may be generated). None: the width T of ``values``, which is only right where every part of
-            the batch is padded to one width.
+        global_tokens: Number of masked tokens in the whole batch.
+        global_sequences: Number of sequences in the whole batch.
+        length_norm: The constant of ``seq-mean-token-sum-norm``, the same for the whole run (Dr. GRPO: the longest
+            response that may be generated). None: the width T of ``values``, which is only correct if every part of
+            the batch is padded to the same width.
 
     An unknown aggregation and a ``length_norm`` of 0 or less are refused (``algorithm.unknown``, ``algorithm.input``).
     """
@@ -49,7 +49,7 @@ def aggregate(
 
 
 def means(metrics: Mapping[str, Tensor], mask: Tensor, like: Tensor, **averaging: Any) -> dict[str, Tensor]:
-    """Return the shares in the batch's means of metrics, in ``like``'s dtype, whatever the loss's own aggregation."""
+    """Return the shares in the batch's token means of metrics, in ``like``'s dtype, for any loss aggregation."""
     how = {**averaging, "aggregation": "token-mean"}
     return {name: aggregate(value.detach().to(like.dtype), mask, **how) for name, value in metrics.items()}
 

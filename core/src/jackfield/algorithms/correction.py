@@ -1,7 +1,7 @@
-"""A correction where the policy that is trained is not quite the one that generated.
+"""Off-policy correction, for a trained policy that differs from the one that generated.
 
-Numerics differ, weights are stale, data is replayed. *Decoupled*, it weighs by pi_old / pi_rollout and clips around
-pi_old; *bypass* takes pi_rollout for pi_old, so that the loss's own ratio corrects, and rejection is left to do here.
+The causes are numerics, stale weights and replayed data. *Decoupled*, it weighs by pi_old / pi_rollout and the loss
+clips around pi_old. In *bypass* mode pi_rollout is used as pi_old: the loss's ratio corrects; only rejection is here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Correction:
 
     enabled: bool | None = option(
         None,
-        "null: where the rollout server's log-probs differ from the engine's by more than rounding, and with "
+        "null: on if the rollout server's log-probs differ from the engine's by more than rounding, and with "
         "sampling filters (top_p, top_k, min_p)",
     )
     level: Literal["token", "sequence", "geometric"] = option(
@@ -45,7 +45,7 @@ class Correction:
     upper: float = option(2.0, "largest weight", [gt(0.0), above("lower")])
     lower: float = option(0.5, "smallest weight, for icepop", ge(0.0))
     reject: Literal["none", "token", "sequence-sum", "sequence-mean", "sequence-max"] = option(
-        "none", "leave out tokens, or whole responses, whose ratio is outside of [reject_low, reject_high]"
+        "none", "exclude tokens, or whole responses, whose ratio is outside of [reject_low, reject_high]"
     )
     reject_low: float = option(0.5, "lower bound of a ratio that is kept", ge(0.0))
     reject_high: float = option(2.0, "upper bound of a ratio that is kept", above("reject_low"))
@@ -54,23 +54,23 @@ class Correction:
     def weights(
         self, log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Compute importance weights, and what they reject.
+        """Compute importance weights and the mask of accepted tokens.
 
         Levels: ``sequence`` is prod(rho) on each token, ``geometric`` prod(rho)^(1 / length). Bounds: ``truncate`` is
-        min(w, upper) (TIS). Rejected (MIS) are with ``token`` the tokens of rho outside of [reject_low, reject_high];
-        with ``sequence-sum``, ``sequence-mean`` and ``sequence-max`` whole sequences whose prod(rho),
-        prod(rho)^(1 / length), or any rho is. ``batch_normalize`` divides by the mean weight of the tokens that are
-        kept, or of the sequences that have any: it needs the whole batch.
+        min(w, upper) (TIS). Rejection (MIS): ``token`` rejects tokens whose rho is outside of [reject_low,
+        reject_high]; ``sequence-sum``, ``sequence-mean`` and ``sequence-max`` reject whole sequences whose prod(rho),
+        prod(rho)^(1 / length) or any rho is outside. ``batch_normalize`` divides by the mean weight of the accepted
+        tokens, or of the sequences that have any, which needs the whole batch.
 
         Args:
-            log_probs: of pi_old (decoupled PPO) or pi (policy gradient), float ``[B, T]``.
-            rollout_log_probs: of the policy that generated, float ``[B, T]``.
-            response_mask: bool or float ``[B, T]``.
+            log_probs: Log-probs of pi_old (decoupled PPO) or pi (policy gradient), float ``[B, T]``.
+            rollout_log_probs: Log-probs of the policy that generated, float ``[B, T]``.
+            response_mask: Bool or float ``[B, T]``.
 
         Returns:
             ``(weights, mask, diagnostics)``: float ``[B, T]`` without gradient, 0 where the response mask is 0; the
-            response mask (its dtype) with 0 for what is rejected, to leave out of the loss while counts stay as they
-            are; scalars: ``mean``, ``std``, ``min``, ``max`` of the bounded weights, ``effective_sample_size``
+            response mask (its dtype) with 0 for rejected tokens, which the loss excludes while its counts do not
+            change; scalars: ``mean``, ``std``, ``min``, ``max`` of the bounded weights, ``effective_sample_size``
             ((sum w)^2 / (n sum w^2)), ``fraction_high`` and ``fraction_low`` (ratios beyond the bounds),
             ``fraction_rejected`` (tokens), ``kl`` and ``kl_k3`` (of pi_rollout from pi: means of -log rho and of
             rho - 1 - log rho), ``batch_norm``. Errors are ``algorithm.input`` and ``algorithm.not-finite``.
@@ -93,7 +93,7 @@ class Correction:
         return weights, response_mask.masked_fill(~accepted, 0), diagnostics
 
     def _accepted(self, logs: Tensor, keep: Tensor) -> Tensor:
-        """bool ``[B, T]``: model tokens that stay."""
+        """Return the accepted model tokens, bool ``[B, T]``."""
         if self.reject == "none":
             return keep
         levels = {"sequence-sum": "sequence", "sequence-mean": "geometric"}
@@ -104,7 +104,7 @@ class Correction:
     def _diagnostics(
         self, logs: Tensor, raw: Tensor, weights: Tensor, keep: Tensor, accepted: Tensor
     ) -> dict[str, Tensor]:
-        """All over the model tokens; 0 for a batch without any."""
+        """Return diagnostics over the model tokens; 0 for a batch without any."""
         count = keep.sum().clamp(min=1)
         mean, deviation = masked_mean_std(weights, keep)
         wide, bounded = weights.double(), logs.clamp(-CLAMP, CLAMP)
@@ -124,7 +124,7 @@ class Correction:
 
 
 def _ratio(logs: Tensor, keep: Tensor, level: str) -> Tensor:
-    """rho on each token, prod(rho) of its sequence, or that to the power of 1 / length; ``[B, T]``."""
+    """Return rho of each token, prod(rho) of its sequence, or that to the power of 1 / length; ``[B, T]``."""
     if level != "token":
         rows = logs.sum(-1) if level == "sequence" else row_means(logs, keep)
         logs = rows.unsqueeze(-1).expand(logs.shape)

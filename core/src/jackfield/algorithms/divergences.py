@@ -1,4 +1,4 @@
-"""Divergences of policies: of a reference, on sampled tokens; of student and teacher, over the vocabulary.
+"""Divergences from a reference, on sampled tokens, and of student and teacher, over the vocabulary.
 
 J. Schulman, "Approximating KL divergence", 2020. With r = pi_ref / pi and samples from pi, E[k1] = E[k3] = KL(pi,
 pi_ref). In distillation the tokens are the student's own (on-policy distillation).
@@ -27,9 +27,9 @@ def kl(name: str, log_probs: Tensor, ref_log_probs: Tensor, *, old_log_probs: Te
     Args:
         name: ``k1``, ``k2``, ``k3``, ``abs``, ``low_var_kl``, the value of one of them with the gradient of k2
             (``k1+``, ``k3+``, ``abs+``, ``low_var_kl+``), or ``k3_corrected``.
-        log_probs: of the policy.
-        ref_log_probs: of the reference.
-        old_log_probs: of the behaviour policy; an estimator that corrects for it refuses to be without it.
+        log_probs: Log-probs of the policy.
+        ref_log_probs: Log-probs of the reference.
+        old_log_probs: Log-probs of the behaviour policy, required by estimators that correct for it.
     """
     offered = {"log_probs": log_probs, "ref_log_probs": ref_log_probs, "old_log_probs": old_log_probs}
     value: Tensor = part("kl", name)(offered)
@@ -100,14 +100,14 @@ def distillation_loss(
 
     Args:
         name: ``forward_kl``, ``reverse_kl`` or ``jsd``.
-        log_probs: the student's, normalised over the vocabulary, float ``[B, T, V]``, with gradients.
-        teacher_log_probs: the teacher's, float ``[B, T, V]``; -inf is a probability of 0.
-        response_mask: bool or float ``[B, T]``.
-        aggregation: see :func:`jackfield.algorithms.aggregate`, as for ``length_norm``.
-        length_norm: of ``seq-mean-token-sum-norm``.
-        **options: ``beta`` of ``jsd``; and the counts ``global_tokens`` and ``global_sequences``.
+        log_probs: The student's, normalised over the vocabulary, float ``[B, T, V]``, with gradients.
+        teacher_log_probs: The teacher's, float ``[B, T, V]``; -inf is a probability of 0.
+        response_mask: Bool or float ``[B, T]``.
+        aggregation: See :func:`jackfield.algorithms.aggregate`.
+        length_norm: The constant of ``seq-mean-token-sum-norm``.
+        **options: ``beta`` of ``jsd``, and the counts ``global_tokens`` and ``global_sequences``.
 
-    Errors are ``algorithm.unknown``, ``algorithm.input`` and ``algorithm.not-finite`` (names the first row).
+    Errors are ``algorithm.unknown``, ``algorithm.input`` and ``algorithm.not-finite`` (which names the first row).
     """
     chosen = part("distillation", name)
     counts, options = chosen.split(options)
@@ -153,8 +153,8 @@ def _jsd(log_probs: Tensor, teacher_log_probs: Tensor, *, beta: Annotated[float,
     """beta KL(teacher, m) + (1 - beta) KL(student, m), m = beta p_T + (1 - beta) p_S. [GKD, arXiv:2306.13649, section
     2, equation 1]
 
-    Differs: beta=0 and beta=1 are refused: they are 0; forward_kl and reverse_kl are the limits of jsd over beta and
-    1 - beta.
+    Differs: We refuse beta=0 and beta=1, where the divergence is 0; forward_kl and reverse_kl are the limits of jsd
+    divided by beta and 1 - beta.
     """
     mixture = (teacher_log_probs + math.log(beta)).logaddexp(log_probs + math.log1p(-beta))
     return beta * _divergence(teacher_log_probs, mixture) + (1.0 - beta) * _divergence(log_probs, mixture)

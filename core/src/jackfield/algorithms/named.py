@@ -1,4 +1,4 @@
-"""The named algorithms: an estimator, a loss, an aggregation, and what they need; and parts described as plain values.
+"""The named algorithms, each with estimator, loss, aggregation and needs, and descriptions of parts.
 
 The package imports the modules of the parts before this one.
 """
@@ -12,7 +12,7 @@ import attrs
 
 from jackfield.algorithms.registry import Part, Scope, part, register
 
-#: Inputs that the trainer always has, and that need no mention.
+#: Inputs that the trainer always has.
 _ALWAYS = frozenset(
     {"global_sequences", "global_tokens", "kept", "length_norm", "log_probs", "mask", "response_mask", "token_rewards"}
 )
@@ -20,16 +20,16 @@ _ALWAYS = frozenset(
 
 @attrs.frozen(kw_only=True)
 class Algorithm:
-    """An advantage estimator, a policy loss and how they are put together."""
+    """A combination of an advantage estimator, a policy loss and an aggregation."""
 
     advantages: str | None = None  #: None: the data's own answers are the target
     advantages_options: Mapping[str, Any] = attrs.field(factory=dict)
     loss: str
     loss_options: Mapping[str, Any] = attrs.field(factory=dict)
     aggregation: str = "token-mean"
-    #: What it cannot do without, beside rewards, groups and old log-probs: ``critic``, ``reference``, ``expert_data``,
+    #: Requirements in addition to rewards, groups and old log-probs: ``critic``, ``reference``, ``expert_data``,
     #: ``pairs``, ``dynamic_sampling``, ``rollout_log_probs``, ``prepare`` (columns of
-    #: :func:`jackfield.algorithms.prepare`), or inputs of its estimator. A program that has not got it must refuse.
+    #: :func:`jackfield.algorithms.prepare`), or inputs of its estimator. A program that lacks one must refuse.
     needs: tuple[str, ...] = ()
 
     @property
@@ -47,7 +47,7 @@ class Algorithm:
 
 
 def algorithm(name: str) -> Algorithm:
-    """Return the algorithm of this name; an unknown one is refused (``algorithm.unknown``)."""
+    """Return the algorithm with this name, or raise ``algorithm.unknown``."""
     found: Algorithm = part("algorithm", name).function()
     return found
 
@@ -77,7 +77,7 @@ _SUM, _MEAN = "seq-mean-token-sum", "seq-mean-token-mean"
 def _named(
     name: str, loss: str, advantages: str | None, aggregation: str = "token-mean", **fields: Any
 ) -> Callable[..., None]:
-    """Register an algorithm under its name; the result is called with its description, paper and difference."""
+    """Register an algorithm; return a function that takes its description, paper and difference."""
     chosen = Algorithm(loss=loss, advantages=advantages, aggregation=aggregation, **fields)
 
     def describe(text: str, paper: str = "", differs: str = "") -> None:

@@ -1,7 +1,7 @@
-"""Ranges of parts' options, as annotations in their signatures: ``beta: Positive = 0.1``.
+"""Ranges of the options of parts, as annotations in signatures: ``beta: Positive = 0.1``.
 
-A validator of attrs in ``Annotated`` is what a given value is checked by, in a configuration and in a call. A plugin's
-part may use these, or ``Annotated`` with validators of its own.
+An attrs validator in ``Annotated`` checks the value in a configuration and in a call. A plugin's part may use these
+annotations, or ``Annotated`` with its own validators.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ClipDual: TypeAlias = Annotated[float, gt(1.0)]
 
 
 def above(lower: str) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
-    """Return a validator: more than another option of the same part, or field of the same class."""
+    """Return a validator for values above another option of the same part or field of the same class."""
 
     def check(made: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
         if not value > getattr(made, lower):
@@ -30,6 +30,6 @@ def above(lower: str) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
 
 
 def ascending(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """Validate a lower bound, then an upper one."""
+    """Check that a lower bound is below the upper bound."""
     if not value[0] < value[1]:
         raise ValueError(f"'{attribute.name}' must be a lower and a higher number: {value!r}")

@@ -1,10 +1,10 @@
-"""Small parts by kind and name, and how they are called.
+"""The registry of small parts by kind and name.
 
-A part is a plain function. Its *inputs* are tensors and counts: parameters that it takes by position, parameters
-without a default, and those of a name in :data:`INPUTS`; they are optional where they default to None. Its other
-keyword-only parameters are its *options*: what a configuration sets, in the range that the annotation names
-(:mod:`jackfield.algorithms.options`). So the signature says what a part needs, and its docstring what it is: the
-equation with its paper, ``-A log pi. [Williams, 1992]``, and a paragraph that begins with ``Differs:``.
+A part is a plain function. Its *inputs* are tensors and counts: positional parameters, parameters without a default,
+and those with a name in :data:`INPUTS`; an input with the default None is optional. Its other keyword-only parameters
+are its *options*, which a configuration sets in the range of the annotation (:mod:`jackfield.algorithms.options`).
+The docstring has the equation with its paper, ``-A log pi. [Williams, 1992]``, and a paragraph that begins with
+``Differs:``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from attrs.validators import and_, gt, optional
 from jackfield.errors import ConfigError, did_you_mean
 from jackfield.settings import range_of, structure
 
-#: How much of a batch a part has to see at once.
+#: The part of a batch that a part needs at once.
 Scope = Literal["token", "sequence", "group", "batch"]
 
 _PER_TOKEN = (
@@ -35,7 +35,7 @@ _PER_ROW = "anchor_ids baseline_rewards expert_mask group_ids pair_ids reward_di
 TOKEN_INPUTS = frozenset(_PER_TOKEN.split())
 #: … counts over the whole batch …
 COUNTS = frozenset(f"global_{rows}{what}" for rows in ("", "usual_", "expert_") for what in ("tokens", "sequences"))
-#: … and all names, with those per row, that are inputs wherever they stand in a signature.
+#: … and all names, including inputs per row, that are inputs at any position of a signature.
 INPUTS = TOKEN_INPUTS.union(COUNTS, _PER_ROW.split())
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -48,26 +48,26 @@ def _is_option(one: inspect.Parameter) -> bool:
 
 @attrs.frozen(kw_only=True)
 class Part:
-    """A registered function. Those of scope ``batch`` refuse a schedule that streams mini-batches."""
+    """A registered function. A part of scope ``batch`` refuses a schedule that streams mini-batches."""
 
     kind: str  #: ``advantages``, ``loss``, ``kl``, ``aggregation``, ``distillation``, ``shaping``, ``correction`` …
     name: str  #: unique in its kind
     function: Callable[..., Any]
     scope: Scope
-    whole_batch: tuple[str, ...] = ()  #: inputs that have to be precomputed when the batch is split
-    per_sequence: bool = False  #: a loss with one value per row, so that nothing per token can weigh it
-    #: Makes the columns of ``whole_batch`` by name, of inputs and options of the loss; the latter have no defaults.
+    whole_batch: tuple[str, ...] = ()  #: inputs that must be precomputed when the batch is split
+    per_sequence: bool = False  #: a loss with one value per row, to which token weights cannot apply
+    #: Computes the columns of ``whole_batch`` by name, from inputs and options of the loss (without defaults).
     prepare: Callable[..., Mapping[str, Any]] | None = None
     batch_options: Mapping[str, Any] = attrs.field(factory=dict)  #: option values that make its scope ``batch``
 
     def scope_with(self, options: Mapping[str, Any]) -> Scope:
-        """Return its scope under these options."""
+        """Return the scope with these options."""
         raised = any(options.get(name) == value for name, value in self.batch_options.items())
         return "batch" if raised else self.scope
 
     @property
     def text(self) -> tuple[str, str, str]:
-        """The equation, its paper (in brackets), and how this differs from others, by the function's docstring."""
+        """The equation, its paper (in brackets) and the differences, from the function's docstring."""
         first, *others = (inspect.getdoc(self.function) or "").split("\n\n")
         equation, paper = re.fullmatch(r"(.*?)(?:(?<=\.) \[(.*)\])?", " ".join(first.split())).groups()  # type: ignore[union-attr]
         differs = next((" ".join(one.split()[1:]) for one in others if one.startswith("Differs: ")), "")
@@ -86,42 +86,42 @@ class Part:
 
     @property
     def open(self) -> bool:
-        """True where the function has ``**kwargs`` and takes whatever it is given."""
+        """True if the function has ``**kwargs`` and accepts any option."""
         return any(one.kind is one.VAR_KEYWORD for one in _parameters(self.function).values())
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The inputs that it cannot do without, beside those of :attr:`whole_batch`."""
+        """The required inputs, except those of :attr:`whole_batch`."""
         return tuple(name for name, required in self.inputs.items() if required and name not in self.whole_batch)
 
     @property
     def accepts(self) -> tuple[str, ...]:
-        """The inputs that it uses where they are given."""
+        """The optional inputs."""
         return tuple(name for name in self.inputs if name not in self.needs)
 
     @property
     def prepare_inputs(self) -> Mapping[str, bool]:
-        """The inputs of :attr:`prepare` beside options of the loss; whether each is required."""
+        """The inputs of :attr:`prepare` that are not options of the loss, and whether each is required."""
         known = {} if self.prepare is None else attrs.evolve(self, function=self.prepare).inputs
         return {name: required for name, required in known.items() if name not in self.options}
 
     @property
     def ranges(self) -> Mapping[str, str]:
-        """The range of each option that has one, as text."""
+        """The ranges of options as text."""
         fields = attrs.fields_dict(_settings(self.kind, self.function))
         return {name: text for name in self.options if (text := range_of(fields[name].validator))}
 
     def checked(self, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Check and convert the options that a configuration gives; an error names the option's path in it."""
+        """Check and convert options of a configuration. An error names the option's path."""
         if self.open or not given:
             return dict(given)
         made = attrs.asdict(structure(_settings(self.kind, self.function), given, where), recurse=False)
         return {name: made[name] for name in given}
 
     def split(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Tell inputs and options that a caller gives apart, and check the options (``algorithm.input``).
+        """Separate a caller's inputs and options, and check the options (``algorithm.input``).
 
-        Every part may be offered every known input.
+        Callers may offer every known input to every part.
         """
         taken = INPUTS.union(self.inputs)
         options = {name: value for name, value in given.items() if name not in taken}
@@ -133,9 +133,9 @@ class Part:
         return {name: value for name, value in given.items() if name in taken}, checked
 
     def __call__(self, offered: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> Any:
-        """Call the function with those of the offered inputs that it takes and that are not None, and with its options.
+        """Call the function with its options and with the offered inputs that it takes and that are not None.
 
-        A required input that is missing is refused (``algorithm.input``).
+        Raises ``algorithm.input`` if a required input is missing.
         """
         known, takes_all = self.inputs, self.open
         given = {key: value for key, value in offered.items() if value is not None and (takes_all or key in known)}
@@ -155,7 +155,7 @@ _PARTS: dict[tuple[str, str], Part] = {}
 
 
 def register(kind: str, name: str, scope: Scope, **fields: Any) -> Callable[[F], F]:
-    """Register the decorated function as a part; ``fields`` are further ones of :class:`Part`."""
+    """Register the decorated function as a part; ``fields`` are other fields of :class:`Part`."""
 
     def decorator(function: F) -> F:
         register_part(kind, name, Part(kind=kind, name=name, function=function, scope=scope, **fields))
@@ -165,10 +165,10 @@ def register(kind: str, name: str, scope: Scope, **fields: Any) -> Callable[[F],
 
 
 def register_part(kind: str, name: str, candidate: Part | Callable[..., Any]) -> None:
-    """Register what a plugin's hook ``register_parts`` offers.
+    """Register a part of a plugin's hook ``register_parts``.
 
-    A bare function counts as scope ``batch``, which every schedule that hands out whole batches supports. Two parts of
-    one kind and name, and a Part that is offered under another name than its own, are refused.
+    A plain function gets the scope ``batch``, which every schedule with whole batches supports. Two parts of the same
+    kind and name, and a Part that is registered under a name that is not its own, are refused.
     """
     if not isinstance(candidate, Part):
         candidate = Part(kind=kind, name=name, function=candidate, scope="batch")
@@ -180,14 +180,14 @@ def register_part(kind: str, name: str, candidate: Part | Callable[..., Any]) ->
 
 
 def part(kind: str, name: str) -> Part:
-    """Return the part of this kind and name; an unknown one is refused (``algorithm.unknown``), with what there is."""
+    """Return the part with this kind and name, or raise ``algorithm.unknown`` with the known names."""
     if (kind, name) in _PARTS:
         return _PARTS[kind, name]
     raise unknown_part(f"part of kind {kind}", name, names(kind), f"algorithm: {kind}")
 
 
 def unknown_part(noun: str, name: str, known: Sequence[str], where: str = "algorithm") -> ConfigError:
-    """Make the error of a name that no part has."""
+    """Return the error for a name that no part has."""
     message, expected = f"no {noun} is named {name!r}{did_you_mean(name, known)}", "one of " + ", ".join(known)
     return ConfigError(message, code="algorithm.unknown", where=where, expected=expected, found=name)
 
@@ -199,7 +199,7 @@ def names(kind: str) -> tuple[str, ...]:
 
 @functools.cache
 def _settings(kind: str, function: Callable[..., Any]) -> type:
-    """Return a part's options as a settings class; every loss has a ``length_norm``, which its aggregation reads."""
+    """Return a part's options as a settings class. Every loss has a ``length_norm`` for its aggregation."""
     if isinstance(function, type):
         return function
     fields = {name: _field(one, function) for name, one in _parameters(function).items() if _is_option(one)}
@@ -210,10 +210,10 @@ def _settings(kind: str, function: Callable[..., Any]) -> type:
 
 
 def _field(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:
-    """Return an option as a field; validators of attrs in ``Annotated`` are its range."""
+    """Return an option as a field; attrs validators in ``Annotated`` are its range."""
     try:
         declared = eval(str(parameter.annotation), vars(inspect.getmodule(function)))  # of installed code
-    except Exception:  # imported for type checkers alone, or no annotation: the default says what it is
+    except Exception:  # imported only for type checkers, or no annotation: the default has the type
         declared = type(parameter.default) if isinstance(parameter.default, bool | int | float | str) else Any
     members = get_args(declared) if get_origin(declared) in (Union, types.UnionType) else (declared,)
     checks = [check for member in members for check in getattr(member, "__metadata__", ())]

@@ -1,8 +1,8 @@
-"""Estimators of one advantage for a whole response: relative to the rollouts of one task, or to a constant.
+"""Estimators of one advantage per response, relative to the rollouts of one task or to a constant.
 
-Each row counts by its total reward. A group of one has nothing to be compared with: its advantage is 0. Scores are
-compared in float64, so that equal rewards differ from their mean by far less than any eps. In agents of several steps
-the rows of one rollout are its steps.
+They use the total reward of each row. A group of one cannot be compared: its advantage is 0. Scores are compared in
+float64, so that equal rewards differ from their mean by far less than any eps. For multi-step agents the rows of one
+rollout are its steps.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def _grpo(
     arXiv:2402.03300, section 4.1.2; std of the batch: arXiv:2508.08221; rank penalty: arXiv:2506.02355]
 
     ``std="batch"`` takes the standard deviation of all rows. ``rank_penalty`` replaces R_i by
-    R_i (1 - rank_penalty * rank_i / G), rank_i counting from 0 at the group's least likely response: it needs
-    ``old_log_probs``. Scope is ``group`` but with ``std="batch"``, which needs the whole batch.
+    R_i (1 - rank_penalty * rank_i / G), where rank_i is 0 for the group's least likely response; it needs
+    ``old_log_probs``. The scope is ``group``, except with ``std="batch"``, which needs the whole batch.
 
     Differs: verl and Trinity-RFT give a group of one its raw score; here it gets 0, having nothing to compare with.
     With a rank penalty, Trinity-RFT mixes raw rewards and penalised statistics; here mean, std and numerator all use
@@ -53,7 +53,7 @@ def _grpo(
 
 
 def _ranks(keys: Tensor, groups: Groups) -> Tensor:
-    """Rank of each row in its group by ascending key, from 0; equal keys share their mean rank."""
+    """Return each row's rank in its group by ascending key, from 0; equal keys share their mean rank."""
     return Groups(groups.index, keys).means(groups.positions(keys).double())
 
 
@@ -73,8 +73,8 @@ def _grpo_passk(
     """A_i = (max_group(R) - max_{j != i}(R_j)) / (std_group(R) + eps): only a single best response gets any. [Tang et
     al., arXiv:2503.19595 (leave-one-out baseline of the best of k)]
 
-    Differs: verl refuses a group of one; here it gets 0. Several best responses get 0 each: without any one of them
-    the maximum stays.
+    Differs: verl refuses a group of one; here it gets 0. Several best responses get 0 each, because the maximum does
+    not change without one of them.
     """
     groups, scores = Groups(group_ids), row_sums(token_rewards)
     best = groups.maxima(scores)
@@ -115,10 +115,10 @@ def _gpg(token_rewards: Tensor, group_ids: Tensor, *, f_norm: Positive = 1.0) ->
     """A_i = alpha (R_i - mean_group(R)) / f_norm, alpha = B / (rows of groups whose rewards are not all equal). [GPG,
     arXiv:2504.02546, accurate gradient estimation]
 
-    alpha makes up for the groups without a gradient; it is 1 where there are only such groups.
+    alpha compensates for the groups without a gradient; it is 1 if there are only such groups.
 
     Differs: verl and Trinity-RFT give a group of one its raw score; here it gets 0, having nothing to compare with.
-    verl counts rows with a score other than 0 in the place of rows whose group is not uniform.
+    verl counts rows with a score other than 0 instead of rows whose group is not uniform.
     """
     groups, scores = Groups(group_ids), row_sums(token_rewards)
     mixed = groups.maxima(scores) + groups.maxima(-scores) > 0
@@ -139,7 +139,7 @@ def _gdpo(
     """A = (S - mean_batch(S)) / (std_batch(S) + eps), S_i = sum_d w_d (r_id - mean_group(r_d)) / (std_group(r_d) +
     eps). [GDPO, arXiv:2601.05242]
 
-    ``reward_dimensions`` is float ``[B, D]``; ``token_rewards`` gives shape and dtype alone.
+    ``reward_dimensions`` is float ``[B, D]``; only the shape and dtype of ``token_rewards`` are used.
 
     Differs: verl and Trinity-RFT give a group of one its raw score; here it gets 0, having nothing to compare with.
     verl normalises over tokens, which weighs long responses; the paper's batch statistics are over responses.
@@ -161,7 +161,7 @@ def _topr(token_rewards: Tensor, *, baseline: float = 0.0) -> Estimate:
     """A_i = R_i - baseline; the loss ``topr`` tells positive from negative responses by its sign. [TOPR,
     arXiv:2503.14286]
 
-    Differs: Not relative to a group: the paper's reward, less one constant for the whole batch.
+    Differs: It is not relative to a group: it is the paper's reward minus one constant for the whole batch.
     """
     return row_sums(token_rewards) - baseline
 
@@ -184,7 +184,7 @@ def _opmd(
     """A_i = R_i - b, b = mean_group(R) (``mean``) or tau log(mean_group(exp(R / tau))) (``log_avg_exp``). [Trinity-RFT
     report, arXiv:2505.17826, appendix A.1 and A.3]
 
-    The loss ``opmd`` wants ``mean``. ``log_avg_exp`` is tau log Z of appendix A.1: what ``opmd_kimi`` wants.
+    The loss ``opmd`` needs ``mean``. ``log_avg_exp`` is tau log Z of appendix A.1, which ``opmd_kimi`` needs.
 
     Differs: Trinity-RFT gives a group of one its raw score; both baselines of one reward are that reward, so 0.
     """
@@ -195,7 +195,7 @@ def _opmd(
 
 
 class _Rollouts:
-    """Rows as steps of rollouts. Rollout ids may repeat in another task."""
+    """Rows as steps of rollouts. Tasks may have equal rollout ids."""
 
     def __init__(self, group_ids: Tensor, rollout_ids: Tensor, step_ids: Tensor | None) -> None:
         self.steps = Groups(group_ids, rollout_ids)  #: rows by rollout
@@ -204,11 +204,11 @@ class _Rollouts:
         self.position = self.steps.positions(step_ids)  #: int64 ``[B]``: each row's place in its rollout, from 0
 
     def compare(self, scores: Tensor, eps: float | None) -> Tensor:
-        """``[B]``: for each row its rollout's score, relative to those of its task."""
+        """Return for each row its rollout's score relative to those of its task, ``[B]``."""
         return self.tasks.relative(scores, eps)[self.steps.index]
 
     def to_go(self, rows: Tensor, gamma: float) -> Tensor:
-        """``[B]``: for each step the discounted sum over it and the later steps of its rollout."""
+        """Return for each step the discounted sum over it and the later steps of its rollout, ``[B]``."""
         table = rows.new_zeros((int(self.steps.counts.max()), len(self.steps.counts)))
         table[self.position, self.steps.index] = rows
         running = table.new_zeros(table.shape[1])
@@ -233,10 +233,10 @@ def _step_wise_grpo(
     """A_ik = (R_i - mean_task(R)) / (std_task(R) + eps) for every step k of run i, R_i the reward of its last step.
     [GRPO over runs, given to each step (rLLM; Trinity-RFT's step_wise_grpo); no paper of its own known to us]
 
-    ``rollout_reward="sum"`` adds up the rewards of all steps. ``divide_by_steps`` shares the advantage among the steps.
+    ``rollout_reward="sum"`` sums the rewards of all steps. ``divide_by_steps`` divides the advantage by their number.
     Without ``step_ids`` the steps of a run are in the order of the rows.
 
-    Differs: Runs, not steps, are compared: a long run does not count more often. A task with one run gets 0.
+    Differs: We compare runs, not steps, so that long runs do not count more often. A task with one run gets 0.
     """
     rollouts, scores = _Rollouts(group_ids, rollout_ids, step_ids), row_sums(token_rewards)
     if rollout_reward == "last":
@@ -261,10 +261,10 @@ def _gigpo(
     """A = A_run + step_weight A_step, both (x - mean) / (std + eps): of runs' total rewards in a task, and of steps'
     discounted returns in one anchor state of a task. [GiGPO, arXiv:2505.10978]
 
-    ``anchor_ids`` are equal for steps that were taken in the same state (of one task). Without them, steps of the same
-    ``step_ids`` are compared; without these, too, steps of the same place in their runs.
+    ``anchor_ids`` are equal for steps that were taken in the same state (of one task). Without them, steps with equal
+    ``step_ids`` are compared; without these, steps at the same place in their runs.
 
-    Differs: std over n - 1 and a group of one gets 0, for runs and for anchor states alike.
+    Differs: The std is over n - 1 and a group of one gets 0, for runs and for anchor states.
     """
     rollouts, scores = _Rollouts(group_ids, rollout_ids, step_ids), row_sums(token_rewards)
     scale = eps if normalize_by_std else None

@@ -1,4 +1,4 @@
-"""The sections ``algorithm`` and ``critic`` of the configuration, and the algorithm with every choice made."""
+"""The sections ``algorithm`` and ``critic`` of the configuration, and the resolved algorithm."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from jackfield.settings import option
 class PartSettings:
     """A registered part by name, with its options."""
 
-    name: str | None = option(None, "null: the bundle's own part")
+    name: str | None = option(None, "name of the part; null: the bundle's part")
     options: Mapping[str, Any] = option(
-        factory=dict, help="the part's own settings, beside those of the bundle where it is the bundle's part"
+        factory=dict, help="the part's settings; for the bundle's part they are added to the bundle's settings"
     )
 
 
@@ -35,15 +35,15 @@ class KLSettings:
         "the estimator: k1, k2, k3, abs, low_var_kl, k3_corrected, or the value of one with k2's gradient: k1+, "
         "k3+, abs+, low_var_kl+",
     )
-    coefficient: float = option(0.0, "0: off, no reference model is loaded for it", ge(0.0))
-    in_reward: bool = option(False, "take the penalty off the reward of each token, not into the loss")
+    coefficient: float = option(0.0, "weight of the penalty; 0: off, and no reference model is loaded for it", ge(0.0))
+    in_reward: bool = option(False, "subtract the penalty from each token's reward instead of adding it to the loss")
     target: float | None = option(
         None, "KL per token that an adaptive controller steers the coefficient to; null: constant", gt(0.0)
     )
-    horizon: float = option(10000.0, "samples over which the controller corrects", gt(0.0))
+    horizon: float = option(10000.0, "number of samples over which the controller corrects", gt(0.0))
 
     def adapted(self, coefficient: float, current: float, samples: int) -> float:
-        """Return the coefficient after ``samples`` samples of KL ``current`` per token; constant without a target.
+        """Return the coefficient after ``samples`` samples with KL ``current`` per token; constant without a target.
 
         It is multiplied by 1 + clip(current / target - 1, -0.2, 0.2) * samples / horizon (Ziegler et al.,
         arXiv:1909.08593, section 2.2). A KL that is not finite is refused (``algorithm.not-finite``).
@@ -61,27 +61,27 @@ class AlgorithmSettings:
     """A named bundle of parts, any of which can be replaced."""
 
     name: str = option("grpo", "the bundle; `jackfield algorithms list --kind algorithm` shows them")
-    advantages: PartSettings | None = option(None, "advantage estimator in the place of the bundle's")
-    loss: PartSettings | None = option(None, "policy loss in the place of the bundle's")
-    aggregation: str | None = option(None, "how token losses are averaged, in the place of the bundle's")
+    advantages: PartSettings | None = option(None, "advantage estimator that replaces the bundle's")
+    loss: PartSettings | None = option(None, "policy loss that replaces the bundle's")
+    aggregation: str | None = option(None, "aggregation of token losses that replaces the bundle's")
     kl: KLSettings = option(factory=KLSettings, help="KL penalty to the reference policy")
     entropy_coefficient: float = option(
-        0.0, "weight of the entropy bonus; below 0 entropy is held down", [ge(-100.0), le(100.0)]
+        0.0, "weight of the entropy bonus; negative values penalise entropy", [ge(-100.0), le(100.0)]
     )
     mini_batches: int = option(1, "optimizer steps that one batch is split into", gt(0))
     epochs: int = option(1, "passes over one batch", gt(0))
     old_log_probs: Literal["auto", "rollout", "engine"] = option(
         "auto",
-        "the policy before the update, which ratios are taken to: log-probs of the rollout server (bypass), or "
-        "recomputed by the engine (decoupled); auto: engine where the correction is on, and with sampling filters",
+        "source of the old policy's log-probs, the denominator of ratios: the rollout server (bypass) or the engine, "
+        "which recomputes them (decoupled); auto: engine if the correction is on or sampling filters are used",
     )
     correction: Correction = option(factory=Correction, help="off-policy correction")
-    shaping: Shaping = option(factory=Shaping, help="what happens to rewards before the advantages")
+    shaping: Shaping = option(factory=Shaping, help="reward shaping before advantages are estimated")
     dynamic_sampling: bool | None = option(
-        None, "replace groups whose rewards are all equal; null: as the bundle has it"
+        None, "replace groups whose rewards are all equal; null: the bundle's choice"
     )
     reward_dimensions: tuple[str, ...] = option(
-        (), "metrics of the reward that are rewards of their own (gdpo); score is the score itself"
+        (), "metrics of the reward that are separate rewards (gdpo); score is the score itself"
     )
 
 
@@ -89,24 +89,24 @@ class AlgorithmSettings:
 class CriticSettings:
     """The critic of algorithms that have one (ppo): a model with a value head, trained beside the policy."""
 
-    path: str | None = option(None, "its Hugging Face folder; null: the policy's")
+    path: str | None = option(None, "Hugging Face folder of the critic; null: the policy's")
     optimizer: OptimizerSpec = option(factory=OptimizerSpec, help="AdamW and its learning-rate schedule")
     clip: float | None = option(
-        0.2, "how far from the values before the update a prediction may get better; null: off", optional(gt(0.0))
+        0.2, "clip range of predictions around the values before the update; null: off", optional(gt(0.0))
     )
-    warmup_steps: int = option(0, "first steps in which the critic is trained alone", ge(0))
+    warmup_steps: int = option(0, "number of first steps in which only the critic is trained", ge(0))
 
 
 @attrs.frozen(kw_only=True)
 class ResolvedAlgorithm:
-    """The algorithm of a run as its configuration, model and data leave it. Plain values, which travel to workers."""
+    """The algorithm of a run, resolved from configuration, model and data, as plain values for workers."""
 
     loss: str
-    loss_options: Mapping[str, Any] = attrs.field(factory=dict)  #: the loss's own, and aggregation, KL, entropy
-    loss_columns: tuple[str, ...] = ()  #: what the loss reads beside the sample
+    loss_options: Mapping[str, Any] = attrs.field(factory=dict)  #: options of the loss, aggregation, KL and entropy
+    loss_columns: tuple[str, ...] = ()  #: columns that the loss reads in addition to the sample
     advantages: str | None = None  #: the estimator; None: the data's own answers are the target
     advantages_options: Mapping[str, Any] = attrs.field(factory=dict)
-    #: the column of the policy before the update, which the loss knows as ``old_log_probs``
+    #: the column of the policy before the update, which the loss gets as ``old_log_probs``
     old_log_probs: Literal["old_log_probs", "rollout_log_probs"] = "rollout_log_probs"
     recompute_old_log_probs: bool = False
     shaping: Shaping = attrs.field(factory=Shaping)
@@ -125,12 +125,12 @@ class ResolvedAlgorithm:
 
     @property
     def renamed(self) -> Mapping[str, str]:
-        """Columns by the names that the loss knows them under."""
+        """The columns by the names that the loss uses."""
         return {"old_log_probs": self.old_log_probs} if self.bypasses else {}
 
     @property
     def bypasses(self) -> bool:
-        """Return whether the rollout server's log-probs are those of the policy before the update."""
+        """Return whether the rollout server's log-probs are used for the policy before the update."""
         return self.advantages is not None and self.old_log_probs == "rollout_log_probs"
 
     def as_plain(self) -> dict[str, Any]:

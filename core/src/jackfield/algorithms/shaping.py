@@ -1,4 +1,4 @@
-"""Reward shaping on the way to the advantages."""
+"""Reward shaping before advantages are estimated."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True)
 class Shaping:
-    """Rewards are clipped, then normalised, then given the overlong penalty."""
+    """The settings of reward shaping: first clipping, then normalisation, then the overlong penalty."""
 
     clip: tuple[float, float] | None = option(None, "bounds of a response's reward; null: off", ascending)
-    normalize: bool = option(False, "less the batch's mean, by the batch's standard deviation")
+    normalize: bool = option(False, "subtract the batch's mean and divide by the batch's standard deviation")
     overlong_length: int | None = option(
-        None, "length in tokens from which the whole overlong penalty holds; null: off", gt(0)
+        None, "length in tokens from which the full overlong penalty applies; null: off", gt(0)
     )
-    overlong_buffer: int = option(1, "tokens before it over which the penalty grows from 0", gt(0))
-    overlong_factor: float = option(1.0, "the largest overlong penalty", ge(0.0))
-    fill_failed: bool = option(False, "a failed score becomes the mean of its group's others")
+    overlong_buffer: int = option(1, "tokens before overlong_length over which the penalty grows from 0", gt(0))
+    overlong_factor: float = option(1.0, "full overlong penalty", ge(0.0))
+    fill_failed: bool = option(False, "replace a failed score by the mean of the group's other scores")
 
     @property
     def active(self) -> bool:
-        """True where any reward may change."""
+        """True if any reward may change."""
         return self.clip is not None or self.normalize or self.overlong_length is not None
 
     def shape(self, totals: Tensor, lengths: Tensor) -> Tensor:
@@ -62,10 +62,10 @@ def kl_in_reward(
     arXiv:1909.08593]
 
     All tensors are ``[B, T]``; ``log_probs`` are those of the policy that generated (or of pi_old). Rewards of
-    observation tokens stay as they are. ``estimator`` is a name of :func:`jackfield.algorithms.kl`.
+    observation tokens do not change. ``estimator`` is a name of :func:`jackfield.algorithms.kl`.
 
-    It returns ``(token_rewards, kl)``: ``[B, T]``, and the mean KL per model token, a scalar, to adapt the coefficient.
-    Errors are ``algorithm.unknown``, ``algorithm.input`` and ``algorithm.not-finite`` (names the first row).
+    Returns ``(token_rewards, kl)``: ``[B, T]``, and the mean KL per model token, a scalar, to adapt the coefficient.
+    Errors are ``algorithm.unknown``, ``algorithm.input`` and ``algorithm.not-finite`` (which names the first row).
     """
     require_shapes({"token_rewards": token_rewards}, response_mask.shape)
     tensors = clean({"log_probs": log_probs.detach(), "ref_log_probs": ref_log_probs.detach()}, response_mask)
@@ -95,7 +95,7 @@ def dynamic_sampling_filter(scores: Tensor, group_ids: Tensor, *, min_spread: No
     """Keep rows of groups with max(score) - min(score) > min_spread: the others give no group-relative gradient. [DAPO,
     arXiv:2503.14476, equation 11]
 
-    ``scores`` float and ``group_ids`` int ``[B]`` give bool ``[B]``. A group of one is left out.
+    ``scores`` float and ``group_ids`` int ``[B]`` give bool ``[B]``. A group of one is not kept.
     """
     groups, values = Groups(group_ids), scores.double()
     return groups.maxima(values) + groups.maxima(-values) > min_spread
@@ -105,7 +105,7 @@ def dynamic_sampling_filter(scores: Tensor, group_ids: Tensor, *, min_spread: No
 def normalize_rewards(scores: Tensor, *, center: bool = True, eps: Epsilon = 1e-8) -> Tensor:
     """(R - mean_batch(R)) / (std_batch(R) + eps), std over n - 1; ``center=False``: R / (std_batch(R) + eps).
 
-    ``scores`` float ``[B]``. A batch of one (or of equal rewards) is centred to 0 and, uncentred, left as it is.
+    ``scores`` is float ``[B]``. A batch of one (or of equal rewards) becomes 0, or does not change if uncentred.
     """
     mean, deviation = masked_mean_std(scores, scores == scores)
     if center:
@@ -129,11 +129,11 @@ def fill_failed(scores: Tensor, failed: Tensor, group_ids: Tensor) -> tuple[Tens
     """A failed score becomes the mean of its group's other scores: group-relative estimators then give it about 0.
     [verl's async reward agent recipe (post_process_scores)]
 
-    Differs: A group that failed as a whole has no mean: its rows are reported, not scored 0.
+    Differs: A group in which all scores failed has no mean: its rows stay failed instead of scoring 0.
 
-    ``scores`` float, ``failed`` bool and ``group_ids`` int are ``[B]``; what a failed row holds does not matter, NaN
-    included. It returns both, ``[B]``: still failed (and 0) are the rows of groups without any score. A score that has
-    not failed and is NaN or infinite is refused (``algorithm.not-finite``), with its row.
+    ``scores`` float, ``failed`` bool and ``group_ids`` int are ``[B]``; a failed row may have any score, even NaN.
+    Returns the new ``scores`` and ``failed``, ``[B]``. Rows of groups without any score stay failed, with score 0. A
+    NaN or infinite score that has not failed is refused (``algorithm.not-finite``), with its row.
     """
     known_scores = scores.masked_fill(failed, 0.0)
     require_finite({"a score that has not failed": known_scores}, None, "report a failure status in its place")

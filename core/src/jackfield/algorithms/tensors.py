@@ -1,4 +1,4 @@
-"""Masks, groups of rows, statistics over a batch, and what a loss returns; no torch is imported here."""
+"""Masks, groups of rows, batch statistics and results of losses; it does not import torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from jackfield.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Advantages and returns, ``[B, T]``; or one tensor that is both, ``[B, T]`` or a value per row, ``[B]``.
+#: Advantages and returns, ``[B, T]``; or one tensor for both, ``[B, T]`` or with a value per row, ``[B]``.
 Estimate: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 
-#: Bound of a log-ratio before it is exponentiated: e^20 is far outside of any trust region, and finite in float32.
+#: Bound of a log-ratio before exp: e^20 is far outside of any trust region, and finite in float32.
 CLAMP = 20.0
-_BLOCK = 1 << 17  # numbers that are converted to float64 at once
+_BLOCK = 1 << 17  # numbers per conversion to float64
 _FIX = "lower the learning rate, or look at that sample"
 
 
@@ -28,19 +28,19 @@ class Term:
     values: Tensor
     weight: float = 1.0
     mask: Tensor | None = None  #: None: the response mask
-    counts: Mapping[str, float] = attrs.field(factory=dict)  #: of the whole batch, where they differ
+    counts: Mapping[str, float] = attrs.field(factory=dict)  #: counts of the whole batch, if they differ
 
 
-#: What a loss returns: values per token ``[B, T]``, one per sequence ``[B]``, or several terms; and metrics by name,
-#: each a value (or bool) per token, averaged over tokens, or per row ``[B]``, averaged over sequences.
+#: The result of a loss: values per token ``[B, T]``, one per sequence ``[B]``, or several terms; and metrics by name,
+#: each with a value (or bool) per token, averaged over tokens, or per row ``[B]``, averaged over sequences.
 LossResult: TypeAlias = "tuple[Tensor | tuple[Term, ...], Mapping[str, Tensor]]"
 
 
 class Groups:
-    """Rows by integer ids; sums over groups without a loop."""
+    """Groups of rows with equal integer ids, and vectorised statistics over them."""
 
     def __init__(self, *ids: Tensor) -> None:
-        """``ids``: each ``[B]``, in any order, any values; rows of one group have all of them in common."""
+        """Group rows by ``ids``, each ``[B]`` with any values; rows of one group are equal in all of them."""
         index = ids[0]
         for further in ids[1:]:
             inner = further.unique(return_inverse=True)[1]
@@ -60,26 +60,26 @@ class Groups:
         return self.totals(rows)[self.index]
 
     def means(self, rows: Tensor) -> Tensor:
-        """For each row (``[B]`` or ``[B, D]``) the mean over its group."""
+        """Return for each row (``[B]`` or ``[B, D]``) the mean over its group."""
         return self.sums(rows) / self.sizes.view(-1, *[1] * (rows.dim() - 1))
 
     def stds(self, rows: Tensor) -> Tensor:
-        """For each row the standard deviation of its group, over n - 1; 0 for a group of one."""
+        """Return for each row the standard deviation of its group, over n - 1; 0 for a group of one."""
         squares = self.sums((rows - self.means(rows)).square())
         return (squares / (self.sizes - 1).clamp(min=1).view(-1, *[1] * (rows.dim() - 1))).sqrt()
 
     def maxima(self, rows: Tensor) -> Tensor:
-        """For each row (``[B]``) the maximum of its group."""
+        """Return for each row (``[B]``) the maximum of its group."""
         lowest = rows.new_full((len(self.counts),), float("-inf"))
         return lowest.scatter_reduce(0, self.index, rows, "amax")[self.index]
 
     def relative(self, rows: Tensor, eps: float | None = None) -> Tensor:
-        """Return x - mean of each row (``[B]`` or ``[B, D]``), by (std + eps) where eps is given."""
+        """Return x - mean of each row (``[B]`` or ``[B, D]``), divided by (std + eps) if eps is given."""
         centred = rows - self.means(rows)
         return centred if eps is None else centred / (self.stds(rows) + eps)
 
     def positions(self, keys: Tensor | None = None) -> Tensor:
-        """Return int64 ``[B]``: each row's place in its group, by key or as the rows come."""
+        """Return each row's place in its group, by key or else by row order, int64 ``[B]``."""
         order = self.index.argsort(stable=True)
         if keys is not None:
             by_key = keys.argsort(stable=True)
@@ -90,7 +90,7 @@ class Groups:
         return positions
 
     def log_mean_exp(self, rows: Tensor) -> Tensor:
-        """For each row log(mean(exp)) of its group."""
+        """Return for each row log(mean(exp)) of its group."""
         highest = self.maxima(rows)
         return highest + self.means((rows - highest).exp()).log()
 
@@ -107,9 +107,9 @@ def row_means(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def row_sums(values: Tensor) -> Tensor:
-    """Return ``[B]``: the sum of each row, in float64: equal rewards differ from their mean by far less than any eps.
+    """Return the sum of each row, ``[B]``, in float64: equal rewards differ from their mean by far less than any eps.
 
-    In blocks that fit a cache: a sum in another dtype converts all that it is given first.
+    Rows are summed in blocks that fit a cache, because a sum in another dtype first converts its whole input.
     """
     sums = values.new_empty(len(values)).double()
     rows = max(1, _BLOCK // max(values.shape[-1], 1))
@@ -128,7 +128,7 @@ def masked_mean_std(values: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class ModelTokens:
-    """Rows of a mask ``[B, T]`` packed to the left, so that a recurrence meets no gap: column t has each t-th token."""
+    """The model tokens of a mask ``[B, T]``, packed to the left: column t has the t-th model token of each row."""
 
     def __init__(self, mask: Tensor) -> None:
         self.keep: Tensor = mask != 0
@@ -142,7 +142,7 @@ class ModelTokens:
         return kept if self._position is None else self._scatter(kept)
 
     def credit(self, rewards: Tensor) -> Tensor:
-        """Packed rewards, each with those of the observations up to the next model token; none for those before."""
+        """Return packed rewards, each with the rewards of the observations up to the next model token."""
         if self._position is not None:
             return self._scatter(rewards.masked_fill(self._position < 0, 0.0))
         kept = rewards.masked_fill(~self.keep, 0.0)
@@ -151,7 +151,7 @@ class ModelTokens:
         return kept.scatter_add_(1, last, after) if rewards.shape[1] else kept
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """Back to ``[B, T]``; 0 where the mask is 0. ``packed`` is used up."""
+        """Return packed values as ``[B, T]``, 0 where the mask is 0. ``packed`` may be overwritten."""
         if self._position is not None:
             packed = packed.gather(1, self._position.clamp(min=0))
         return packed.masked_fill_(~self.keep, 0.0)
@@ -162,17 +162,17 @@ class ModelTokens:
 
 
 def discounted_sums(values: Tensor, factor: float) -> Tensor:
-    """x_t = values_t + factor x_{t+1} along each row of ``[B, T]``; a new tensor."""
+    """Return x_t = values_t + factor x_{t+1} along each row of ``[B, T]``, as a new tensor."""
     if factor == 1.0:
         return values.flip(-1).cumsum(-1).flip(-1)
-    steps = values.new_empty(values.T.shape).copy_(values.T)  # a time step is one stretch of memory
+    steps = values.new_empty(values.T.shape).copy_(values.T)  # a time step is contiguous
     for t in range(len(steps) - 2, -1, -1):
         steps[t].add_(steps[t + 1], alpha=factor)
     return steps.T.contiguous()
 
 
 def credited_returns(token_rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """Reward to go on each model token, float ``[B, T]``; 0 where the mask is 0.
+    """Return the reward to go of each model token, float ``[B, T]``; 0 where the mask is 0.
 
     Only model tokens discount. A reward on an observation token is credited to the model token before it.
     """
@@ -193,14 +193,14 @@ def row_log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
 
 
 def clean(tensors: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-    """Check shapes and values of tensors (``[B, T]``), and return them with 0 where the mask is 0."""
+    """Check shapes and values of tensors (``[B, T]``) and return them with 0 where the mask is 0."""
     require_shapes(tensors, mask.shape)
     require_finite(tensors, mask)
     return {name: value.masked_fill(mask == 0, 0.0) for name, value in tensors.items()}
 
 
 def require_shapes(tensors: Mapping[str, Tensor], *shapes: Sequence[int]) -> None:
-    """Refuse (``algorithm.input``) tensors of another shape than these: that of the response mask, or of its rows."""
+    """Raise ``algorithm.input`` for a tensor without one of these shapes (of the response mask, or of its rows)."""
     for name, tensor in tensors.items():
         if tensor.shape not in shapes:
             expected, found = " or ".join(str(tuple(shape)) for shape in shapes), str(tuple(tensor.shape))
@@ -209,9 +209,9 @@ def require_shapes(tensors: Mapping[str, Tensor], *shapes: Sequence[int]) -> Non
 
 
 def require_finite(tensors: Mapping[str, Tensor], mask: Tensor | None, fix: str = _FIX) -> None:
-    """Refuse (``algorithm.not-finite``) NaN and infinity on masked tokens (``[B, T]``), naming the first.
+    """Raise ``algorithm.not-finite`` for NaN or infinity on masked tokens (``[B, T]``), naming the first.
 
-    There is one look at the device when all is well. Without a mask the first dimension are rows.
+    If all values are finite, there is one device synchronisation. Without a mask, the first dimension is rows.
     """
     bad = {name: ~tensor.detach().isfinite() for name, tensor in tensors.items()}
     if mask is not None:

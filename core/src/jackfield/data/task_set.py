@@ -28,8 +28,7 @@ _GSM8K = TaskFormat()
 class TaskSet(Sequence[Task]):
     """The tasks of a JSONL file, which may have blank lines and be larger than memory.
 
-    A task takes 16 bytes of memory, and an access is one ``pread``; the file stays open. :attr:`digest` shows changes
-    of the file, which may change the numbers of tasks.
+    A task takes 16 bytes of memory, and an access is one ``pread``; the file stays open. :attr:`digest` shows changes.
 
     Args:
         file: The path of the file.

@@ -1,4 +1,4 @@
-"""Losses of a policy and of a critic, per token or per sequence, by global counts, and as an engine runs them."""
+"""Losses of policies and critics, normalised by global counts, and their form for engines."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ def policy_loss(
     """Return the share of these rows in the batch's policy loss.
 
     Args:
-        name: of the loss; ``jackfield algorithms list`` shows them all.
-        log_probs: of the policy, float ``[B, T]``, with gradients.
-        response_mask: bool or float ``[B, T]``. What any tensor holds where it is 0 changes nothing, NaN included.
-        global_tokens: masked tokens in the whole batch (all micro-batches, all ranks).
-        global_sequences: sequences in the whole batch.
-        aggregation: see :func:`aggregate`, as for ``length_norm``. A loss with one value per sequence (or pair) is a
-            mean over sequences (or pairs) in every mode but ``token-sum``.
-        length_norm: of ``seq-mean-token-sum-norm``.
-        rollout_weights: importance weights, float ``[B, T]``, 0 for what is left out: those of
-            :meth:`jackfield.algorithms.Correction.weights`, masked by what it accepts.
-        **options: of the loss, and its further inputs: ``old_log_probs`` (of the policy before this batch's updates),
+        name: The name of the loss; ``jackfield algorithms list`` shows all losses.
+        log_probs: Log-probs of the policy, float ``[B, T]``, with gradients.
+        response_mask: Bool or float ``[B, T]``. Where it is 0, the values of all tensors are ignored, even NaN.
+        global_tokens: Number of masked tokens in the whole batch (all micro-batches, all ranks).
+        global_sequences: Number of sequences in the whole batch.
+        aggregation: See :func:`aggregate`. A loss with one value per sequence (or pair) is a mean over sequences
+            (or pairs) in every mode except ``token-sum``.
+        length_norm: The constant of ``seq-mean-token-sum-norm``.
+        rollout_weights: Importance weights, float ``[B, T]``, 0 for excluded tokens: the weights of
+            :meth:`jackfield.algorithms.Correction.weights`, multiplied by its mask.
+        **options: Options of the loss and its other inputs: ``old_log_probs`` (of the policy before this batch),
             ``advantages``, ``ref_log_probs`` (of the reference) and ``rollout_log_probs`` (of the policy that
             generated), float ``[B, T]``; ``expert_mask`` bool ``[B]`` (the rows that an expert wrote), ``group_ids``,
-            ``pair_ids`` int ``[B]``, ``rewards`` float ``[B]``; counts (``global_usual_tokens``, …); and what
-            :func:`prepare` has precomputed. Without that, this call is the whole batch.
+            ``pair_ids`` int ``[B]``, ``rewards`` float ``[B]``; counts (``global_usual_tokens``, …); and the columns
+            of :func:`prepare`. Without these columns, the rows must be the whole batch.
 
     Returns:
-        ``(loss, metrics)``: scalars; metrics are means over the batch and add up like the loss. Errors are
-        ``algorithm.unknown``, ``algorithm.input`` and ``algorithm.not-finite`` (names the first row).
+        ``(loss, metrics)``: scalars; metrics are shares of batch means and are summed like the loss. Errors are
+        ``algorithm.unknown``, ``algorithm.input`` and ``algorithm.not-finite`` (which names the first row).
     """
     chosen = part("loss", name)
     inputs, options = chosen.split(options)
@@ -71,7 +71,7 @@ def policy_loss(
     if not offered.keys() >= set(chosen.whole_batch) and offered.keys() >= needed:
         offered |= _columns(chosen, offered, options)
     result, metrics = chosen(offered, options)
-    del offered  # copies of the inputs; what the gradient needs of them is kept by what was computed
+    del offered  # copies of the inputs; the autograd graph keeps those that it needs
     terms: tuple[Term, ...] = result if isinstance(result, tuple) else (Term(values=result),)
     averaging: dict[str, Any] = {"aggregation": aggregation, "length_norm": length_norm, **counts}
     shares = []
@@ -88,19 +88,19 @@ def policy_loss(
 
 
 def prepare(name: str, *, log_probs: Tensor, response_mask: Tensor, **options: Any) -> dict[str, Tensor]:
-    """Compute what the loss ``name`` has to know of the whole batch, as columns of its rows.
+    """Compute the columns that the loss ``name`` needs from the whole batch.
 
-    A loss that compares rows or tokens of the whole batch (:attr:`Part.whole_batch`) cannot be split into
-    micro-batches as it is. Its rows can, once each carries these columns: pass them to :func:`policy_loss`.
+    A loss that compares rows or tokens of the whole batch (:attr:`Part.whole_batch`) can only be split into
+    micro-batches if its rows have these columns. Pass them to :func:`policy_loss`.
 
     Args:
-        name: of the loss.
-        log_probs: of the policy as it is right before the optimizer step, over the whole batch, ``[B, T]``.
-        response_mask: ``[B, T]``.
-        **options: the same inputs and options as for :func:`policy_loss`.
+        name: The name of the loss.
+        log_probs: Log-probs of the policy right before the optimizer step, over the whole batch, ``[B, T]``.
+        response_mask: Bool or float ``[B, T]``.
+        **options: The same inputs and options as for :func:`policy_loss`.
 
     Returns:
-        Column name to tensor ``[B, T]`` or ``[B]``, without gradients. A loss that can be split has none.
+        Column name to tensor ``[B, T]`` or ``[B]``, without gradients. It is empty for a loss that can be split.
     """
     chosen = part("loss", name)
     inputs, options = chosen.split(options)
@@ -116,20 +116,20 @@ def value_loss(
     clip: float | None = 0.2,
     **averaging: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of a critic and its metrics: the share of these rows.
+    """Return the share of these rows in the batch's critic loss, and its metrics.
 
     It is max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2; without a clip (V - R)^2 / 2. PPO's value
     loss as in OpenAI baselines (the paper has no clip). Everything is float ``[B, T]``.
 
     Args:
-        values: of the critic, with gradients.
-        returns: what they should be (:func:`jackfield.algorithms.advantages`).
-        response_mask: bool or float.
-        old_values: of the critic before this batch's updates; needed by ``clip``.
-        clip: how far from ``old_values`` a prediction may get better; None: off.
-        **averaging: the counts, ``aggregation`` and ``length_norm`` of :func:`aggregate`.
+        values: Values of the critic, with gradients.
+        returns: Target values (:func:`jackfield.algorithms.advantages`).
+        response_mask: Bool or float.
+        old_values: Values of the critic before this batch's updates; required by ``clip``.
+        clip: Clip range of predictions around ``old_values``; None: off.
+        **averaging: The counts, ``aggregation`` and ``length_norm`` of :func:`aggregate`.
 
-    Errors are ``algorithm.input`` and ``algorithm.not-finite`` (names the first row).
+    Errors are ``algorithm.input`` and ``algorithm.not-finite`` (which names the first row).
     """
     if clip is not None and old_values is None:
         raise ConfigError("a clipped value loss needs old_values", code="algorithm.input", fix="clip=None: no clipping")
@@ -146,7 +146,7 @@ def value_loss(
 
 
 def _columns(chosen: Part, offered: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The columns of the whole batch that the loss needs, by its ``prepare``."""
+    """Return the columns of the whole batch that the loss needs, with its ``prepare``."""
     if chosen.prepare is None:
         return {}
     preparation = attrs.evolve(chosen, kind="preparation", function=chosen.prepare, prepare=None, whole_batch=())
@@ -156,7 +156,7 @@ def _columns(chosen: Part, offered: Mapping[str, Any], options: Mapping[str, Any
 
 
 def _clean(chosen: Part, inputs: Mapping[str, Any], mask: Tensor) -> dict[str, Any]:
-    """The inputs that the part (or its preparation) takes: shapes and values checked, and 0 where the mask is 0."""
+    """Return the inputs that the part (or its ``prepare``) takes, checked and 0 where the mask is 0."""
     wanted = inputs.keys() if chosen.open else {*chosen.inputs, *chosen.prepare_inputs}
     used = {key: value for key, value in inputs.items() if value is not None and key in wanted}
     rows = {key: value for key, value in used.items() if hasattr(value, "dim") and key not in TOKEN_INPUTS}
@@ -166,10 +166,10 @@ def _clean(chosen: Part, inputs: Mapping[str, Any], mask: Tensor) -> dict[str, A
 
 @attrs.frozen(kw_only=True)
 class LossSpec:
-    """A loss that travels by name to the engine's ranks.
+    """A loss as plain values that can be sent to the engine's ranks.
 
-    ``global_counts`` hold the counts over the *whole* batch (all micro-batches, all ranks) by which the loss is
-    normalised: ``global_tokens`` and ``global_sequences``, and whatever else the loss asks for.
+    ``global_counts`` has the counts over the *whole* batch (all micro-batches, all ranks) that normalise the loss:
+    ``global_tokens`` and ``global_sequences``, and other counts that the loss needs.
     """
 
     name: str
@@ -178,19 +178,19 @@ class LossSpec:
 
 
 def resolve_loss(spec: LossSpec) -> LossFunction:
-    """Return the loss function of a spec, to be run on micro-batches.
+    """Return the loss function of a spec, which runs on micro-batches.
 
-    Options of the spec are the loss's own, and ``aggregation``, ``length_norm``, ``kl`` (an estimator's name),
-    ``kl_coefficient`` and ``entropy_coefficient``. The function reads ``response_mask``, ``rollout_weights`` and those
-    of the loss's inputs that its data hold, what :func:`prepare` made included. Micro-batches may split groups and
-    pairs, so ``group_ids`` and ``pair_ids`` are not looked at. KL and entropy are those of rows that the policy itself
-    generated: a loss that takes an ``expert_mask`` leaves its rows out there. A column ``row`` (int ``[B]``) says which
-    rows of the whole batch these are, for errors.
+    Options of the spec are the loss's options, ``aggregation``, ``length_norm``, ``kl`` (an estimator's name),
+    ``kl_coefficient`` and ``entropy_coefficient``. The function reads ``response_mask``, ``rollout_weights`` and the
+    loss's inputs from its data, including the columns of :func:`prepare`. Micro-batches may split groups and pairs, so
+    ``group_ids`` and ``pair_ids`` are not read. KL and entropy only include rows that the policy itself generated: a
+    loss with an ``expert_mask`` excludes the expert's rows there. A column ``row`` (int ``[B]``) has the indexes of
+    these rows in the whole batch, for errors.
 
-    The name :data:`VALUE_LOSS` is the critic's: :func:`value_loss` of the model's values, with ``returns`` and, as
-    those before the update, ``values`` of the data.
+    The name :data:`VALUE_LOSS` is the critic's loss, :func:`value_loss` of the model's values, with ``returns`` and
+    the old ``values`` from the data.
 
-    An unknown loss, and an option that it does not have, are refused (``algorithm.unknown``, ``algorithm.input``).
+    An unknown loss or option is refused (``algorithm.unknown``, ``algorithm.input``).
     """
     if spec.name != VALUE_LOSS:
         return _ComposedLoss(spec)
@@ -208,7 +208,7 @@ def resolve_loss(spec: LossSpec) -> LossFunction:
 
 @contextmanager
 def _naming_rows(data: TensorDict) -> Iterator[None]:
-    """Restore the order of the batch: an error names the row of the whole batch, by the column ``row``."""
+    """Let errors name the row of the whole batch, according to the column ``row``."""
     try:
         yield
     except ConfigError as error:
@@ -258,7 +258,7 @@ class _ComposedLoss:
         mask = data["response_mask"]
         if "expert_mask" in self._part.inputs and (expert := data.get("expert_mask")) is not None:
             mask = mask.masked_fill((expert != 0).unsqueeze(-1), 0)
-        if self._kl_coefficient:  # what does not count is emptied first, so that no NaN reaches a gradient
+        if self._kl_coefficient:  # values that do not count are set to 0 first, so that no NaN reaches a gradient
             known = {"log_probs": output.log_probs}
             known |= {name: data.get(name) for name in ("ref_log_probs", "old_log_probs")}
             emptied = {name: one.masked_fill(mask == 0, 0.0) for name, one in known.items() if one is not None}
@@ -269,17 +269,17 @@ class _ComposedLoss:
         return loss, metrics
 
     def _penalty(self, name: str, values: Tensor, mask: Tensor, metrics: dict[str, Tensor]) -> Tensor:
-        """The values aggregated like the loss; in the metrics stands their mean per token."""
+        """Return the values aggregated like the loss, and put their mean per token into the metrics."""
         metrics |= means({name: values}, mask, values, **self._averaging)
         return aggregate(values, mask, **self._averaging)
 
     def _inputs(self, data: TensorDict) -> dict[str, Any]:
-        """What the loss takes and the data hold; what it would need of the whole batch has to be there."""
+        """Return the loss's inputs from the data, and check that inputs from the whole batch are there."""
         wanted = set(INPUTS if self._part.open else self._part.inputs)
         found = {name: data.get(name) for name in sorted(wanted - _GROUPING - _GIVEN)}
         inputs = {name: value for name, value in found.items() if value is not None}
         missing = [name for name in self._part.whole_batch if name not in inputs and name not in self._counts]
-        if missing and not wanted & _GROUPING:  # a loss that groups rows refuses to be without groups
+        if missing and not wanted & _GROUPING:  # a loss that groups rows refuses missing groups itself
             name, lacking = self._part.name, " and ".join(missing)
             message, where = f"{name} depends on the whole batch and got no {lacking}", f"algorithm: loss {name}"
             fix = f"counts come with the loss's global counts, columns from prepare({name!r}, …)"
