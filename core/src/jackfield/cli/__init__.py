@@ -1,4 +1,4 @@
-"""The command line. Each command is imported when it is used, so that ``--help`` and ``plugins list`` are quick.
+"""The command line. Each command is imported only when it is used.
 
 Exit codes: 0 success; 1 a Jackfield error, printed on stderr (with ``--json``: as an object on stdout); 2 wrong usage;
 130 interrupted by SIGINT.
@@ -127,7 +127,7 @@ def deadline_option(default: float, help: str) -> Callable[[click.decorators.FC]
 
 
 def json_option(command: click.decorators.FC) -> click.decorators.FC:
-    """Add ``--json`` to a command as argument ``as_json``; :func:`show` and errors then print JSON."""
+    """Add ``--json`` to a command as ``as_json``; results and errors are then JSON."""
 
     def remember(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
         ctx.meta[_JSON] = value

@@ -1,4 +1,4 @@
-"""Commands for a configuration: ``jackfield config``, ``jackfield env`` and ``jackfield algorithms``."""
+"""The commands ``jackfield config``, ``jackfield env`` and ``jackfield algorithms``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def show_config(file: str, overrides: tuple[str, ...]) -> None:
 @config.command("explain")
 @config_arguments
 def explain_config(file: str, overrides: tuple[str, ...]) -> None:
-    """Print every setting with its value and description, and its default if the value differs."""
+    """Print every setting with its value and description, and its default if different."""
     from jackfield import config
     from jackfield.plugins import discover
 
@@ -48,7 +48,7 @@ def explain_config(file: str, overrides: tuple[str, ...]) -> None:
 @config_arguments
 @json_option
 def validate(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Check all settings, including those of plugins and of algorithm components. Paths need not exist.
+    """Check all settings, including those of plugins and components. Paths need not exist.
 
     With --json, print the resolved algorithm and what it needs.
     """
@@ -77,7 +77,7 @@ def env() -> None:
 @config_arguments
 @deadline_option(3600.0, "Seconds for the whole command.")
 def create(name: str, file: str, overrides: tuple[str, ...], deadline: float) -> None:
-    """Make the environment NAME of the configuration FILE with venv and pip, and import its workers' plugins there.
+    """Make the environment NAME of FILE with venv and pip, and import its plugins there.
 
     It gets the same versions of Jackfield, of the checkpoint engine and of the plugins that run there. An environment
     that already matches its description is not changed. Requirements of plugins that pip did not install are listed.
@@ -139,7 +139,7 @@ def list_algorithms(kind: str | None, as_json: bool) -> None:
 @_kind_option
 @json_option
 def show_algorithm(name: str, kind: str | None, as_json: bool) -> None:
-    """Show the equation, paper, options and inputs of NAME. Components of several kinds may share a name."""
+    """Show equation, paper, options and inputs of the components that are named NAME."""
     from jackfield.algorithms.registry import unknown_part
 
     known = _described(kind)

@@ -1,4 +1,4 @@
-"""``jackfield plugins list``. The other commands of the group are in the package jackfield-conformance."""
+"""``jackfield plugins list``; the other commands are in jackfield-conformance."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def queue() -> None:
 @_PARTITION
 @json_option
 def ls(folder: Path, partition: str | None, as_json: bool) -> None:
-    """List samples with key, task, bytes, columns, and the consumers that have acknowledged them."""
+    """List samples with key, task, bytes, columns, and consumers that acknowledged them."""
     samples = [
         {**_plain(sample, "partition", "key", "batch", "task", "bytes", "acked_by"), "columns": sorted(sample.cells)}
         for sample in _samples(folder, partition)
@@ -106,7 +106,7 @@ def stats(folder: Path, as_json: bool) -> None:
 @click.argument("folder", type=click.Path(path_type=Path))
 @json_option
 def ledger(folder: Path, as_json: bool) -> None:
-    """List what the queue of the run in FOLDER did with samples. With --json, print one object per line."""
+    """List what the queue of the run in FOLDER did with samples (--json: one per line)."""
     from jackfield.queue import read_ledger
 
     for entry in read_ledger(folder):
@@ -123,7 +123,7 @@ def ledger(folder: Path, as_json: bool) -> None:
 @click.argument("key")
 @json_option
 def trace(folder: Path, key: str, as_json: bool) -> None:
-    """Print the provenance of the sample KEY as a tree, from the newest checkpoint and the run's ledger."""
+    """Print the provenance of the sample KEY as a tree, from checkpoint and ledger."""
     from jackfield.compose.folder import find_queue
     from jackfield.queue.sample_files import trace as find_ancestors
     from jackfield.queue.store import find_store
@@ -159,9 +159,9 @@ def export(folder: Path, out: Path, partition: str | None) -> None:
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--partition", default="train", show_default=True, help="Partition for the samples.")
 def import_(file: Path, folder: Path, partition: str) -> None:
-    """Put the samples of FILE (.jsonl or .parquet) into the checkpointed queue FOLDER, which is created if needed.
+    """Put the samples of FILE (.jsonl, .parquet) into the checkpointed queue FOLDER.
 
-    Checkpoints of runs are not changed. A run reads samples from FOLDER by mixing.expert or mixing.human.
+    FOLDER is created if needed, and no run's checkpoint is changed. Runs read it by mixing.expert or mixing.human.
     """
     from jackfield.queue.importing import import_file
 
@@ -173,7 +173,7 @@ def import_(file: Path, folder: Path, partition: str) -> None:
 @click.argument("config", type=click.Path(path_type=Path, dir_okay=False))
 @click.argument("overrides", nargs=-1)
 def serve(config: Path, overrides: tuple[str, ...]) -> None:
-    """Serve the controller of the queue of CONFIG's run, for runs and roles in other processes.
+    """Serve the queue's controller of CONFIG's run, for runs and roles in other processes.
 
     They use the same CONFIG. Ctrl-C or SIGTERM ends the command, which then reports the requests that it refused.
     """

@@ -1,4 +1,4 @@
-"""Commands for a run: ``jackfield run``, ``jackfield replicas`` and ``jackfield checkpoint``."""
+"""The commands ``jackfield run``, ``jackfield replicas`` and ``jackfield checkpoint``."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run(
 @deadline_option(3600.0, "Seconds to wait until the run has COUNT.")
 @json_option
 def replicas(folder: Path, count: int | None, deadline: float, as_json: bool) -> None:
-    """List the replicas of the run that is active in FOLDER, or add and remove replicas until it has COUNT.
+    """List replicas of the active run in FOLDER, or add and remove some until it has COUNT.
 
     A new replica gets requests once it has acknowledged the engine's weights. A removed replica gets no new requests
     and finishes its current ones; after deadlines.drain seconds, the rest are generated again on other replicas.
@@ -93,7 +93,7 @@ def checkpoint() -> None:
 @_FOLDER
 @json_option
 def list_checkpoints(folder: Path, as_json: bool) -> None:
-    """List the checkpoints of the run in FOLDER, the oldest first, and mark those with missing files."""
+    """List checkpoints of the run in FOLDER, oldest first; mark those with missing files."""
     from jackfield.compose.folder import run_checkpoints
     from jackfield.trainer import Checkpoint
 

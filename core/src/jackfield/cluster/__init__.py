@@ -1,1 +1,1 @@
-"""Replicas and their devices: the replica pool, the device lease, and the control interface for other processes."""
+"""The replica pool, the device lease, and the control interface for other processes."""

@@ -1,4 +1,4 @@
-"""The control interface to the replicas of a run: ``jackfield replicas``, and metrics for Prometheus.
+"""The control interface of a run's replicas: ``jackfield replicas`` and Prometheus.
 
 The run listens on loopback only. Its address is in ``control.json`` in the run's folder, which only its owner can
 read.
@@ -58,7 +58,7 @@ async def serve_control(
 
 
 def list_replicas(folder: Path) -> list[ReplicaState]:
-    """List the replicas of the run that is active in ``folder``, in any process of this machine.
+    """List the replicas of the active run in ``folder``, in any process of this machine.
 
     Raises:
         RunError: ``run.not-running`` if no run is active there, it has not begun, or it has no replicas.
@@ -118,7 +118,7 @@ def _ask(
 
 @asynccontextmanager
 async def serve_metrics(pool: ReplicaPool, port: int) -> AsyncIterator[str]:
-    """Serve metrics of each replica, labelled with its number, in Prometheus' text format. Yield the address.
+    """Serve Prometheus metrics, labelled with replica numbers. Yield the address.
 
     Args:
         pool: The run's replicas.

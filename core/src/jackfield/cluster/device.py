@@ -27,7 +27,7 @@ class _Turn:
 
 @attrs.define(eq=False)
 class DeviceLease:
-    """A lease on a group of devices, held by one role at a time. A role may have several holders at once.
+    """A lease on devices for one role at a time, which may have several holders.
 
     A phase requests it once its inputs are ready, and never waits for another phase while it holds the lease. So the
     lease cannot deadlock. Requests are served in order.
@@ -98,7 +98,7 @@ class DeviceLease:
 
 @attrs.define(eq=False)
 class SharedDevice:
-    """Moves engines and replicas on and off a shared device, and wakes replicas for a weight sync."""
+    """Moves engines and replicas on and off a device, and wakes replicas for weight syncs."""
 
     _engines: Sequence[EngineGroup]  #: engines of all models that use the device
     _pool: ReplicaPool  #: replicas that use the device in turns with them
@@ -110,7 +110,7 @@ class SharedDevice:
     _answers: list[ProbeAnswer] = attrs.field(factory=list, init=False)
 
     async def hand_over(self, before: str | None, role: str) -> None:
-        """Move memory when the role changes: engines are moved off or back, replicas sleep or wake up."""
+        """Move engines off or back, and let replicas sleep or wake up, when the role changes."""
         if before == "rollout":
             await self._pool.each(lambda server: server.sleep(SleepRequest(level=1)))
         elif before == "train":
@@ -127,14 +127,14 @@ class SharedDevice:
                 await self.ask(self._pool.members, version)
 
     async def sync(self, version: int) -> SyncReport:
-        """Sync weights while the engines hold the device; replicas allocate memory for their weights only."""
+        """Sync weights while engines hold the device; replicas allocate only their weights."""
         await self._wake_up(WakeUpRequest(tags=("weights",)))
         report = await self._pool.sync(version)
         self._unasked = version
         return report
 
     async def ask(self, replicas: Sequence[Replica], version: int) -> None:
-        """Ask replicas that serve ``version`` to answer the probe while they have the device; dead ones are ignored."""
+        """Let live replicas with ``version`` answer the probe, while they have the device."""
         if self._probe is None:
             return
         servers = {replica.info.replica: replica.server for replica in replicas}

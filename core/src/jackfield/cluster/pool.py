@@ -1,4 +1,4 @@
-"""The replica pool, which starts, routes, restarts, adds and removes the replicas of a run."""
+"""The replica pool, which starts, routes, restarts, adds and removes replicas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Places(Protocol):
     """Where replicas run: in this process, in other processes, or in a cluster."""
 
     async def start(self, number: int) -> Worker:
-        """Make a replica's server without starting it. For a replica that has died, make a new server.
+        """Make a replica's server without starting it; if the replica has died, a new one.
 
         Raises:
             JackfieldError: If there is no room, or making it fails. Nothing of a new replica is left then.
@@ -37,7 +37,7 @@ class Places(Protocol):
         """Release the process and the place of a replica that has been stopped."""
 
     async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
-        """Tell all agents which replicas serve (see :meth:`jackfield.routing.router.Router.route`)."""
+        """Tell all agents which replicas serve (see :class:`jackfield.routing.router.Router`)."""
 
 
 @attrs.frozen(kw_only=True)
@@ -96,7 +96,7 @@ class ReplicaPool:
             self._tasks = None
 
     async def close(self) -> None:
-        """Cancel calls of :meth:`scale` and stop all replicas. :class:`Places` ends their processes."""
+        """Cancel scaling and stop all replicas. :class:`Places` ends their processes."""
         for scaling in self._scalings:
             scaling.cancel()
         await asyncio.gather(*self._scalings, return_exceptions=True)
@@ -109,7 +109,7 @@ class ReplicaPool:
     # -- during the run
 
     async def sync(self, version: int) -> SyncReport:
-        """Send a version to all members. If one dies, repeat without it; it loads the version after its restart.
+        """Send a version to all members, and again without those that die meanwhile.
 
         Raises:
             JackfieldError: If it fails although every member is alive.
@@ -143,7 +143,7 @@ class ReplicaPool:
         await asyncio.gather(*(called(self.replicas[each.info.replica]) for each in self.members))
 
     async def scale(self, count: int) -> list[ReplicaState]:
-        """Add or remove replicas until there are ``count``. Concurrent requests run one after the other.
+        """Add or remove replicas until there are ``count``; concurrent requests take turns.
 
         Scaling continues if the caller is cancelled.
 

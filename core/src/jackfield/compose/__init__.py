@@ -1,4 +1,4 @@
-"""Construction of a run's objects from the names in its configuration; no other package does this."""
+"""Construction of a run's objects from the names in its configuration."""
 
 from __future__ import annotations
 

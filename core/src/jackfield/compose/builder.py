@@ -1,4 +1,4 @@
-"""Construction of the objects of a run, or of one of its roles, and execution of their loops."""
+"""Construction of the objects of a run or role, and execution of their loops."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ class RunBuilder:
 
 
 def following(subscriber: WeightSubscriber, placement: DeviceLease) -> WeightSource:
-    """Return an explorer's source of weights for replicas that join later; its hold blocks newer versions."""
+    """Return an explorer's weight source for later replicas; it holds newer versions back."""
 
     @asynccontextmanager
     async def hold() -> AsyncIterator[None]:

@@ -1,4 +1,4 @@
-"""Checks of a run's settings and plugins before it starts: plugins are found, checked and imported."""
+"""Checks of a run's settings and plugins before it starts."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def address_file(config: RunConfig) -> Path:
 
 
 def with_address(config: RunConfig) -> RunConfig:
-    """Return the configuration for a process whose queue controller runs in a separate process."""
+    """Return the configuration of a process whose queue controller runs elsewhere."""
     return attrs.evolve(config, queue=attrs.evolve(config.queue, address=str(address_file(config).absolute())))
 
 
 def role_config(config: RunConfig, role: RoleName) -> RunConfig:
-    """Return the configuration of a role, with the controller's address and a folder within the run's.
+    """Return the configuration of a role, with the controller's address and its own folder.
 
     Raises:
         ConfigError: If roles cannot share the run, or must share it.
@@ -72,7 +72,7 @@ def chosen(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def check_plugins(config: RunConfig, registry: Registry, role: RoleName = "all") -> None:
-    """Check manifests, settings, interpreters and capabilities of plugins; import config modules only.
+    """Check plugins' manifests, settings and capabilities; import config modules only.
 
     Raises:
         PluginError: If a plugin is missing, broken, of another ABI, or cannot do what the run needs.
@@ -143,7 +143,7 @@ def hooks_of(config: RunConfig, registry: Registry, hooks: Sequence[object] = ()
 
 
 def import_plugins(config: RunConfig, registry: Registry, *, heavy: bool) -> None:
-    """Import plugins, those that import torch (``heavy``) or the others, and check their classes.
+    """Import and check plugins: those that import torch (``heavy``), or the others.
 
     Raises:
         PluginError: If a plugin of this interpreter cannot be imported or its class does not fit its contract.
@@ -155,7 +155,7 @@ def import_plugins(config: RunConfig, registry: Registry, *, heavy: bool) -> Non
 
 
 def interpreters(config: RunConfig, registry: Registry) -> dict[str, str]:
-    """Return the interpreters of the kinds of workers that do not use this one, without starting any.
+    """Return the interpreters of kinds of workers that do not use this one; start none.
 
     The configuration has precedence over manifests.
 

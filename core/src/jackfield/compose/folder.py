@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, the state that earlier starts left, its checkpoints and its models."""
+"""The folder of a run: its lock, earlier state, checkpoints and models."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 
 def starting_point(config: RunConfig, digests: Mapping[str, str] | None = None) -> Checkpoint | None:
-    """Return the newest undamaged checkpoint to resume from, and remove what earlier starts left unfinished.
+    """Return the newest undamaged checkpoint to resume from; remove unfinished ones.
 
     Without ``checkpoint.resume``, earlier state is removed without being read. If an error is raised, the folder is
     unchanged. ``digests`` are the data's digests by file; with None, the data is not compared again.
@@ -167,7 +167,7 @@ def is_finished(config: RunConfig, checkpoint: Checkpoint | None) -> bool:
 
 
 def run_checkpoints(folder: Path) -> dict[int, Checkpoint | RunError]:
-    """Return the checkpoints of a run's folder by step, the oldest first, with an error for each damaged one.
+    """Return a run's checkpoints by step, oldest first, or the errors of damaged ones.
 
     Manifests and sizes are checked, but not contents.
 
@@ -198,12 +198,12 @@ def _found(found: T | None, folder: Path) -> T:
 
 
 def find_queue(folder: Path) -> Path:
-    """Return the folder of a checkpointed queue, given that folder, a checkpoint or a run's folder."""
+    """Return the folder of a checkpointed queue, in a checkpoint's or run's folder."""
     return folder if (folder / STORE_FILE).is_file() else find_checkpoint(folder, "queue/").folder / "queue"
 
 
 def export_checkpoint(checkpoint: Checkpoint, out: Path, *, merge: bool = False) -> None:
-    """Write the actor's weights of a verified ``checkpoint`` to the Hugging Face folder ``out``.
+    """Write the actor's weights of a verified ``checkpoint`` as a Hugging Face folder.
 
     This needs the run's model folder for the model's shape and the tokenizer. The model must fit into one process on
     this machine.
@@ -240,7 +240,7 @@ def export_checkpoint(checkpoint: Checkpoint, out: Path, *, merge: bool = False)
 
 
 async def export_model(actor: EngineGroup, model: Path) -> None:
-    """Write the model to a temporary folder, then move it into place, so that a model is always complete.
+    """Write the model to a temporary folder, then move it into place in one step.
 
     Raises:
         RunError: ``run.checkpoint-write`` if writing fails.

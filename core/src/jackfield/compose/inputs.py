@@ -1,4 +1,4 @@
-"""The inputs that a run reads before it starts: tasks, model description, tokenizer, samples that are mixed in.
+"""The inputs that a run reads before it starts: tasks, model, tokenizer, other samples.
 
 Errors in them are raised here, before anything is started and before the run's folder is changed. Reading tasks and
 the model's description imports neither torch nor transformers, so that most mistakes show quickly.
@@ -56,7 +56,7 @@ def read_tasks(config: RunConfig, algorithm: ResolvedAlgorithm) -> dict[str, Tas
 
 
 def digests(tasks: Mapping[str, TaskSet]) -> dict[str, str]:
-    """Return the digest of each file's contents, by its name in the configuration. A resumed run compares them."""
+    """Return the digests of the files by name in the configuration, for resumed runs."""
     return {which: each.digest for which, each in tasks.items()}
 
 
@@ -89,7 +89,7 @@ def _no_model(what: str, where: str, expected: str, found: str, fix: str) -> Eng
 
 
 def prompt_limit(config: RunConfig) -> int | None:
-    """Return the maximum length of a prompt in tokens, as configured or so that a response still fits.
+    """Return a prompt's maximum length in tokens, configured or leaving room for a response.
 
     Raises:
         EngineError: See :func:`read_model`.
@@ -125,7 +125,7 @@ def load_tokenizer(config: RunConfig) -> HuggingFaceChatTokenizer:
 
 
 def check_tokens(config: RunConfig, tasks: Mapping[str, TaskSet]) -> None:
-    """Check that the tokenizer fits the model, that prompts are not too long, and that answers can be rendered.
+    """Check that the tokenizer fits the model, prompts are short enough and answers render.
 
     Only the longest of the texts that were checked on opening a file are tokenised here. If another line is wrong, the
     run fails when it gets there.
@@ -158,7 +158,7 @@ def check_samplers(settings: MixingConfig) -> None:
 
 
 def check_rows(config: RunConfig) -> None:
-    """Check the first sample of each file that is mixed in; human samples need a reward if the run uses rewards.
+    """Check the first sample of each mixed-in file; human samples may need a reward.
 
     Raises:
         ConfigError: If a file is empty, or its first sample lacks something that every sample needs.
@@ -176,7 +176,7 @@ def check_rows(config: RunConfig) -> None:
 
 
 def mixed_samples(settings: MixingConfig, queue: TransferQueue, values: Values) -> list[ImportedSamples]:
-    """Return the samples to import into mixed-in partitions, at the start of a new run and after losses."""
+    """Return the imports of mixed-in samples, for a new run's start and after losses."""
     return [
         ImportedSamples(queue, values, name, partial(_read, file), file, partial(_completed, expert=name == "expert"))
         for name, file in _files(settings).items()

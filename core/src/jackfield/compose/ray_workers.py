@@ -1,4 +1,4 @@
-"""The workers of a run in a Ray cluster, each made in its own actor from the run's configuration.
+"""The workers of a run in a Ray cluster, each made in its own actor.
 
 Actors receive only the configuration and the addresses of other workers from the controller's process.
 """
@@ -175,7 +175,7 @@ def _served(*targets: Any) -> dict[str, Service]:
 
 
 class RayWorkers:
-    """Makes the workers of a run in a cluster. After a recovery it makes them again and reuses live processes."""
+    """Makes a run's workers in a cluster; after a recovery it reuses live processes."""
 
     def __init__(self, make: WorkerFactory) -> None:
         self._registry, self._config, self._deadlines = make.registry, make.config, make.config.deadlines
@@ -274,7 +274,7 @@ class RayWorkers:
     # -- replicas
 
     async def start(self, number: int) -> Worker:
-        """Make a replica's server in an actor, in one of the first places or, if they are full, in a new one.
+        """Make a replica's server in an actor, in a new place if the first places are full.
 
         Raises:
             JackfieldError: If there is no room, or making it fails. Nothing of a new replica is left then.

@@ -1,4 +1,4 @@
-"""Execution of a run, or of one of its roles, from a configuration: check, start, recover and end."""
+"""Execution of a run or of one of its roles: check, start, recover and end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals: the first SIGTERM or SIGINT ends a run at its next boundary, a second one ends the process at once."""
+"""The first SIGTERM or SIGINT ends a run at its next boundary, a second one at once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Stop:
 
     @contextlib.contextmanager
     def boundary(self, until: str) -> Iterator[None]:
-        """Declare that the enclosed code ends soon after a signal, at ``until``; a stop waits for that."""
+        """Declare that the enclosed code ends at ``until``, soon after a signal; stops wait."""
         self.begun, self._until = True, until
         try:
             yield
@@ -54,7 +54,7 @@ class Stop:
             self._until = ""
 
     async def bounded(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work`` until it ends or a signal cancels it; inside a :meth:`boundary` it may first reach that.
+        """Run ``work``; a signal cancels it, inside a :meth:`boundary` only after some time.
 
         Raises:
             CancelledError: If a signal ended it.

@@ -1,4 +1,4 @@
-"""The workers of a run, each made in its own process from the run's configuration and plugins."""
+"""The workers of a run, each made in its own process from configuration and plugins."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class WorkerFactory:
         return self.registry.load(kind, chosen.name).build(chosen.settings, context, kind)
 
     def backend(self, joins: Path | None = None) -> TransferQueueBackend:
-        """Make a backend without starting it; with ``joins``, a client of the store in a served controller's folder."""
+        """Make a backend without starting it, or a client of the one in the folder ``joins``."""
         folder, silence = joins or Path(self.config.folder) / "queue", self.config.deadlines.heartbeat
         context = TransferQueueContext(folder=str(folder), joins=joins is not None, heartbeat_seconds=silence)
         backend: TransferQueueBackend = self._plugin("transfer_queue", context)
@@ -119,7 +119,7 @@ class WorkerFactory:
     def engine_rank(
         self, values: Values, role: str, algorithm: ResolvedAlgorithm, stack: AsyncExitStack, place: RankPlace = _ALONE
     ) -> EngineRank:
-        """Make a rank of an engine without loading the model; an actor's rank gets a weight sender."""
+        """Make an engine's rank without loading the model, with a weight sender if an actor's."""
         config, actor, sender = self.config, role == "actor", None
         shared: Any = {"rank": place.rank, "world_size": place.world_size, "device": config.cluster.device}
         context = EngineContext(
@@ -154,7 +154,7 @@ class WorkerFactory:
         return attrs.evolve(model, lora=None, value_head=critic, path=path)
 
     async def start(self, number: int) -> Worker:
-        """Make a replica's server, in this process or in one with its own interpreter, without starting it."""
+        """Make a replica's server, here or in its own interpreter, without starting it."""
         config, python = self.config, interpreters(self.config, self.registry).get("rollout")
         if python is None:
             return Worker(self.rollout_server(number))
@@ -198,7 +198,7 @@ class WorkerFactory:
         )
 
     def agent_worker(self, values: Values, generates: bool, *, request_prefix: str) -> AgentWorker:
-        """Make a worker that runs agents once it has routes; without ``generates`` it copies given answers."""
+        """Make a worker that runs agents, or copies given answers without ``generates``."""
         tokenizer, limit, router = load_tokenizer(self.config), prompt_limit(self.config), Router(self.clock)
         self.registry.load("agent", self.config.agent.name)
 
@@ -217,7 +217,7 @@ class WorkerFactory:
         return AgentWorker(values, tokenizer, self.clock, make, max_prompt_tokens=limit, router=router)
 
     async def reward_worker(self, values: Values, stack: AsyncExitStack, number: int = 0) -> RewardWorker:
-        """Make a worker and start its reward agent, whose processes log into the run's folder ``logs``."""
+        """Make a worker and start its reward agent, which logs into the folder ``logs``."""
         config, deadlines = self.config, self.config.deadlines
         logs = str(Path(config.folder) / "logs" / f"reward-{number}")
         silence = deadlines.heartbeat

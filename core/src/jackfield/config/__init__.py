@@ -1,4 +1,4 @@
-"""Typed configuration: a YAML file and ``a.b=c`` overrides become one frozen :class:`RunConfig`.
+"""Typed configuration: YAML and ``a.b=c`` overrides become a :class:`RunConfig`.
 
 The classes of its sections are in :mod:`jackfield.config.sections`.
 """
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def load_config(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML file and apply ``a.b=c`` overrides; a ``ConfigError`` names the path of a wrong setting."""
+    """Read a YAML file and apply ``a.b=c`` overrides; errors name the setting's path."""
     return make_config(read_yaml(Path(file)), overrides)
 
 
@@ -67,7 +67,7 @@ _CHECKPOINT_ENGINES = {"this process": "in_process", "a process of this machine"
 
 
 def resolve_defaults(config: RunConfig) -> RunConfig:
-    """Resolve defaults that depend on where workers run; refuse a checkpoint engine that does not reach them."""
+    """Resolve defaults that depend on where workers run; refuse unreachable ones."""
     chosen, cluster = config.checkpoint_engine, config.cluster
     reached = "a process of this machine" if "rollout" in cluster.interpreters else "this process"
     if cluster.name == "ray":
@@ -88,7 +88,7 @@ def _plugin_settings(config: RunConfig, kind: str, registry: Registry) -> Any:
 
 
 def validate_plugins(config: RunConfig, registry: Registry) -> None:
-    """Check plugin sections against their plugins' schemas, importing config modules only; raise the first error."""
+    """Check plugin sections against the plugins' schemas, importing config modules only."""
     for kind in KINDS:
         _plugin_settings(config, kind, registry)
 
@@ -100,7 +100,7 @@ def show(config: RunConfig) -> str:
 
 
 def as_plain(config: RunConfig) -> dict[str, Any]:
-    """Return the resolved configuration as plain values, with plugin settings next to the plugin's name."""
+    """Return the resolved configuration as plain values, in the form of a file."""
     lists = lambda _, __, value: list(value) if isinstance(value, tuple) else value  # noqa: E731 - as JSON has them
     values = attrs.asdict(config, value_serializer=lists)
     for kind in KINDS:
@@ -109,7 +109,7 @@ def as_plain(config: RunConfig) -> dict[str, Any]:
 
 
 def explain(config: RunConfig, registry: Registry | None = None) -> Iterator[tuple[str, Any, Any, str]]:
-    """Yield every setting as (path, value, default, help), including those of installed plugins."""
+    """Yield every setting as (path, value, default, help), plugins' settings included."""
     for field in attrs.fields(RunConfig):
         value = getattr(config, field.name)
         if isinstance(value, PluginSection):

@@ -1,4 +1,4 @@
-"""The sections of a run's configuration. Importing this module imports no plugin and no torch."""
+"""The sections of a run's configuration, which import neither plugins nor torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WORKERS = ("engine", "rollout", "agent", "reward")  #: kinds of plugins that ca
 
 @attrs.frozen(kw_only=True)
 class PluginSection:
-    """A plugin's name and settings. Its schema defines the settings, which stand next to ``name`` in the file."""
+    """A plugin's name and its settings, which its schema defines."""
 
     name: str
     settings: Mapping[str, Any] = attrs.field(factory=dict)
@@ -147,7 +147,7 @@ class EvaluationConfig:
 
 @attrs.frozen(kw_only=True)
 class DeadlineConfig:
-    """Deadlines in seconds. If one passes, the run fails, and the error names what it waited for."""
+    """Deadlines in seconds; if one passes, the run fails and names what it waited for."""
 
     start: float = option(600.0, "for a worker to start, and for a cluster to have room for it", gt(0.0))
     engine: float = option(3600.0, "for one call of an engine: loading, a pass, a checkpoint", gt(0.0))

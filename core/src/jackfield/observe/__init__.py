@@ -1,4 +1,4 @@
-"""Observers of a run: metrics, TensorBoard, sample tables, a timeline, a learning curve and a progress display.
+"""Observers of a run: metrics, TensorBoard, samples, timeline, curves and progress.
 
 Observers are independent listeners on the lifecycle hooks of :mod:`jackfield.plugins.hooks`, and nothing depends on
 them. A run makes them with :func:`observers` and registers each with its plugin manager.

@@ -29,7 +29,7 @@ _OUTPUTS = ("metrics.jsonl", "tensorboard", "samples", "trace.json", "learning_c
 
 @attrs.define(eq=False, slots=False)
 class ProgressDisplay(Observer):
-    """Shows the run on a console: a header, the steps, the evaluations, failures, and a summary at the end.
+    """Shows the run on a console: header, steps, evaluations, failures and a summary.
 
     On a terminal it is a progress bar. A file or a pipe gets plain lines without escape codes, at most one per step
     and one every ``progress_interval`` seconds.
@@ -175,7 +175,7 @@ class LearningCurve(Observer):
     _title: str | None = attrs.field(default=None, init=False)
 
     def hear(self, event: object) -> None:
-        """Collect the points of the curve, those of a resumed run's metrics file first, and draw it at the end."""
+        """Collect points, first those of a resumed run's metrics file; draw them at the end."""
         if isinstance(event, RunStarted):
             if event.first_step > 0:
                 self._lines = list(read_lines(self.folder / "metrics.jsonl", event.first_step))

@@ -1,4 +1,4 @@
-"""The base of the observers: settings, clock, append-only files, JSON lines and error handling."""
+"""The base of the observers: settings, clock, files, JSON lines and error handling."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Observer:
 
 
 def metrics_of(event: object) -> tuple[str, int, dict[str, float | int]] | None:
-    """Return kind (``step``, ``evaluation``, ``weights``), step and metrics of an event that has metrics.
+    """Return kind (``step``, ``evaluation``, ``weights``), step and metrics of an event.
 
     Zero-dimensional arrays and tensors become plain numbers. A weight sync has its duration in seconds, the longest
     pause of a replica in seconds, the number of replicas and the bytes sent.
@@ -206,7 +206,7 @@ def _line(raw: bytes) -> dict[str, Any] | None:
 
 
 def cut_after(path: Path, last_step: int) -> None:
-    """Atomically drop the lines of steps after ``last_step``, and incomplete lines, from a JSON-lines file.
+    """Atomically drop the lines after ``last_step``, and incomplete ones, from a file.
 
     A run that starts at step 0 has restored nothing and keeps nothing. A warning counts complete lines that are not
     JSON objects, because a kill does not produce these.

@@ -1,4 +1,4 @@
-"""Observers that append to files: metrics, sample tables, TensorBoard events and the timeline."""
+"""Observers that append to files: metrics, samples, TensorBoard events, timeline."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class MetricsFile(Observer):
 
 
 class TensorBoardFiles(Observer):
-    """Writes scalars to ``tensorboard/``: ``train/NAME``, ``evaluation/NAME`` and ``weights/seconds``.
+    """Writes scalars ``train/NAME``, ``evaluation/NAME`` and ``weights/seconds``.
 
     Each start opens another file, whose first event makes TensorBoard drop the steps after the restored one, or all
     steps if the run starts from the beginning. Neither torch nor TensorFlow is imported.
@@ -89,7 +89,7 @@ class TensorBoardFiles(Observer):
 
 
 class SampleTables(Observer):
-    """Writes ``samples/PARTITION.jsonl`` (``train``, ``eval``) and ``samples/failed.jsonl``, one object per sample.
+    """Writes ``samples/PARTITION.jsonl`` (train, eval) and ``samples/failed.jsonl``.
 
     A sample has ``step``, ``key``, ``prompt``, ``response``, ``reward``, ``response_ids``, ``response_mask``,
     ``mask_text`` (the mask in words) and ``tags``; a failed one has ``step``, ``key`` and ``reason``.
@@ -99,7 +99,7 @@ class SampleTables(Observer):
     output = "samples"
 
     def hear(self, event: object) -> None:
-        """Write all failures, and as many samples of a step or an evaluation as the settings allow."""
+        """Write all failures, and as many samples of an event as the settings allow."""
         match event:
             case RunStarted():
                 self.path.mkdir(parents=True, exist_ok=True)

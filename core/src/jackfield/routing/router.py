@@ -1,4 +1,4 @@
-"""The router, which chooses a replica for each request, and the check whether a failed replica is alive."""
+"""The router, which chooses replicas for requests, and the check for dead replicas."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Route:
 
 @attrs.define(eq=False)
 class Router:
-    """Sends a rollout's requests to one replica, the one with the fewest running requests at the first turn."""
+    """Sends a rollout's requests to one replica, the least loaded at its first turn."""
 
     _clock: Clock
     _routes: dict[int, _Route] = attrs.field(factory=dict, init=False)  #: requests wait while this is empty
@@ -52,7 +52,7 @@ class Router:
     def of_one_rollout(
         self, asks: Callable[[SamplingParams], None] = lambda _: None
     ) -> Callable[[GenerateRequest], Awaitable[GenerateResult]]:
-        """Return a function that generates for one rollout, on one replica because it has cached earlier turns.
+        """Return a function that generates for one rollout, on one replica for its cache.
 
         ``asks`` is called with the sampling parameters of each request.
 

@@ -1,4 +1,4 @@
-"""The advantage worker: it computes columns that depend on a whole batch from other columns of the queue.
+"""The advantage worker, which computes columns that depend on a whole batch.
 
 It takes metadata and returns plain numbers, so that it can run in another process than the trainer.
 """
@@ -27,7 +27,7 @@ class AdvantageWorker:
         self._values, self._algorithm = values, algorithm
 
     async def estimate(self, batch: BatchMeta, kl_coefficient: float = 0.0) -> tuple[dict[str, float], Written]:
-        """Write ``advantages`` and ``returns``, float32 per response token, and the algorithm's other columns.
+        """Write ``advantages`` and ``returns``, float32 per response token, and related columns.
 
         Args:
             batch: Samples of the policy, samples of an expert, and greedy rollouts that serve as baselines.
@@ -63,7 +63,7 @@ class AdvantageWorker:
         return metrics, await self._values.write(target, columns)
 
     async def prepare(self, batch: BatchMeta) -> Written:
-        """Write the loss inputs that depend on the whole batch (see :func:`jackfield.algorithms.prepare`).
+        """Write loss inputs of the whole batch (see :func:`jackfield.algorithms.prepare`).
 
         ``batch`` is the mini-batch of one optimizer step. Its column ``log_probs`` was computed before that step.
         """
@@ -212,13 +212,13 @@ class _Whole:
         self._sizes[self.own] = rows.sizes
 
     def spread(self, values: torch.Tensor, experts: float = 0.0) -> torch.Tensor:
-        """Expand values of the policy's samples, float32 ``[own, ...]``, to ``[B, ...]``; experts' rows are filled."""
+        """Expand values of own samples, float32 ``[own, ...]``, to all: ``[B, ...]``."""
         whole = values.new_full((len(self.own), *values.shape[1:]), experts)
         whole[self.own] = values
         return whole
 
     def jagged(self, values: torch.Tensor, experts: float = 0.0) -> Column:
-        """Make a column from ``[own, T]``; every token of an expert's sample gets the value ``experts``."""
+        """Make a column from ``[own, T]``; tokens of an expert get the value ``experts``."""
         import torch
 
         longer = max(int(self._sizes.max()) - values.shape[1], 0)

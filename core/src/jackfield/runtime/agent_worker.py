@@ -53,7 +53,7 @@ class AgentWorker:
     _router: Router | None = attrs.field(default=None, kw_only=True)  #: sends the agents' requests to replicas
 
     async def run(self, job: RolloutJob) -> RolloutReport:
-        """Run a rollout to its end, or copy the task's answers, and write the samples to the queue's backend.
+        """Run a rollout, or copy the task's answers, and write the samples to the backend.
 
         Raises:
             JackfieldError: An error of the loop, ``agent.failed``, ``agent.output`` or ``deadline``.
@@ -113,7 +113,7 @@ class AgentWorker:
         return await self._router.route(servers, seconds)
 
     async def prompt_ids(self, task: Task, most: int) -> tuple[int, ...]:
-        """Return at most ``most`` first tokens of a task's prompt, within the prompt's length limit."""
+        """Return the first ``most`` tokens of a task's prompt, within the prompt's limit."""
         limit = most if self._max_prompt_tokens is None else min(most, self._max_prompt_tokens)
         return self._tokenizer.encode_chat(task.messages)[:limit]
 
@@ -148,7 +148,7 @@ def _own_sampling(given: Mapping[str, Any], asked: Iterable[SamplingParams]) -> 
 
 
 def ends_the_run(error: JackfieldError) -> bool:
-    """Return whether every rollout would fail with this error: input, configuration or a replica is at fault."""
+    """Return whether an error would fail every rollout: input, config or replica is wrong."""
     return isinstance(error, ConfigError | DataError | PluginError) or error.code == "rollout.stopped"
 
 

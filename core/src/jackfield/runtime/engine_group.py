@@ -1,4 +1,4 @@
-"""The ranks of one model as the controller calls them: it splits batches and collects results."""
+"""The ranks of one model: the controller splits batches and collects results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CAUSE_SECONDS = 2.0  #: to wait until the rank that caused a failure is known
 
 @attrs.define(eq=False)
 class EngineGroup:
-    """Splits a batch by the layout that the ranks declare, and collects results from the output ranks.
+    """Splits batches by the ranks' layouts, and collects results from output ranks.
 
     It handles metadata only and knows no parallelism but data parallelism: ranks of one data-parallel rank get the
     same samples.
@@ -67,12 +67,12 @@ class EngineGroup:
             await self._queue.add_columns(part, written)
 
     async def score(self, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the log-probs of each response's tokens after one prompt. Every rank computes all of them."""
+        """Return log-probs of responses after one prompt; every rank computes all of them."""
         results = await self._all("to score a few tokens", lambda rank, _: rank.score(prompt_ids, responses))
         return next(result for result in results if result is not None)
 
     async def update(self, batch: BatchMeta, loss: LossSpec, comparison: Comparison | None = None) -> dict[str, float]:
-        """Run one optimizer step. Return ``grad_norm``, ``lr``, the loss's metrics and a comparison's distances."""
+        """Run one optimizer step; return ``grad_norm``, ``lr`` and metrics of loss and comparison."""
         parts = await self._read(batch, update=True, comparison=comparison)
         results = await self._all(f"to train on {_named(batch)}", lambda rank, _: rank.update(loss))
         return combined([metrics for _, metrics in self._counting(parts, results)])
@@ -150,7 +150,7 @@ class EngineGroup:
 
 
 def shares(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Return row indexes per data-parallel rank, with equal numbers of rows (±1) and similar sums of lengths.
+    """Return row indexes per data-parallel rank: equal counts (±1), similar total lengths.
 
     Rows are assigned longest first, to the rank with the fewest tokens that has room. One rank gets all, in order.
     """

@@ -1,4 +1,4 @@
-"""One rank of an engine, which reads samples from the queue's backend and writes columns there."""
+"""One rank of an engine, which reads and writes columns in the queue's backend."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SAMPLE = ("prompt_ids", "response_ids", "response_mask")
 
 @attrs.frozen(kw_only=True)
 class Comparison:
-    """Selects what a training pass is compared with. It has plain values only, so it can be sent by RPC."""
+    """Selects what a training pass is compared with, in plain values for RPC."""
 
     engine: str  #: column of the engine's log-probs, computed by an inference pass with the same weights
     #: samples generated entirely by this version are also compared with ``rollout_log_probs``; None: no sample is
@@ -44,7 +44,7 @@ class Comparison:
 
 @attrs.define(eq=False)
 class EngineRank:
-    """Runs one :class:`~jackfield.abc.engine.BaseEngine` in a thread, so that the event loop stays responsive."""
+    """Runs one ``BaseEngine`` in a thread, so that the event loop stays responsive."""
 
     _engine: BaseEngine
     _values: Values
@@ -94,7 +94,7 @@ class EngineRank:
         return await self._values.write(batch, {column: from_nested(getattr(output, kind))})
 
     async def score(self, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]] | None:
-        """Return log-probs of tokens that are not in the queue; None if this is not an output rank."""
+        """Return log-probs of tokens outside the queue; None if this is not an output rank."""
         data = _table(prompt_ids, responses)
         output = await self._in_thread(self._forward, data, False)
         if not self._engine.layout.is_output_rank:
@@ -102,7 +102,7 @@ class EngineRank:
         return [row.tolist() for row in output.log_probs.unbind()]
 
     async def update(self, loss: LossSpec) -> dict[str, float]:
-        """Run this rank's part of one optimizer step. Return ``grad_norm``, ``lr`` and its share of the loss's metrics.
+        """Run this rank's part of an optimizer step; return ``grad_norm``, ``lr`` and metrics.
 
         With a comparison, the result includes the :func:`distances` of the training pass.
         """

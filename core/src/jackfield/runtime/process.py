@@ -1,4 +1,4 @@
-"""A rollout server in a process and interpreter of its own: the stub in the run, and the server's main program.
+"""A rollout server in its own process and interpreter: stub and main program.
 
 ``python -m jackfield.runtime.process FD PARENT`` serves the socket ``FD``, of which only ``PARENT`` has the other end.
 When that end closes for any reason, the process ends together with all processes that it has started.
@@ -156,7 +156,7 @@ class RolloutProcess(_Forwarding):
         return RolloutError(message, code="rollout.stopped", where=where, expected=expected, found=how, fix=fix)
 
     async def start(self) -> ServerInfo:
-        """Start the process, compare the installations, then make and start the plugin's server there.
+        """Start the process, compare installations, then make and start the server there.
 
         Raises:
             PluginError: If the interpreter, or the plugin in it, is not what this process expects.
@@ -201,7 +201,7 @@ class RolloutProcess(_Forwarding):
             return await self.remote().generate(request)
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
-        """Generate one sample and yield its tokens as they come. Closing the iterator aborts the request."""
+        """Generate a sample and yield its tokens; closing the iterator aborts the request."""
         with self._refusing(request):
             async with aclosing(self.remote().generate_stream(request)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:

@@ -1,4 +1,4 @@
-"""The reward worker: it scores samples from the queue's backend and writes ``reward`` for whole groups.
+"""The reward worker, which scores samples and writes ``reward`` for whole groups.
 
 The controller sees statuses and errors only; responses and rewards stay in the worker and the backend.
 """

@@ -24,12 +24,12 @@ def is_expert(tags: Mapping[str, Any]) -> bool:
 
 
 def is_baseline(tags: Mapping[str, Any]) -> bool:
-    """Return whether a sample is its group's greedy rollout, whose reward is a baseline; it is not trained on."""
+    """Return whether a sample is its group's greedy rollout, a baseline without training."""
     return "greedy_rollout" in tags and tags["rollout"] == tags["greedy_rollout"]
 
 
 def oldest_version(rows: Iterable[Mapping[str, Any]]) -> int:
-    """Return the oldest weight version that generated a token. Samples from the data have no version."""
+    """Return the oldest weight version that generated a token; data has no version."""
     return min(int(tags["weight_version_min"]) for tags in rows if "weight_version_min" in tags)
 
 
@@ -61,7 +61,7 @@ def naming_samples(batch: BatchMeta) -> Iterator[None]:
 
 
 def mini_batches(batch: BatchMeta, parts: int, *, whole_groups: bool) -> tuple[BatchMeta, ...]:
-    """Split a batch into mini-batches of consecutive samples or groups, with expert samples spread over all parts.
+    """Split a batch into mini-batches of samples or groups, with experts in each of them.
 
     Raises:
         QueueError: If the policy has fewer samples (or groups) than ``parts``.
@@ -72,7 +72,7 @@ def mini_batches(batch: BatchMeta, parts: int, *, whole_groups: bool) -> tuple[B
 
 
 def sampling_seed(*place: object) -> int:
-    """Return the sampling seed of one rollout, which is the same on every explorer and replica."""
+    """Return a rollout's sampling seed, the same on every explorer and replica."""
     return int(xxhash.xxh3_64_intdigest("/".join(map(str, place)).encode())) >> 1
 
 
@@ -101,7 +101,7 @@ def sequence_columns(task: Task, sequences: Sequence[AgentSequence], *, supervis
 
 
 def sequence_tags(task: Task, sequence: AgentSequence, rollout: int) -> dict[str, Any]:
-    """Return a sample's tags, which the controller stores. Only generated sequences have weight versions."""
+    """Return a sample's tags for the controller; only generated ones have weight versions."""
     tags = {
         "task": task.id,
         "rollout": rollout,
@@ -117,7 +117,7 @@ def sequence_tags(task: Task, sequence: AgentSequence, rollout: int) -> dict[str
 
 
 def metric_tags(kind: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return a sample's metrics from an agent loop or a reward (``kind``) as tags ``KIND/NAME``."""
+    """Return an agent loop's or reward's (``kind``) metrics as tags ``KIND/NAME``."""
     return {f"{kind}/{name}": float(value) for name, value in metrics.items()}
 
 
@@ -131,12 +131,12 @@ def not_finite(metrics: Mapping[str, object]) -> dict[str, object]:
 
 
 def said(tags: Mapping[str, Any]) -> dict[str, float]:
-    """Return a sample's tags from agent loop and reward: ``turns``, ``agent/NAME`` and ``reward/NAME``."""
+    """Return tags of agent loop and reward: ``turns``, ``agent/NAME``, ``reward/NAME``."""
     return {name: value for name, value in tags.items() if name == "turns" or name.startswith(("agent/", "reward/"))}
 
 
 def said_metrics(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Return means over the samples that have a tag: ``agent/turns``, ``agent/NAME/mean``, ``reward/NAME/mean``."""
+    """Return means of tags: ``agent/turns``, ``agent/NAME/mean``, ``reward/NAME/mean``."""
     values: dict[str, list[float]] = {}
     for tags in rows:
         for name, value in said(tags).items():

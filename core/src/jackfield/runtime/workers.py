@@ -34,7 +34,7 @@ def _is_dead(error: JackfieldError) -> bool:
 async def resubmitted(
     work: Callable[[], Awaitable[T]], what: str, may_repeat: Callable[[JackfieldError], bool] = _is_dead
 ) -> T:
-    """Run work, and run it again from its beginning if it is lost, up to :data:`ATTEMPTS` times in total.
+    """Run work, and again from its beginning if it is lost: :data:`ATTEMPTS` times in all.
 
     Args:
         work: Starts one attempt, on another worker if it chooses one.

@@ -1,4 +1,4 @@
-"""The training loop, the explorer, the reward pipeline and the schedule that ties them together."""
+"""The training loop, the explorer, the reward pipeline and their schedule."""
 
 from __future__ import annotations
 

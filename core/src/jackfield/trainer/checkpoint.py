@@ -1,4 +1,4 @@
-"""Checkpoints of a run: writing them, restoring a run from one, and the folder that stores them.
+"""Checkpoints of a run: writing, restoring, and the folder that stores them.
 
 A checkpoint is complete or absent, and the newest few are kept::
 
@@ -58,7 +58,7 @@ class Checkpointer:
         return schedule.is_due(settings.every, steps_done) or (settings.at_end and steps_done == schedule.steps)
 
     async def save(self, steps: int, trainer: Mapping[str, Any], *, again_from: int | None = None) -> None:
-        """Write a checkpoint after ``steps`` completed steps. On return it is durable and the steps' acks are final.
+        """Write a durable checkpoint after ``steps`` steps, whose acks become final.
 
         Args:
             steps: Number of completed steps.
@@ -110,7 +110,7 @@ class Checkpointer:
         return await asyncio.to_thread(self.store.commit, steps, state)
 
     async def load(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """Restore engines, queue and random state from ``checkpoint``; return the trainer's own state.
+        """Restore engines, queue and random state; return the trainer's own state.
 
         The caller has verified the checkpoint (:meth:`CheckpointStore.newest`) and registered the queue's consumers,
         and no worker has started yet.
@@ -237,7 +237,7 @@ class CheckpointStore:
         return dict(sorted((int(match[1]), path) for match, path in named if match))
 
     def checkpoints(self) -> dict[int, Checkpoint | RunError]:
-        """Return checkpoints by step, the oldest first. A visibly damaged one is replaced by its error.
+        """Return checkpoints by step, oldest first, or the errors of visibly damaged ones.
 
         Raises:
             RunError: ``run.checkpoint-format`` if another version of Jackfield wrote one.
@@ -287,7 +287,7 @@ class CheckpointStore:
         return partial
 
     def commit(self, step: int, state: Mapping[str, Any]) -> Checkpoint:
-        """Add state and manifest, sync to disk, rename the folder to its final name, and remove old checkpoints."""
+        """Complete a checkpoint, sync it to disk and rename it; remove old checkpoints."""
         partial, final = self.partial(step), self.folder / f"step_{step:08d}"
         (partial / _STATE).write_text(json.dumps(state, ensure_ascii=False, indent=1), encoding="utf-8")
         paths = [path for path in sorted(partial.rglob("*")) if path.is_file()]
@@ -303,7 +303,7 @@ class CheckpointStore:
         return Checkpoint(folder=final, step=step, files=files)
 
     def clean(self, *, everything: bool = False) -> None:
-        """Remove unfinished folders that a killed process left; with ``everything``, all checkpoints as well."""
+        """Remove unfinished folders of killed processes; with ``everything``, all checkpoints."""
         for path in sorted(self.folder.glob("step_*"), reverse=True):
             if everything or path.suffix == ".partial":
                 _remove(path)

@@ -1,4 +1,4 @@
-"""A check that the trained policy is the one that generated, by the log-probs of the training pass.
+"""A check of the training pass's log-probs against those of inference and rollout.
 
 The probe (:class:`jackfield.weights.ReplicaProbe`) asks replicas after a weight sync. This check compares the training
 pass of an optimizer step with an inference pass of the same weights, and with the log-probs that the rollout servers
@@ -39,7 +39,7 @@ _ROLLOUT_CAUSES = (
 
 @attrs.define(kw_only=True, eq=False)
 class LogProbCheck:
-    """Compares log-probs in the first training step, in the first after a weight sync, and every few steps."""
+    """Compares log-probs in the first step, the first after a weight sync, and every few."""
 
     role: Role
     bound: float  #: on the mean distance between training pass and rollout, in nats
@@ -50,7 +50,7 @@ class LogProbCheck:
     _passed: int | None = attrs.field(default=None, init=False)  #: the newest weight version that passed the check
 
     def is_due(self, step: int) -> bool:
-        """Return whether to compare the first update of ``step`` (from 0); a process always compares its first."""
+        """Return whether to compare the first update of ``step`` (from 0) or of the process."""
         return self.role.config.log_prob_check.every > 0 and (not self._begun or self._is_scheduled(step))
 
     def _is_scheduled(self, step: int) -> bool:
@@ -59,7 +59,7 @@ class LogProbCheck:
         return step in (first, schedule.sync_interval) or schedule.is_due(config.log_prob_check.every, step)
 
     def comparison(self, engine: str, version: int) -> Comparison:
-        """Return the comparison for weights of ``version``; column ``engine`` has the inference pass's log-probs."""
+        """Return the comparison for ``version``; ``engine`` has the inference pass's log-probs."""
         rollout = version if self.role.explores else None
         return Comparison(engine=engine, version=rollout, slack=self.slack, dropout=self.dropout)
 

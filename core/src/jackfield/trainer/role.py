@@ -1,4 +1,4 @@
-"""A role of a run: the state, progress and metrics of its components, and weight publication to other processes."""
+"""A role of a run: its state, progress and metrics, and weights for other processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RoleName: TypeAlias = Literal["all", "train", "explore", "reward"]
 
 @attrs.frozen(kw_only=True)
 class Schedule(ScheduleConfig):
-    """Decides when a batch may start and when weights are published; two numbers describe every mode.
+    """Decides when a batch may start and when weights are published, in every mode.
 
     A *weight version* counts the training steps whose result is in the weights: 0 is the initial model. Batches are
     numbered from 0; step ``t`` trains on batch ``t`` and makes version ``t + 1``. Weights are published every
@@ -48,7 +48,7 @@ class Schedule(ScheduleConfig):
 
     @property
     def max_staleness(self) -> int:
-        """The maximum number of steps between the weights that generated a token and the step that trains on it."""
+        """The maximum steps between a token's weights and the step that trains on it."""
         return self.sync_interval - 1 + self.sync_offset
 
     def may_start(self, batch: int, version: int) -> bool:
@@ -63,7 +63,7 @@ class Schedule(ScheduleConfig):
         return self.explores and (step + 1) % self.sync_interval == 0
 
     def is_due(self, every: int, steps_done: int) -> bool:
-        """Return whether an action that runs every ``every`` steps runs after ``steps_done``; 0 means never.
+        """Return whether an action for every ``every`` steps is due; 0 means never.
 
         With explorers, the action waits for the first weight sync at or after its step.
         """
@@ -131,7 +131,7 @@ class RunWorkers:
 
 @attrs.define(kw_only=True, eq=False)
 class Role:
-    """The state that the components of one role share: configuration, queue, workers, hooks and progress."""
+    """The state that a role's components share: configuration, queue, workers, hooks."""
 
     config: RunConfig
     name: RoleName = "all"
@@ -194,7 +194,7 @@ class Role:
         await self.clock.wait_for(self.queue.wait_notice(topic, 0, 2 * seconds), seconds, who)
 
     async def give_back_lost(self, batch: BatchMeta, error: QueueError) -> bool:
-        """Fail the lost samples that an error names; return whether the batch had any and was released."""
+        """Fail the lost samples that an error names; return whether the batch was released."""
         if not set(await self.queue.fail_lost(batch, lost_keys(error))) & set(batch.keys):
             return False
         await self.queue.release(batch)
@@ -288,7 +288,7 @@ class WeightSubscriber:
             self.newest = published
 
     async def load(self, replica: Replica, published: SyncReport | None = None) -> None:
-        """Load published weights (None: the newest) into one replica. The caller holds :attr:`loading`."""
+        """Load published weights (default: newest) into a replica, under :attr:`loading`."""
         published = published or self.newest
         if published.retained is None:
             return  # the replica has the weights of the model's folder

@@ -1,4 +1,4 @@
-"""Rollouts: the explorer that fills batches, the pipeline that scores them, and the evaluation of held-out tasks."""
+"""The explorer, the reward pipeline, and the evaluation of held-out tasks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EVAL = "eval"  #: the partition of an evaluation's samples; they are deleted wit
 
 @attrs.define(kw_only=True, eq=False)
 class Explorer:
-    """Fills the batches that the schedule lets it start with agent rollouts and with answers from the data."""
+    """Fills the batches that may start with rollouts and with answers from the data."""
 
     role: Role
     name: str
@@ -49,7 +49,7 @@ class Explorer:
         self._rollouts += self.role.algorithm.greedy_baseline
 
     async def run(self) -> None:
-        """Explore until every batch of the schedule is finished. Batches that others released come first."""
+        """Explore until all batches are finished; batches that others released come first."""
         role, seconds = self.role, self.role.config.deadlines.batch
         progress = role.version if self._groups else role.steps_done
         groups = role.config.data.groups_per_batch + (role.algorithm.experts if role.explores else 0)
@@ -176,7 +176,7 @@ class RewardPipeline:
                     tasks.create_task(self._finish(batch.select(indexes)))
 
     async def until_finished(self) -> None:
-        """Wait until the trainer in another process has finished. Each new group extends the deadline."""
+        """Wait until a trainer elsewhere has finished; each new group extends the deadline."""
         seconds = self.role.config.deadlines.batch + self.role.config.deadlines.engine
         who = "the trainer to finish, or the explorers to bring a group"
         while True:
@@ -290,7 +290,7 @@ class Evaluator:
     placement: DeviceLease
 
     def is_due(self, steps_done: int) -> bool:
-        """Return whether to evaluate after ``steps_done`` steps: at both ends of the run and at due weight syncs."""
+        """Return whether to evaluate: at both ends of the run and at due weight syncs."""
         schedule, every = self.role.schedule, self.role.config.evaluation.every
         return bool(self.tasks) and (steps_done in (0, schedule.steps) or schedule.is_due(every, steps_done))
 

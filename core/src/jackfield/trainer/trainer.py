@@ -1,4 +1,4 @@
-"""The training loop, the same for every schedule and algorithm, and the source of its batches."""
+"""The training loop for every schedule and algorithm, and the source of its batches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SHARED = ("aggregation", "length_norm")  #: options of the policy loss that als
 
 @attrs.define(kw_only=True, eq=False)
 class Step:
-    """The state of one training step. It outlives a batch whose samples are lost and regenerated."""
+    """The state of one training step, which survives a batch whose samples are lost."""
 
     number: int
     started: float
@@ -72,7 +72,7 @@ class Trainer:
         self.kl_coefficient = self.role.config.algorithm.kl.coefficient
 
     async def begin(self, first_step: int = 0, restored: Mapping[str, Any] | None = None) -> None:
-        """Evaluate the initial model, or send restored weights to the replicas, before explorers start.
+        """Evaluate the initial model, or send restored weights, before explorers start.
 
         ``restored`` is the trainer's state in a checkpoint (the KL controller's coefficient). None starts a new run.
         """
@@ -87,7 +87,7 @@ class Trainer:
         await self.release_explorers(first_step)
 
     async def run(self, first_step: int = 0) -> int:
-        """Train until the schedule ends or a stop is requested. Returns the number of completed steps."""
+        """Train until the schedule ends or a stop is requested; return the completed steps."""
         for number in range(first_step, self.role.schedule.steps):
             step = Step(number=number, started=self.role.clock.time())
             while not step.trained:
@@ -110,7 +110,7 @@ class Trainer:
 
     @asynccontextmanager
     async def recover_lost_samples(self, step: Step) -> AsyncIterator[None]:
-        """Release the batch if samples of it are lost. The stages then run again, but completed updates do not."""
+        """Release a batch that lost samples; stages then run again, completed updates do not."""
         try:
             yield
         except QueueError as error:
@@ -137,7 +137,7 @@ class Trainer:
                 await self.reference.compute_log_probs(step.rows, "ref_log_probs")
 
     async def old_log_probs(self, step: Step) -> None:
-        """Compute log-probs of the policy before the update, unless the algorithm uses those of the rollout."""
+        """Compute log-probs of the policy before the update, unless the rollout's are used."""
         if self.role.algorithm.recompute_old_log_probs:
             async with self.role.measure("old_log_probs", "trainer", step.number):
                 await self.actor.compute_log_probs(step.rows, "old_log_probs")
@@ -234,7 +234,7 @@ class Trainer:
         return step.number
 
     async def release_explorers(self, steps_done: int) -> None:
-        """Let explorers continue. This is the last stage: without an offset, no rollout runs during a checkpoint."""
+        """Let explorers continue; it is the last stage, so that checkpoints are undisturbed."""
         self.checkpoints.random = random_state()
         if self.role.name == "train":
             await publish(self.role, self._synced, self._published)
@@ -309,7 +309,7 @@ def _finite(update: Mapping[str, float], loss: str, step: Step) -> Mapping[str, 
 
 
 def further_groups(ratio: float, step: int, own: int) -> int:
-    """Return how many groups to mix into a batch of ``own`` groups, so that the ratio holds over all steps."""
+    """Return how many groups to mix into a batch, so that the ratio holds over all steps."""
     each = own * Fraction(str(ratio))
     return floor((step + 1) * each) - floor(step * each)
 

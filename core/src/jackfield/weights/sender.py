@@ -1,4 +1,4 @@
-"""The sending end of a weight transfer, which computes digests and deltas to a version that every worker holds."""
+"""The sending end of a weight transfer, which computes digests and deltas."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class WeightSender:
         return await self.send(base=base), self.sent_bytes
 
     async def send(self, weights: Tensors | None = None, *, base: int | None = None) -> dict[str, str]:
-        """Send all tensors and return their digests by name, computed before or during the transfer.
+        """Send all tensors; return their digests by name, computed before or while sending.
 
         Args:
             weights: Named tensors. None sends those of the source.
@@ -172,7 +172,7 @@ class Blocks:
 def delta_of(
     name: str, tensor: torch.Tensor, before: Blocks | None, after: Blocks, block_bytes: int
 ) -> tuple[str, torch.Tensor] | None:
-    """Return what to send of a tensor, by name: its changed blocks or all of it; None if it equals ``before``.
+    """Return a tensor's name and changed blocks, or all of it; None if it is unchanged.
 
     Changed blocks are packed as :mod:`jackfield.sdk.receiver` describes.
     """

@@ -1,4 +1,4 @@
-"""Weight sync: it brings a weight version to all replicas and verifies that they loaded it.
+"""Weight sync, which brings a version to all replicas and verifies that they loaded it.
 
 Digests prove the contents of a replica's parameters. Errors in packed copies, caches, kernels or numerics only show in
 what it generates. So a probe lets each replica generate a few tokens, which the engine scores.
@@ -61,7 +61,7 @@ class SyncReport:
 
 @attrs.define(eq=False)
 class WeightSynchronizer:
-    """Sends weights from the trainer's ranks to all inference workers, and verifies their receipts."""
+    """Sends weights from the trainer's ranks to all workers, and verifies their receipts."""
 
     senders: Sequence[WeightSender]  #: senders of the trainer's ranks in order, or their stubs
     replicas: Sequence[Replica]  #: all started replicas; read at the beginning of each sync
@@ -83,13 +83,13 @@ class WeightSynchronizer:
         return None if self.last is None else self.last.version
 
     async def sync(self, version: int) -> SyncReport:
-        """Bring ``version`` to every replica. A transfer that fails is repeated once. Every end is finalized.
+        """Bring ``version`` to every replica; a transfer that fails is repeated once.
 
         Raises:
             WeightsError: ``weights.version`` if it is not newer than the last one, or a replica acknowledges another;
                 ``weights.missing`` or ``weights.digest`` if tensors are missing or wrong (replica, worker and tensors
-                are named); ``weights.transfer`` if an end fails (the others are cancelled); ``weights.base`` if a
-                delta cannot be applied; ``weights.log-probs`` if the probe finds a mismatch.
+                are named); ``weights.transfer`` if an end fails (all are then finalized); ``weights.base`` if a delta
+                cannot be applied; ``weights.log-probs`` if the probe finds a mismatch.
             DeadlineExceeded: If the transfer takes too long; the unfinished ends are named.
         """
         if self.version is not None and version <= self.version:
@@ -99,7 +99,7 @@ class WeightSynchronizer:
         return self.last
 
     async def catch_up(self, replica: Replica, version: int) -> SyncReport:
-        """Send all weights of the engine, which has ``version``, to a replica that was restarted or joins.
+        """Send all weights of ``version`` to a replica that was restarted or joins.
 
         The engine must not train during the transfer.
         """
@@ -203,7 +203,7 @@ class WeightSynchronizer:
 
 
 def verify(info: ServerInfo, receipt: WeightReceipt, version: int, sent: Mapping[str, str]) -> None:
-    """Refuse a receipt unless it proves that every worker loaded exactly the tensors that were sent."""
+    """Refuse a receipt unless every worker loaded exactly the tensors that were sent."""
     where = f"replica {info.replica}"
 
     def refuse(code: str, message: str, expected: Any, found: Any) -> None:
@@ -236,7 +236,7 @@ def _some(names: Sequence[str]) -> str:
 async def run_together(
     ends: Mapping[str, Coroutine[Any, Any, Any]], clock: Clock, seconds: float, what: str
 ) -> list[Any]:
-    """Run all ends of a transfer, by name, and return their results. A failure or the deadline cancels the others.
+    """Run all ends of a transfer by name; a failure or the deadline cancels the others.
 
     Raises:
         WeightsError: If an end fails. The first failure is named, though the end that caused it may fail later.
@@ -299,7 +299,7 @@ class ProbeAnswer:
 
 @attrs.define(kw_only=True, eq=False)
 class ReplicaProbe:
-    """Lets every replica generate a few tokens, and compares their log-probs with the engine's.
+    """Lets replicas generate a few tokens, and compares log-probs with the engine's.
 
     It raises ``weights.log-probs`` if a distance exceeds the bound (the worst replica is named), and
     ``DeadlineExceeded`` if a replica does not respond.
@@ -322,7 +322,7 @@ class ReplicaProbe:
         await self.compare(await self.ask(servers, version))
 
     async def ask(self, servers: Mapping[int, BaseRolloutServer], version: int) -> list[ProbeAnswer]:
-        """Let every replica (by number) generate. A replica with older weights refuses the request."""
+        """Let every replica (by number) generate; one with older weights refuses."""
         self._prompt_ids = self._prompt_ids or tuple(await self.prompt())
         sampling = SamplingParams(max_new_tokens=self.tokens, temperature=self.temperature, seed=0, ignore_eos=True)
         name, prompt = f"probe-{version}", self._prompt_ids
@@ -332,7 +332,7 @@ class ReplicaProbe:
         return [ProbeAnswer(number, version, result) for number, result in zip(servers, results, strict=True)]
 
     async def compare(self, answers: Sequence[ProbeAnswer]) -> None:
-        """Compare the replicas' log-probs with the engine's. The engine must have the weights of the same version."""
+        """Compare the replicas' log-probs with the engine's at the same weight version."""
         scored = await self.score(self._prompt_ids, [answer.result.token_ids for answer in answers])
         compared = [
             (_distance(answer.result.log_probs, own), answer, own) for answer, own in zip(answers, scored, strict=True)

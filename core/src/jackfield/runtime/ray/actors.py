@@ -1,4 +1,4 @@
-"""Workers in Ray actors: Ray starts the process, and a host in it makes the worker and serves it by RPC."""
+"""Workers in Ray actors, in each of which a host makes a worker and serves it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Place:
 
 
 class Host:
-    """The Ray actor. It holds one worker at a time, and can make another once the first has ended."""
+    """The Ray actor, which holds one worker at a time and can make another later."""
 
     def __init__(self, name: str, folder: str, one_thread: bool, heartbeat_seconds: float) -> None:
         """
@@ -104,7 +104,7 @@ class Host:
 
 
 def rollout_service(server: BaseRolloutServer, name: str) -> Service:
-    """Return the service of a replica; its process exits if a request fails and the replica is unhealthy."""
+    """Return a replica's service; the process exits if the replica becomes unhealthy."""
 
     async def generate(request: GenerateRequest) -> GenerateResult:
         try:
@@ -133,7 +133,7 @@ def _outlive_sigterm() -> None:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface that has an address; any loopback address gives the loopback interface."""
+    """Return the network interface that has an address, or the loopback interface."""
     import psutil
 
     wanted = "127.0.0.1" if ipaddress.ip_address(address).is_loopback else address
@@ -240,7 +240,7 @@ class Actor:
         await self._answer(self.handle.end.remote(), _END_SECONDS, "to end")
 
     async def kill(self) -> None:
-        """End the process. A stopped process does not react to Ray, so it is killed on its node first."""
+        """End the process; a stopped one cannot react to Ray, so it is killed on its node."""
         import ray
         from ray.exceptions import RayError
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -37,7 +37,7 @@ _TOKEN, _MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"
 
 @attrs.define(eq=False)
 class Cluster:
-    """A Ray cluster and its actors. :meth:`open` starts or joins it; :meth:`close` ends everything it started.
+    """A Ray cluster and its actors; :meth:`close` ends what this process has started.
 
     Processes and placement groups outlive their workers: after :meth:`rest`, a worker or placement group of the same
     name reuses them.
@@ -84,7 +84,7 @@ class Cluster:
             ) from error
 
     async def places(self, count: int, resources: Mapping[str, float], what: str) -> Any:
-        """Return the placement group of ``what``, or create one of ``count`` bundles with ``resources`` each.
+        """Return the placement group of ``what``; by default, create ``count`` equal bundles.
 
         Raises:
             RunError: ``cluster.unavailable`` if the cluster cannot provide it in time.
@@ -157,7 +157,7 @@ class Cluster:
     def restarting_stub(
         self, name: str, stub_of: Callable[[Actor], T], contract: Contract, begin: Callable[[Actor], Awaitable[object]]
     ) -> T:
-        """Return a stub of a stateless worker. A call that fails by its death raises once it has been restarted.
+        """Return a stub of a stateless worker, which is restarted when a call finds it dead.
 
         Args:
             name: Name of the worker.
@@ -211,7 +211,7 @@ class Cluster:
         await asyncio.gather(*map(self._empty, reversed(actors.values())))
 
     async def close(self) -> None:
-        """End all actors, remove their placement groups, and leave the cluster. End it if it was started here.
+        """End all actors and their placement groups; leave the cluster, or end an own one.
 
         Ray only asks processes to end; this waits until no process of a cluster started here is left.
         """
@@ -229,7 +229,7 @@ class Cluster:
 
 
 def check_interpreter(python: str, what: str, seconds: float = 30.0) -> None:
-    """Refuse an interpreter in which Ray cannot start an actor. Ray itself would wait for ever.
+    """Refuse an interpreter in which Ray could not start an actor but would wait for ever.
 
     Raises:
         PluginError: ``plugin.interpreter`` or ``plugin.requirement`` if it is not suitable. The error names ``what``.

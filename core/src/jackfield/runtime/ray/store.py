@@ -1,4 +1,4 @@
-"""The queue's backend in its own worker, where other workers read and write samples by RPC, as encoded cells."""
+"""The queue's backend in its own worker, where others read and write samples by RPC."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def store_services(backend: TransferQueueBackend) -> dict[str, Service]:
 
 
 def remote_backend(connection: Connection, seconds: float) -> TransferQueueBackend:
-    """Return a stub of the backend at the other end, whose calls have a deadline of ``seconds``."""
+    """Return a stub of the backend at the other end, with a deadline of ``seconds`` per call."""
     made: TransferQueueBackend = stub(connection, "backend", _BACKEND, TransferQueueBackend, seconds)  # type: ignore[type-abstract]
     samples = stub(connection, "samples", _SAMPLES, _Samples, seconds)
 
