@@ -134,7 +134,7 @@ def check_base(held: int | None, base: int | None) -> None:
 
 @attrs.define(eq=False)
 class HeldWeights:
-    """The last version that a worker received, byte for byte as it was sent: the base of a delta.
+    """The last version that a worker received, byte for byte, as the base of a delta.
 
     A tensor whose parameter has exactly these bytes is changed in place. For any other tensor (cast, sharded,
     quantised) a copy is kept in host memory.

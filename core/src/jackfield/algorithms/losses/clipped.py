@@ -1,8 +1,8 @@
-"""Policy losses with a trust region around the old policy, by token or by sequence, or with tokens left out.
+"""Policy losses with a trust region around the old policy, by clipping or by excluding tokens.
 
-r = pi / pi_old on a token, A the advantage; the log-probability of a sequence is the sum over its model tokens. Tokens
-are left out by their divergence, or by a choice in the whole batch: Clip-Cov and KL-Cov hold back the few tokens whose
-covariance eats entropy.
+r = pi / pi_old on a token, A is the advantage; the log-probability of a sequence is the sum over its model tokens.
+Tokens are excluded by their divergence or by a selection over the whole batch: Clip-Cov and KL-Cov restrain the few
+tokens whose covariance reduces entropy.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 def surrogate(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, clip_dual: float | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), for A < 0 never below clip_dual A; and its metrics.
+    """Return the loss -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) and its metrics.
 
-    This is -A r with r bounded from above where A > 0 and from below where A < 0, and the dual clip bounds it from
-    above there: one product, whatever the sign, so that little is kept for the gradient.
+    For A < 0 the minimum is never below clip_dual A. The loss is -A r with r bounded from above if A > 0 and from below
+    if A < 0, where the dual clip bounds it from above: one product for both signs saves memory for the gradient.
     """
     losing, fixed = advantages < 0, ratio.detach()
     bounded = ratio.clamp(1.0 - clip_low, clip_dual).where(losing, ratio.clamp(max=1.0 + clip_high))
@@ -71,10 +71,10 @@ def _decoupled_ppo(
     """-w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / pi_old, w = pi_old / pi_rollout (no gradient).
     [Hilton et al., arXiv:2110.00641; AReaL, arXiv:2505.24298]
 
-    Three policies: pi_rollout generated, pi_old anchors the trust region, pi is trained. Tokens of w > weight_cap are
-    left out.
+    There are three policies: pi_rollout generated, pi_old anchors the trust region, and pi is trained. Tokens with
+    w > weight_cap are excluded.
 
-    Differs: The weight has no cap unless one is set: that is the paper's objective.
+    Differs: The weight has no cap by default, as in the paper's objective.
     """
     clips: dict[str, Any] = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": clip_dual}
     losses, metrics = ppo(log_probs, old_log_probs, advantages, **clips)
@@ -97,8 +97,8 @@ def _gspo(
     """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = (pi(y) / pi_old(y))^(1 / |y|), on each token of y. [GSPO,
     arXiv:2507.18071]
 
-    Differs: verl aggregates it by seq-mean-token-mean whatever is configured; here the configuration holds (the bundle
-    asks for seq-mean-token-mean, as the paper does).
+    Differs: verl always aggregates it by seq-mean-token-mean; here the configuration decides (the bundle uses
+    seq-mean-token-mean, as the paper does).
     """
     mean = row_means(log_probs - old_log_probs, response_mask).clamp(-CLAMP, CLAMP)
     return surrogate(mean.exp().unsqueeze(-1).expand(log_probs.shape), advantages, clip_low, clip_high)
@@ -117,10 +117,9 @@ def _gmpo(
     """-A (prod_t c_t)^(1 / |y|), c = min(r, clip(r)) where A > 0 and max(r, clip(r)) where A < 0, clip to [e^-clip_low,
     e^clip_high]. [GMPO, arXiv:2507.20673]
 
-    A is the mean of the row's advantages. One value per sequence.
+    A is the mean of the row's advantages. The loss has one value per sequence.
 
-    Differs: One value per sequence, averaged over the global count of sequences (verl: over the micro-batch). An empty
-    response gives 0.
+    Differs: We average over the global count of sequences (verl: over the micro-batch). An empty response gives 0.
     """
     advantage = row_means(advantages, response_mask)
     sign = advantage.sign().unsqueeze(-1)
@@ -137,9 +136,9 @@ def _sapo(
     """-f(r) A, f(r) = 4 / tau sigmoid(tau (r - 1)), tau = tau_pos where A > 0 and tau_neg elsewhere. [SAPO,
     arXiv:2511.20347]
 
-    A soft gate in the place of clipping; f'(1) = 1.
+    A soft gate replaces clipping; f'(1) = 1.
 
-    Differs: verl aggregates it by seq-mean-token-mean whatever is configured; here the configuration holds.
+    Differs: verl always aggregates it by seq-mean-token-mean; here the configuration decides.
     """
     ratio = log_ratio(log_probs, old_log_probs).exp()
     positive, negative = ((tau * (ratio - 1.0)).sigmoid() * (4.0 / tau) for tau in (tau_pos, tau_neg))
@@ -155,13 +154,13 @@ def _sppo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, epsil
 
 
 def _without(left_out: Tensor, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """-M r A: no loss and no gradient for the tokens that are left out."""
+    """Return -M r A, which gives excluded tokens no loss and no gradient."""
     metrics = {"policy/clip_fraction": left_out, "policy/ratio": ratio}
     return -(ratio * advantages).masked_fill(left_out, 0.0), metrics
 
 
 def _outward(logs: Tensor, advantages: Tensor, up: Tensor | bool = True, down: Tensor | bool = True) -> Tensor:
-    """Tokens that the update moves farther away from pi_old: upwards where ``up`` holds, downwards where ``down``."""
+    """Return the tokens that the update moves away from pi_old: upwards where ``up``, downwards where ``down``."""
     return ((advantages > 0) & (logs > 0) & up) | ((advantages < 0) & (logs < 0) & down)
 
 
@@ -190,8 +189,8 @@ def _dppo(name: str, delta: float, text: str, divergence: Callable[[Tensor, Tens
 
 
 def _bernoulli_kl(new: Tensor, old: Tensor) -> Tensor:
-    """D = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))."""
-    # a probability that rounds to 1 leaves 0 for the others
+    """Return D = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))."""
+    # if a probability rounds to 1, the other outcomes have probability 0
     others_new, others_old = ((-logs.expm1()).clamp(min=1e-12).log() for logs in (new, old))
     return old.exp() * (old - new) + (-old.expm1()) * (others_old - others_new)
 
@@ -215,7 +214,7 @@ _dppo(
 def _m2po_mask(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, m2_threshold: float
 ) -> dict[str, Tensor]:
-    """Mark the tokens that are kept by 1, ``[B, T]``."""
+    """Return a mask that is 1 on kept tokens, ``[B, T]``."""
     logs = log_probs - old_log_probs
     candidates = _outward(logs, advantages) & (response_mask != 0)
     ordered, order = logs.double().square()[candidates].sort(stable=True)
@@ -233,15 +232,15 @@ def _m2po(
     """-M r A; M leaves out the largest (log r)^2 among outward tokens until the mean of the others is <= m2_threshold.
     [M2PO, arXiv:2510.01161, algorithm 1]
 
-    Outward: A > 0 and r > 1, or A < 0 and r < 1. Left-out tokens still count in the mean.
+    Outward tokens have A > 0 and r > 1, or A < 0 and r < 1. Excluded tokens still count in the mean.
 
-    Differs: One mask for the whole batch, however it is split.
+    Differs: We use one mask for the whole batch, however it is split.
     """
     return _without(m2po_mask == 0, log_ratio(log_probs, old_log_probs).exp(), advantages)
 
 
 def _covariance(log_probs: Tensor, advantages: Tensor, keep: Tensor) -> Tensor:
-    """(log pi - mean) (A - mean) per token, means over the batch's model tokens."""
+    """Return (log pi - mean) (A - mean) per token, with means over the batch's model tokens."""
     logs, gains = log_probs.double(), advantages.double()
     return (logs - masked_mean_std(logs, keep)[0]) * (gains - masked_mean_std(gains, keep)[0])
 
@@ -249,7 +248,7 @@ def _covariance(log_probs: Tensor, advantages: Tensor, keep: Tensor) -> Tensor:
 def _clip_cov_mask(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, **options: Any
 ) -> dict[str, Tensor]:
-    """Mark the tokens whose gradient is cut by 1, ``[B, T]``; ``options`` are those of the loss."""
+    """Return a mask that is 1 on tokens without gradient, ``[B, T]``; ``options`` are those of the loss."""
     import torch
 
     keep = response_mask != 0
@@ -283,10 +282,10 @@ def _clip_cov(
     """PPO's loss, 0 for a random clip_cov_ratio of the tokens, drawn among those of clip_cov_lower < Cov <
     clip_cov_upper. [Cui et al., arXiv:2505.22617, Clip-Cov]
 
-    Cov_t = (log pi_t - mean(log pi)) (A_t - mean(A)); tokens that PPO clips are no candidates; at least one token is
-    drawn where there is a candidate. ``seed`` should change from step to step.
+    Cov_t = (log pi_t - mean(log pi)) (A_t - mean(A)). Tokens that PPO clips are not candidates; at least one token is
+    drawn if there is a candidate. ``seed`` should change from step to step.
 
-    Differs: verl takes means and selection per micro-batch; here they are those of the whole batch.
+    Differs: verl computes means and selection per micro-batch; we use the whole batch.
     """
     clips: dict[str, Any] = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": None}
     losses, metrics = ppo(log_probs, old_log_probs, advantages, **clips)
@@ -297,7 +296,7 @@ def _clip_cov(
 def _kl_cov_mask(
     log_probs: Tensor, advantages: Tensor, response_mask: Tensor, kl_cov_ratio: float
 ) -> dict[str, Tensor]:
-    """Mark the tokens of the largest covariance by 1, ``[B, T]``."""
+    """Return a mask that is 1 on the tokens with the largest covariance, ``[B, T]``."""
     keep = response_mask != 0
     covariance = _covariance(log_probs, advantages, keep).masked_fill(~keep, float("-inf")).flatten()
     tokens = int(keep.sum())
@@ -319,8 +318,8 @@ def _kl_cov(
     """-r A, plus kl_coefficient |log r| on the kl_cov_ratio of the tokens with the largest Cov (see clip_cov), at least
     one. [Cui et al., arXiv:2505.22617, KL-Cov]
 
-    Differs: verl takes means and selection per micro-batch; here they are those of the whole batch. The penalty
-    |log r| is that of the authors' code.
+    Differs: verl computes means and selection per micro-batch; we use the whole batch. The penalty |log r| is that of
+    the authors' code.
     """
     logs, penalised = log_ratio(log_probs, old_log_probs), kl_cov_mask != 0
     losses = -logs.exp() * advantages + kl_coefficient * logs.abs().masked_fill(~penalised, 0.0)

@@ -1,7 +1,7 @@
-"""Losses that compare responses of one group: forms of online policy mirror descent, and preferences between two.
+"""Losses that compare responses of one group: online policy mirror descent and preferences.
 
-log pi(y) is the sum over the model tokens of y; pi_ref is ``ref_log_probs`` where given, else ``old_log_probs`` (the
-policy that the update starts from).
+log pi(y) is the sum over the model tokens of y; pi_ref is ``ref_log_probs`` if given, else ``old_log_probs`` (the
+policy from which the update starts).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _given(**candidates: Tensor | None) -> Tensor:
-    """The first that is there."""
+    """Return the first candidate that is not None."""
     for value in candidates.values():
         if value is not None:
             return value
@@ -37,7 +37,7 @@ def _regularised(
     tau: float,
     reference: str,
 ) -> tuple[Tensor, Tensor]:
-    """a = R - tau (log pi(y) - log pi_ref(y)), up to a constant of the group, and that log-ratio; both ``[B]``."""
+    """Return a = R - tau (log pi(y) - log pi_ref(y)), up to a group constant, and the log-ratio; both ``[B]``."""
     gains = _given(rewards=rewards, advantages=None if advantages is None else row_means(advantages, response_mask))
     candidates = {"ref_log_probs": ref_log_probs, "old_log_probs": old_log_probs}
     wanted = {name: value for name, value in candidates.items() if reference in ("auto", name[:3])}
@@ -51,7 +51,7 @@ def _log_partitions(rewards: Tensor, group_ids: Tensor, tau: float) -> dict[str,
 
 
 def _kept(rows: Tensor, response_mask: Tensor) -> Tensor:
-    """Rows without a model token are no responses."""
+    """Return ``rows`` with 0 for rows without a model token, which are not responses."""
     return rows.masked_fill((response_mask == 0).all(-1), 0.0)
 
 
@@ -72,10 +72,10 @@ def _opmd_kimi(
     """(R - tau log Z - tau (log pi(y) - log pi_ref(y)))^2 per sequence, log Z = log(mean_group(exp(R / tau))).
     [Trinity-RFT report, arXiv:2505.17826, appendix A.1; Kimi k1.5, arXiv:2501.12599, section 2.3.2]
 
-    Without ``rewards``, R - tau log Z is the row's advantage, by the estimator ``opmd`` with
+    Without ``rewards``, R - tau log Z is the row's advantage from the estimator ``opmd`` with
     ``baseline="log_avg_exp"`` and the same tau.
 
-    Differs: Divided by the global count of sequences; the report writes a plain sum.
+    Differs: We divide by the global count of sequences; the report has a plain sum.
     """
     a, logs = _regularised(log_probs, response_mask, old_log_probs, ref_log_probs, rewards, advantages, tau, reference)
     if rewards is not None:
@@ -123,12 +123,12 @@ def _opmd_pairwise(
     """sum_{i<j}((a_i - a_j)^2) over each group, a = R - tau (log pi(y) - log pi_ref(y)). [Trinity-RFT report,
     arXiv:2505.17826, appendix A.2; two responses: Flet-Berliac et al., arXiv:2406.19185]
 
-    Computed as K sum_i((a_i - mean(a))^2), whose gradient, too, is that with mean(a) held fixed: so each row needs no
-    more of its group than size and mean. Any baseline of the group cancels: without ``rewards`` the row's advantage
-    will do.
+    It is computed as K sum_i((a_i - mean(a))^2), whose gradient does not change if mean(a) is held fixed: each row only
+    needs the size and mean of its group. A baseline of the group cancels, so that the row's advantage is used without
+    ``rewards``.
 
     Differs: Trinity-RFT needs a group's rows in one micro-batch; here a split group gives the same loss and gradient.
-    Divided by the global count of sequences.
+    We divide by the global count of sequences.
     """
     a, _ = _regularised(log_probs, response_mask, old_log_probs, ref_log_probs, rewards, advantages, tau, reference)
     return _kept(opmd_group_sizes * (a - opmd_group_means).square(), response_mask), {}
@@ -174,16 +174,16 @@ def _dpo(
     """-(1 - e) log sigmoid(z) - e log sigmoid(-z) per pair, z = beta (h(chosen) - h(rejected)), h = log pi(y) - log
     pi_ref(y). [DPO, arXiv:2305.18290, equation 7; label smoothing: cDPO (Mitchell, 2023)]
 
-    e is ``label_smoothing``. Rows of one ``pair_ids`` are a pair: the one of higher ``rewards`` is chosen, or, without
-    rewards, the first. A pair may be split into micro-batches: each of its rows carries ``dpo_margins`` (z as the step
-    begins) and ``dpo_signs``, and contributes its half of value and gradient.
+    e is ``label_smoothing``. Two rows with equal ``pair_ids`` are a pair: the one with the higher ``rewards`` is chosen
+    or, without rewards, the first. A pair may be split into micro-batches: each of its rows has ``dpo_margins`` (z at
+    the start of the step) and ``dpo_signs``, and contributes half of the value and of the gradient.
 
-    Differs: One loss per pair, averaged over the global count of pairs (global_sequences / 2). Summing
+    Differs: The loss has one value per pair, averaged over the global count of pairs (global_sequences / 2). Summing
     log-probabilities over a micro-batch first would make it one pair.
     """
     implicit = row_log_ratio(log_probs, ref_log_probs)
     margin, zero = dpo_margins.to(implicit.dtype), implicit.new_zeros(())
-    own = dpo_signs.to(implicit.dtype) * beta * (implicit - implicit.detach())  # 0, with a gradient
+    own = dpo_signs.to(implicit.dtype) * beta * (implicit - implicit.detach())  # value 0, with a gradient
     slope = label_smoothing * margin.sigmoid() - (1.0 - label_smoothing) * (-margin).sigmoid()
     # log sigmoid(z) = -log(e^0 + e^-z) for any z
     value = (1.0 - label_smoothing) * zero.logaddexp(-margin) + label_smoothing * zero.logaddexp(margin)

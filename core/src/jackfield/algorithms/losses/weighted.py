@@ -1,6 +1,6 @@
-"""Losses -w log pi, whose weight w has no gradient, what regularises them, and mixtures with PPO.
+"""Losses -w log pi whose weight w has no gradient, their regularisers, and mixtures with PPO.
 
-r = pi / pi_old on a token, A the advantage.
+r = pi / pi_old on a token, and A is the advantage.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _reinforce(log_probs: Tensor, advantages: Tensor) -> LossResult:
 
 @register("loss", "gpg", "token")
 def _gpg(log_probs: Tensor, advantages: Tensor) -> LossResult:
-    """-A log pi: what is special in GPG is its advantages. [GPG, arXiv:2504.02546]"""
+    """-A log pi: GPG differs only in its advantages. [GPG, arXiv:2504.02546]"""
     return -advantages * log_probs, {}
 
 
@@ -49,8 +49,8 @@ def _cispo(
     """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi: the weight is clipped, no token loses its gradient.
     [MiniMax-M1, arXiv:2506.13585]
 
-    Differs: The paper sets no lower bound and does not print its upper one: clip_low=1 is no lower bound,
-    clip_high=0.28 is DAPO's.
+    Differs: The paper sets no lower bound and does not state its upper one: clip_low=1 is no lower bound, and
+    clip_high=0.28 is DAPO's value.
     """
     ratio = log_ratio(log_probs, old_log_probs).exp().detach()
     weights = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -100,7 +100,7 @@ def _rec(
     from below for A <= 0; ``ring`` is two-side and, beyond, r <= 1 - ring_low for A >= 0 and r >= 1 + ring_high for
     A <= 0. ``regularizer``: ``k2`` adds coefficient (log r)^2, ``forward_kl`` adds -coefficient log pi.
 
-    Differs: Rows that RED-Drop leaves out are the estimator's business, not the loss's.
+    Differs: The estimator, not the loss, drops the rows that RED-Drop excludes.
     """
     ratio = log_ratio(log_probs, old_log_probs).exp().detach()
     low, high = ratio >= 1.0 - clip_low, ratio <= 1.0 + clip_high
@@ -136,7 +136,7 @@ def _dro(
     """-A log pi(y) + beta / 2 (log pi(y) - log pi_old(y))^2, per sequence, or per token with ``level="token"``. [DRO,
     arXiv:2405.19107 (its policy objective, the value as baseline in A)]
 
-    Differs: level=token is the form that Tinker documents. The paper learns the value; here A carries any baseline.
+    Differs: level=token is the form that Tinker documents. The paper learns the value; here A includes any baseline.
     """
     gain, logs = advantages * log_probs, log_ratio(log_probs, old_log_probs)
     if level == "sequence":
@@ -174,9 +174,9 @@ def _mix_chord(
     """(1 - mu) PPO(usual rows) + mu (-phi log pi)(expert rows), phi = sg(pi (1 - pi)) (``phi=False``: 1). [CHORD,
     arXiv:2508.11408]
 
-    Counts are those of ``mix``.
+    It needs the same counts as ``mix``.
 
-    Differs: mu is an option; the schedule that the paper decays it by is jackfield.algorithms.chord_mu.
+    Differs: mu is an option; the paper's decay schedule is jackfield.algorithms.chord_mu.
     """
     if (global_usual_tokens is None) != (global_expert_tokens is None):
         message = "give both global_usual_tokens and global_expert_tokens, or none: then this call is the whole batch"
@@ -205,11 +205,11 @@ def _mix(**given: Any) -> LossResult:
     """(1 - mu) PPO(usual rows) + mu SFT(expert rows), each normalised by its own global count. [MIX, Trinity-RFT
     report, arXiv:2505.17826, section 3.2]
 
-    ``expert_mask`` is bool ``[B]``. Tokens are counted by ``global_usual_tokens`` and ``global_expert_tokens``; unset,
-    this call is the whole batch. Means over sequences use ``global_usual_sequences`` and ``global_expert_sequences``
-    or, where only the tokens are counted, all sequences of the batch.
+    ``expert_mask`` is bool ``[B]``. Token counts are ``global_usual_tokens`` and ``global_expert_tokens``; without
+    them, these rows are the whole batch. Means over sequences use ``global_usual_sequences`` and
+    ``global_expert_sequences`` or, if only token counts are given, all sequences of the batch.
 
-    Differs: Each part is a mean over its own tokens (or sequences) of the whole batch; Trinity-RFT scales means of
+    Differs: Each term is a mean over its own tokens (or sequences) of the whole batch; Trinity-RFT scales means of
     micro-batches.
     """
     return _mix_chord(**given, phi=False)
@@ -224,8 +224,8 @@ register("loss", "mix", "token", whole_batch=_MIX_COUNTS)(_mix)
 def chord_mu(step: int, *, warmup_steps: int, decay_steps: int, peak: float = 0.9, valley: float = 0.05) -> float:
     """Return CHORD's weight of the expert data at ``step``.
 
-    It is linear up to ``peak``, then a half cosine down to ``valley``. The form is Trinity-RFT's for arXiv:2508.11408;
-    peak and valley are that paper's example, to be set per task.
+    It rises linearly to ``peak``, then falls as a half cosine to ``valley``. The form is Trinity-RFT's for
+    arXiv:2508.11408; the defaults of peak and valley are that paper's example, to be set per task.
     """
     if step < warmup_steps:
         return peak * step / warmup_steps
