@@ -15,7 +15,7 @@ __all__ = ["certify"]
 
 
 def __getattr__(name: str) -> object:
-    """Late: the pytest plugin is loaded in every pytest run of the environment, and must stay cheap."""
+    """Import lazily: the pytest plugin is loaded in every pytest run, and must stay cheap."""
     if name == "certify":
         from jackfield_conformance.runner import certify
 

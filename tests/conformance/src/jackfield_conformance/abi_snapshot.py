@@ -53,7 +53,7 @@ class Change:
 
 
 def describe(kind: str, contract: type, module: types.ModuleType | None = None) -> dict[str, Any]:
-    """The snapshot of a contract: plain values that fit into JSON. Its records are in ``module``, or its own."""
+    """Return the JSON-ready snapshot of a contract; its records are in ``module``, by default its own."""
     module = module or sys.modules[contract.__module__]
     classes = {
         name: value
@@ -130,7 +130,7 @@ def _method(cls: type, name: str) -> dict[str, Any]:
 
 
 def _attributes(contract: type) -> dict[str, Any]:
-    """Class attributes that an implementer sets."""
+    """Return the class attributes that an implementer sets."""
     return {
         name: {"type": annotation_text(annotation), "default": hasattr(contract, name)}
         for name, annotation in inspect.get_annotations(contract).items()
@@ -156,7 +156,7 @@ def _is_protocol(cls: type) -> bool:
 
 
 def _aliases(module: types.ModuleType) -> dict[str, str]:
-    """Names that the module annotates as type aliases, with their values as text."""
+    """Return the module's type aliases, with their values as text."""
     return {
         name: str(getattr(module, name))
         for name, annotation in inspect.get_annotations(module).items()
@@ -232,12 +232,12 @@ def _words(value: Any) -> str:
 
 
 def required_bump(changes: Sequence[Change]) -> Level:
-    """The greatest level among changes."""
+    """Return the highest level among changes."""
     return max((change.level for change in changes), key=_ORDER.index, default="none")
 
 
 def next_version(version: str, bump: Level) -> str:
-    """The version that follows ``version`` after a bump: ``1.4`` becomes ``1.5`` or ``2.0``."""
+    """Return the version after a bump: ``1.4`` becomes ``1.5`` or ``2.0``."""
     major, minor = parse_version(version)
     return {"none": version, "minor": f"{major}.{minor + 1}", "major": f"{major + 1}.0"}[bump]
 
@@ -263,7 +263,7 @@ def check_kind(old: Snapshot | None, new: Snapshot) -> tuple[list[str], list[str
 
 
 def _default_folder() -> Path:
-    """``core/abi`` of the source tree that this module runs from, or of the working directory."""
+    """Return ``core/abi`` of this module's source tree, or of the working directory."""
     folder = Path(__file__).parents[4] / "core" / "abi"
     return folder if folder.is_dir() else Path("core/abi")
 

@@ -49,11 +49,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
-    """Forget the configuration of the folder that pytest was started in, as far as pytest lets one.
+    """Ignore the configuration of the folder that pytest was started in, as far as possible.
 
-    Its ``conftest.py``, its ``addopts`` and the values of its ini file have no say in whether a plugin keeps its
-    contract. What pytest has done with them by now stays done: ``pythonpath``, ``-p`` in ``addopts``,
-    ``required_plugins``.
+    Its ``conftest.py``, ``addopts`` and ini values must not influence whether a plugin keeps its contract. What pytest
+    has applied by now stays in effect: ``pythonpath``, ``-p`` in ``addopts``, ``required_plugins``.
     """
     known = early_config.known_args_namespace
     if _PACKAGE not in known.file_or_dir:
@@ -113,7 +112,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    """The entry yields the checks."""
+    """Collect the checks for the entry file."""
     if file_path != _ENTRY:
         return None
     if _RUN not in parent.config.stash:
@@ -161,7 +160,7 @@ class _CheckItem(pytest.Item):
 
 
 class _Broken(Exception):
-    """A check failed: shown without a traceback of pytest's own."""
+    """Raised for a failed check, which is shown without pytest's traceback."""
 
     def __init__(self, check: Check, outcome: Outcome) -> None:
         super().__init__(f"{check.id}: {check.invariant}.\n{outcome.message}\nsee {check.page}")
@@ -185,7 +184,7 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """The report of the plugin; or, in a plugin's own tests, the table plugin × level."""
+    """Print the report of the plugin; or, in a plugin's own tests, the table plugin × level."""
     run = config.stash.get(_RUN, None)
     if run is not None and run.outcomes:
         terminalreporter.section("conformance")

@@ -1,4 +1,4 @@
-"""The checks of all kinds, and how one of them is run on one plugin.
+"""The checks of all kinds, and the function that runs one of them on one plugin.
 
 A check is a function of a :class:`~jackfield_conformance.subject.Subject` that raises where an invariant of the
 contract is broken. Checks live in ``jackfield_conformance.suites``, one module (or package) per kind; those that hold
@@ -75,7 +75,7 @@ class Skipped(Exception):
 
 @attrs.frozen(kw_only=True)
 class Check:
-    """One invariant of a contract, and how to look whether a plugin keeps it."""
+    """One invariant of a contract, and the function that tests it on a plugin."""
 
     id: str  #: ``ENG-014``
     kind: str  #: empty: every kind
@@ -89,7 +89,7 @@ class Check:
 
     @property
     def number(self) -> int:
-        """The number in the id."""
+        """Return the number in the id."""
         return int(self.id.partition("-")[2])
 
     def applies(self, abi: str, declared: Mapping[str, str]) -> bool:
@@ -133,17 +133,18 @@ def check(
 ) -> Callable[[Function], Function]:
     """Make a function a check. The first sentence of its docstring is the invariant; the kind follows from the id.
 
-    The function takes a :class:`Subject`, is synchronous or not, and raises (an ``AssertionError``, or anything else)
-    where the invariant is broken; :class:`Skipped` where it cannot look. The message says what was expected and found.
+    The function takes a :class:`Subject`, and may be asynchronous. If the invariant is broken, it raises an
+    ``AssertionError`` or any other error, whose message says what was expected and found; :class:`Skipped` if it
+    cannot run here.
 
     Args:
-        id: prefix of the kind and a number of three digits.
-        tier: ``capability`` where ``capability`` is given and nothing else is.
-        since: the ABI version with which the invariant came.
-        capability: see :class:`Check`.
-        page: default: the page of the kind, ``docs/plugins/<kind>.md``.
-        deadline_seconds: a check that takes longer has failed.
-        using: a context manager, asynchronous as the function is; what it yields is the function's second argument.
+        id: The kind's prefix and a number of three digits.
+        tier: Default ``capability`` if ``capability`` is given.
+        since: The ABI version that introduced the invariant.
+        capability: See :class:`Check`.
+        page: Where the contract says so; default: the kind's page, ``docs/plugins/<kind>.md``.
+        deadline_seconds: A check that takes longer fails.
+        using: A context manager, asynchronous if the function is, which yields the function's second argument.
     """
     parts = _ID.fullmatch(id)
     assert parts, f"{id!r} is not an id like ENG-014"
@@ -182,7 +183,7 @@ def _using(open_it: Callable[[Subject], Any], function: Callable[..., Any]) -> C
 
 
 def first_sentence(function: Callable[..., Any]) -> str:
-    """The first sentence of a docstring, on one line, without its full stop."""
+    """Return the first sentence of a docstring, on one line, without its full stop."""
     text = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
     sentence = re.split(r"(?<=[.!])\s", text, maxsplit=1)[0].rstrip(".")
     assert sentence, f"the check {function.__qualname__} has no docstring: its first sentence is the invariant"
@@ -190,14 +191,14 @@ def first_sentence(function: Callable[..., Any]) -> str:
 
 
 def checks(kind: str) -> tuple[Check, ...]:
-    """All checks of a kind, in the order of their ids."""
+    """Return all checks of a kind, in the order of their ids."""
     _import("structure")
     _import(kind)
     return tuple(sorted((each for each in _CHECKS.values() if each.kind in ("", kind)), key=lambda each: each.id))
 
 
 def capabilities(kind: str) -> dict[str, Capability]:
-    """The capabilities that a kind knows, by name."""
+    """Return the capabilities of a kind, by name."""
     return dict(getattr(_import(kind), "CAPABILITIES", {}))
 
 
@@ -205,8 +206,7 @@ def run_check(check: Check, subject: Subject) -> Outcome:
     """Run a check to its end or to its deadline.
 
     Returns:
-        An outcome that is ``passed``, ``failed``, ``skipped`` or ``not_applicable``; nothing is raised but
-        ``KeyboardInterrupt``.
+        An outcome ``passed``, ``failed``, ``skipped`` or ``not_applicable``; only ``KeyboardInterrupt`` is raised.
     """
     started = time.monotonic()
     status: Status = "passed"
@@ -241,7 +241,7 @@ async def _within(result: Awaitable[None], seconds: float) -> None:
 
 
 class _Late(Exception):
-    """A deadline of ours."""
+    """Raised at the deadline of a check."""
 
 
 @contextlib.contextmanager
@@ -270,7 +270,7 @@ def _alarm(seconds: float) -> Iterator[None]:
 
 
 def _told(error: BaseException) -> str:
-    """What went wrong: an assertion's own words; of any other error its type, and where it came from."""
+    """Return an assertion's message; of any other error its type and origin."""
     if isinstance(error, AssertionError | _Late) and str(error):
         return str(error).partition("\nassert ")[0]  # what pytest's rewriting adds says the same again
     frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
@@ -279,7 +279,7 @@ def _told(error: BaseException) -> str:
 
 
 def _import(suite: str) -> Any:
-    """A suite's module; None where a kind has none yet."""
+    """Import a suite's module; return None if a kind has none yet."""
     module = f"jackfield_conformance.suites.{suite}"
     return importlib.import_module(module) if find_spec(module) is not None else None
 

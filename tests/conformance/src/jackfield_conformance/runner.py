@@ -1,4 +1,4 @@
-"""One run of the checks on one installed plugin: what applies, what was found, and the certificate."""
+"""A run of the checks on one installed plugin: applicable checks, outcomes and the certificate."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Certificate:
         return {"format": FORMAT, **attrs.asdict(self), "seconds": self.seconds}
 
     def report(self) -> str:
-        """The report for people: each broken invariant in a sentence, with the page of the contract."""
+        """Return the readable report: each broken invariant in a sentence, with the contract's page."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
@@ -89,7 +89,7 @@ class Certificate:
 def make_certificate(
     record: PluginRecord, checks: Sequence[Check], outcomes: Sequence[Outcome], tiers: Collection[Tier]
 ) -> Certificate:
-    """The certificate of a run of these tiers, dated now; ``outcomes`` are one per check, in the same order."""
+    """Make the certificate of a run of these tiers, dated now; ``outcomes`` are in the order of ``checks``."""
     results = tuple(
         CheckResult(
             id=check.id,
@@ -118,7 +118,7 @@ def make_certificate(
 
 
 def level_of(results: Iterable[CheckResult]) -> Level:
-    """Return what a plugin may call itself. Only a check that ran and passed counts.
+    """Return a plugin's level. Only checks that ran and passed count.
 
     ``none``: a check failed, or none of the base tier passed. ``partial``: nothing failed, but a check of the base tier
     is excepted or did not run. ``base``: every check of the base tier that applies passed. ``full``: those of the
@@ -136,7 +136,7 @@ def level_of(results: Iterable[CheckResult]) -> Level:
 
 
 def level_table(certificates: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The lines of a table plugin × level. Takes what :meth:`Certificate.as_dict` gives."""
+    """Return the lines of a table plugin × level, of results of :meth:`Certificate.as_dict`."""
     rows = [("PLUGIN", "LEVEL", "ABI", *(tier.upper() for tier in TIERS), "NOT APPLICABLE", "SECONDS")]
     for certificate in certificates:
         cells = [f"{certificate['kind']}:{certificate['plugin']}", certificate["level"], str(certificate["abi"] or "-")]
@@ -167,7 +167,7 @@ RUNS: list[Certificate] = []
 
 
 def split(plugin: str) -> tuple[str, str]:
-    """``"reward:rules"`` as kind and name. Raises ``ValueError``: it is not of this form."""
+    """Split ``"reward:rules"`` into kind and name; ``ValueError`` for another form."""
     kind, colon, name = plugin.partition(":")
     if not colon or kind not in PREFIXES or not name:
         raise ValueError(f"expected KIND:NAME, KIND one of {', '.join(PREFIXES)}; found {plugin!r}")
@@ -176,7 +176,7 @@ def split(plugin: str) -> tuple[str, str]:
 
 @attrs.define(kw_only=True, eq=False)
 class Run:
-    """The checks of one plugin, in order, and what they found so far."""
+    """The checks of one plugin, in order, and their outcomes so far."""
 
     record: PluginRecord
     registry: Registry
@@ -192,18 +192,18 @@ class Run:
 
     @classmethod
     def of(cls, plugin: str, folder: Path, tiers: Collection[Tier] = DEFAULT_TIERS) -> Run:
-        """The run of an installed plugin, named ``KIND:NAME``.
+        """Create the run of an installed plugin, named ``KIND:NAME``.
 
         Raises:
-            ValueError: it is not named so.
-            PluginNotFound: there is none; a broken one is there, and fails its first check.
+            ValueError: If the name has another form.
+            PluginNotFound: If there is none. A broken plugin is found, and fails its first check.
         """
         kind, name = split(plugin)
         registry = discover()
         return cls(record=registry.resolve(name, kind), registry=registry, folder=folder, tiers=tiers)
 
     def execute(self, check: Check) -> Outcome:
-        """Run one check, unless it does not apply, and keep what it found."""
+        """Run one check if it applies, and keep its outcome."""
         outcome = self._without_running(check)
         if outcome is None:
             place = self.folder / check.id
@@ -213,7 +213,7 @@ class Run:
         return outcome
 
     def certificate(self) -> Certificate:
-        """Return what has been found, as a certificate; a check that was not executed has not passed."""
+        """Return the outcomes as a certificate; a check that was not executed has not passed."""
         found = [self.outcomes.get(check.id) or Outcome(id=check.id, status="not_run") for check in self.checks]
         return make_certificate(self.record, self.checks, found, self.tiers)
 
@@ -233,7 +233,7 @@ class Run:
         return None
 
     def _judged(self, check: Check, outcome: Outcome) -> Outcome:
-        """An exception in the manifest is a strict expected failure."""
+        """Apply an exception in the manifest as a strict expected failure."""
         manifest = self.record.manifest
         exception = manifest.conformance.exceptions.get(check.id) if manifest else None
         if exception is None or check.number < FIRST_BEHAVIOUR or outcome.status in ("skipped", "not_applicable"):
@@ -279,7 +279,7 @@ def certify(
 
 
 def _subject(record: PluginRecord, registry: Registry, folder: Path) -> Subject:
-    """As much of a subject as can be had: without class or config, only the checks of the structure run."""
+    """Build the subject; without class or config, only the checks of the structure run."""
     manifest = record.manifest
     bare = Subject(
         kind=record.kind,
@@ -310,7 +310,7 @@ def _subject(record: PluginRecord, registry: Registry, folder: Path) -> Subject:
 
 
 def _fixture(manifest: Manifest, folder: Path) -> Mapping[str, Any]:
-    """What the plugin's fixture function returns; it is called once per run."""
+    """Call the plugin's fixture function, once per run."""
     if manifest.conformance.fixture is None:
         return {}
     module, _, name = manifest.conformance.fixture.partition(":")

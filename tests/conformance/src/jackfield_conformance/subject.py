@@ -1,4 +1,4 @@
-"""What a check is given: one plugin, ready to be made."""
+"""The input of a check: one plugin, ready to be built."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Subject:
 
     @property
     def manifest(self) -> Manifest | None:
-        """The plugin's manifest, where it is installed and readable."""
+        """Return the plugin's manifest, if it is installed and readable."""
         return None if self.record is None else self.record.manifest
 
     def has(self, capability: str) -> bool:
@@ -50,7 +50,7 @@ class Subject:
         return self.capabilities.get(capability) in ("full", "partial")
 
     def make(self, context: Any, **settings: Any) -> Any:
-        """A new object of the plugin, on this context; ``settings`` replace those of its fixture."""
+        """Build a new object of the plugin on this context; ``settings`` replace those of its fixture."""
         if not settings:
             return self.cls(self.config, context)
         from jackfield.settings import structure

@@ -1,4 +1,4 @@
-"""Shared memory in pieces that are used again: first touch of fresh pages costs many times the copy into them.
+"""Reusable pieces of shared memory: the first touch of a page costs many times a copy into it.
 
 An arena is a ``memfd``: it has no name that could be left behind when processes are killed. Others open it through
 ``/proc/PID/fd``, which the system allows to processes of the same user, and keep it while they need it, also when its
@@ -27,7 +27,7 @@ _ARENA_BYTES = 64 * 2**20  #: larger blocks have an arena of their own
 
 
 def place_of_this_process() -> str:
-    """Processes with the same place may open each other's memory: host, process namespace and user."""
+    """Return host, process namespace and user. Processes of one place can open each other's memory."""
     if not hasattr(os, "memfd_create"):
         return ""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -42,10 +42,10 @@ def has_ended(process: int, milliseconds: int = 0) -> bool:
 
 
 class ForeignArena:
-    """Another process's arena, opened to be read: a write there is a segmentation fault, and spoils nothing."""
+    """Another process's arena, opened read-only: a write is a segmentation fault and changes nothing."""
 
     def __init__(self, block: Sequence[int]) -> None:
-        """Open what a message describes. Raises ``OSError``: it is not there any more, or belongs to another user."""
+        """Open the arena of a message; ``OSError`` if it is gone or belongs to another user."""
         pid, descriptor, self.size, self.device, self.inode, _ = block
         self._descriptor = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         self.close = weakref.finalize(self, os.close, self._descriptor)
@@ -68,12 +68,12 @@ class ForeignArena:
         return int(np.frombuffer(self.view, dtype=np.uint8).ctypes.data)
 
     def entry(self, start: int) -> list[int]:
-        """A block of it, for readers who open it here."""
+        """Return the entry of a block, for readers who open the arena here."""
         return [os.getpid(), self._descriptor, self.size, self.device, self.inode, start]
 
 
 class Held:
-    """Bytes that are shown to torch; once the last tensor is gone that shows them, ``released`` is called."""
+    """Bytes that tensors show. Once the last such tensor is gone, ``gone`` is called."""
 
     def __init__(self, memory: Any, address: int, size: int, gone: Callable[[], object]) -> None:
         """``memory`` keeps ``size`` bytes at ``address`` there; ``gone`` is called from any thread."""
@@ -122,7 +122,7 @@ class Arena:
         return arena
 
     def take(self, size: int) -> int | None:
-        """The start of a free piece, the first that fits."""
+        """Return the start of the first free piece that fits."""
         for index, (start, length) in enumerate(self.free):
             if length >= size:
                 self.free[index : index + 1] = [(start + size, length - size)] if length > size else []
@@ -159,26 +159,26 @@ class Block:
 
     @property
     def name(self) -> tuple[int, int]:
-        """Inode and start, by which others speak of it."""
+        """Return inode and start, the block's name in messages."""
         return self.arena.identity[1], self.start
 
     @property
     def entry(self) -> list[int]:
-        """As a message has it."""
+        """Return the block's entry in messages."""
         return [os.getpid(), self.arena.descriptor, self.arena.size, *self.arena.identity, self.start]
 
 
 class Arenas:
-    """All arenas of one process. They go with this object, and once they have no readers any more."""
+    """All arenas of one process. They are freed after this object, once they have no readers."""
 
     def __init__(self, max_bytes: int) -> None:
-        """``max_bytes`` of all arenas are exceeded only for a single block that is larger."""
+        """Create them. Only a single block larger than ``max_bytes`` may exceed that total."""
         self._max_bytes = max_bytes
         self._arenas: list[Arena] = []
         self._returned: deque[Block] = deque()
 
     def take(self, size: int) -> Block | None:
-        """A block of so many bytes; None where that has to wait."""
+        """Return a block of ``size`` bytes, or None if it must wait."""
         while self._returned:
             block = self._returned.popleft()
             block.arena.give(block.start, block.size)
@@ -198,7 +198,7 @@ class Arenas:
         return Block(arena, start, size)
 
     def give(self, block: Block) -> None:
-        """A block is free again; from any thread."""
+        """Free a block, from any thread."""
         self._returned.append(block)
 
     @property

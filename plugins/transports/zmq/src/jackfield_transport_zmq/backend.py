@@ -41,8 +41,8 @@ T = TypeVar("T")
 
 
 class ZMQBackend(TransferQueueBackend):
-    """Values live in the memory of storage units, or in shared memory that these keep; they go with the units, which go
-    with the process that started them."""
+    """A backend with values in the memory of storage units, or in shared memory that these hold. Values end with the
+    units, and the units with the process that started them."""
 
     durable: ClassVar[bool] = False
     joins: ClassVar[bool] = True
@@ -75,7 +75,7 @@ class ZMQBackend(TransferQueueBackend):
 
     @property
     def _joined(self) -> Path | None:
-        """Where the process that has started the units lists them; None: that is this one."""
+        """Return the file in which another process lists its units; None if this process starts them."""
         if self._settings.join is not None:
             return Path(self._settings.join)
         return Path(str(self.context.folder)) / FILE if self.context.joins else None
@@ -106,14 +106,14 @@ class ZMQBackend(TransferQueueBackend):
         self._watching += [asyncio.create_task(self._end_if_silent(child)) for child in children]
 
     async def _end_if_silent(self, child: UnitProcess) -> None:
-        """Kill a unit that sends no heartbeat; everybody notices that it has ended."""
+        """Kill a unit that sends no heartbeat; all clients notice its end."""
         said = await until_stopped(child.process.pid, Clock(), self.context.heartbeat_seconds)
         if child.process.poll() is None and child.unit is not None:
             logging.getLogger("jackfield").warning("storage unit %d %s", child.unit.number, said)
             child.process.kill()
 
     def _noticed(self, unit: UnitAddress) -> None:
-        """A unit has died: its owner tells the others."""
+        """Handle a unit's death: its owner tells the others."""
         text = "%s has ended, and its rows are lost: those that are needed are made again"
         logging.getLogger("jackfield").warning(text, unit.name)
         if self._children and self._client is not None:
@@ -121,10 +121,10 @@ class ZMQBackend(TransferQueueBackend):
             self._publish()
 
     async def add_unit(self) -> int:
-        """Start one more unit, which takes its share of new rows; its number. Rows that are there stay where they are.
+        """Start another unit, which gets its share of new rows; return its number. Existing rows stay.
 
         Raises:
-            QueueError: ``queue.invalid`` in a process that has joined; ``queue.store`` where it does not start.
+            QueueError: ``queue.invalid`` in a process that has joined; ``queue.store`` if the unit does not start.
         """
         client = self._open()
         if not self._children:
@@ -145,7 +145,7 @@ class ZMQBackend(TransferQueueBackend):
         return number
 
     async def close(self) -> None:
-        """Hang up; the owner's units end, and with them their rows."""
+        """Disconnect; the owner's units end, and with them their rows."""
         client, self._client = self._client, None
         children, self._children = self._children, []
         watching, self._watching = self._watching, []
@@ -171,9 +171,9 @@ class ZMQBackend(TransferQueueBackend):
     # -- rows
 
     async def put(self, request: PutRequest) -> PutResult:
-        """Each row to its unit, all units at once; through shared memory where the put is large and they share a host.
+        """Send each row to its unit, all units at once; large puts within a host use shared memory.
 
-        Where a unit dies meanwhile, ``queue.lost`` names the rows.
+        If a unit dies meanwhile, ``queue.lost`` names the rows.
         """
         client = self._open()
         made = outgoing(request)
@@ -193,7 +193,7 @@ class ZMQBackend(TransferQueueBackend):
         return PutResult(bytes=size)
 
     async def _again(self, attempt: Callable[[int], Awaitable[T]]) -> T:
-        """Do something that is planned with so many units, and plan it again where there turn out to be more."""
+        """Run an attempt that is planned with a number of units; plan it again if there are more."""
         while True:
             try:
                 return await attempt(len(self._open().directory.units))
@@ -217,9 +217,9 @@ class ZMQBackend(TransferQueueBackend):
         await all_of(put(unit, rows) for unit, rows in homes.items())
 
     async def get(self, request: GetRequest) -> GetResult:
-        """Columns in the order of the keys; ``queue.lost`` names rows that went with a unit.
+        """Return columns in the order of the keys; ``queue.lost`` names rows lost with a unit.
 
-        Large columns whose rows lie together are shown where they lie in shared memory, and must not be written to.
+        Large columns whose rows are contiguous are views of shared memory, and must not be written to.
         """
         reading = Reading(self._open(), self._reader, request)
         try:
@@ -241,7 +241,7 @@ class ZMQBackend(TransferQueueBackend):
         )
 
     async def delete(self, request: DeleteRequest) -> DeleteResult:
-        """Forget rows; unknown keys, and rows of units that died, are ignored."""
+        """Delete rows; unknown keys, and rows of dead units, are ignored."""
         client = self._open()
         rows = size = 0
 
@@ -263,7 +263,7 @@ class ZMQBackend(TransferQueueBackend):
         return DeleteResult(samples=rows, bytes=size)
 
     async def stats(self) -> StatsResult:
-        """Rows and bytes of all units that live; what each has refused, in ``details``."""
+        """Return rows and bytes of all living units; ``details`` has the refusals of each."""
         client = self._open()
         replies = await client.ask_all("stats", {})
         details = {
@@ -278,9 +278,9 @@ class ZMQBackend(TransferQueueBackend):
         )
 
     async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
-        """Write the rows of one moment, in which all units hold puts and deletions back; reading stops no producer."""
+        """Write the rows of one moment, for which all units delay puts and deletions briefly."""
         return await written(self._open(), self._reader, Path(request.folder), self._in_thread)
 
     async def restore(self, request: SnapshotRequest) -> SnapshotResult:
-        """Replace everything by a checkpoint: staged in the units first, then put in its place at once."""
+        """Replace everything by a checkpoint, which is staged in the units and then swapped in at once."""
         return await restored(self._open(), Path(request.folder), self._in_thread)

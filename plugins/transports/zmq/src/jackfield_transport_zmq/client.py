@@ -34,7 +34,7 @@ async def all_of(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 @attrs.define(eq=False)
 class _Sent:
-    """A block of ours that units may need."""
+    """A block of this process that units may need."""
 
     block: Block
     units: set[int] = attrs.field(factory=set)
@@ -42,7 +42,7 @@ class _Sent:
 
 
 class Client:
-    """Of one event loop."""
+    """The connections to all units, for one event loop."""
 
     def __init__(self, directory: Directory, settings: QueueConfig, died: Callable[[UnitAddress], None]) -> None:
         """The directory is kept up to date; ``died`` is called when a unit's death is noticed."""
@@ -67,7 +67,7 @@ class Client:
     # -- units
 
     def added(self, entries: Iterable[Sequence[Any]]) -> None:
-        """There are more units."""
+        """Add new units."""
         self.directory.add(entries)
         for unit in self.directory.units:
             if unit.number not in self._lines and unit.number not in self.directory.lost:
@@ -101,7 +101,7 @@ class Client:
         return line is None or line.notice_death()
 
     def places(self, partition: str, keys: Iterable[str]) -> dict[str, list[int]]:
-        """Where each row may be, the unit for new rows first."""
+        """Return the units where each row may be, the unit for new rows first."""
         places = self.directory.places
         return {key: places(partition, key) for key in keys}
 
@@ -110,7 +110,7 @@ class Client:
         return sorted(self._lines)
 
     def nobody_left(self) -> QueueError:
-        """Return the error where no unit is left."""
+        """Return the error for a queue without living units."""
         return QueueError(
             f"all {len(self.directory.units)} storage units of the queue have died",
             code="queue.unreachable",
@@ -118,11 +118,11 @@ class Client:
         )
 
     async def homes(self, partition: str, keys: Sequence[str], known: int) -> dict[int, list[int]]:
-        """The unit of each row, by unit, planned with ``known`` units: where a row is already it stays.
+        """Return the rows of each unit, planned with ``known`` units; existing rows stay in their unit.
 
         Raises:
-            Stale: there are more units.
-            QueueError: ``queue.unreachable`` where no unit is left.
+            Stale: If there are more units.
+            QueueError: ``queue.unreachable`` if no unit is left.
         """
         places = self.places(partition, keys)
         homes = {key: units[0] for key, units in places.items() if units}
@@ -155,11 +155,11 @@ class Client:
         buffers: Sequence[Buffer] = (),
         block: Block | None = None,
     ) -> Message:
-        """One request to one unit; ``block`` is what it refers to in our memory.
+        """Send one request to one unit; ``block`` is the shared memory that it refers to.
 
         Raises:
-            Lost: the unit is dead.
-            Stale: there are more units than the request was planned with; they are known now.
+            Lost: If the unit is dead.
+            Stale: If there are more units than the request was planned with; they are added now.
             QueueError: see :meth:`Line.ask`.
         """
         self._release()
@@ -204,7 +204,7 @@ class Client:
         return Lease(give_back)
 
     def _release(self) -> None:
-        """Tell units what is not read any more."""
+        """Tell units which leases have ended."""
         while self._given_back:
             unit, number = self._given_back.popleft()
             if unit in self._lines:
@@ -213,7 +213,7 @@ class Client:
     # -- our shared memory
 
     async def room(self, size: int) -> Block:
-        """A block of so many bytes, once there is room. Raises ``QueueFull``: there was none until the deadline."""
+        """Wait for a block of ``size`` bytes; ``QueueFull`` if there is none until the deadline."""
         ends = self._clock.time() + self._settings.seconds
         while (block := self._arenas.take(size)) is None:
             future = self._loop.create_future()
@@ -256,7 +256,7 @@ class Client:
                 future.set_result(None)
 
     def close(self) -> None:
-        """Say goodbye and hang up."""
+        """Send a goodbye and close the connections."""
         self._release()
         self.tell_all("bye", {})
         for line in self._lines.values():

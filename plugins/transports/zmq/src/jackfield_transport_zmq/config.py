@@ -1,4 +1,4 @@
-"""Settings of the plugins, and what they are tried with; importable without zmq."""
+"""Settings of the plugins, and fixtures for the checks; importable without zmq."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jackfield.sdk.one_sender import SessionSettings
 
 @attrs.frozen(kw_only=True)
 class QueueConfig:
-    """How many storage units there are, and how values get there."""
+    """Settings of the queue backend."""
 
     units: int = option(1, "Storage units, each a process, at the start.", and_(ge(1), le(256)))
     join: str | None = option(
@@ -38,7 +38,7 @@ class QueueConfig:
 
 @attrs.frozen(kw_only=True)
 class EngineConfig(SessionSettings):
-    """How weights go from the trainer to inference workers."""
+    """Settings of the checkpoint engine."""
 
     bucket_bytes: int = option(
         4 * 2**20,
@@ -54,5 +54,5 @@ class EngineConfig(SessionSettings):
 
 
 def two_units(folder: Path) -> dict[str, Any]:
-    """Rows are spread over two units, and even small values go through shared memory."""
+    """Return settings with two units, and shared memory for even small values."""
     return {"settings": {"units": 2, "shared_from_bytes": 256}}

@@ -1,4 +1,4 @@
-"""The units of a queue: their processes, which the queue's owner starts, how to reach them, and where rows are."""
+"""The units of a queue: their processes, which the queue's owner starts, addresses, and places of rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FORMAT = 1
 
 @attrs.frozen
 class UnitAddress:
-    """Where one unit is."""
+    """The address of one unit."""
 
     number: int
     pid: int
@@ -35,13 +35,13 @@ class UnitAddress:
 
     @property
     def name(self) -> str:
-        """As errors call it."""
+        """Return the unit's name in errors."""
         return f"storage unit {self.number} (process {self.pid}, {self.address})"
 
 
 @attrs.define
 class Directory:
-    """The units of a queue. Units are added, never taken away; who died is remembered as lost."""
+    """The units of a queue. Units are added, never removed; dead ones are recorded as lost."""
 
     initial: int  #: units at the start
     secret: bytes
@@ -55,21 +55,21 @@ class Directory:
         return cls(units, secrets.token_bytes(32), Keys.make() if encrypted else None)
 
     def entries(self) -> list[tuple[int, int, str, str]]:
-        """The units, as a message has them."""
+        """Return the units' entries in messages."""
         return [(unit.number, unit.pid, unit.address, unit.place) for unit in self.units]
 
     def add(self, entries: Iterable[Sequence[Any]]) -> None:
-        """Add units of which another process tells."""
+        """Add units that another process has announced."""
         known = {unit.number for unit in self.units}
         self.units += [UnitAddress(*entry) for entry in entries if entry[0] not in known]
         self.units.sort(key=lambda unit: unit.number)
 
     def places(self, partition: str, key: str) -> list[int]:
-        """The living units that may hold a row, the one for new rows first; none where all are lost.
+        """Return the living units that may hold a row, the one for new rows first; none if all are lost.
 
-        A row is put where its name weighs most among the units (rendezvous hashing). So a unit that is added takes its
-        share of new rows from all others, rows that are there stay, and a unit that is lost changes nothing about the
-        rows of the others.
+        A row is put into the unit with the highest hash weight for its name (rendezvous hashing). So an added unit
+        takes its share of new rows from all others, existing rows stay, and a lost unit does not affect rows of the
+        others.
         """
         if len(self.units) == 1:
             return [0] if not self.lost else []
@@ -90,7 +90,7 @@ class Directory:
         return winners
 
     def write(self, folder: Path) -> None:
-        """Write ``units.json``, for this user's eyes only: who can read it may read and write samples."""
+        """Write ``units.json``, readable only by this user: it gives read and write access to samples."""
         folder.mkdir(parents=True, exist_ok=True)
         content = {
             "format": _FORMAT,
@@ -104,7 +104,7 @@ class Directory:
 
     @classmethod
     def read(cls, path: Path) -> Directory:
-        """Raises ``queue.unreachable`` without such a file, ``queue.store`` for one of another format."""
+        """Read the file; ``queue.unreachable`` if it is missing, ``queue.store`` for another format."""
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
@@ -137,7 +137,7 @@ class UnitProcess:
 
     @classmethod
     def begin(cls, number: int, host: str, directory: Directory) -> UnitProcess:
-        """Start it; it comes up by itself."""
+        """Start the process without waiting for it."""
         command = [sys.executable, "-m", "jackfield_transport_zmq.serve"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         order = {
@@ -153,7 +153,7 @@ class UnitProcess:
         return cls(process)
 
     def answer(self, number: int, until: float) -> UnitAddress:
-        """Wait for its address. Raises ``QueueError``: ``queue.store`` where it did not come up."""
+        """Wait for its address; ``queue.store`` if it does not start."""
         assert self.process.stdout is not None
         with self.process.stdout as output:
             ready, _, _ = select.select([output], [], [], max(until - time.monotonic(), 0.0))
@@ -173,13 +173,13 @@ class UnitProcess:
         return self.unit
 
     def end(self) -> None:
-        """End it: it has nothing that it would have to save."""
+        """Kill the process, which has nothing to save."""
         self.process.kill()
         self.process.wait()
 
 
 def started(numbers: Sequence[int], host: str, directory: Directory) -> list[UnitProcess]:
-    """Units of these numbers, side by side. Blocks. Raises ``QueueError``: one did not start; then none runs."""
+    """Start units in parallel, and block until they run; if one fails, end all and raise ``QueueError``."""
     children: list[UnitProcess] = []
     try:
         children.extend(UnitProcess.begin(number, host, directory) for number in numbers)

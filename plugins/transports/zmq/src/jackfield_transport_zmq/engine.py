@@ -1,4 +1,4 @@
-"""Weights from the trainer's rank 0 to every inference worker, in chunks by ZeroMQ."""
+"""Send weights in chunks by ZeroMQ from the trainer's rank 0 to every inference worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jackfield_transport_zmq.sockets import Keys
 
 
 class ZMQCheckpointEngine(OneSenderEngine):
-    """One end of the transfer: rank 0 sends to each worker what it has room for; its other ranks only exhaust."""
+    """One end of the transfer. Rank 0 sends each worker what it has room for; other ranks only exhaust."""
 
     config: EngineConfig
 
@@ -37,7 +37,7 @@ class ZMQCheckpointEngine(OneSenderEngine):
             sending.close()
 
     def listen(self, secret: str) -> Mapping[str, Any]:
-        """Listen where chunks leave. Raises ``WeightsError``: the port is taken."""
+        """Listen for connections that fetch chunks; ``WeightsError`` if the port is taken."""
         config, host = self.config, self.context.host
         near = is_loopback(host)
         encrypted = not near if config.encrypted is None else config.encrypted
@@ -55,17 +55,17 @@ class ZMQCheckpointEngine(OneSenderEngine):
         return {"data": self._sending.address, "keys": known}
 
     async def met_workers(self, session: TransferSession, workers: int) -> None:
-        """Take what they want."""
+        """Start to handle workers' requests."""
         assert self._sending is not None, "it was prepared"
         self._sending.begin(session, self._buffers)
 
     async def enter(self, session: TransferSession, place: Mapping[str, Any], version: int) -> None:
-        """Come to the sender, by both addresses."""
+        """Connect to both addresses of the sender."""
         await super().enter(session, place, version)
         self._receiving = Receiving(place, session, self._buffers)
 
     def heard(self, peer: Peer, message: Mapping[str, Any]) -> None:
-        """Go on sending: a worker says what it has and has room for."""
+        """Continue to send when a worker reports its chunks and its room."""
         if self._sending is not None and self.connected:
             self._sending.heard()
 
@@ -81,7 +81,7 @@ class ZMQCheckpointEngine(OneSenderEngine):
         return {"chunks": sending.made}
 
     async def receive(self, session: TransferSession) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Yield tensors as they come, a bucket at a time."""
+        """Yield tensors as they arrive, one bucket at a time."""
         receiving = self._receiving
         assert receiving is not None, "it is connected"
 

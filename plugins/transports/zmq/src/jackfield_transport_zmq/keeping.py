@@ -1,4 +1,4 @@
-"""What a storage unit keeps: cells, and the shared memory in which producers of its host have put the large ones."""
+"""The contents of a storage unit: cells, and the shared memory of its host's producers with large cells."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Memory:
         self.freed: defaultdict[bytes, list[tuple[int, int]]] = defaultdict(list)  #: by producer, to be told
 
     def opened(self, producer: bytes, entries: Sequence[Sequence[int]]) -> list[Shared]:
-        """The blocks of a message, used once by the caller. Raises ``OSError``: the producer's memory is gone."""
+        """Open the blocks of a message with one use each; ``OSError`` if the producer's memory is gone."""
         found: list[Shared] = []
         try:
             for entry in entries:
@@ -97,7 +97,7 @@ class Memory:
         return found
 
     def kept(self, entry: CellEntry, buffers: Sequence[Buffer], blocks: Sequence[Shared]) -> Kept:
-        """A cell of a message. Raises ``ValueError``: it points beyond its message or its arena."""
+        """Return a cell of a message; ``ValueError`` if it points beyond its message or arena."""
         text, source, offset, size = entry
         if source < 0:
             block = blocks[-1 - source]
@@ -123,7 +123,7 @@ class Memory:
         return size
 
     def drop(self, blocks: Iterable[Shared]) -> None:
-        """One use less of each."""
+        """Count one use less of each block."""
         for block in blocks:
             block.uses -= 1
             if block.uses:
@@ -137,7 +137,7 @@ class Memory:
                 arena.close()
 
     def packed(self, cells: Iterable[Kept], client: Client | None) -> tuple[dict[str, Any], list[Buffer]]:
-        """Fields ``cells``, ``blocks`` and ``lease`` of a reply, and its buffers."""
+        """Return the fields ``cells``, ``blocks`` and ``lease`` of a reply, and its buffers."""
         packer, entries = Packer(), []
         blocks: dict[Shared, int] = {}
         for cell in cells:
@@ -160,5 +160,5 @@ class Memory:
         )
 
     def give_back(self, client: Client, lease: int) -> None:
-        """A client has read what it was shown."""
+        """End a client's lease."""
         self.drop(client.leases.pop(lease, ()))

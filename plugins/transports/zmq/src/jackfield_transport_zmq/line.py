@@ -1,4 +1,4 @@
-"""A client's connection to one unit: requests with deadlines, and what the unit says by itself."""
+"""A client's connection to one unit: requests with deadlines, and the unit's own messages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Stale(Exception):
 
 
 class Line:
-    """One unit, as a client has it. Of one event loop."""
+    """A client's connection to one unit, for one event loop."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Line:
             self._lost(self.unit)
 
     def tell(self, kind: str, fields: Mapping[str, Any], buffers: Sequence[Buffer] = ()) -> None:
-        """Say something that is not answered."""
+        """Send a message without an answer."""
         if self._socket is None:
             return
         frames = self._wire.encode(kind, fields, buffers)
@@ -104,14 +104,14 @@ class Line:
         buffers: Sequence[Buffer] = (),
         refused: Callable[[], object] | None = None,
     ) -> Message:
-        """Say something, whose buffers may not change meanwhile, and wait for the answer.
+        """Send a request, whose buffers may not change meanwhile, and wait for the answer.
 
-        ``refused`` is called when the unit does not do it, also after the deadline.
+        ``refused`` is called if the unit does not carry it out, also after the deadline.
 
         Raises:
-            Lost: the unit died.
-            Stale: it knows of more units than the request.
-            QueueError: ``queue.unreachable`` at the deadline, naming the unit; what the unit answers.
+            Lost: If the unit died.
+            Stale: If the unit knows of more units than the request.
+            QueueError: ``queue.unreachable`` at the deadline, naming the unit; or the unit's error.
         """
         if self._socket is None:
             if refused is not None:

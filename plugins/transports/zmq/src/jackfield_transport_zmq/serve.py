@@ -1,7 +1,7 @@
 """The process of a storage unit: ``python -m jackfield_transport_zmq.serve``, started by who owns the queue.
 
-It reads who it is from standard input, answers with its address on standard output, and ends when it is killed, or when
-the process that started it has ended, however that was.
+It reads its identity from standard input, writes its address to standard output, and ends when it is killed, or when
+the process that started it has ended in any way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LARGE = 1 << 16  #: bytes; such buffers are sent from where they lie
 
 
 def main() -> None:
-    """Be a unit."""
+    """Run a storage unit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the owner decides
     order: dict[str, Any] = json.loads(sys.stdin.readline())
     with contextlib.suppress(ProcessLookupError):

@@ -126,7 +126,7 @@ def keep(certificate: Mapping[str, Any]) -> Path:
 
 
 def _run(command: list[str], deadline: float, record: PluginRecord) -> int:
-    """Run to the end; at the deadline or an interrupt the child and all that it started are killed."""
+    """Run a command to its end; at the deadline or an interrupt, kill it and its descendants."""
     sys.stdout.flush()
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     try:

@@ -82,7 +82,7 @@ def doctor(
 def _chosen(
     names: tuple[str, ...], kind: str | None, file: str | None
 ) -> tuple[Iterable[PluginRecord], Mapping[str, str]]:
-    """The plugins to try, and the interpreters that a configuration gives to kinds of them."""
+    """Return the plugins to try, and the interpreters that a configuration gives to kinds."""
     registry = discover()
     chosen = {(each.kind, each.name) for each in (registry.resolve(name, kind) for name in names)}
     records: Iterable[PluginRecord] = registry.records(kind)
@@ -99,7 +99,7 @@ def _chosen(
 
 
 def _examine(record: PluginRecord, own: Mapping[str, str], deadline: float) -> Introduction | None:
-    """Try a plugin; None: it is broken already."""
+    """Try a plugin; return None if its record is already broken."""
     if record.error is not None or record.manifest is None:
         return None
     return look(own.get(record.kind, record.manifest.env.python), record, deadline, importing=True)
@@ -132,7 +132,7 @@ def _problems(record: PluginRecord, found: Introduction | None) -> list[Jackfiel
 
 
 def _plugin(record: PluginRecord, found: Introduction | None, problems: list[JackfieldError]) -> dict[str, Any]:
-    """The report on a plugin, JSON-ready."""
+    """Return the JSON-ready report on a plugin."""
     certification = find_certification(record)
     stale = certification.stale if certification else ""
     return {

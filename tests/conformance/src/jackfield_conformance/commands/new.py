@@ -81,7 +81,7 @@ def write_scaffold(kind: str, name: str, parent: Path) -> Path:
 
 
 def _values(kind: str, name: str) -> dict[str, str]:
-    """What the placeholders stand for."""
+    """Return the values of the placeholders."""
     if kind not in available_kinds():
         expected = "one of " + ", ".join(available_kinds())
         raise _refused(f"there is no scaffold for the kind '{kind}'", expected, repr(kind), "choose one of them")
@@ -116,7 +116,7 @@ def _near_name(name: str) -> str:
 
 
 def _texts(kind: str, values: Mapping[str, str]) -> Iterator[tuple[PurePosixPath, str]]:
-    """Path and content of each file; those of the kind replace common ones."""
+    """Yield path and content of each file; files of the kind replace common ones."""
     found: dict[PurePosixPath, Traversable] = {}
     for folder in ("common", kind):
         found.update(_walk(_templates(folder), PurePosixPath()))
