@@ -158,7 +158,7 @@ def check_samplers(settings: MixingConfig) -> None:
 
 
 def check_rows(config: RunConfig) -> None:
-    """Check the first sample of each mixed-in file; human samples may need a reward.
+    """Check the first sample of each mixed-in file; online, human ones need a reward.
 
     Raises:
         ConfigError: If a file is empty, or its first sample lacks something that every sample needs.

@@ -46,7 +46,7 @@ class Stop:
 
     @contextlib.contextmanager
     def boundary(self, until: str) -> Iterator[None]:
-        """Declare that the enclosed code ends at ``until``, soon after a signal; stops wait."""
+        """Declare that the enclosed code ends soon after a signal, at the boundary ``until``."""
         self.begun, self._until = True, until
         try:
             yield

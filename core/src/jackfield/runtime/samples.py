@@ -24,7 +24,7 @@ def is_expert(tags: Mapping[str, Any]) -> bool:
 
 
 def is_baseline(tags: Mapping[str, Any]) -> bool:
-    """Return whether a sample is its group's greedy rollout, a baseline without training."""
+    """Return whether a sample is its group's greedy rollout, a baseline that is not trained on."""
     return "greedy_rollout" in tags and tags["rollout"] == tags["greedy_rollout"]
 
 
@@ -61,7 +61,7 @@ def naming_samples(batch: BatchMeta) -> Iterator[None]:
 
 
 def mini_batches(batch: BatchMeta, parts: int, *, whole_groups: bool) -> tuple[BatchMeta, ...]:
-    """Split a batch into mini-batches of samples or groups, with experts in each of them.
+    """Split a batch into mini-batches of samples or groups, and spread expert samples evenly.
 
     Raises:
         QueueError: If the policy has fewer samples (or groups) than ``parts``.

@@ -104,7 +104,7 @@ class Host:
 
 
 def rollout_service(server: BaseRolloutServer, name: str) -> Service:
-    """Return a replica's service; the process exits if the replica becomes unhealthy."""
+    """Return a replica's service; the process exits if a failed request finds it unhealthy."""
 
     async def generate(request: GenerateRequest) -> GenerateResult:
         try:

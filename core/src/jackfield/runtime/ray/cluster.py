@@ -84,7 +84,7 @@ class Cluster:
             ) from error
 
     async def places(self, count: int, resources: Mapping[str, float], what: str) -> Any:
-        """Return the placement group of ``what``; by default, create ``count`` equal bundles.
+        """Return the placement group of ``what``, or create one of ``count`` equal bundles.
 
         Raises:
             RunError: ``cluster.unavailable`` if the cluster cannot provide it in time.
@@ -211,7 +211,7 @@ class Cluster:
         await asyncio.gather(*map(self._empty, reversed(actors.values())))
 
     async def close(self) -> None:
-        """End all actors and their placement groups; leave the cluster, or end an own one.
+        """End all actors and placement groups; leave the cluster, or end it if started here.
 
         Ray only asks processes to end; this waits until no process of a cluster started here is left.
         """
