@@ -1,4 +1,4 @@
-"""The memory backend against a plain dict, over random histories."""
+"""The memory backend agrees with a plain dict over random histories."""
 
 from __future__ import annotations
 

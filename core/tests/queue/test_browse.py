@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 @pytest.fixture
 def folder(run: Callable[..., None], tmp_path: Path) -> Path:
-    """A group of two rows, one of them with a late reward; a consumer is done with both."""
+    """Return a checkpoint with a group of two acked samples, one of them with a late reward."""
 
     async def fill(bench: Any) -> None:
         await bench.queue.register_consumer("archive", partition="train", columns=("ids",))

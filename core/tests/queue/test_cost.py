@@ -1,4 +1,4 @@
-"""What the queue costs in Python: flat per sample. Counted in function calls, not in seconds."""
+"""The queue's cost per sample is constant, measured in Python function calls instead of seconds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Calls:
 
 
 async def step(bench: Any, number: int) -> int:
-    """Take a batch of 64 samples through reward and trainer. Returns Python calls per sample."""
+    """Process a batch of 64 samples by reward and trainer; return Python calls per sample."""
     with Calls() as calls:
         await bench.publish(await bench.claim(groups=16), rollouts=4)
         rewarding = await bench.queue.lease_groups("reward", deadline_seconds=0)
@@ -58,7 +58,7 @@ def test_a_sample_costs_the_same_however_many_there_are(run: Run) -> None:
 
 
 def test_no_tensor_reaches_the_controller(run: Run) -> None:
-    """What the controller keeps is plain: its saved state, and everything its records hold."""
+    """The controller keeps only plain values, in its saved state and in its records."""
     import gc
 
     async def test(bench: Any) -> None:

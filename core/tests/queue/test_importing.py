@@ -1,4 +1,4 @@
-"""Rows of files in a queue: read one by one, and read again where they are lost."""
+"""Import of samples from files, which are read one by one, and again if they are lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Run = Callable[..., None]
 
 
 class Rows:
-    """Two groups whose rows take turns, and a row by itself; counts how often they are read."""
+    """Two groups with interleaved rows and a single row; it counts how often they are read."""
 
     def __init__(self) -> None:
         self.read = 0
@@ -59,7 +59,7 @@ def test_groups_come_together_though_their_rows_lie_apart(run: Run) -> None:
 
 
 def test_what_was_lost_is_read_again(run: Run) -> None:
-    """Just its groups, by whoever keeps them."""
+    """Only the lost groups are imported again."""
 
     async def test(bench: Any) -> None:
         rows = Rows()
@@ -79,7 +79,7 @@ def test_what_was_lost_is_read_again(run: Run) -> None:
 def test_an_import_holds_no_more_rows_than_are_read_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, together: int
 ) -> None:
-    """Each is in the folder, and gone from memory, before the next batch is read; those that were there stay."""
+    """Each batch is in the folder and freed before the next one is read; existing samples are kept."""
     file, folder = tmp_path / f"rows.{suffix}", tmp_path / "made"
     count = 1100
     write_samples(file, lambda: (SavedSample(group=f"g{n % 7}", cells={"n": cell_of("n", [n])}) for n in range(count)))

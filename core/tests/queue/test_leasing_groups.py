@@ -209,7 +209,7 @@ def test_producers_are_held_back_when_groups_are_handed_out(run: Run) -> None:
 
 
 def test_what_the_trainer_waits_for_is_handed_out_though_the_queue_is_full(run: Run) -> None:
-    """Acked samples stay until their commit. A trainer that commits rarely must still get its next batch."""
+    """Acked samples are kept until their commit; a trainer that commits rarely still gets its next batch."""
 
     async def test(bench: Any) -> None:
         await bench.trainer()
@@ -259,7 +259,7 @@ def test_closing_ends_every_wait(run: Run) -> None:
 
 
 def test_a_group_that_is_given_up_at_a_committed_step_is_consumed_once(run: Run) -> None:
-    """The capacity lets it go while the ack that comes first is final already."""
+    """The capacity retires it when the first ack is already final."""
 
     async def test(bench: Any) -> None:
         await bench.trainer(reuse=Reuse(capacity=1))

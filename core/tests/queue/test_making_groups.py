@@ -1,4 +1,4 @@
-"""Batches, groups and rollouts: published whole, or dropped and made again, never half."""
+"""Batches, groups and rollouts: groups are published whole, or dropped and retried."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_dropped_group_is_made_again_inside_its_batch(run: Run) -> None:
 
 
 def test_groups_are_handed_out_until_a_consumer_has_acked_them(run: Run) -> None:
-    """Only then none of them can be dropped, for want of a reward for example."""
+    """Until then a group can be dropped, for example because a reward failed."""
 
     async def test(bench: Any) -> None:
         await bench.trainer("ids", "reward")

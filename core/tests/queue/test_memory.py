@@ -136,7 +136,7 @@ def test_what_is_missing_is_named() -> None:
 
 
 def test_a_checkpoint_is_of_the_moment_of_the_call() -> None:
-    """What is put while a large checkpoint is being written is not in it, and does not wait for it."""
+    """Values that are put while a large checkpoint is written are not in it and do not wait for it."""
 
     async def test(folder: str) -> None:
         store = backend()

@@ -1,4 +1,4 @@
-"""The queue over the embedded backend against a model of it."""
+"""The queue over the embedded backend agrees with a model of it."""
 
 from __future__ import annotations
 

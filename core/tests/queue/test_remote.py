@@ -1,4 +1,4 @@
-"""A queue whose controller is served: the same interface from elsewhere, and what becomes of clients that end."""
+"""A served queue has the same interface for remote clients and cleans up after clients that end."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def served(folder: Path, heartbeat_seconds: float = 20.0, host: str = "127
 
 
 async def until(done: Callable[[], bool]) -> None:
-    """Let the loop go on until something has come to pass."""
+    """Run the loop until a condition holds."""
     async with asyncio.timeout(20):
         while not done():
             await asyncio.sleep(0)
@@ -107,7 +107,7 @@ def test_a_remote_queue_does_what_a_local_one_does(tmp_path: Path) -> None:
 
 
 def test_values_do_not_pass_the_controller(tmp_path: Path) -> None:
-    """A sample of 4 MB is put, leased, read, given a column and acked, by messages of a few KB in all."""
+    """Putting, leasing, reading, extending and acking a sample of 4 MB takes messages of a few KB in total."""
 
     async def main() -> None:
         async with served(tmp_path) as world:
@@ -192,7 +192,7 @@ def test_an_iteration_that_is_left_ends_at_the_controller(tmp_path: Path) -> Non
 
 
 def test_what_a_client_leaves_is_handed_out_again(tmp_path: Path) -> None:
-    """Its explorers' batches, and what it had leased, which lasts as long as the client."""
+    """The batches of its explorers and its leases end with the client."""
 
     async def main() -> None:
         async with served(tmp_path, heartbeat_seconds=0.4) as world:
@@ -265,7 +265,7 @@ def test_a_controller_that_ends_ends_every_call(tmp_path: Path) -> None:
 
 
 def test_a_queue_that_was_made_another_one_ends_those_who_had_begun(tmp_path: Path) -> None:
-    """A client that merely waits for notices goes on."""
+    """A client that only waits for notices is not ended."""
 
     async def main() -> None:
         async with served(tmp_path) as world:
@@ -286,7 +286,7 @@ def test_a_queue_that_was_made_another_one_ends_those_who_had_begun(tmp_path: Pa
 
 
 def test_a_trainer_comes_back_to_a_controller_that_lived_on(tmp_path: Path) -> None:
-    """Its leases and the acks after its checkpoint are taken back; explorers notice nothing."""
+    """Its leases and the acks after its checkpoint are revoked; explorers are not affected."""
 
     async def main() -> None:
         async with served(tmp_path) as world:

@@ -1,4 +1,4 @@
-"""Rows out of a queue into files and back, and what rows were made of."""
+"""Export of samples to files, their import, and their lineage."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def invalid_at(where: str) -> Callable[[QueueError], bool]:
 
 
 def content(rows: Any) -> list[Any]:
-    """What has to come back: bytes, tags, groups."""
+    """Return the content that a round trip must keep: bytes, tags, groups."""
     return [
         (
             {name: (text, bytes(content)) for name, (text, content) in row.cells.items()},
@@ -149,7 +149,7 @@ def test_a_missing_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_a_queue_is_exported_imported_and_traced(run: Callable[..., None], tmp_path: Path, suffix: str) -> None:
-    """Twice into one folder: groups come back as groups, and each row knows the one that it was made of."""
+    """After two imports into one folder, groups are still groups, and each sample has its parent."""
     saved, file, made = tmp_path / "saved", tmp_path / f"rows.{suffix}", tmp_path / "made"
 
     async def fill(bench: Any) -> None:
@@ -193,7 +193,7 @@ def test_a_queue_is_exported_imported_and_traced(run: Callable[..., None], tmp_p
 
 
 def test_the_tree_outlives_the_samples(run: Callable[..., None], tmp_path: Path) -> None:
-    """Grandparents are known after their samples were consumed, from a checkpoint alone and from the store alone."""
+    """Grandparents of consumed samples are found with only a checkpoint and with only the store."""
     saved, folder = tmp_path / "saved", tmp_path / "run"
 
     async def test(bench: Any) -> None:

@@ -38,20 +38,20 @@ Run = Callable[..., None]
 
 
 async def publish(bench: Any, versions: Sequence[int | None], rows: int = 2) -> None:
-    """Publish one batch, with a group of ``rows`` samples for each version."""
+    """Publish one batch with a group of ``rows`` samples per version."""
     for key, version in zip(await bench.vacant(await bench.claim(groups=len(versions))), versions, strict=True):
         tags = {} if version is None else {"weight_version_min": version, "weight_version_max": version}
         await bench.end(await bench.open(key, 1), 0, rows, **tags)
 
 
 def versions(batch: BatchMeta) -> list[int]:
-    """Of each group of a batch, in its order."""
+    """Return the version of each group of a batch, in order."""
     groups = dict(zip(batch.groups, batch.tags, strict=True))
     return [tags["weight_version_min"] for tags in groups.values()]
 
 
 async def use(bench: Any, groups: int, step: int, **options: Any) -> list[int]:
-    """Sample, ack, and tell the versions."""
+    """Sample and ack groups; return their versions."""
     batch = await bench.queue.lease_groups("trainer", groups, step=step, deadline_seconds=0, **options)
     await bench.queue.ack(batch, step=step)
     return versions(batch)
@@ -71,7 +71,7 @@ async def register(bench: Any, sampler: Sampler | None = None, reuse: Reuse | No
 
 
 def test_priority_decays_with_each_use(run: Run) -> None:
-    """Version less 0.6 for each use, two of five groups at a time; ties go to the older group."""
+    """The priority is the version minus 0.6 per use, for two of five groups; ties go to the older group."""
 
     async def test(bench: Any) -> None:
         await register(bench, Priority(decay=0.6), Reuse())
@@ -105,7 +105,7 @@ def test_a_group_is_used_as_often_as_it_may_and_then_deleted(run: Run) -> None:
 
 
 def test_without_reuse_a_group_is_given_once_newest_first(run: Run) -> None:
-    """What is new is never thrown away for what is newer, as a priority queue of a fixed capacity does."""
+    """Unlike in a priority queue of fixed capacity, a newer group never evicts an unused one."""
 
     async def test(bench: Any) -> None:
         await register(bench, Priority(decay=0.6))
@@ -131,7 +131,7 @@ def test_capacity_keeps_the_used_groups_that_the_sampler_prefers(run: Run) -> No
 
 
 def test_a_used_group_rests(run: Run) -> None:
-    """The cooldown is counted in steps: a run that resumes chooses the same groups however long it takes."""
+    """The cooldown is counted in steps, so that a resumed run chooses the same groups."""
 
     async def test(bench: Any) -> None:
         await register(bench, Priority(decay=0.0), Reuse(cooldown=2))
@@ -147,7 +147,7 @@ def test_a_used_group_rests(run: Run) -> None:
 
 @pytest.mark.parametrize("sampler", [Sequential(), Priority()], ids=["sequential", "priority"])
 def test_what_is_too_stale_is_let_go(run: Run, sampler: Sampler) -> None:
-    """Of 20 versions, at step 15 with a bound of 3: from 12 on. What nobody generated is never stale."""
+    """At step 15 a bound of 3 keeps versions from 12 on. Samples without a version are never stale."""
 
     async def test(bench: Any) -> None:
         await register(bench, sampler, Reuse(max_uses=1, max_staleness=3))
@@ -208,7 +208,7 @@ def test_sequential_gives_what_there_is_in_order(run: Run) -> None:
 
 
 def test_groups_are_whole_by_their_id_never_by_neighbouring_numbers(run: Run) -> None:
-    """Rows of a group need not be neighbours, nor groups of one size; a group that lacks a row waits."""
+    """Samples of a group may be apart, and group sizes may differ; an incomplete group waits."""
 
     async def test(bench: Any) -> None:
         await bench.queue.register_consumer("trainer", "train", ("ids", "reward"))
@@ -233,7 +233,7 @@ def test_groups_are_whole_by_their_id_never_by_neighbouring_numbers(run: Run) ->
 
 
 def test_partitions_and_consumers_have_their_own_progress(run: Run) -> None:
-    """Each of two consumers sees each row of its partition once, and none of another one."""
+    """Each of two consumers gets each sample of its partition once, and none of another partition."""
     partitions = ("train", "eval", "expert", "human")
 
     async def test(bench: Any) -> None:
@@ -273,7 +273,7 @@ def test_random_draws_follow_from_the_seed_alone(run: Run) -> None:
 
 @pytest.mark.parametrize("sampler", ["random", "priority"])
 def test_a_restored_queue_samples_what_it_would_have_sampled(run: Run, tmp_path: Path, sampler: str) -> None:
-    """Uses, rests and the number of draws are in the checkpoint; what was done after it is done again."""
+    """The checkpoint has uses, cooldowns and the number of draws; later draws are repeated."""
     options = {"seed": 3, **({"sigma": 2.0, "decay": 1.0} if sampler == "priority" else {})}
 
     async def test(bench: Any) -> None:

@@ -1,4 +1,4 @@
-"""The queue's file and checkpoints: what survives, and what damage does."""
+"""The queue's store and checkpoints survive kills, and damage is detected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Use = Callable[[Any], Awaitable[Any]]
 
 
 def life(folder: Path, backend: Memory, use: Use, *, durable: bool = True) -> Any:
-    """What ``use`` returns of a queue in a process of its own."""
+    """Return the result of ``use`` on a queue in a separate process."""
     clock = VirtualClock()
 
     async def main() -> Any:
@@ -204,7 +204,7 @@ def test_a_checkpoint_of_a_step_leaves_out_what_is_to_be_made_again(tmp_path: Pa
 
 
 def test_the_log_of_transactions_ends_anywhere(tmp_path: Path) -> None:
-    """Each prefix of the log gives a state after a whole call: digests hold, and no row is missing."""
+    """Each prefix of the log gives the state after a complete call, with valid digests and all rows."""
 
     async def use(bench: Any) -> None:
         await first_life(tmp_path / "checkpoint")(bench)
@@ -226,7 +226,7 @@ def test_the_log_of_transactions_ends_anywhere(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written_leaves_the_ledger_whole(tmp_path: Path) -> None:
-    """A transaction that is rolled back takes its entries along; the next one has them."""
+    """The entries of a rolled-back transaction are written by the next one."""
 
     async def use(bench: Any) -> None:
         await bench.queue.clear()

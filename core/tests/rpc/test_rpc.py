@@ -1,4 +1,4 @@
-"""The RPC over real sockets and processes: calls, iterations, errors, cancellation, deaths, strangers."""
+"""RPC over real sockets and processes: calls, iterations, errors, cancellation, deaths and strangers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SECONDS = 30.0
 
 @attrs.frozen(kw_only=True)
 class Meta:
-    """What travels."""
+    """A value that is sent."""
 
     keys: tuple[str, ...] = attrs.field(default=(), validator=attrs.validators.max_len(3))
     tags: tuple[Mapping[str, Any], ...] = ()
@@ -345,7 +345,7 @@ asyncio.run(main())
 
 
 def test_a_server_of_another_machine_that_has_nothing_to_say_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It sends heartbeats, whether or not it ends clients that are silent."""
+    """It sends heartbeats, whether or not it ends silent clients."""
     monkeypatch.setattr(Process, "is_near", property(lambda process: False))
 
     async def main() -> None:
@@ -361,7 +361,7 @@ def test_a_server_of_another_machine_that_has_nothing_to_say_is_alive(monkeypatc
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_client_that_dies_or_is_stopped_is_named_and_ended(number: int, tmp_path: Path) -> None:
-    """Its calls are cancelled; one that is stopped is killed, so that it does no harm when it goes on."""
+    """Its calls are cancelled; a stopped client is killed, so that it does no harm if it continues."""
 
     async def test(made: World) -> None:
         made.server.address.write(tmp_path / "address.json")

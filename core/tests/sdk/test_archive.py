@@ -1,4 +1,4 @@
-"""Cells as typed bytes, checkpoints as files, and the name of a queue on a server."""
+"""Cells, files of checkpoints, and the name of a queue on a server."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_damaged_stream_is_found_before_it_is_parsed(tmp_path: Path) -> None:
-    """What lies before it is read; an archive of another size is none."""
+    """Samples before it are read; an archive of the wrong size is refused."""
     write_archive(tmp_path, [row("a", *[1.0] * (1 << 23)), row("b", 2.0)])
     (file,) = tmp_path.glob("samples-*.arrow")
     content = file.read_bytes()
@@ -86,7 +86,7 @@ def test_a_type_that_does_not_fit_its_bytes_is_refused(text: str, size: int) -> 
 
 
 def test_a_queue_keeps_its_name_with_its_folder(tmp_path: Path) -> None:
-    """Another process finds it; another folder, and the same one made again, have other names."""
+    """Another process finds the name; another folder, or the same one created again, has another name."""
     name = queue_name(str(tmp_path / "my-run" / "queue"))
     assert name.startswith("my-run-")
     assert name == queue_name(str(tmp_path / "my-run" / "queue"))

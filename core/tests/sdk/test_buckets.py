@@ -1,4 +1,4 @@
-"""Tensors in a buffer of bytes come out as they went in, without a copy."""
+"""Tensors are read from a byte buffer unchanged and without a copy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_buffer_holds_tensors_of_every_kind() -> None:
 
 
 def test_all_tensors_of_a_buffer_are_the_single_ones() -> None:
-    """Wherever in its storage the buffer lies, and whether or not it ends at a whole line."""
+    """This holds for any offset of the buffer in its storage and any end of the buffer."""
     buffer, offset, entries = torch.zeros(2048, dtype=torch.uint8)[64:1000], 0, []
     for name, tensor in TENSORS.items():
         entries.append(entry_of(name, tensor, offset))

@@ -1,4 +1,4 @@
-"""A digest tells tensors apart that differ in dtype, shape or any bit, and nothing else."""
+"""A digest depends exactly on the dtype, shape and bits of a tensor."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_negative_zero_and_nan_payloads_count() -> None:
 
 
 def test_the_digest_is_what_its_documentation_says() -> None:
-    """Trainer and replicas may run different installations, so it never changes."""
+    """The digest never changes, since trainer and replicas may have different installations."""
     content = b"float32[2, 3]" + struct.pack("<6f", *range(6))
     assert xxhash.xxh3_128_hexdigest(content) == digest(torch.arange(6, dtype=torch.float32).reshape(2, 3))
     assert xxhash.xxh3_128_hexdigest(b"int64[]" + struct.pack("<q", -3)) == digest(torch.tensor(-3))

@@ -1,4 +1,4 @@
-"""Jagged tensors: rows in, the same rows out."""
+"""Jagged tensors return the rows from which they were created."""
 
 from __future__ import annotations
 

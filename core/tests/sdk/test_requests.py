@@ -1,4 +1,4 @@
-"""What servers of any kind do alike with a request."""
+"""The handling of requests that all rollout servers share."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_bad_request_is_refused_by_name(refused: GenerateRequest, found: str) 
 
 
 def test_what_runs_keeps_its_tokens_and_ends_once() -> None:
-    """Each token knows its weights; a stream ends with the reason."""
+    """Each token has its weight version; a stream ends with the reason."""
 
     async def main() -> list[GenerateChunk]:
         chunks: asyncio.Queue[GenerateChunk | None] = asyncio.Queue()

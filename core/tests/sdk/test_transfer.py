@@ -1,4 +1,4 @@
-"""Sender and workers of a transfer session: strangers stay outside, and the ends that are late or leave are named."""
+"""A transfer session refuses strangers and names the ends that are late or leave."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def _silent() -> None:
 
 
 def test_a_stranger_that_does_not_know_the_secret_is_refused() -> None:
-    """It can neither enter nor post, and the workers do not notice it."""
+    """It can neither enter nor post, and the workers are not affected."""
 
     async def test(sender: TransferSession, address: dict[str, Any]) -> None:
         admitted = asyncio.ensure_future(sender.admit(1, 1))
