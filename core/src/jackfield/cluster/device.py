@@ -76,7 +76,7 @@ class DeviceLease:
         self._holders += 1
 
     def _may_hold(self, turn: _Turn) -> bool:
-        """Return whether to grant a request: no other role holds the lease, and no earlier request waits."""
+        """Return whether to grant a request: no other role holds the lease or waited before."""
         if self._holders and self._role != turn.role:
             return False
         first = next(each for each in self._waiting if each is turn or each.role != turn.role)

@@ -106,7 +106,7 @@ class RunBuilder:
     # -- roles
 
     async def _train(self, checkpoint: Checkpoint | None) -> int:
-        """Train until the schedule ends or a stop is requested. Return the number of completed steps."""
+        """Train until the schedule ends or a stop is requested; return the completed steps."""
         role, config, folder = self.role, self.role.config, Path(self.role.config.folder)
         trainer = await self._trainer()
         if role.workers.watch is not None:
@@ -138,7 +138,7 @@ class RunBuilder:
         return steps
 
     async def _explore(self) -> int:
-        """Explore for a trainer in another process until it has all batches. Return the newest weight version."""
+        """Explore for a trainer elsewhere until it has all batches; return the newest version."""
         pool = await self._start_replicas()
         assert pool is not None
         weights = WeightSubscriber(role=self.role, replicas=pool.members)
@@ -152,7 +152,7 @@ class RunBuilder:
         return self.role.version.value
 
     async def _reward(self) -> int:
-        """Score samples for a trainer in another process until its last step. Return the number of groups."""
+        """Score samples for a trainer elsewhere until its last step; return the group count."""
         role, deadlines = self.role, self.role.config.deadlines
         await role.noticed(WEIGHTS, deadlines.batch, "the trainer to begin")
         pipeline = RewardPipeline(role=role)
@@ -204,7 +204,7 @@ class RunBuilder:
     # -- the trainer
 
     async def _trainer(self) -> Trainer:
-        """Build the trainer with its engines and replicas, and the weight source for replicas that join later."""
+        """Build the trainer with engines, replicas and the weight source for later replicas."""
         role, config, workers = self.role, self.role.config, self.role.workers
         actor = await self._engine_group("actor")
         pool = await self._start_replicas()

@@ -116,7 +116,7 @@ def starting_point(config: RunConfig, digests: Mapping[str, str] | None = None) 
 
 
 def _clear_queue(folder: Path) -> None:
-    """Remove the queue files of an earlier run, damaged or not, except the name by which servers know the queue."""
+    """Remove an earlier run's queue files, except the name by which servers know it."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -142,7 +142,7 @@ def _check_same(checkpoint: Checkpoint, config: RunConfig, digests: Mapping[str,
 
 
 def _is_free(path: str, before: object, now: object) -> bool:
-    """Return whether a setting is unchanged or may change; ``correct`` may not, since it enables the correction."""
+    """Return whether a setting is unchanged or may change; ``correct`` may not change."""
     if path == "log_prob_check.on_mismatch" and "correct" in (before, now):
         return before == now
     return before == now or any(f"{path}.".startswith(f"{free}.") for free in _FREE.split())

@@ -196,7 +196,7 @@ def _read(file: str) -> Iterator[SavedSample]:
 
 
 def _completed(row: SavedSample, *, expert: bool) -> SavedSample:
-    """Add the tags that a run needs, and to an expert's sample the columns that an expert does not write.
+    """Add the tags that a run needs, and the columns that an expert does not write.
 
     Weight versions are removed, because those of other runs mean nothing here.
     """

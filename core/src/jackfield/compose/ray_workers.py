@@ -221,7 +221,7 @@ class RayWorkers:
             await self._cluster.close()
 
     async def _workers(self, replicas: int) -> RunWorkers:
-        """Start all workers concurrently, because each process needs seconds to import its libraries."""
+        """Start all workers concurrently, because processes need seconds for their imports."""
         chosen, engines, seconds = self._config.cluster.ray, self._role.engines, self._deadlines.engine
         specs = [
             await self._spec("store"),

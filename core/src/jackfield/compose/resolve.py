@@ -124,7 +124,7 @@ def _with_columns(resolved: ResolvedAlgorithm, loss: Part, kl: Part | None) -> t
 
 
 def _check_mode(config: RunConfig, chosen: Algorithm) -> None:
-    """Refuse an algorithm for the other mode, and sampling settings whose responses cannot be trained on."""
+    """Refuse an algorithm for the other mode, and sampling that cannot be trained on."""
     name, online = config.algorithm.name, config.mode == "online"
     if chosen.advantages is not None and not online:
         expected = "online, or an algorithm that learns from the data's own answers (sft, dpo)"
@@ -195,7 +195,7 @@ def _filters(config: RunConfig) -> dict[str, float]:
 
 
 def _correction(config: RunConfig, loss: Part, rollout: Manifest, *, sampled: bool) -> tuple[Correction | None, bool]:
-    """Return the correction, and whether the old log-probs (before the update) come from the engine.
+    """Return the correction, and whether the old log-probs come from the engine.
 
     It is on by default if numerics differ and the loss takes token weights but does not weight itself. If the old
     log-probs are the rollout server's, the loss's ratio already weights, and the correction only rejects. Sampling
@@ -230,7 +230,7 @@ def _correction(config: RunConfig, loss: Part, rollout: Manifest, *, sampled: bo
 
 
 def _rounding(config: RunConfig) -> tuple[bool, bool]:
-    """Return whether the engine, and whether any component, computes in less than float32 precision."""
+    """Return whether the engine, and whether anything, computes in less than float32."""
     mixed = config.engine.settings.get("mixed_precision") or "none"
     engine = mixed != "none" or config.model.dtype != "float32"
     return engine, engine or config.weights.dtype not in (None, "float32")

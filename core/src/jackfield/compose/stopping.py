@@ -95,7 +95,7 @@ def _end_now(number: int) -> NoReturn:
 
 
 def _descendants(ancestor: int) -> list[int]:
-    """Return the descendants of a process from Linux's ``/proc``; on other systems, return none."""
+    """Return a process's descendants from Linux's ``/proc``; on other systems, none."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

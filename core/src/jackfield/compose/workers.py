@@ -83,7 +83,7 @@ class WorkerFactory:
         )
 
     def _use_one_compute_thread(self, stack: AsyncExitStack) -> None:
-        """Run engine and replicas in one thread: they share one device and would compete for cores."""
+        """Run engine and replicas in one thread, because they would compete for cores."""
         import torch
 
         stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -146,7 +146,7 @@ class WorkerFactory:
         return rank
 
     def _model(self, role: str) -> ModelSpec:
-        """Return the model of a role: only the actor has an adapter, and a critic has a value head."""
+        """Return a role's model: only actors have adapters, and critics have value heads."""
         model, critic = self.config.model, role == "critic"
         if role == "actor":
             return model

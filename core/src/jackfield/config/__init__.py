@@ -49,12 +49,12 @@ def make_config(values: Any, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _named(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn plugin sections that are only a name into mappings, so that an override can add settings."""
+    """Turn plugin sections that are only names into mappings, to which overrides can add."""
     return {key: {"name": value} if key in KINDS and isinstance(value, str) else value for key, value in values.items()}
 
 
 def _nested(kind: str, section: Any) -> Any:
-    """Move a plugin's settings, which a file gives next to its name, into the field ``settings``."""
+    """Move a plugin's settings, given next to its name, into the field ``settings``."""
     if not isinstance(section, Mapping):
         return section
     settings = dict(section)

@@ -354,7 +354,7 @@ def _dress(axes: Axes, x_label: str, y_label: str, title: str, empty: str | None
 
 
 def _moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """Return the mean of each value and its neighbours, symmetrically, with fewer of them towards the ends."""
+    """Return the mean of each value and its neighbours, with fewer of them at the ends."""
     means = []
     for index in range(len(values)):
         reach = min(window // 2, index, len(values) - 1 - index)
@@ -363,5 +363,5 @@ def _moving_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def _plain(text: str) -> str:
-    """Escape a text, so that matplotlib finds no formulas in it and legends do not hide it as private."""
+    """Escape a text, so that matplotlib takes it neither as formula nor as private name."""
     return (" " + text if text.startswith("_") else text).replace("$", r"\$")

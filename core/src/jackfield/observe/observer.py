@@ -48,7 +48,7 @@ class ObserveSettings:
 
 @hookimpl
 def _receive(self: Observer, event: object) -> None:
-    """Pass an event to an observer. If it fails, raise an error that names it; it then stops listening.
+    """Pass an event to an observer; if it fails, it is named and stops listening.
 
     At the end of the run a failure is only reported, so that it does not hide an error of the run.
     """
@@ -169,7 +169,7 @@ def encode(line: Mapping[str, Any]) -> bytes:
 
 
 def _strict(value: Any, not_finite: list[str], path: str = "") -> Any:
-    """Return ``value`` in JSON types; non-finite numbers become None, and their paths go to ``not_finite``."""
+    """Return ``value`` in JSON types; non-finite numbers become None, listed by path."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, numbers.Real):

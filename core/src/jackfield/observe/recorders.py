@@ -79,7 +79,7 @@ class TensorBoardFiles(Observer):
             self._write(step=step, summary=Summary(value=scalars))
 
     def _write(self, **fields: Any) -> None:
-        """Write one event with one append; TensorBoard's writer uses a thread, whose failures would go unnoticed."""
+        """Write one event with one append, because TensorBoard's thread would hide failures."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -162,7 +162,7 @@ def render_samples(samples: Sequence[Mapping[str, Any] | SampleRecord], console:
 
 
 def _row(step: int, sample: SampleRecord) -> dict[str, Any]:
-    """Return a sample's entry, with its mask in words: ``12 model, 5 inserted, 7 model`` (tokens)."""
+    """Return a sample's entry; its mask in words is ``12 model, 5 inserted, 7 model``."""
     runs = [(len(list(run)), "model" if bit else "inserted") for bit, run in itertools.groupby(sample.response_mask)]
     mask_text = ", ".join(f"{length} {kind}" for length, kind in runs)
     return {"step": step, **attrs.asdict(sample, recurse=False), "mask_text": mask_text}
@@ -237,7 +237,7 @@ def _metadata(kind: str, track: int, **arguments: Any) -> bytes:
 
 
 def _stages(trace: bytes, completed: int) -> list[dict[str, Any]]:
-    """Return the stages of an earlier trace up to the end of the completed steps, or none if it is damaged."""
+    """Return an earlier trace's stages of completed steps, or none if it is damaged."""
     try:
         events = [event for event in json.loads(trace) if event.get("ph") == "X"]
     except ValueError:

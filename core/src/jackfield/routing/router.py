@@ -111,7 +111,7 @@ class Router:
         return len(late)
 
     async def _generate(self, route: _Route, request: GenerateRequest) -> GenerateResult | None:
-        """Generate on a replica. Return None if the request was aborted because the replica was removed."""
+        """Generate on a replica; return None if its removal aborted the request."""
         task = asyncio.ensure_future(route.server.generate(request))
         route.running.add(task)
         try:
@@ -125,7 +125,7 @@ class Router:
             route.running.discard(task)
 
     async def _is_updated(self, route: _Route, request: GenerateRequest) -> bool:
-        """Wait until a replica has complete weights; return whether they are new enough for a refused request.
+        """Wait until a replica has complete weights; return whether they are new enough.
 
         Raises:
             DeadlineExceeded: If the weights do not come in time; the replica is named.

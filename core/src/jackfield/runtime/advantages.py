@@ -107,7 +107,7 @@ class AdvantageWorker:
         return _Responses(batch, await self._values.read(batch, sorted(names)))
 
     async def _baselines(self, batch: BatchMeta, rows: BatchMeta) -> torch.Tensor | None:
-        """Return ``[B]``, each sample's reward of its group's greedy rollout; None without such rollouts."""
+        """Return ``[B]``, the rewards of the groups' greedy rollouts; None without them."""
         import torch
 
         found = where(batch, is_baseline)
@@ -120,7 +120,7 @@ class AdvantageWorker:
         return torch.tensor([totals[group] for group in rows.groups])
 
     def _inputs(self, rows: _Responses, baselines: torch.Tensor | None) -> dict[str, Any]:
-        """Return all inputs that estimators can use in addition to rewards; each takes what it needs."""
+        """Return all inputs for estimators in addition to rewards; each takes what it needs."""
         import torch
 
         tags, columns, old = rows.batch.tags, rows.columns, self._algorithm.old_log_probs
@@ -142,7 +142,7 @@ class AdvantageWorker:
         return offered
 
     def _shaped(self, rows: _Responses, kl_coefficient: float, metrics: dict[str, float]) -> torch.Tensor:
-        """Return shaped token rewards; a change of a whole response's reward is added to its last token."""
+        """Return shaped token rewards; changes of a response's reward go to its last token."""
         import torch
 
         algorithm, rewards = self._algorithm, rows.token_rewards
@@ -186,7 +186,7 @@ class _Responses:
         return to_padded(to_nested(self.columns[name]), length=self.mask.shape[1])
 
     def _rewards(self) -> torch.Tensor:
-        """Return token rewards; a scalar reward of a sample is placed on the response's last token."""
+        """Return token rewards; a sample's scalar reward is placed on the last token."""
         import torch
 
         rewards, rows = self.columns["reward"], torch.arange(len(self.mask))
@@ -202,7 +202,7 @@ class _Responses:
 
 
 class _Whole:
-    """All samples of a batch that are trained on: the policy's and an expert's, in the batch's order."""
+    """All samples of a batch that are trained on, the policy's and an expert's, in order."""
 
     def __init__(self, batch: BatchMeta, rows: _Responses) -> None:
         import torch

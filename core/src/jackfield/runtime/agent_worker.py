@@ -71,7 +71,7 @@ class AgentWorker:
         )
 
     async def _sequences(self, job: RolloutJob) -> tuple[Sequence[AgentSequence], dict[str, Any]]:
-        """Run an agent loop, or copy answers. Return the sequences, and additional tags for each of them."""
+        """Run an agent loop, or copy answers; return sequences and additional tags for each."""
         sampling = job.sampling
         if sampling is None:
             return self._answers(job.task), {}
@@ -140,7 +140,7 @@ class AgentWorker:
 
 
 def _own_sampling(given: Mapping[str, Any], asked: Iterable[SamplingParams]) -> dict[str, str]:
-    """Return a tag that lists the sampling parameters that an agent changed; empty if it changed none."""
+    """Return a tag that lists the sampling parameters that an agent changed, if any."""
     names = ("temperature", "top_p", "top_k", "min_p", "log_probs")
     pairs = {(name, getattr(one, name)) for one in asked for name in names if name in given}
     own = sorted(f"{name}: {value}" for name, value in pairs if value != given[name])
@@ -153,7 +153,7 @@ def ends_the_run(error: JackfieldError) -> bool:
 
 
 def _check(output: AgentLoopOutput, task: Task) -> None:
-    """Refuse non-finite metrics, inputs that no engine would see, and parts of a sequence that do not match."""
+    """Refuse non-finite metrics, unsupported inputs, and parts that do not match."""
 
     def refuse(what: str, expected: str, found: str, fix: str | None = None) -> NoReturn:
         message, where = f"an agent loop returned {what}", f"task {task.id}"

@@ -142,7 +142,7 @@ class EngineGroup:
                 task.cancel()
 
     async def _cause(self, tasks: Sequence[asyncio.Task[Any]]) -> BaseException:
-        """Return why a call failed. If a rank dies, others may fail first because they wait for it."""
+        """Return why a call failed; if a rank dies, others that wait for it may fail first."""
         with suppress(DeadlineExceeded):
             await self._clock.wait_for(asyncio.wait(tasks), _CAUSE_SECONDS, "the other ranks")
         errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]

@@ -75,7 +75,7 @@ async def _serve(descriptor: int) -> None:
 
 
 def _end_with(parent: int, descriptor: int) -> None:
-    """Kill this process group some seconds after the parent is gone, even if the event loop is blocked."""
+    """Kill this process group soon after the parent is gone, even with a blocked loop."""
     poller = select.poll()
     poller.register(descriptor, getattr(select, "POLLRDHUP", select.POLLHUP))
     if hasattr(os, "pidfd_open"):
@@ -209,7 +209,7 @@ class RolloutProcess(_Forwarding):
 
     @contextmanager
     def _refusing(self, request: GenerateRequest) -> Iterator[None]:
-        """Name the request in errors about decoding it, and refuse a request that cannot be encoded."""
+        """Name the request in decoding errors, and refuse one that cannot be encoded."""
         name = request.request_id
         try:
             yield

@@ -100,7 +100,7 @@ class RewardWorker:
         return tuple(map(Scored.of, results.keys(), results.values())), written
 
     def _compared(self, result: ScoreResult) -> list[float]:
-        """Return one number per reward dimension; 0 for a sample that was not scored and so has no metrics."""
+        """Return one number per reward dimension; 0 for a sample that was not scored."""
         return [_total(result) if name == "score" else result.metrics.get(name, 0.0) for name in self._dimensions]
 
     async def forget(self, keys: Sequence[str]) -> None:
@@ -115,7 +115,7 @@ class RewardWorker:
         await self._agent.close()
 
     def _scoring(self, partition: str, keys: Sequence[str]) -> list[asyncio.Task[ScoreResult]]:
-        """Return the tasks that score samples. Start those that are missing or could not read their sample."""
+        """Return the tasks that score samples; start those that are missing or failed."""
         missing = [key for key in keys if key not in self._scores or _is_failed(self._scores[key])]
         if missing:
             reading = asyncio.ensure_future(self._read(partition, missing))
@@ -166,7 +166,7 @@ def _is_failed(scoring: asyncio.Task[ScoreResult]) -> bool:
 
 
 def _checked(result: ScoreResult, key: str, dimensions: Sequence[str] = ()) -> ScoreResult:
-    """Turn a score into a failure if it or a metric is not finite, or if a reward dimension is missing."""
+    """Turn a score into a failure if a number is not finite or a dimension is missing."""
     wrong = not_finite({"score": result.score}) or not_finite(result.metrics)
     missing = [name for name in dimensions if name != "score" and name not in result.metrics]
     if result.status != "ok" or not (wrong or missing):
@@ -185,7 +185,7 @@ def _total(result: ScoreResult) -> float:
 
 
 def _filled(results: Sequence[ScoreResult]) -> list[ScoreResult]:
-    """Replace failed scores of one group by the mean of the others. A group without any score stays failed."""
+    """Replace failed scores of a group by the mean of the others, if there are any."""
     import torch
 
     good = [result.metrics for result in results if result.status == "ok"]

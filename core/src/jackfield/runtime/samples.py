@@ -24,7 +24,7 @@ def is_expert(tags: Mapping[str, Any]) -> bool:
 
 
 def is_baseline(tags: Mapping[str, Any]) -> bool:
-    """Return whether a sample is its group's greedy rollout, a baseline that is not trained on."""
+    """Return whether a sample is its group's greedy rollout, a baseline, not trained on."""
     return "greedy_rollout" in tags and tags["rollout"] == tags["greedy_rollout"]
 
 

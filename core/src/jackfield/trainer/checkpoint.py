@@ -324,7 +324,7 @@ def _attempt(folder: Path, part: str = "", *, contents: bool = True) -> Checkpoi
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or folder. It is renamed first, so that no partly removed checkpoint is ever found."""
+    """Remove a file or folder; it is renamed first, so that no partial one is found."""
     doomed = path if path.suffix == ".partial" else path.with_name(f"{path.name}.removed.partial")
     if doomed != path and path.exists():
         _remove(doomed)

@@ -43,7 +43,7 @@ class Explorer:
     _idle: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)
 
     def __attrs_post_init__(self) -> None:
-        """Derive the contents of a batch: an offline run has no rollouts, and a greedy rollout may be a baseline."""
+        """Derive a batch's contents: offline no rollouts; a greedy one may be a baseline."""
         data, explores = self.role.config.data, self.role.explores
         self._groups, self._rollouts = (data.groups_per_batch, data.rollouts_per_group) if explores else (0, 1)
         self._rollouts += self.role.algorithm.greedy_baseline
@@ -67,7 +67,7 @@ class Explorer:
                         await role.clock.wait_for(self._idle.wait(), seconds, f"the rollouts of batch {number}")
 
     async def _fill(self, batch: Batch) -> None:
-        """Generate the groups of a batch, and again those that are dropped later because they have no reward."""
+        """Generate the groups of a batch, and again those that are dropped without a reward."""
         async with asyncio.TaskGroup() as groups:
             async for keys in self.role.queue.groups_to_fill(batch, self.role.config.deadlines.batch):
                 self._running += len(keys)
@@ -91,7 +91,7 @@ class Explorer:
                 self._idle.set()
 
     async def _roll_out(self, key: GroupKey, task: Task, rollout: int, generates: bool) -> None:
-        """Run a rollout on a worker, with retries if workers die, and report its outcome to the queue."""
+        """Run a rollout on a worker, again if workers die, and report its outcome."""
         config, attempts, sampling = self.role.config, count(), None
         if generates:
             seed = sampling_seed(config.seed_of(config.sampling), key.batch, key.index, key.retry, rollout)
@@ -122,7 +122,7 @@ class Explorer:
 
 
 async def _run(role: Role, job: RolloutJob) -> RolloutReport:
-    """Run a job on an agent worker. An error that concerns this rollout only is returned in the report."""
+    """Run a job on an agent worker; return errors of this rollout only in the report."""
     worker = role.workers.agents.of(f"{job.group}/{job.rollout}")
     # the worker enforces the rollout's deadline; this one adds slack for the RPC
     seconds, who = 1.1 * job.seconds + 10, f"the agent worker of sample {job.id}, task {job.task.id}"
@@ -245,7 +245,7 @@ class RewardPipeline:
             await self.role.queue.fail_samples(failed)
 
     def _require_some_score(self, group: BatchMeta, scored: Sequence[Scored]) -> None:
-        """Raise if several groups in a row have no score at all: the reward itself is then at fault."""
+        """Raise if several groups in a row have no score: the reward itself is at fault."""
         if any(each.error is None for each in scored):
             self._unscored.clear()
             return
@@ -266,7 +266,7 @@ class RewardPipeline:
             )
 
     def _gives_nothing(self, group: BatchMeta, siblings: Sequence[Scored]) -> bool:
-        """Return whether to replace a group: equal rewards have no group-relative gradient (DAPO, equation 11)."""
+        """Return whether to replace a group: equal rewards give no gradient (DAPO, eq. 11)."""
         last = group.tags[0]["retry"] >= self.role.config.schedule.max_retries  # it is used as it is
         if last or not self.role.algorithm.dynamic_sampling or any(each.error is not None for each in siblings):
             return False

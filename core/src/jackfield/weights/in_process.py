@@ -25,7 +25,7 @@ _SESSIONS: dict[str, LocalSession] = {}  #: the senders' sessions, by the names 
 
 
 class _Link(Connection):
-    """One end of a connection within a process. Values are passed to the ``other`` end by reference."""
+    """One end of a connection within a process, which passes values by reference."""
 
     owner: TransferSession
     other: _Link
