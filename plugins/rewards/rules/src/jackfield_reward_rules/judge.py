@@ -1,4 +1,4 @@
-"""The rules. The same class is used in the trainer's process and in worker processes."""
+"""The rules of the judge. The same class is used in the trainer's process and in worker processes."""
 
 from __future__ import annotations
 

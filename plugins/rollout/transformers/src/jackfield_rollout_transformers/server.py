@@ -206,7 +206,7 @@ class TransformersServer(RelayServer):
         return PauseResult(running=self._loop.running)
 
     async def resume(self, request: ResumeRequest) -> ResumeResult:
-        """Resume decoding."""
+        """Resume decoding after a pause."""
         self._require_running()
         self._paused = False
         self._loop.go_on()

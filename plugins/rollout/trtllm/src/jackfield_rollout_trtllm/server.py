@@ -18,7 +18,7 @@ _CONTROL_SECONDS = 120.0
 
 
 class TrtllmServer(FolderServer):
-    """One replica. TensorRT-LLM's workers are actors of a Ray cluster that it starts."""
+    """One replica, whose TensorRT-LLM workers are actors of a Ray cluster that it starts."""
 
     config: Config
     engine_name = "TensorRT-LLM"

@@ -161,7 +161,7 @@ class VllmServer(SleepingServer):
         return PauseResult(running=sum(bool(each.token_ids) for each in self._running.values()))
 
     async def resume(self, request: ResumeRequest) -> ResumeResult:
-        """Resume decoding."""
+        """Resume decoding after a pause."""
         self._require_running()
         self._paused = False
         await self._engine.resume_generation()
