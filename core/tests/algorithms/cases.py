@@ -1,4 +1,4 @@
-"""Batches for every registered loss and estimator, and how a loss is called on a whole batch or on its parts."""
+"""Batches for every registered loss and estimator, and calls of a loss on a whole batch or on its parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def batch(rows: int = 8, length: int = 5, seed: int = 0, scale: float = 0.4) -> dict[str, torch.Tensor]:
-    """All that any loss may want: float64; pairs and groups are scattered; masks have gaps; every row has a token."""
+    """Return all inputs of losses in float64, with scattered pairs and groups, gaps in masks and a token per row."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -72,7 +72,7 @@ def loss_of(
     aggregation: str = "token-mean",
     **options: Any,
 ) -> tuple[float, torch.Tensor, dict[str, float]]:
-    """Loss, gradient and metrics, summed over ``parts`` (row indices), or of the whole in one call."""
+    """Return loss, gradient and metrics, summed over ``parts`` (row indices) or of the whole batch in one call."""
     options = {**OPTIONS.get(name, {}), **options}
     log_probs = data["log_probs"].clone().requires_grad_()
     others = {key: value for key, value in data.items() if key != "log_probs"}
@@ -142,7 +142,7 @@ class Case:
         return [math.fsum(row) for row in self.rewards.tolist()]
 
     def groups(self, ids: list[Any] | None = None) -> list[list[int]]:
-        """For each row the rows of its group."""
+        """Return for each row the rows of its group."""
         ids = self.inputs["group_ids"].tolist() if ids is None else ids
         return [[other for other, number in enumerate(ids) if number == own] for own in ids]
 

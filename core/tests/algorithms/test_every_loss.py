@@ -1,4 +1,4 @@
-"""What holds for every registered loss: no split, order or masked value changes it, and its gradient is its value's."""
+"""No split, order or masked value changes any registered loss, and its gradient is that of its value."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def splits(rows: int, cuts: list[int], seed: int) -> list[torch.Tensor]:
 def test_a_split_batch_has_the_loss_gradient_and_metrics_of_the_whole(
     name: str, aggregation: str, cuts: list[int], seed: int
 ) -> None:
-    """Any micro-batches, in any order, groups and pairs torn apart."""
+    """This holds for any micro-batches in any order, even with split groups and pairs."""
     data = batch(seed=seed)
     whole = loss_of(name, data, aggregation=aggregation)
     split = loss_of(name, data, splits(8, cuts, seed), aggregation)
@@ -248,7 +248,7 @@ def test_shapes_that_differ_are_refused() -> None:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_part_says_whether_it_has_one_value_per_sequence(name: str) -> None:
-    """Then weights of tokens cannot correct it, and it says so."""
+    """Token weights cannot correct such a part, and an error says so."""
     data = batch(seed=4)
     weights = {"rollout_weights": torch.ones_like(data["log_probs"])}
     if part("loss", name).per_sequence:

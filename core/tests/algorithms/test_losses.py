@@ -113,7 +113,7 @@ def dppo_kl(data: Data, delta: float = 0.05) -> Any:
 
 
 def m2po(data: Data, threshold: float = 0.04) -> Any:
-    """Take the largest off, one by one, until the mean of the rest is small enough."""
+    """Remove the largest values one by one until the mean of the others is small enough."""
     rows = table(data, lambda lp, old, a: -math.exp(lp - old) * a)
     logs = {
         (row, t): at(data, "log_probs", row, t) - at(data, "old_log_probs", row, t)
@@ -516,7 +516,7 @@ def test_dpo_refuses_what_is_no_pair_and_a_tie() -> None:
 
 
 def test_prepared_dpo_is_the_gradient_at_the_prepared_point_only() -> None:
-    """A later step needs new margins: what was prepared is of one optimizer step."""
+    """Prepared columns are valid for one optimizer step; a later step needs new margins."""
     data = batch(seed=2)
     columns = prepare("dpo", **data, beta=0.4)
     assert {"dpo_margins", "dpo_signs"} == set(columns)

@@ -138,7 +138,7 @@ def test_parts_of_ones_own() -> None:
 
 @pytest.mark.usefixtures("clean_registry")
 def test_a_loss_of_ones_own_that_needs_its_whole_batch() -> None:
-    """Its column is made where the call is the whole batch, and is asked for where an engine runs a part of it."""
+    """Its column is computed if the call has the whole batch, and required if an engine runs a part of it."""
 
     def center(advantages: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"centre": advantages.mean().expand(len(advantages))}

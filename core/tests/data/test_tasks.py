@@ -44,7 +44,7 @@ def test_gsm8k_format_is_the_default(tmp_path: Path) -> None:
 
 
 def task_of(folder: Path, record: object, task_format: TaskFormat) -> Task:
-    """The one task of a file."""
+    """Return the only task of a file."""
     [task] = TaskSet(write(folder / "records.jsonl", record), task_format)
     return task
 
@@ -196,7 +196,7 @@ def test_each_epoch_is_a_permutation(size: int, seed: int, epoch: int) -> None:
 @settings(deadline=None)
 @given(st.integers(1, 10**12), st.integers(0, 2**63), st.integers(0, 10**15))
 def test_any_position_of_a_walk_of_any_size_costs_the_same(size: int, seed: int, start: int) -> None:
-    """The position is all the state there is."""
+    """The position is the only state."""
     order = SeededOrder(size, seed)
     numbers = [order.index(position) for position in range(start, start + 5)]
     assert numbers == [SeededOrder(size, seed).index(position) for position in range(start, start + 5)]

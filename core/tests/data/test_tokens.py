@@ -92,7 +92,7 @@ def test_turns_append_exactly_what_the_template_would_render() -> None:
 
 @pytest.mark.parametrize("thinking", [True, False])
 def test_thoughts_that_a_template_drops_later_do_not_hinder_turns(thinking: bool) -> None:
-    """History stays as the model saw it; only what follows the answer is taken from the template."""
+    """History stays as the model saw it; only the text after the answer comes from the template."""
     chosen = "{% set enable_thinking = " + str(thinking).lower() + " %}"
     tokenizer = HuggingFaceChatTokenizer(make_tokenizer(chosen + THINKING))
     assert (not thinking) == ("<think>" in words(tokenizer.encode_chat([user("1")])))

@@ -68,7 +68,7 @@ def crowd(site):
 
 
 def processor_seconds() -> float:
-    """Return what the commands have cost so far."""
+    """Return the processor time of the commands so far."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -88,7 +88,7 @@ def test_list_shows_each_with_its_error_and_the_good_one_unharmed(crowd) -> None
 
 @pytest.mark.parametrize("name", BAD)
 def test_run_refuses_each_with_its_own_error(crowd, name: str, tmp_path) -> None:
-    """Exit code 1, one error with its code and the way out, and nothing of a run is begun."""
+    """The exit code is 1, there is one error with its code and a fix, and no run is started."""
     file = tmp_path / "run.yaml"
     file.write_text(CONFIG.format(name=name))
     before = processor_seconds()

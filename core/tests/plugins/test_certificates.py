@@ -1,4 +1,4 @@
-"""Certificates: made by ``plugins check``, kept, and shown by ``plugins list`` while they speak of what is there."""
+"""Certificates are written by ``plugins check`` and shown by ``plugins list`` while they are valid."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Agent(RewardAgent):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where certificates are kept in these tests, in this process and in children."""
+    """Return the folder of certificates in these tests, for this process and its children."""
     place = tmp_path / "certificates"
     monkeypatch.setenv("JACKFIELD_CERTIFICATES", str(place))
     return place
 
 
 def certificate(name: str = "good", **changes: Any) -> dict[str, Any]:
-    """What a certificate of the plugin, as it is installed now, says."""
+    """Return the content of a certificate of the plugin as it is installed now."""
     record = discover().resolve(name)
     assert record.manifest is not None
     return {
@@ -95,7 +95,7 @@ def test_a_damaged_certificate_certifies_nothing(site, folder: Path, text: str) 
 
 
 def test_a_plugin_that_was_changed_is_not_certified_any_more(site, folder: Path) -> None:
-    """A file that is changed, added or removed; what Python compiles beside them is no change."""
+    """A changed, added or removed file counts as a change, a compiled file does not."""
     package = site.folder / site.install("good")
     keep(certificate())
     (package / "__pycache__").mkdir(exist_ok=True)
@@ -118,7 +118,7 @@ def test_a_broken_plugin_is_not_certified(site, folder: Path) -> None:
 
 @pytest.mark.parametrize("file", ["certificate.json", "reward.certificate.json"])
 def test_a_certificate_that_the_wheel_brings_along_counts(site, folder: Path, file: str) -> None:
-    """It is made before it is put into the wheel, and is no part of the files that it speaks of."""
+    """It is written before the wheel is built, and its digest does not include itself."""
     package = site.folder / site.install("good")
     shipped = certificate(level="base")
     (package / file).write_text(json.dumps(shipped))
@@ -152,7 +152,7 @@ def test_check_certifies_and_list_shows_it(site, folder: Path, tmp_path: Path) -
 
 
 def test_a_stale_certificate_is_not_ok(site, folder: Path) -> None:
-    """Since the checks ran the plugin was changed: list and doctor say so, and what to do, and a new check ends it."""
+    """If the plugin has changed since the checks, list and doctor report it with a fix; a new check resolves it."""
     package = site.folder / site.install("good", modules={"plugin.py": SCORING})
     keep(certificate())
     rows = {row["name"]: row for row in json.loads(site.cli("plugins", "list", "--json").stdout)}
@@ -236,7 +236,7 @@ def test_check_ends_at_its_deadline(site, folder: Path) -> None:
 
 
 def test_the_current_folder_has_no_say(site, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither its pytest configuration, nor a module in it that hides one of pytest's."""
+    """Its pytest configuration and a module that shadows one of pytest's have no effect."""
     site.install("good", modules={"plugin.py": SCORING})
     here = tmp_path / "here"
     here.mkdir()

@@ -1,4 +1,4 @@
-"""Discovery: broken plugins are rows with their own error, harm no other, and nothing is imported."""
+"""Discovery lists broken plugins with their error, does not affect others, and imports nothing."""
 
 from __future__ import annotations
 

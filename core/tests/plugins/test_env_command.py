@@ -24,7 +24,7 @@ PARTS = {
 
 @pytest.fixture
 def file(site: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A configuration that sends a rollout server to an environment; making it is a matter of another test."""
+    """Return a configuration with a rollout server in an environment, which other tests create."""
     folder = tmp_path / "serving"
 
     def make(*_: object) -> bool:

@@ -1,4 +1,4 @@
-"""Hooks: who hears them, in which order, and what happens when one raises."""
+"""Hooks: the implementations that are called, their order, and their exceptions."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from jackfield.plugins.interpreters import look, resolve_interpreter, run_child
 
 
 def script(folder: Path, text: str, name: str = "python") -> str:
-    """A program that stands for an interpreter."""
+    """Create a program that replaces an interpreter."""
     path = folder / name
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
@@ -74,7 +74,7 @@ def test_an_interpreter_that_does_not_work_says_how_it_ended(tmp_path: Path, tex
 
 
 def ended(pid: int) -> bool:
-    """Wait until a process of somebody else's is gone: a kill takes effect a moment after it was sent."""
+    """Wait until another process is gone, since a kill takes effect a moment after it was sent."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -86,7 +86,7 @@ def ended(pid: int) -> bool:
 
 
 def test_an_interpreter_that_does_not_answer_costs_the_deadline_and_no_more(tmp_path: Path):
-    """`sleep` runs in a grandchild, which holds the output open and has to be ended, too."""
+    """`sleep` runs in a grandchild, which keeps the output open and must also be killed."""
     marker = tmp_path / "pid"
     report = look(script(tmp_path, f"sleep 600 & echo $! > {marker}; wait"), seconds=0.5)
     assert report.problem is not None

@@ -1,4 +1,4 @@
-"""Manifests: what is accepted, and what a refusal says."""
+"""Manifests: accepted contents, and the errors for others."""
 
 from __future__ import annotations
 

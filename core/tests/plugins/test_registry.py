@@ -1,4 +1,4 @@
-"""The registry: finding, importing, building; and what each refusal says."""
+"""The registry finds, imports and builds plugins and reports errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The structure gate: each way in which a class may fail to fit its contract, and what must not be refused."""
+"""The structure checks refuse each violation of a contract by a class, and nothing else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jackfield.plugins.structure import flavour, signature_of, structure_problem
 
 
 def fitting(kind: str, **members: Any) -> type:
-    """A subclass that takes every member over from its contract, as concrete; ``members`` replace some."""
+    """Return a concrete subclass with all members of its contract; ``members`` replace some."""
     contract = CONTRACTS[kind]
 
     def concrete(name: str) -> Any:
