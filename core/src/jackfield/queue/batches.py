@@ -216,7 +216,7 @@ class Batches:
         return room
 
     def _is_demanded(self, batch: BatchState) -> bool:
-        """Return whether a batch bypasses the limits: a consumer waits for it, or for any group and none has work."""
+        """Return whether a consumer waits for the batch, or for any group while no other consumer has work."""
         consumers = batch.partition.consumers
         if any(batch.number in consumer.awaited for consumer in consumers):
             return True
