@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from itertools import count
 from typing import Any, TypeAlias
@@ -21,7 +22,7 @@ from jackfield.queue import Batch, BatchMeta, GroupKey, NewGroup, RolloutReport
 from jackfield.runtime.agent_worker import RolloutJob, ends_the_run
 from jackfield.runtime.reward_worker import REWARD_INPUTS, RewardWorker, Scored
 from jackfield.runtime.samples import TRAIN, is_baseline, is_expert, metric_tags, said, said_metrics, sampling_seed
-from jackfield.runtime.workers import is_lost, resubmitted
+from jackfield.runtime.workers import is_lost, one_line, resubmitted
 from jackfield.trainer.role import FINISHED, Role
 
 REWARD = "reward"  #: the name under which the reward pipeline leases groups
@@ -206,10 +207,15 @@ class RewardPipeline:
         before = self._scoring.get((key.batch, key.index), [])
         dropped = before if before and _group_of(before[0]) != group else []  # these scores are no longer needed
         self._scoring[key.batch, key.index] = keys if dropped else before + keys
-        with suppress(WorkerLost, QueueError):  # the worker died, or the group was dropped while its sample came
+        try:
             if dropped:
                 await self._worker(_group_of(dropped[0])).forget(dropped)
             await self._worker(group).score(TRAIN, keys)
+        except WorkerLost as error:
+            lost = f"{one_line(error)}; the score of samples {', '.join(keys)} is made again"
+            logging.getLogger("jackfield").warning(lost)
+        except QueueError:  # the group was dropped while its sample came
+            pass
 
     async def _finish(self, group: BatchMeta) -> None:
         """Write the rewards of a whole group."""
