@@ -46,7 +46,7 @@ class _Kept:
     async def close(self, *, grace_seconds: float = 0.0) -> None:
         died = self.connection.lost.done()
         replied = died or await self._replied()
-        await self.connection.leave("was left")
+        self.connection.end("was left")
         if died or not replied:
             await asyncio.to_thread(self.end)
         else:

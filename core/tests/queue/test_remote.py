@@ -113,8 +113,8 @@ def test_values_do_not_pass_the_controller(tmp_path: Path) -> None:
         async with served(tmp_path) as world:
             client, sizes = await world.client(), list[int]()
             for connection in (world.connections[0], *world.server.clients.values()):
-                took = connection.took
-                connection.took = lambda content, took=took: (sizes.append(len(content)), took(content))  # type: ignore
+                took = connection.data_received
+                connection.data_received = lambda data, took=took: (sizes.append(len(data)), took(data))  # type: ignore
             await client.trainer()
             (key,) = await client.vacant(await client.claim())
             values = torch.arange(1 << 19)
@@ -203,7 +203,7 @@ def test_what_a_client_leaves_is_handed_out_again(tmp_path: Path) -> None:
             await dying.claim(explorer="one")
             with pytest.raises(DeadlineExceeded):
                 await other.queue.lease_groups("trainer", deadline_seconds=1.5)  # beyond several heartbeats
-            await world.connections[0].close(early=True)
+            await world.connections[0].close("has ended before its work was done")
             again = await other.queue.lease_groups("trainer", deadline_seconds=10)
             assert leased.keys == again.keys
             with pytest.raises(LeaseError):
@@ -300,7 +300,7 @@ def test_a_trainer_comes_back_to_a_controller_that_lived_on(tmp_path: Path) -> N
             lost = await trainer.lease(1)
             await trainer.queue.ack(lost, step=1)
             await trainer.lease(2)
-            await world.connections[1].close(early=True)  # as if it were killed
+            await world.connections[1].close("has ended before its work was done")  # as if it were killed
             (key,) = await explorer.vacant(await explorer.claim())
             group = await explorer.open(key, 1)
             again = await world.client("trainer, again")

@@ -101,7 +101,8 @@ class RunBuilder:
             await backend.start()
             name = f"{_CLIENTS[role.name]} {config.name}"
             role.queue, connection = await connect_queue(address_file(config), name, role.clock)
-            self.stack.push_async_callback(lambda: connection.close(early=not self._finished))
+            early = "has ended before its work was done"
+            self.stack.push_async_callback(lambda: connection.close("" if self._finished else early))
 
     # -- roles
 

@@ -9,7 +9,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import suppress
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import attrs
 import msgspec
@@ -22,7 +22,7 @@ from jackfield.rpc.wire import Codec, Contract, Message, Method, Process
 T = TypeVar("T")
 
 _LEAVE_SECONDS = 5.0  #: time for a cancelled call to end at the other end
-_MSGPACK = Codec()
+MSGPACK = Codec()
 _CALLER: contextvars.ContextVar[Connection] = contextvars.ContextVar("caller")
 
 
@@ -39,10 +39,6 @@ class Service:
     contract: Contract
 
 
-def _chosen(codec: Codec | None) -> Codec:
-    return codec or _MSGPACK
-
-
 @attrs.define(eq=False, slots=False)
 class Connection(asyncio.Protocol):
     """One end of a connection. It belongs to one event loop."""
@@ -50,7 +46,7 @@ class Connection(asyncio.Protocol):
     name: str  #: name of the other end, for errors
     services: Mapping[str, Service]  #: services for the other end by name; read at each call
     clock: Clock  #: time source for all waits
-    _codec: Codec = attrs.field(default=None, converter=_chosen, kw_only=True)  #: codec of both ends; None: msgpack
+    _codec: Codec = attrs.field(default=MSGPACK, kw_only=True)  #: codec of both ends
     limit: int = attrs.field(default=wire.LIMIT, kw_only=True)  #: maximum bytes of a received message
     #: creates the error of calls after the end from its reason; None: ``rpc.lost``
     _lost_error: Callable[[str], JackfieldError] | None = attrs.field(default=None, kw_only=True)
@@ -74,7 +70,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the connection because its transport was closed."""
-        self.end(f"was cut off: {exc}" if exc else "has ended without a word")
+        self.failed("closed", f"was cut off: {exc}" if exc else "has ended without a word")
 
     def pause_writing(self) -> None:
         """Make further calls wait until the other end reads."""
@@ -97,17 +93,14 @@ class Connection(asyncio.Protocol):
                     return
                 content = bytes(self._bytes[wire.HEAD.size : end])
                 del self._bytes[:end]
-                self.took(content)
+                self.heard = True
+                self.handle(self._codec.decode(content, Message, self.name))
         except JackfieldError as error:
             self._bytes.clear()
-            self.refused(error)
+            self.failed("invalid", f"broke the protocol: {error.message} ({error.found})")
 
-    def refused(self, error: JackfieldError) -> None:
-        """End a connection that received invalid data."""
-        self.end(f"broke the protocol: {error.message}")
-
-    def silent(self, reason: str) -> None:
-        """End a connection whose other end sent no heartbeat."""
+    def failed(self, why: Literal["closed", "invalid", "silent"], reason: str) -> None:
+        """End a connection that was closed by the other end, received invalid data or heard no heartbeat."""
         self.end(reason)
 
     def send(self, message: Message) -> None:
@@ -131,14 +124,13 @@ class Connection(asyncio.Protocol):
             task.cancel()
         self._room.set()
 
-    async def close(self, reason: str = "", *, early: bool = False) -> None:
-        """Send a goodbye and wait until the other end's calls have ended here. Idempotent."""
-        self.send(wire.Goodbye(reason, early))
-        await self.leave(reason or "the connection was closed")
+    async def close(self, reason: str = "") -> None:
+        """Send a goodbye and wait until the other end's calls have ended here. Idempotent.
 
-    async def leave(self, reason: str) -> None:
-        """Close this end without a goodbye and wait until the other end's calls have ended here."""
-        self.end(reason)
+        ``reason`` completes "the process …" in errors of the other end; empty: it has ended.
+        """
+        self.send(wire.Goodbye(reason))
+        self.end(reason or "was closed")
         await asyncio.gather(*self._served.values(), return_exceptions=True)
         for number in list(self._iterations):
             await self._close(number)
@@ -166,11 +158,6 @@ class Connection(asyncio.Protocol):
         """Describe the other end's unfinished calls, for error messages."""
         return ", ".join(what for what, _ in itertools.islice(self._asked.values(), 4))
 
-    def took(self, content: bytes) -> None:
-        """Decode and handle a message."""
-        self.heard = True
-        self.handle(self._codec.decode(content, Message, self.name))
-
     def handle(self, message: Message) -> None:
         """Handle a message."""
         match message:
@@ -181,14 +168,14 @@ class Connection(asyncio.Protocol):
             case wire.Reply() if message.id in self._asked:
                 self._asked.pop(message.id)[1].set_result(message)
             case wire.Reply():
-                self.refused(RpcError("it sent a reply without a call"))
+                self.failed("invalid", "broke the protocol: it sent a reply without a call")
             case wire.Cancel() if message.id in self._served:
                 # a call that was cancelled before it began also gets a reply
                 asyncio.get_running_loop().call_soon(self._served[message.id].cancel)
             case wire.Heartbeat() if message.news:
                 logging.getLogger("jackfield").warning("%s", message.news)
             case wire.Goodbye():
-                self.end(message.reason or f"has ended{' before its work was done' if message.early else ''}")
+                self.end(message.reason or "has ended")
 
     async def _serve(self, call: wire.Call) -> None:
         _CALLER.set(self)
@@ -214,13 +201,13 @@ class Connection(asyncio.Protocol):
             (number,) = self._codec.decode(call.arguments, tuple[int], call.method)
             return (self._next(number) if member == "next" else self._close(number)), member
         service = wire.known(self.services, name, "service")
-        method = service.contract.method(member)
-        values = self._codec.decode(call.arguments, method.arguments, call.method)
-        work = method.call(service.target, values)
+        method = wire.known(service.contract.methods, member, "method")
+        arguments = self._codec.decode(call.arguments, method.arguments, call.method)
+        work = getattr(service.target, member)(**msgspec.structs.asdict(arguments))
         if method.streams:
             self._iterations[call.id] = work
             work = asyncio.sleep(0)
-        return work, f"{call.method} {wire.subject(values)}".rstrip()
+        return work, f"{call.method} {wire.subject(arguments)}".rstrip()
 
     async def _next(self, number: int) -> list[Any]:
         """Return a list with the next item of an iteration; it is empty at the end."""
@@ -236,13 +223,13 @@ class Connection(asyncio.Protocol):
 
     def notify(self, method: str, contract: Contract, *arguments: Any) -> None:
         """Call ``service.method`` without waiting for a reply."""
-        values = list(contract.method(method.rpartition(".")[2]).bind(arguments, {}).values())
-        self.send(wire.Call(0, method, msgspec.Raw(self._codec.encode(values))))
+        made = contract.methods[method.rpartition(".")[2]].arguments(*arguments)
+        self.send(wire.Call(0, method, msgspec.Raw(self._codec.encode(made))))
 
     async def call(
         self,
         method: str,
-        values: list[Any],
+        arguments: Any,
         seconds: float,
         kind: Any,
         what: str,
@@ -259,7 +246,7 @@ class Connection(asyncio.Protocol):
         if self.lost.done():
             raise self.error()
         number = number or _new_number()
-        self.send(wire.Call(number, method, msgspec.Raw(self._codec.encode(values)), seconds))
+        self.send(wire.Call(number, method, msgspec.Raw(self._codec.encode(arguments)), seconds))
         answer: asyncio.Future[wire.Reply] = asyncio.get_running_loop().create_future()
         self._asked[number] = what, answer
 
@@ -285,12 +272,12 @@ class Connection(asyncio.Protocol):
         return value(reply)
 
     async def iterate(
-        self, method: str, values: list[Any], seconds: float, kind: Any, what: str
+        self, method: str, arguments: Any, seconds: float, kind: Any, what: str
     ) -> AsyncGenerator[Any, None]:
         """Iterate over the items that ``service.method`` yields, each fetched when it is requested."""
         number = _new_number()
         try:
-            await self.call(method, values, seconds, None, what, number=number)
+            await self.call(method, arguments, seconds, None, what, number=number)
             while items := await self.call("next", [number], seconds, list[kind], what):
                 yield items[0]
         finally:
@@ -314,12 +301,12 @@ def stub(connection: Connection, service: str, contract: Contract, cls: type[T],
         undo = undone and (lambda value: connection.notify(f"{service}.{undone}", contract, value))
 
         def call(*arguments: Any, **keywords: Any) -> Any:
-            bound = method.bind(arguments, keywords)
-            values, limit = list(bound.values()), seconds + float(bound.get("deadline_seconds", 0.0))
-            what = f"{method.name} {wire.subject(values)}".rstrip()
+            made = method.arguments(*arguments, **keywords)
+            limit = seconds + float(getattr(made, "deadline_seconds", 0.0))
+            what = f"{method.name} {wire.subject(made)}".rstrip()
             if method.streams:
-                return connection.iterate(name, values, limit, method.result, what)
-            return connection.call(name, values, limit, method.result, what, undo=undo or None)
+                return connection.iterate(name, made, limit, method.result, what)
+            return connection.call(name, made, limit, method.result, what, undo=undo or None)
 
         return call
 

@@ -117,7 +117,7 @@ class _Guarded(Connection):
             self.limit, self.name, self.process = LIMIT, message.name, message.process
             self.admitted.set_result(message)
         else:
-            self.refused(RpcError("it has not proved that it knows the secret"))
+            self.failed("invalid", "broke the protocol: it has not proved that it knows the secret")
 
 
 @attrs.define(eq=False)
@@ -135,9 +135,8 @@ class Server:
     clients: dict[str, Connection] = attrs.field(factory=dict, init=False)  #: by session
     refused: int = attrs.field(default=0, init=False)  #: number of connections that were not admitted
     address: Address = attrs.field(init=False)
-    _strangers: int = attrs.field(default=0, init=False)  #: number of unauthenticated connections
     _server: asyncio.Server | None = attrs.field(default=None, init=False)
-    _kept: dict[Connection, asyncio.Task[None]] = attrs.field(factory=dict, init=False)
+    _kept: dict[_Guarded, asyncio.Task[None]] = attrs.field(factory=dict, init=False)
 
     async def listen(self, host: str = "127.0.0.1", port: int = 0) -> Address:
         """Listen on a Unix address if ``host`` is loopback and ``port`` is 0, else on TCP with TLS.
@@ -176,16 +175,14 @@ class Server:
 
     async def _keep(self, connection: _Guarded) -> None:
         """Admit a client, watch it until it ends, and report its death to other clients."""
-        self._strangers += 1
-        seconds = _PROOF_SECONDS if self._strangers <= _STRANGERS else 0.0
+        strangers = sum(not each.admitted.done() for each in self._kept)
+        seconds = _PROOF_SECONDS if strangers <= _STRANGERS else 0.0
         try:
             welcome = await self._clock.wait_for(asyncio.shield(connection.admitted), seconds, "a proof")
         except (asyncio.CancelledError, DeadlineExceeded):
             self.refused += 1
             connection.end("did not prove in time that it knows the secret")
             return
-        finally:
-            self._strangers -= 1
         if owner := self.clients.get(welcome.session):  # this connection carries the heartbeats of its thread
             connection.handle = lambda *_: setattr(owner, "heard", True)  # type: ignore[method-assign]
             connection.end(f"its client {await asyncio.shield(owner.lost)}")
@@ -274,7 +271,7 @@ async def _beating(address: Address, name: str, owner: str, lost: asyncio.Future
     while not (lost.done() or connection.lost.done()):
         connection.send(Heartbeat())
         await asyncio.wait((connection.lost,), timeout=address.heartbeat_seconds / LOOKS)
-    await connection.leave(_ENDED)
+    await connection.close(_ENDED)
 
 
 async def watch(connection: Connection, seconds: float, clock: Clock, *, kills: bool = True, ends: bool = True) -> str:
@@ -295,7 +292,7 @@ async def watch(connection: Connection, seconds: float, clock: Clock, *, kills: 
     if not connection.lost.done():
         at_work = f" while it had to {connection.doing}" if connection.doing else ""
         end = " and was killed" if kills and process is not None and process.kill() else ""
-        connection.silent(f"sent no heartbeat for {seconds:g} s{at_work}{end} (deadlines.heartbeat)")
+        connection.failed("silent", f"sent no heartbeat for {seconds:g} s{at_work}{end} (deadlines.heartbeat)")
     return await connection.lost
 
 

@@ -8,9 +8,8 @@ import os
 import signal
 import socket
 import struct
-import types
 import typing
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -138,7 +137,6 @@ class Goodbye(msgspec.Struct, array_like=True, tag=7):
     """The announcement that a connection ends on purpose."""
 
     reason: str = ""
-    early: bool = False  #: whether this process has unfinished work
 
 
 Message: TypeAlias = Hello | Welcome | Call | Reply | Cancel | Heartbeat | Goodbye
@@ -187,27 +185,18 @@ class Method:
     """A method that can be called remotely."""
 
     def __init__(self, cls: type, name: str) -> None:
-        hints = typing.get_type_hints(getattr(cls, name))
+        function = getattr(cls, name)
+        hints, self.signature = typing.get_type_hints(function), inspect.signature(function)
         self.name, self.result = name, hints["return"]  #: the type of the result, or of an item
         self.streams = typing.get_origin(self.result) is AsyncIterator
         if self.streams:
             (self.result,) = typing.get_args(self.result)
-        parameters = list(inspect.signature(getattr(cls, name)).parameters.values())[1:]
-        self.signature = inspect.signature(getattr(cls, name)).replace(parameters=parameters)  #: without ``self``
-        kinds = [str if hints[each.name] == str | Path else hints[each.name] for each in parameters]
-        self.arguments = types.GenericAlias(tuple, tuple(kinds))  #: the type of the array of all arguments
-
-    def bind(self, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments by name, with defaults, in the order of the signature."""
-        bound = self.signature.bind(*arguments, **keywords)
-        bound.apply_defaults()
-        return bound.arguments
-
-    def call(self, target: Any, values: Sequence[Any]) -> Any:
-        """Call the method of an object with the arguments in the order of the signature."""
-        named = dict(zip(self.signature.parameters, values, strict=True))
-        bound = inspect.BoundArguments(self.signature, named)
-        return getattr(target, self.name)(*bound.args, **bound.kwargs)
+        fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
+        for each in list(self.signature.parameters.values())[1:]:
+            kind = str if hints[each.name] == str | Path else hints[each.name]
+            fields.append((each.name, kind) if each.default is each.empty else (each.name, kind, each.default))
+        #: the type of the arguments, which travel as an array in the order of the signature
+        self.arguments = msgspec.defstruct(name, fields, array_like=True, forbid_unknown_fields=True)
 
 
 class Contract:
@@ -230,7 +219,7 @@ class Contract:
         """
         self.undo = dict(undo or {})
         names = {name for name in dir(cls) if _is_remote(cls, name)} - set(without) if methods is None else methods
-        self._methods = {name: Method(cls, name) for name in sorted(names)}
+        self.methods = {name: Method(cls, name) for name in sorted(names)}
         kinds = [kind for each in self for kind in (each.arguments, each.result)]
         _, classes = msgspec.json.schema_components(kinds, schema_hook=lambda kind: {"title": kind.__name__})
         fields = {name: list(schema.get("properties", ())) for name, schema in sorted(classes.items())}
@@ -238,11 +227,7 @@ class Contract:
         self.fingerprint = xxhash.xxh3_64_hexdigest(repr(described).encode())
 
     def __iter__(self) -> typing.Iterator[Method]:
-        return iter(self._methods.values())
-
-    def method(self, name: str) -> Method:
-        """Return a method by name, or raise ``rpc.method``."""
-        return known(self._methods, name, "method")
+        return iter(self.methods.values())
 
 
 def known(choices: Mapping[str, T], name: str, what: str) -> T:
@@ -253,9 +238,9 @@ def known(choices: Mapping[str, T], name: str, what: str) -> T:
     return choices[name]
 
 
-def subject(arguments: Iterable[Any]) -> str:
+def subject(arguments: msgspec.Struct) -> str:
     """Return the subject of a call for error messages, such as ``train/3/0/1``."""
-    for argument in arguments:
+    for argument in msgspec.structs.astuple(arguments):
         found = next((getattr(argument, name) for name in _SUBJECTS if hasattr(argument, name)), argument)
         if isinstance(found, tuple | list) and found and isinstance(found[0], str):
             return found[0] + (f" and {len(found) - 1} more" if len(found) > 1 else "")

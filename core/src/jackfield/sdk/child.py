@@ -207,14 +207,13 @@ class _Connection(Connection):
 
     _child: ChildProcess = attrs.field(kw_only=True)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._child.socket_closed("closed the descriptor of its socket, or wrote to it")
-
-    def refused(self, error: JackfieldError) -> None:
-        self._child.complain(f"broke the protocol: {error.message} ({error.found})")
-
-    def silent(self, reason: str) -> None:
-        self._child._kill_for(reason, broke=False)
+    def failed(self, why: Literal["closed", "invalid", "silent"], reason: str) -> None:
+        if why == "closed":
+            self._child.socket_closed("closed the descriptor of its socket, or wrote to it")
+        elif why == "invalid":
+            self._child.complain(reason)
+        else:
+            self._child._kill_for(reason, broke=False)
 
 
 def _append(file: Path, data: bytes) -> None:

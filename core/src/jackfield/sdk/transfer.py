@@ -19,7 +19,6 @@ import msgspec
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, RpcError, WeightsError
 from jackfield.rpc import Address, Connection, Contract, Server, Service, caller, connect, stub
-from jackfield.rpc.wire import Goodbye
 
 __all__ = ["LEFT", "TRANSFER", "Peer", "TransferSession", "reason_of"]
 
@@ -27,7 +26,7 @@ T = TypeVar("T")
 
 _SENDER_FIRST = 1.0  #: seconds by which the deadline of the sender, which knows the late peers, precedes the workers'
 LEFT = "left before everything was taken"  #: reason of an end that leaves before it has finished
-_BROKE, _ENDED = "broke off: ", "has ended"
+_BROKE = "broke off: "
 
 
 def reason_of(error: BaseException) -> str:
@@ -221,8 +220,7 @@ class TransferSession:
         """Leave the session. Idempotent. ``broken`` is why this end fails; None: it has finished."""
         peers, self.peers = list(self.peers.values()), {}
         for peer in peers:
-            peer.connection.send(Goodbye(self._why or broken or ""))
-            await peer.connection.leave(_ENDED)
+            await peer.connection.close(self._why or broken or "")
         server, self._server = self._server, None
         if server is not None:
             await server.close()

@@ -34,8 +34,8 @@ class _Link(Connection):
         if not self.other.lost.done():
             self.other.owner._take(values[0], self.other)
 
-    async def call(self, method: str, values: list[Any], *limits: Any, **options: Any) -> None:
-        self.notify(method, None, *values)
+    async def call(self, method: str, arguments: Any, *limits: Any, **options: Any) -> None:
+        self.notify(method, None, *arguments)
 
     def send(self, message: Message) -> None:
         self.other.handle(message)

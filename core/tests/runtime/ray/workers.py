@@ -66,7 +66,7 @@ COUNTER = Contract(Counter)
 async def make_counter(stack: AsyncExitStack, start: int = 0) -> Mapping[str, Service]:
     counter = Counter(start)
     stack.push_async_callback(counter.close)
-    return {"worker": Service(target=counter, contract=COUNTER)}
+    return {"worker": Service(target=counter, contract=Contract(Counter))}
 
 
 async def make_failure(stack: AsyncExitStack) -> Mapping[str, Service]:

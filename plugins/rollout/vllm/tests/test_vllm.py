@@ -88,7 +88,7 @@ def test_a_core_that_dies_is_named_and_nothing_is_left(kept: Kept) -> None:
             health = await server.health()
             assert not health.healthy
             assert "vLLM" in health.detail
-            await process.connection.leave("was left")
+            process.connection.end("was left")
             process.end()
             return {each for each, descriptor in watched.items() if not select.select([descriptor], [], [], 10.0)[0]}
         finally:
