@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from jackfield.errors import CODES, JackfieldError
+from jackfield.errors import JackfieldError
 
 #: Of the core that is under test, be it the source tree's or an installed wheel's.
 PACKAGE = Path(find_spec("jackfield").origin).parent  # type: ignore[union-attr, arg-type]
@@ -109,48 +111,44 @@ def _like_ruff(names: list[str]) -> list[str]:
     return sorted(names, key=lambda name: (0 if name.isupper() else 1 if name[:1].isupper() else 2, name))
 
 
-def test_every_code_that_is_raised_is_listed():
-    unlisted = {
-        f"{path.name}:{node.value.lineno}: {node.value.value}"
-        for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.keyword)
-        and node.arg == "code"
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-        and node.value.value not in CODES
-    }
-    assert set() == unlisted
+PLUGINS = [file for top in ("plugins", "tests/conformance") for file in REPOSITORY.glob(f"{top}/**/src/**/*.py")]
 
 
-def test_every_listed_code_is_used():
-    """By the core, or by a package of this repository; a code for nobody is a promise for nothing."""
-    errors = PACKAGE / "errors.py"
-    plugins = [path for top in ("plugins", "tests/conformance") for path in REPOSITORY.glob(f"{top}/**/src/**/*.py")]
-    used: set[str] = set()
-    for path in (*SOURCES, *plugins):
-        if path != errors:
-            used |= literals(path)
-    defaults = {
-        keyword.value.value
-        for node in ast.walk(ast.parse(errors.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ClassDef)
-        for keyword in node.keywords
-        if keyword.arg == "code" and isinstance(keyword.value, ast.Constant)
-    }
-    defaults.add(JackfieldError.default_code)
-    assert set() == set(CODES) - used - defaults
-
-
-def test_every_code_is_documented():
+@pytest.fixture(scope="module")
+def error_page() -> str:
     page = REPOSITORY / "docs" / "reference" / "errors.md"
     if not page.is_file():
         pytest.skip("the documentation is not beside this package")
-    text = page.read_text(encoding="utf-8")
-    assert [] == [code for code in CODES if f"`{code}`" not in text]
+    return page.read_text(encoding="utf-8")
 
 
-def test_codes_are_slugs_with_a_sentence():
-    for code, sentence in CODES.items():
-        assert all(part.replace("-", "").isalpha() and part.islower() for part in code.split(".")), code
-        assert sentence.endswith("."), code
+def test_the_page_of_errors_lists_the_codes_that_are_raised(error_page: str):
+    """By the core, or by a package of this repository; a code for nobody is a promise for nothing."""
+    listed = re.findall(r"^\| `([a-z-]+(?:\.[a-z-]+)?)` \| .*\. \|$", error_page, re.M)
+    assert len(listed) == len(set(listed)) > 90
+    raised, used = set(), set()
+    for path in (*SOURCES, *PLUGINS):
+        used |= literals(path)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.keyword) and node.arg == "code" and isinstance(node.value, ast.Constant):
+                raised.add(node.value.value)
+    assert set() == {code for code in raised if isinstance(code, str)} - set(listed)
+    assert set() == set(listed) - used
+
+
+def test_the_page_of_errors_has_the_tree_of_classes(error_page: str):
+    rows = re.findall(r"^\| ((?:&emsp;)*)`([A-Za-z]+)` \| (.*) \| `(.*)` \|$", error_page, re.M)
+    assert [(len(cls.__mro__) - 4, cls.__name__, summary(cls), cls.default_code) for cls in tree(JackfieldError)] == [
+        (indent.count(";"), name, text, code) for indent, name, text, code in rows
+    ]
+
+
+def tree(cls: type[JackfieldError]) -> Iterator[type[JackfieldError]]:
+    yield cls
+    for child in cls.__subclasses__():
+        if child.__module__ == "jackfield.errors":
+            yield from tree(child)
+
+
+def summary(cls: type) -> str:
+    return (cls.__doc__ or "").strip().splitlines()[0]
