@@ -66,7 +66,7 @@ def reference() -> str:
     registry = discover()
     for record in registry.records():
         if record.distribution == "jackfield" or (record.kind, record.name) == ("reward", "function"):
-            settings = registry.settings_class(record.kind, record.name)
+            settings = record.settings_class
             title = f"`{record.kind}: {{name: {record.name}}}`"
             lines += _section(title, settings, record.kind, level=3)
     return "\n".join(lines)

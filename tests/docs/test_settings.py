@@ -30,7 +30,7 @@ def test_every_setting_of_an_installed_plugin_says_what_it_is_for() -> None:
     silent = [
         f"{record.label}: {field.name}"
         for record in registry.records()
-        for field in attrs.fields(registry.settings_class(record.kind, record.name))
+        for field in attrs.fields(record.settings_class)
         if not field.metadata.get("help")
     ]
     assert [] == silent
@@ -44,7 +44,7 @@ def test_every_setting_is_read_by_something() -> None:
     """Each field of the configuration, and of a plugin's own, is read somewhere in the packages."""
     registry, root = discover(), Path(__file__).parents[2]
     classes: list[type] = [RunConfig]
-    classes += [registry.settings_class(record.kind, record.name) for record in registry.records()]
+    classes += [record.settings_class for record in registry.records()]
     settings = {name for cls in classes for name in _settings(cls)}
     sources = [*root.glob("core/src/**/*.py"), *root.glob("plugins/*/*/src/**/*.py")]
     read = {name for source in sources for name in _read(ast.parse(source.read_text(encoding="utf-8")))}

@@ -16,9 +16,9 @@ from jackfield.cli import main
 from jackfield.compose.checks import interpreters
 from jackfield.config import RunConfig, make_config
 from jackfield.errors import ConfigError, JackfieldError, PluginError
-from jackfield.plugins import discover, environments
-from jackfield.plugins.environments import EnvironmentSettings, create_environment
-from jackfield.plugins.interpreters import environment_python
+from jackfield.plugins import discover
+from jackfield.plugins import interpreters as plugin_interpreters
+from jackfield.plugins.interpreters import EnvironmentSettings, create_environment, environment_python
 
 #: Uses only plugins of the core; a rollout server is not found unless a test asks for it.
 PLAIN = {"model": {"path": "nowhere"}, "reward": "function", "agent": "none", "engine": "none"}
@@ -84,7 +84,7 @@ def test_an_environment_is_made_once_and_again_when_its_plan_changes(
 ) -> None:
     """Extra packages are removed, only a new wheel is installed again, and a failure is named."""
     comes, other = tiny
-    monkeypatch.setattr(environments, "requirement_as_installed", lambda name: [comes])
+    monkeypatch.setattr(plugin_interpreters, "requirement_as_installed", lambda name: [comes])
     monkeypatch.setattr("importlib.metadata.requires", lambda name: None)
     folder = tmp_path / "made"
     settings = EnvironmentSettings(requires=(other,), uninstall=("other",))

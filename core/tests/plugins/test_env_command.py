@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from jackfield.cli import main
-from jackfield.plugins import environments
+from jackfield.plugins import interpreters
 
 PARTS = {
     "engine": "some_engine",
@@ -34,7 +34,7 @@ def file(site: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         python.chmod(0o755)
         return True
 
-    monkeypatch.setattr(environments, "create_environment", make)
+    monkeypatch.setattr(interpreters, "create_environment", make)
     for kind, name in PARTS.items():
         if name != "far":
             site.install(name, kind=kind)

@@ -34,7 +34,7 @@ def test_wrong_settings_are_refused_with_their_path(site):
 
 def test_the_config_class_is_had_without_importing_the_object(site):
     package = site.install("good", modules={"plugin.py": "raise RuntimeError('imported')"})
-    assert "Config" == discover().settings_class("reward", "good").__name__
+    assert "Config" == discover().resolve("good").settings_class.__name__
     assert f"{package}.plugin" not in sys.modules
 
 
@@ -139,13 +139,13 @@ def test_an_object_that_does_not_exist_is_told_from_a_failed_import(site, old: s
 def test_a_config_that_is_not_a_frozen_attrs_class_is_refused(site, config: str):
     site.install("bad", modules={"config.py": config})
     with pytest.raises(PluginError) as caught:
-        discover().settings_class("reward", "bad")
+        assert discover().resolve("bad").settings_class
     assert "plugin.config-class" == caught.value.code
 
 
 def test_a_frozen_config_without_fields_is_fine(site):
     site.install("good", modules={"config.py": "import attrs\n@attrs.frozen\nclass Config:\n    pass"})
-    assert "Config" == discover().settings_class("reward", "good").__name__
+    assert "Config" == discover().resolve("good").settings_class.__name__
 
 
 def test_a_class_that_does_not_fit_is_not_loaded(site):

@@ -86,8 +86,7 @@ def create(name: str, file: str, overrides: tuple[str, ...], deadline: float) ->
 
     from jackfield.config import load_config
     from jackfield.plugins import discover
-    from jackfield.plugins.environments import create_environment, requirement_as_installed
-    from jackfield.plugins.interpreters import environment_python, look
+    from jackfield.plugins.interpreters import create_environment, environment_python, look, requirement_as_installed
 
     config, registry, started = load_config(file, overrides), discover(), time.monotonic()
     if name not in config.environments:

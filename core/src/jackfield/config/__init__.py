@@ -84,7 +84,7 @@ def resolve_defaults(config: RunConfig) -> RunConfig:
 
 def _plugin_settings(config: RunConfig, kind: str, registry: Registry) -> Any:
     chosen: PluginSection = getattr(config, kind)
-    return structure(registry.settings_class(kind, chosen.name), chosen.settings, kind)
+    return structure(registry.resolve(chosen.name, kind).settings_class, chosen.settings, kind)
 
 
 def validate_plugins(config: RunConfig, registry: Registry) -> None:

@@ -14,7 +14,7 @@ from jackfield.abc.rollout import SamplingParams
 from jackfield.algorithms.settings import AlgorithmSettings, CriticSettings
 from jackfield.data.tasks import TaskFormat
 from jackfield.observe import ObserveSettings
-from jackfield.plugins.environments import EnvironmentSettings
+from jackfield.plugins.interpreters import EnvironmentSettings
 from jackfield.queue import Reuse, SamplerSpec
 from jackfield.settings import option
 

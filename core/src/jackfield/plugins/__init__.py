@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from jackfield.plugins.hooks import HookManager, hookimpl
 from jackfield.plugins.manifest import Manifest, require_capability
-from jackfield.plugins.registry import GROUPS, LoadedPlugin, PluginRecord, Registry, discover, installed, load_plugin
+from jackfield.plugins.registry import GROUPS, PluginRecord, Registry, discover, installed, load_plugin
 
 __all__ = [
     "GROUPS",
     "HookManager",
-    "LoadedPlugin",
     "Manifest",
     "PluginRecord",
     "Registry",

@@ -17,8 +17,8 @@ from __future__ import annotations
 import contextvars
 import functools
 import re
-from collections.abc import Callable, Generator, Iterable, Mapping
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -159,8 +159,8 @@ class CheckpointSaved(Event):
 
 
 HookSpecs = type("HookSpecs", (), dict(HOOKS))
-#: state of the current hook call; a nested hook call has its own
-_FAILURES: contextvars.ContextVar[list[tuple[str, Exception]]] = contextvars.ContextVar("failures")
+#: exceptions of the current hook call, and before them those of the calls around it
+_FAILURES: contextvars.ContextVar[tuple[list[tuple[str, Exception]], ...]] = contextvars.ContextVar("failures")
 
 
 class HookManager(pluggy.PluginManager):
@@ -180,7 +180,7 @@ class HookManager(pluggy.PluginManager):
     def __init__(self, hook_objects: Iterable[object] = (), manifests: Iterable[Manifest] = ()) -> None:
         super().__init__("jackfield")
         self.add_hookspecs(HookSpecs)
-        super().register(_REPORTERS, "jackfield.reporters")
+        self.add_hookcall_monitoring(_begin, _end)
         modules: dict[str, ModuleType] = {}
         for manifest in manifests:
             if manifest.hooks is not None and manifest.hooks not in modules:
@@ -219,34 +219,28 @@ def _guard(function: Callable[..., Any], label: str) -> Callable[..., Any]:
         try:
             return function(*args)
         except Exception as error:
-            _FAILURES.get().append((label, error))
+            _FAILURES.get()[-1].append((label, error))
             return None
 
     return call
 
 
-def _reporter(hook: str) -> Callable[[], Generator[None, Any, Any]]:
-    """Return the outermost wrapper of a hook, which raises the recorded exceptions."""
+def _begin(*_: Any) -> None:
+    _FAILURES.set((*_FAILURES.get(()), []))
 
-    def report() -> Generator[None, Any, Any]:
-        failures: list[tuple[str, Exception]] = []
-        token = _FAILURES.set(failures)
-        try:
-            result = yield
-        finally:
-            _FAILURES.reset(token)
-        if not failures:
-            return result
-        first = failures[0][1]
-        if len(failures) == 1 and isinstance(first, JackfieldError):
-            raise first
+
+def _end(outcome: pluggy.Result[Any], hook: str, *_: Any) -> None:
+    """Make a hook call raise the exceptions that its implementations raised."""
+    *outer, failures = _FAILURES.get()
+    _FAILURES.set(tuple(outer))
+    if not failures or outcome.exception is not None:
+        return
+    raised = failures[0][1]
+    if len(failures) > 1 or not isinstance(raised, JackfieldError):
         names = ", ".join(label for label, _ in failures)
         texts = (f"{type(e).__name__}: {e.message if isinstance(e, JackfieldError) else e}" for _, e in failures)
         fix = "correct or remove what implements the hook; all other implementations were called"
         details = {"where": names, "found": "; ".join(texts), "fix": fix}
-        raise PluginError(f"the hook {hook} failed in {names}", code="plugin.hook-failed", **details) from first
-
-    return report
-
-
-_REPORTERS = SimpleNamespace(**{name: hookimpl(wrapper=True, tryfirst=True)(_reporter(name)) for name in HOOKS})
+        error = PluginError(f"the hook {hook} failed in {names}", code="plugin.hook-failed", **details)
+        error.__cause__, raised = raised, error
+    outcome.force_exception(raised)

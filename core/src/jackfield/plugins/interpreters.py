@@ -1,4 +1,4 @@
-"""Interpreters in which plugins run: find them, inspect them, and run them as children with a deadline.
+"""Interpreters in which plugins run: create, find and inspect them, and run them as children with a deadline.
 
 :func:`look` asks an interpreter, in one child process, for its versions, the plugin that it would run and missing
 requirements. A process that will load a plugin first reports the same (see :func:`introduce`), before it imports the
@@ -9,27 +9,31 @@ behind only costs its deadline.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import importlib.metadata
 import json
 import os
-import platform
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import attrs
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import jackfield
-from jackfield.abc import ABI_VERSIONS
-from jackfield.errors import JackfieldError, PluginError, PluginImportError, error_fields, rebuilt_error
+from jackfield.errors import JackfieldError, PluginError, PluginImportError, error_fields
 from jackfield.plugins.hooks import HookManager
-from jackfield.plugins.registry import PluginRecord, discover
+from jackfield.plugins.registry import PluginRecord, discover, introduce, rebuilt, refusals
 from jackfield.plugins.structure import structure_problems
+from jackfield.settings import option
 
 #: Code that runs on any Python 3 without installed packages.
 _PROGRAM = """
@@ -56,6 +60,22 @@ _UNKNOWN: Mapping[str, str | None] = {"jackfield": None, "torch": None, "ray": N
 #: Packages that a settings module must not import: a process that reads a configuration may not have them.
 _HEAVY = ("torch", "ray")
 _KEPT_BYTES = 1_000_000  #: bytes of a child's output
+_STAMP = "jackfield-environment.json"  #: file that describes how an environment was made
+
+
+@attrs.frozen(kw_only=True)
+class EnvironmentSettings:
+    """The settings of an environment of ``jackfield env create``, which gets Jackfield and plugins."""
+
+    folder: str | None = option(None, "folder of the environment; null: environments/NAME")
+    python: str | None = option(None, "the interpreter that creates it; null: the one that runs Jackfield")
+    requires: tuple[str, ...] = option((), "requirements that pip installs there")
+    constraints: str | None = option(None, "a constraints file for pip")
+    uninstall: tuple[str, ...] = option((), "packages that are removed afterwards if a dependency installed them")
+
+    def path(self, name: str) -> Path:
+        """Return the folder of the environment of this name."""
+        return Path(self.folder or Path("environments", name)).expanduser()
 
 
 @attrs.frozen(kw_only=True)
@@ -70,13 +90,11 @@ class ChildResult:
     @property
     def ending(self) -> str:
         """A description of the end, with the last line of stderr."""
-        words = [f"exit code {self.returncode}"]
-        if self.returncode is None:
-            words = [f"no end within {self.seconds:.1f} s"]
-        elif self.returncode < 0:
-            words = [f"killed by {signal.Signals(-self.returncode).name}"]
+        how = f"exit code {self.returncode}" if self.returncode is not None else f"no end within {self.seconds:.1f} s"
+        if self.returncode is not None and self.returncode < 0:
+            how = f"killed by {signal.Signals(-self.returncode).name}"
         lines = [line.strip() for line in self.stderr.splitlines() if line.strip()]
-        return ", ".join([*words, *lines[-1:]])
+        return ", ".join([how, *lines[-1:]])
 
 
 @attrs.frozen(kw_only=True)
@@ -159,15 +177,11 @@ def run_child(python: str, arguments: Sequence[str], deadline: float) -> ChildRe
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()  # it was killed, so this returns
-        seconds = time.monotonic() - started
-        return ChildResult(returncode=returncode, stdout=_read(stdout), stderr=_read(stderr), seconds=seconds)
-
-
-def _read(file: IO[bytes]) -> str:
-    """Read the end of a child's output."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - _KEPT_BYTES))
-    return file.read().decode(errors="replace")
+        seconds, texts = time.monotonic() - started, []
+        for file in (stdout, stderr):
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _KEPT_BYTES))
+            texts.append(file.read().decode(errors="replace"))
+        return ChildResult(returncode=returncode, stdout=texts[0], stderr=texts[1], seconds=seconds)
 
 
 def look(
@@ -218,57 +232,19 @@ def _unfit(path: str, said: Mapping[str, Any], result: ChildResult) -> PluginErr
 def _problems(
     record: PluginRecord, path: str, said: Mapping[str, Any], result: ChildResult
 ) -> Iterator[JackfieldError]:
-    """Return the problems of a plugin that a child reported, or the stage at which the child ended."""
+    """Yield the problems of a plugin that a child reported, or the stage at which the child ended."""
     if "introduction" not in said:
         release = f"jackfield=={jackfield.__version__}"
         found, fix = f"jackfield {said['versions']['jackfield']}; {result.ending}", f"{path} -m pip install {release}"
         yield _unusable(path, "does not say what it would run", found, expected=release, fix=fix)
     elif "problems" in said:
-        yield from _refusals(record, said["introduction"], path)
-        yield from (_rebuilt(fields, path) for fields in said["problems"])
+        yield from refusals(record, said["introduction"], path)
+        yield from (rebuilt(fields, path) for fields in said["problems"])
     else:
         late, expected = result.returncode is None, "an import that ends, and leaves the interpreter alive"
         message = f"{said['stage']} did not end in time" if late else f"{said['stage']} ended the interpreter"
         fix = "correct the plugin's module" + ("; raise --deadline if it is only slow" if late else "")
         yield PluginImportError(message, where=record.label, expected=expected, found=result.ending, fix=fix)
-
-
-def check_introduction(record: PluginRecord, said: Mapping[str, Any], python: str) -> None:
-    """Check that a process of the interpreter ``python`` has the same plugin and Jackfield as this one.
-
-    The versions must be equal, because settings are checked here and used there, and the manifest that is read here
-    must apply there.
-
-    Raises:
-        PluginError: ``plugin.handshake``, ``plugin.requirement``, or the error of the manifest's check there.
-    """
-    for problem in _refusals(record, said, python):
-        raise problem
-
-
-def _refusals(record: PluginRecord, said: Mapping[str, Any], python: str) -> Iterator[JackfieldError]:
-    wanted = {"jackfield": jackfield.__version__, "abi": ABI_VERSIONS[record.kind], "plugin": _identity(record)}
-    different = [name for name in wanted if said.get(name) != wanted[name] and (name != "plugin" or said.get(name))]
-    if different:
-        releases = f"jackfield=={jackfield.__version__} {record.distribution}=={record.version}"
-        yield PluginError(
-            f"the interpreter {python} has another {' and '.join(different)} than this one",
-            code="plugin.handshake",
-            where=record.label,
-            expected={name: wanted[name] for name in different},
-            found={name: said.get(name) for name in different},
-            fix=f"{python} -m pip install {releases}, or the same versions here",
-        )
-    yield from (_rebuilt(fields, python) for fields in said.get("problems", ()))
-
-
-def _rebuilt(fields: Mapping[str, Any], python: str) -> JackfieldError:
-    """Return the error that an interpreter reported."""
-    error = rebuilt_error(fields, python)
-    if os.path.abspath(python) != os.path.abspath(sys.executable):
-        error.message = f"the interpreter {python} refuses the plugin: {error.message}"
-        error.fix = f"in {python}: {error.fix or 'install the plugin there'}"
-    return error
 
 
 def _unusable(path: str, what: str, found: str, **details: Any) -> PluginError:
@@ -277,32 +253,10 @@ def _unusable(path: str, what: str, found: str, **details: Any) -> PluginError:
     return PluginError(f"the interpreter {path} {what}", found=found, **given)
 
 
-def introduce(kind: str, name: str) -> dict[str, Any]:
-    """Return JSON-ready facts about this process and the plugin that it would load, without importing it.
-
-    ``problems`` has the errors of the check of the plugin's manifest and the missing requirements.
-    """
-    found = {"pid": os.getpid(), "python": platform.python_version(), "jackfield": jackfield.__version__}
-    plugin, problems = None, list[JackfieldError]()
-    try:
-        record = discover().resolve(name, kind)
-        plugin = _identity(record)
-        problems.extend(record.usable().missing(record.label))
-    except JackfieldError as error:
-        problems.append(error)
-    described = [error_fields(problem) for problem in problems]
-    return {**found, "abi": ABI_VERSIONS.get(kind), "plugin": plugin, "problems": described}
-
-
-def _identity(record: PluginRecord) -> dict[str, Any]:
-    found = {name: getattr(record, name) for name in ("distribution", "version", "abi")}
-    return {**found, "capabilities": dict(record.usable().capabilities)}
-
-
 def main(kind: str, name: str, *importing: str) -> None:
     """Answer :func:`look` in JSON lines and end this process, even if the plugin has running threads.
 
-    The plugin's own output goes to stderr.
+    Each stage that may hang or crash is reported before it begins. The plugin's own output goes to stderr.
     """
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -315,7 +269,20 @@ def main(kind: str, name: str, *importing: str) -> None:
     say(introduction=said)
     try:
         if importing and not said["problems"]:
-            problems.extend(_try(kind, name, say))
+            record = discover().resolve(name, kind)
+            manifest = record.usable()
+            say(stage=f"importing {manifest.config.partition(':')[0]}")
+            assert record.settings_class
+            if loaded := " and ".join(name for name in _HEAVY if name in sys.modules):
+                message, expected = f"importing the config {manifest.config} loads {loaded}", "a module without both"
+                fix = "move the config class to a module, in a package, that imports nothing heavy"
+                details = {"where": record.label, "expected": expected, "found": f"{loaded} in sys.modules"}
+                problems.append(PluginError(message, code="plugin.config-class", fix=fix, **details))
+            say(stage=f"importing {manifest.object.partition(':')[0]}")
+            problems.extend(structure_problems(kind, record.imported(manifest.object), record.label))
+            if manifest.hooks is not None:
+                say(stage=f"importing {manifest.hooks}")
+                HookManager((), [manifest])
     except JackfieldError as error:
         problems.append(error)
     say(problems=[error_fields(problem) for problem in problems])
@@ -324,26 +291,90 @@ def main(kind: str, name: str, *importing: str) -> None:
     os._exit(0)
 
 
-def _try(kind: str, name: str, say: Callable[..., None]) -> Iterator[PluginError]:
-    """Import a plugin and yield its problems. Each stage that may hang or crash is reported before it begins."""
-    registry = discover()
-    record = registry.resolve(name, kind)
-    manifest = record.usable()
-    say(stage=f"importing {manifest.config.partition(':')[0]}")
-    registry.settings_class(kind, name)
-    loaded = " and ".join(name for name in _HEAVY if name in sys.modules)
-    if loaded:
-        message, found = f"importing the config {manifest.config} loads {loaded}", f"{loaded} in sys.modules"
-        fix = "move the config class to a module, in a package, that imports nothing heavy"
-        details = {
-            "where": record.label,
-            "expected": "a config module that imports neither",
-            "found": found,
-            "fix": fix,
-        }
-        yield PluginError(message, code="plugin.config-class", **details)
-    say(stage=f"importing {manifest.object.partition(':')[0]}")
-    yield from structure_problems(kind, record.load("object"), record.label)
-    if manifest.hooks is not None:
-        say(stage=f"importing {manifest.hooks}")
-        HookManager((), [manifest])
+def create_environment(settings: EnvironmentSettings, folder: Path, installed: Sequence[str], seconds: float) -> bool:
+    """Create an environment unless it already exists as described. The output of pip goes to stderr.
+
+    If only distributions that are copied from here have changed, only these are installed again. An incomplete
+    environment, or one with other settings, is created again; any other folder is not touched.
+
+    Args:
+        settings: The description of the environment.
+        folder: The folder of the environment.
+        installed: Distributions that are installed in the same way as in this interpreter.
+        seconds: The deadline of the whole creation.
+
+    Returns:
+        Whether the environment was changed.
+
+    Raises:
+        PluginError: ``plugin.environment``, with the step that failed; ``plugin.interpreter``.
+    """
+    base = resolve_interpreter(settings.python, "environments.*.python")
+    installed = _with_local(installed)
+    ours = [part for name in installed for part in requirement_as_installed(name)]
+    wheels = [hashlib.sha256(Path(part).read_bytes()).hexdigest() for part in ours if Path(part).is_file()]
+    requires = sorted(line for name in installed for line in importlib.metadata.requires(name) or ())
+    constraints = None if settings.constraints is None else Path(settings.constraints).read_text(encoding="utf-8")
+    plan = [base, sys.version, settings.requires, settings.uninstall, constraints, installed, requires]
+    wanted = json.dumps({"plan": plan, "installed": [*ours, *wheels]}, indent=1)
+    stamp = folder / _STAMP
+    made = json.loads(stamp.read_text(encoding="utf-8")) if stamp.is_file() else {}
+    if made == json.loads(wanted):
+        return False
+    if folder.exists() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").is_file():
+        message, expected = (
+            "the folder of an environment is something else",
+            "no folder, an empty one, or an environment",
+        )
+        fix = "name another folder in the configuration"
+        raise PluginError(message, code="plugin.environment", where=str(folder), expected=expected, fix=fix)
+    pip = [environment_python(folder), "-m", "pip", "--disable-pip-version-check"]
+    keep = [] if settings.constraints is None else ["--constraint", settings.constraints]
+    steps = [[*pip, "install", "--force-reinstall", "--no-deps", *ours]]
+    stamp.unlink(missing_ok=True)
+    if made.get("plan") != json.loads(wanted)["plan"]:
+        shutil.rmtree(folder, ignore_errors=True)
+        steps = [[base, "-m", "venv", str(folder)], [*pip, "install", *keep, *settings.requires, *ours]]
+        steps += [[*pip, "uninstall", "--yes", *settings.uninstall]] if settings.uninstall else []
+    ends = time.monotonic() + seconds
+    for step in steps:
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": sys.stderr, "env": environment_of(step[0])}
+        try:
+            code = subprocess.run(step, timeout=max(ends - time.monotonic(), 0.1), check=False, **streams).returncode
+            found = f"exit code {code}; what it printed is above"
+        except subprocess.TimeoutExpired:
+            code, found = None, "no end within the deadline"
+        if code != 0:
+            expected = f"`{' '.join([os.path.basename(step[0]), *step[1:]])}` to end well"
+            fix = "correct the environment in the configuration, or raise --deadline, and give the same command again"
+            details = {"where": str(folder), "expected": expected, "found": found, "fix": fix}
+            raise PluginError("an environment cannot be made", code="plugin.environment", **details)
+    stamp.write_text(wanted, encoding="utf-8")
+    return True
+
+
+def requirement_as_installed(name: str) -> list[str]:
+    """Return pip's arguments to install a distribution as it is here, or raise ``plugin.requirement``."""
+    try:
+        distribution = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise PluginError(f"{name} is not installed in this interpreter", where=sys.executable) from error
+    origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+    url = origin.get("url", "")
+    if not url.startswith("file:"):
+        return [f"{distribution.name}=={distribution.version}"]
+    path = unquote(urlsplit(url).path)
+    return ["--editable", path] if origin.get("dir_info", {}).get("editable") else [path]
+
+
+def _with_local(names: Sequence[str]) -> list[str]:
+    """Add required distributions that are installed here from local files, since no index may have them."""
+    found = list(names)
+    for name in found:  # it grows during the loop
+        for line in importlib.metadata.requires(name) or ():
+            required = Requirement(line)
+            known = canonicalize_name(required.name) in map(canonicalize_name, found)
+            with contextlib.suppress(PluginError):
+                if not known and required.marker is None and "==" not in requirement_as_installed(required.name)[-1]:
+                    found.append(required.name)
+    return found

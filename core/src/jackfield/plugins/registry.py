@@ -12,9 +12,11 @@ import difflib
 import functools
 import importlib.metadata
 import importlib.util
+import os
+import platform
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -22,8 +24,17 @@ from typing import Any, Literal
 
 import attrs
 
-from jackfield.abc import KINDS
-from jackfield.errors import JackfieldError, PluginError, PluginImportError, PluginNotFound, did_you_mean
+import jackfield
+from jackfield.abc import ABI_VERSIONS, KINDS
+from jackfield.errors import (
+    JackfieldError,
+    PluginError,
+    PluginImportError,
+    PluginNotFound,
+    did_you_mean,
+    error_fields,
+    rebuilt_error,
+)
 from jackfield.imports import collection_paused
 from jackfield.plugins.manifest import Manifest, check_abi, invalid_manifest, parse_manifest
 from jackfield.plugins.structure import check_settings_class, structure_problems
@@ -39,7 +50,7 @@ _DISTRIBUTION_WORD = {"transfer_queue": "transport", "checkpoint_engine": "trans
 
 @attrs.frozen(kw_only=True)
 class PluginRecord:
-    """One installed plugin, usable or not."""
+    """One installed plugin, usable or not. Its class and its settings class are imported at their first use."""
 
     name: str
     kind: str
@@ -73,6 +84,11 @@ class PluginRecord:
             "description": self.manifest.description if self.manifest else "",
         }
 
+    def identity(self) -> dict[str, Any]:
+        """Return what must be equal in every process that loads the plugin, as plain values."""
+        found = {name: getattr(self, name) for name in ("distribution", "version", "abi")}
+        return {**found, "capabilities": dict(self.usable().capabilities)}
+
     def usable(self) -> Manifest:
         """Return the manifest of a usable plugin, or raise the error of a broken one."""
         if self.error is not None:
@@ -80,9 +96,8 @@ class PluginRecord:
         assert self.manifest is not None, "a record that is not broken has a manifest"
         return self.manifest
 
-    def load(self, key: Literal["object", "config"]) -> Any:
-        """Import the object of a manifest's key, or raise ``plugin.object-missing`` or ``plugin.import``."""
-        reference = getattr(self.usable(), key)
+    def imported(self, reference: str) -> Any:
+        """Import the object ``package.module:Name``, or raise ``plugin.object-missing`` or ``plugin.import``."""
         module_name, _, attribute = reference.partition(":")
         module = import_module(module_name, self.usable(), self.label)
         try:
@@ -91,14 +106,18 @@ class PluginRecord:
             names = ", ".join(sorted(name for name in vars(module) if name[0] != "_"))
             raise _missing(f"object {reference}", self.label, f"the module has {names}") from error
 
+    @functools.cached_property
+    def cls(self) -> type:
+        """The plugin's class, which fits its contract. A ``PluginError`` is raised if it cannot be used."""
+        cls: type = self.imported(self.usable().object)
+        for problem in structure_problems(self.kind, cls, self.label):
+            raise problem
+        return cls
 
-@attrs.frozen
-class LoadedPlugin:
-    """A plugin that passed the checks of its manifest and its structure."""
-
-    manifest: Manifest
-    cls: type
-    settings_class: type
+    @functools.cached_property
+    def settings_class(self) -> type:
+        """The frozen attrs class of the plugin's settings. Only its module is imported."""
+        return check_settings_class(self.imported(self.usable().config), self.label)
 
     def build(self, settings: Mapping[str, Any], context: Any, where: str = "") -> Any:
         """Build the plugin's object.
@@ -111,12 +130,11 @@ class LoadedPlugin:
         return self.cls(structure(self.settings_class, settings, where), context)
 
 
+@attrs.frozen
 class Registry:
     """The plugins that were found, including broken ones."""
 
-    def __init__(self, records: Iterable[PluginRecord]) -> None:
-        self._records = tuple(records)
-        self._loaded: dict[tuple[str, str], LoadedPlugin] = {}
+    _records: tuple[PluginRecord, ...]
 
     def records(self, kind: str | None = None) -> tuple[PluginRecord, ...]:
         """Return all plugins, or those of one kind, including broken ones, sorted by kind and name."""
@@ -141,20 +159,11 @@ class Registry:
             raise PluginError(message, code="plugin.ambiguous", expected="one kind", found=", ".join(kinds), fix=fix)
         return matches[0]  # if there are several, each is broken
 
-    def load(self, kind: str, name: str) -> LoadedPlugin:
+    def load(self, kind: str, name: str) -> PluginRecord:
         """Import a plugin and check its structure. Raise a ``PluginError`` if it cannot be used."""
-        if (kind, name) not in self._loaded:
-            record = self.resolve(name, kind)
-            cls = record.load("object")
-            for problem in structure_problems(kind, cls, record.label):
-                raise problem
-            self._loaded[kind, name] = LoadedPlugin(record.usable(), cls, self.settings_class(kind, name))
-        return self._loaded[kind, name]
-
-    def settings_class(self, kind: str, name: str) -> type:
-        """Return the class of a plugin's settings, as :meth:`load` does, but import only its module."""
         record = self.resolve(name, kind)
-        return check_settings_class(record.load("config"), record.label)
+        record.cls, record.settings_class  # noqa: B018 - the first use imports and checks them
+        return record
 
     def _not_found(self, kind: str | None, name: str) -> PluginNotFound:
         if kind is not None and kind not in KINDS:
@@ -183,17 +192,15 @@ def discover(path: Sequence[str] | None = None) -> Registry:
     """
     importlib.invalidate_caches()  # a plugin may have been installed since the last search
     found = sorted(_installed(path), key=lambda record: (KINDS.index(record.kind), record.name, record.distribution))
-    providers = defaultdict[str, list[str]](list)
-    for record in found:
-        providers[f"{record.kind} '{record.name}'"].append(f"{record.distribution} {record.version}")
     for number, record in enumerate(found):
-        what = f"{record.kind} '{record.name}'"
-        same, fix = providers[what], "uninstall all but one of them"
+        key, what = (record.kind, record.name), f"{record.kind} '{record.name}'"
+        same = [f"{each.distribution} {each.version}" for each in found if (each.kind, each.name) == key]
         if record.error is None and len(same) > 1:
-            details: dict[str, Any] = {"where": what, "expected": "one", "found": ", ".join(same), "fix": fix}
-            error = PluginError(f"{len(same)} distributions provide the {what}", code="plugin.duplicate", **details)
+            details: dict[str, Any] = {"where": what, "expected": "one", "found": ", ".join(same)}
+            message, fix = f"{len(same)} distributions provide the {what}", "uninstall all but one of them"
+            error = PluginError(message, code="plugin.duplicate", fix=fix, **details)
             found[number] = attrs.evolve(record, error=error)
-    return Registry(found)
+    return Registry(tuple(found))
 
 
 @functools.cache
@@ -202,45 +209,40 @@ def installed() -> Registry:
     return discover()
 
 
-def load_plugin(kind: str, name: str) -> LoadedPlugin:
+def load_plugin(kind: str, name: str) -> PluginRecord:
     """Call :meth:`Registry.load` on this process's registry."""
     return installed().load(kind, name)
 
 
 def _installed(path: Sequence[str] | None) -> Iterator[PluginRecord]:
+    """Yield the plugins of each distribution. A bad line of an ``entry_points.txt`` does not hide others."""
     seen: set[str] = set()
+    kinds = {group: kind for kind, group in GROUPS.items()}
     search: dict[str, Any] = {} if path is None else {"path": list(path)}
     for distribution in importlib.metadata.distributions(**search):
         text = distribution.read_text("entry_points.txt") or ""
         if "jackfield." not in text:  # true for nearly all; parsing metadata takes most of the time
             continue
-        name = version = "unknown"
+        project = version = "unknown"
         with contextlib.suppress(Exception):  # damaged metadata: still shown
-            name, version = str(distribution.metadata["Name"]), str(distribution.metadata["Version"])
-        records = list(_parse(text, name, version, path))
-        key = re.sub(r"[-_.]+", "-", name).lower()
+            project, version = str(distribution.metadata["Name"]), str(distribution.metadata["Version"])
+        key, group, records = re.sub(r"[-_.]+", "-", project).lower(), "", list[PluginRecord]()
+        for line in map(str.strip, text.splitlines()):
+            if line.startswith("[") and line.endswith("]"):
+                group = line[1:-1].strip()
+            elif line and not line.startswith(("#", ";")) and group.startswith("jackfield."):
+                name, _, value = (part.strip() for part in line.partition("="))
+                for likely in difflib.get_close_matches(group, kinds, n=1, cutoff=0.85):  # include misspelt groups
+                    record = PluginRecord(name=name, kind=kinds[likely], distribution=project, version=version)
+                    try:
+                        record = attrs.evolve(record, manifest=_manifest(record, group, value, path))
+                        check_abi(record.kind, str(record.abi), record.label)
+                    except JackfieldError as error:  # a problem of one plugin does not affect others
+                        record = attrs.evolve(record, error=error)
+                    records.append(record)
         if records and key not in seen:  # the first on the path takes precedence, as in an import
             seen.add(key)
             yield from records
-
-
-def _parse(text: str, distribution: str, version: str, path: Sequence[str] | None) -> Iterator[PluginRecord]:
-    """Parse our groups of an ``entry_points.txt`` line by line, so that a bad line does not hide others."""
-    group = ""
-    kinds = {group: kind for kind, group in GROUPS.items()}
-    for line in map(str.strip, text.splitlines()):
-        if line.startswith("[") and line.endswith("]"):
-            group = line[1:-1].strip()
-        elif line and not line.startswith(("#", ";")) and group.startswith("jackfield."):
-            name, _, value = (part.strip() for part in line.partition("="))
-            for likely in difflib.get_close_matches(group, kinds, n=1, cutoff=0.85):  # include misspelt groups
-                record = PluginRecord(name=name, kind=kinds[likely], distribution=distribution, version=version)
-                try:
-                    record = attrs.evolve(record, manifest=_manifest(record, group, value, path))
-                    check_abi(record.kind, str(record.abi), record.label)
-                except JackfieldError as error:  # a problem of one plugin does not affect others
-                    record = attrs.evolve(record, error=error)
-                yield record
 
 
 def _manifest(record: PluginRecord, group: str, value: str, path: Sequence[str] | None) -> Manifest:
@@ -263,6 +265,56 @@ def _manifest(record: PluginRecord, group: str, value: str, path: Sequence[str] 
     fix = f"reinstall {record.distribution}; its author has to ship {parts['file']} in the wheel"
     details = {"where": where, "expected": expected, "found": f"no such {'file' if places else 'package'}", "fix": fix}
     raise PluginError("a manifest is not there", code="plugin.manifest-missing", **details)
+
+
+def introduce(kind: str, name: str) -> dict[str, Any]:
+    """Return JSON-ready facts about this process and the plugin that it would load, without importing it.
+
+    ``problems`` has the errors of the check of the plugin's manifest and the missing requirements.
+    """
+    found = {"pid": os.getpid(), "python": platform.python_version(), "jackfield": jackfield.__version__}
+    plugin, problems = None, list[JackfieldError]()
+    try:
+        record = discover().resolve(name, kind)
+        plugin = record.identity()
+        problems.extend(record.usable().missing(record.label))
+    except JackfieldError as error:
+        problems.append(error)
+    described = [error_fields(problem) for problem in problems]
+    return {**found, "abi": ABI_VERSIONS.get(kind), "plugin": plugin, "problems": described}
+
+
+def refusals(record: PluginRecord, said: Mapping[str, Any], python: str) -> Iterator[JackfieldError]:
+    """Yield why a process of the interpreter ``python``, which :func:`introduce` described, cannot run a plugin.
+
+    The versions must be equal, because settings are checked here and used there, and the manifest that is read here
+    must apply there.
+
+    Yields:
+        ``plugin.handshake``, ``plugin.requirement``, or the error of the manifest's check there.
+    """
+    wanted = {"jackfield": jackfield.__version__, "abi": ABI_VERSIONS[record.kind], "plugin": record.identity()}
+    different = [name for name in wanted if said.get(name) != wanted[name] and (name != "plugin" or said.get(name))]
+    if different:
+        releases = f"jackfield=={jackfield.__version__} {record.distribution}=={record.version}"
+        yield PluginError(
+            f"the interpreter {python} has another {' and '.join(different)} than this one",
+            code="plugin.handshake",
+            where=record.label,
+            expected={name: wanted[name] for name in different},
+            found={name: said.get(name) for name in different},
+            fix=f"{python} -m pip install {releases}, or the same versions here",
+        )
+    yield from (rebuilt(fields, python) for fields in said.get("problems", ()))
+
+
+def rebuilt(fields: Mapping[str, Any], python: str) -> JackfieldError:
+    """Return the error that an interpreter reported."""
+    error = rebuilt_error(fields, python)
+    if os.path.abspath(python) != os.path.abspath(sys.executable):
+        error.message = f"the interpreter {python} refuses the plugin: {error.message}"
+        error.fix = f"in {python}: {error.fix or 'install the plugin there'}"
+    return error
 
 
 def find_package(package: str, path: Sequence[str] | None = None) -> ModuleSpec | None:

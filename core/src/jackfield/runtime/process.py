@@ -33,8 +33,8 @@ from jackfield.abc.rollout import (
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RolloutError
 from jackfield.imports import own_process
-from jackfield.plugins.interpreters import check_introduction, environment_of, introduce, resolve_interpreter
-from jackfield.plugins.registry import PluginRecord, load_plugin
+from jackfield.plugins.interpreters import environment_of, resolve_interpreter
+from jackfield.plugins.registry import PluginRecord, introduce, load_plugin, refusals
 from jackfield.rpc import Connection, Contract, Service, stub
 from jackfield.sdk.child import ChildProcess
 
@@ -171,7 +171,8 @@ class RolloutProcess(_Forwarding):
             host = stub(connection, "host", HOST, Host, self._seconds)
             found = await host.introduce(self._record.kind, self._record.name)
             introduced = True
-            check_introduction(self._record, found, self._python)
+            for problem in refusals(self._record, found, self._python):
+                raise problem
             await host.make(self._record.name, dict(self.config), self.context)
             return await self.remote().start()
         except BaseException as error:

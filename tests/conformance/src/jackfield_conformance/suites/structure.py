@@ -38,7 +38,7 @@ _IMPORT_CONFIG = """
 import sys
 from collections.abc import Callable
 from jackfield.plugins import discover
-discover().settings_class(sys.argv[1], sys.argv[2])
+discover().resolve(sys.argv[2], sys.argv[1]).settings_class
 print(",".join(sorted(set(sys.argv[3].split(",")) & set(sys.modules))))
 """
 
@@ -207,7 +207,7 @@ def _registry(subject: Subject) -> Registry:
 
 def _config_class(subject: Subject) -> type:
     try:
-        return _registry(subject).settings_class(subject.kind, subject.name)
+        return _registry(subject).resolve(subject.name, subject.kind).settings_class
     except JackfieldError as error:
         raise AssertionError(f"not looked at: the settings were refused ({error.code})") from None
 
