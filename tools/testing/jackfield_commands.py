@@ -37,7 +37,7 @@ IMPORTS = (
     "tensordict",
     "transformers.convert_slow_tokenizer",
     "transformers.models.qwen3.modeling_qwen3",
-    "jackfield.cli.run",
+    "jackfield.cli.commands",
     "jackfield.compose",
     "jackfield.queue.memory",
     "jackfield.weights.in_process",

@@ -1,4 +1,4 @@
-"""The command line. Each command is imported only when it is used.
+"""The command line. The commands are imported only when one is used.
 
 Exit codes: 0 success; 1 a Jackfield error, printed on stderr (with ``--json``: as an object on stdout); 2 wrong usage;
 130 interrupted by SIGINT.
@@ -31,14 +31,14 @@ __all__ = [
 
 #: The object that implements each command, and the command's line in ``jackfield --help``.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "run": ("jackfield.cli.run:run", "Run training from a config file."),
-    "replicas": ("jackfield.cli.run:replicas", "List, add or remove the replicas of an active run."),
-    "checkpoint": ("jackfield.cli.run:checkpoint", "List checkpoints and export models."),
+    "run": ("jackfield.cli.commands:run", "Run training from a config file."),
+    "replicas": ("jackfield.cli.commands:replicas", "List, add or remove the replicas of an active run."),
+    "checkpoint": ("jackfield.cli.commands:checkpoint", "List checkpoints and export models."),
     "queue": ("jackfield.cli.queue:queue", "Inspect, import, export and serve queues."),
-    "config": ("jackfield.cli.config:config", "Show, explain and validate a config file."),
-    "plugins": ("jackfield.cli.plugins:plugins", "List, check and create plugins."),
-    "env": ("jackfield.cli.config:env", "Create environments for workers."),
-    "algorithms": ("jackfield.cli.config:algorithms", "List algorithms and their parts."),
+    "config": ("jackfield.cli.commands:config", "Show, explain and validate a config file."),
+    "plugins": ("jackfield.cli.commands:plugins", "List, check and create plugins."),
+    "env": ("jackfield.cli.commands:env", "Create environments for workers."),
+    "algorithms": ("jackfield.cli.commands:algorithms", "List algorithms and their parts."),
 }
 
 _JSON = "jackfield.json"
@@ -63,12 +63,10 @@ class LazyGroup(click.Group):
         except ModuleNotFoundError as error:
             if error.name != "jackfield_conformance":
                 raise
-            missing, fix = "jackfield-conformance", f"{sys.executable} -m pip install jackfield-conformance"
-            message, details = (
-                f"jackfield {ctx.info_name} {cmd_name} needs {missing}",
-                {"found": "not installed", "fix": fix},
-            )
-            report(ctx, PluginError(message, where=sys.executable, expected=missing, **details), exit_code=2)
+            details = {"where": sys.executable, "expected": "jackfield-conformance", "found": "not installed"}
+            message = f"jackfield {ctx.info_name} {cmd_name} needs jackfield-conformance"
+            fix = f"{sys.executable} -m pip install jackfield-conformance"
+            report(ctx, PluginError(message, fix=fix, **details), exit_code=2)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -108,7 +106,7 @@ def report(ctx: click.Context, error: Exception, *, exit_code: int = 1) -> NoRet
 def show(found: Any, lines: Iterable[str]) -> None:
     """Print the result of a command as lines of text, or as JSON with ``--json``."""
     if click.get_current_context().meta.get(_JSON):
-        click.echo(json.dumps(found, indent=2))
+        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
     else:
         for line in lines:
             click.echo(line)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jackfield.cli import json_option
+from jackfield.cli import config_arguments, json_option
+from jackfield.cli import show as show_result
 from jackfield.errors import QueueError, RunError
 
 if TYPE_CHECKING:
@@ -37,17 +38,12 @@ def queue() -> None:
 @json_option
 def ls(folder: Path, partition: str | None, as_json: bool) -> None:
     """List samples with key, task, bytes, columns, and consumers that acknowledged them."""
-    samples = [
-        {**_plain(sample, "partition", "key", "batch", "task", "bytes", "acked_by"), "columns": sorted(sample.cells)}
-        for sample in _samples(folder, partition)
-    ]
-    if as_json:
-        _print_json(samples)
-        return
-    for sample in samples:
-        done = f"  acked by {', '.join(sample['acked_by'])}" if sample["acked_by"] else ""
-        shown = f"task {sample['task']}  {sample['bytes']} bytes  {', '.join(sample['columns'])}"
-        click.echo(f"{sample['key']}  {shown}{done}")
+    samples, lines = [], []
+    for sample in _samples(folder, partition):
+        columns, done = sorted(sample.cells), f"  acked by {', '.join(sample.acked_by)}" if sample.acked_by else ""
+        samples.append({**_plain(sample, "partition", "key", "batch", "task", "bytes", "acked_by"), "columns": columns})
+        lines.append(f"{sample.key}  task {sample.task}  {sample.bytes} bytes  {', '.join(columns)}{done}")
+    show_result(samples, lines)
 
 
 @queue.command()
@@ -63,19 +59,15 @@ def show(folder: Path, key: str, as_json: bool) -> None:
     if sample is None:
         raise QueueError(f"no sample {key!r} is in the checkpoint", code="queue.unknown-sample", where=str(folder))
     columns = {name: plain_values(cell) for name, cell in sample.cells.items()}
-    if as_json:
-        names = ("partition", "key", "group", "task", "batch", "tags", "acked_by")
-        _print_json({**_plain(sample, *names), "columns": columns})
-        return
-    click.echo(sample.key)
-    click.echo(f"  partition {sample.partition}, batch {sample.batch}, group {sample.group}, task {sample.task}")
-    for name, value in sample.tags.items():
-        click.echo(f"  tag {name}: {value}")
+    place = f"partition {sample.partition}, batch {sample.batch}, group {sample.group}, task {sample.task}"
+    lines = [sample.key, f"  {place}", *(f"  tag {name}: {value}" for name, value in sample.tags.items())]
     for name, cell in sorted(sample.cells.items()):
         values, kind = columns[name], ColumnType.parse(cell[0])
         cut = isinstance(values, list) and len(values) > _SHOWN and kind.kind != "json"
         shown = f"{json.dumps(values[:_SHOWN])[:-1]}, …]" if cut else json.dumps(values, ensure_ascii=False)
-        click.echo(f"  {name} ({kind.kind}, {kind.dtype}, {shape_of(cell)}): {shown}")
+        lines.append(f"  {name} ({kind.kind}, {kind.dtype}, {shape_of(cell)}): {shown}")
+    names = ("partition", "key", "group", "task", "batch", "tags", "acked_by")
+    show_result({**_plain(sample, *names), "columns": columns}, lines)
 
 
 @queue.command()
@@ -91,15 +83,13 @@ def stats(folder: Path, as_json: bool) -> None:
         partition["acked"].update(sample.acked_by)
         for name, (_, content) in sample.cells.items():
             partition["columns"].setdefault(name, Counter()).update(samples=1, bytes=len(content))
-    if as_json:
-        _print_json(counts)
-        return
+    lines = []
     for name, partition in counts.items():
-        click.echo(f"{name}: {partition['samples']} samples, {partition['bytes']} bytes")
-        for consumer, samples in sorted(partition["acked"].items()):
-            click.echo(f"  acked by {consumer}: {samples} samples")
-        for column, counted in sorted(partition["columns"].items()):
-            click.echo(f"  {column}: {counted['samples']} samples, {counted['bytes']} bytes")
+        acked, columns = sorted(partition["acked"].items()), sorted(partition["columns"].items())
+        lines.append(f"{name}: {partition['samples']} samples, {partition['bytes']} bytes")
+        lines += [f"  acked by {consumer}: {samples} samples" for consumer, samples in acked]
+        lines += [f"  {column}: {found['samples']} samples, {found['bytes']} bytes" for column, found in columns]
+    show_result(counts, lines)
 
 
 @queue.command()
@@ -110,12 +100,10 @@ def ledger(folder: Path, as_json: bool) -> None:
     from jackfield.queue import read_ledger
 
     for entry in read_ledger(folder):
-        if as_json:
-            click.echo(json.dumps(entry, ensure_ascii=False))
-            continue
         samples = f"  {len(entry['keys'])} samples" if "keys" in entry else ""
         shown = [f"{name} {value}" for name, value in entry.items() if name not in ("event", "time", "keys")]
-        click.echo(f"{entry['event']}  {', '.join(shown)}{samples}")
+        line = f"{entry['event']}  {', '.join(shown)}{samples}"
+        click.echo(json.dumps(entry, ensure_ascii=False) if as_json else line)
 
 
 @queue.command()
@@ -134,12 +122,16 @@ def trace(folder: Path, key: str, as_json: bool) -> None:
     except RunError:
         if store is None:
             raise
+
+    def branches(sample: dict[str, Any], first: str = "", others: str = "") -> Iterator[str]:
+        made = f"  {sample['operation']}" if sample["operation"] else ""
+        yield f"{first}{sample['key']}{made}{'' if sample['in_queue'] else '  (not in the queue)'}"
+        for parent in sample["parents"]:
+            mark, below = ("└─ ", "   ") if parent is sample["parents"][-1] else ("├─ ", "│  ")
+            yield from branches(parent, others + mark, others + below)
+
     root = find_ancestors(key, checkpoint, store)
-    if as_json:
-        _print_json(root)
-        return
-    for line in _branches(root):
-        click.echo(line)
+    show_result(root, branches(root))
 
 
 @queue.command()
@@ -170,25 +162,24 @@ def import_(file: Path, folder: Path, partition: str) -> None:
 
 
 @queue.command()
-@click.argument("config", type=click.Path(path_type=Path, dir_okay=False))
-@click.argument("overrides", nargs=-1)
-def serve(config: Path, overrides: tuple[str, ...]) -> None:
-    """Serve the queue's controller of CONFIG's run, for runs and roles in other processes.
+@config_arguments
+def serve(file: str, overrides: tuple[str, ...]) -> None:
+    """Serve the queue's controller of FILE's run, for runs and roles in other processes.
 
-    They use the same CONFIG. Ctrl-C or SIGTERM ends the command, which then reports the requests that it refused.
+    They use the same FILE. Ctrl-C or SIGTERM ends the command, which then reports the requests that it refused.
     """
     from jackfield.compose.run import serve_queue
     from jackfield.compose.stopping import Stop
     from jackfield.config import load_config
 
-    settings = load_config(config, overrides)
-    stop = Stop(settings.checkpoint.grace_seconds)
+    config = load_config(file, overrides)
+    stop = Stop(config.checkpoint.grace_seconds)
 
     async def main() -> None:
         """Serve until a signal arrives."""
         with stop.boundary("with what is under way"):
-            async with serve_queue(settings) as (server, file):
-                click.echo(f"the queue is served; {file} says where")
+            async with serve_queue(config) as (server, address):
+                click.echo(f"the queue is served; {address} says where")
                 await stop.requested.wait()
         click.echo(f"ended; connections refused: {server.refused}")
 
@@ -197,20 +188,8 @@ def serve(config: Path, overrides: tuple[str, ...]) -> None:
     sys.exit(stop.code)
 
 
-def _branches(sample: dict[str, Any], first: str = "", others: str = "") -> Iterator[str]:
-    made = f"  {sample['operation']}" if sample["operation"] else ""
-    yield f"{first}{sample['key']}{made}{'' if sample['in_queue'] else '  (not in the queue)'}"
-    for parent in sample["parents"]:
-        mark, below = ("└─ ", "   ") if parent is sample["parents"][-1] else ("├─ ", "│  ")
-        yield from _branches(parent, others + mark, others + below)
-
-
 def _plain(sample: SavedSample, *names: str) -> dict[str, Any]:
     return {name: getattr(sample, name) for name in names}
-
-
-def _print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def _samples(folder: Path, partition: str | None) -> Iterator[SavedSample]:

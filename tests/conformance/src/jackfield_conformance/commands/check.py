@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from jackfield.cli import json_option, report, show
-from jackfield.cli.plugins import kind_option
+from jackfield.cli.commands import kind_option
 from jackfield.errors import JackfieldError, PluginError
 from jackfield.plugins import PluginRecord, discover
 from jackfield.plugins.certificates import certificate_folder, read_certificate

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from jackfield.cli import deadline_option, json_option, report, show
-from jackfield.cli.plugins import kind_option, stale_note
+from jackfield.cli.commands import kind_option, stale_note
 from jackfield.errors import JackfieldError
 from jackfield.plugins import PluginRecord, discover
 from jackfield.plugins.certificates import find_certification

@@ -1,0 +1,337 @@
+"""All commands but ``jackfield queue``."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import textwrap
+import time
+from asyncio import CancelledError
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from jackfield.cli import LazyGroup, config_arguments, deadline_option, json_option, show
+from jackfield.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jackfield.plugins import PluginRecord
+
+_FOLDER = click.argument("folder", type=click.Path(path_type=Path))
+_LOOK_SECONDS = 120.0  #: for importing a worker's plugin in its new environment
+_PARTS = ("algorithm", "advantages", "loss", "kl", "correction", "aggregation", "distillation", "shaping")
+_part_option = click.option("--kind", type=click.Choice(_PARTS), help="Only components of this kind.")
+_KINDS = ("engine", "rollout", "agent", "reward", "transfer_queue", "checkpoint_engine")
+kind_option = click.option("--kind", type=click.Choice(_KINDS), help="Only plugins of this kind.")
+_PLUGIN_COMMANDS = {
+    "list": ("jackfield.cli.commands:list_plugins", "List installed plugins, without importing them."),
+    "doctor": ("jackfield_conformance.commands.doctor:doctor", "Try plugins where they will run; print what to fix."),
+    "check": ("jackfield_conformance.commands.check:check", "Check that a plugin keeps its contract."),
+    "new": ("jackfield_conformance.commands.new:new", "Write a new plugin: a small one that works."),
+}
+
+
+@click.command()
+@config_arguments
+@click.option("--address", metavar="HOST:PORT", help="Run in this Ray cluster.")
+@click.option(
+    "--role",
+    type=click.Choice(["explore", "reward", "train"]),
+    help="Run only this role. Start `jackfield queue serve` first, and the other roles separately.",
+)
+def run(
+    file: str, overrides: tuple[str, ...], address: str | None, role: Literal["explore", "reward", "train"] | None
+) -> None:
+    """Run training from the config FILE with OVERRIDES such as schedule.steps=10."""
+    from jackfield.config import load_config
+
+    if address is not None:
+        overrides = (*overrides, "cluster.name=ray", f"cluster.ray.address={address}")
+    config = load_config(file, overrides)
+    from jackfield.compose.stopping import Stop
+
+    stop = Stop(config.checkpoint.grace_seconds)
+    try:
+        with stop.listening():
+            from jackfield import compose
+
+            result = compose.run(config, role=role or "all", stop=stop)
+    except CancelledError:
+        if stop.code is None:
+            raise
+        click.echo(f"ended; the same command goes on from the newest checkpoint in {config.folder}, if there is one")
+        sys.exit(stop.code)
+    if role == "explore":
+        click.echo(f"explored up to weights {result.steps}; see {result.folder}")
+    elif role == "reward":
+        click.echo(f"{result.steps} groups rewarded; see {result.folder}")
+    elif result.stopped:
+        click.echo(f"stopped after {result.steps} steps; the same command goes on")
+        sys.exit(stop.code)
+    else:
+        if result.finished_before:
+            more = "for more steps raise schedule.steps, else take another folder"
+            click.echo(f"{result.folder} holds the finished run; {more}")
+        click.echo(f"{result.steps} steps done; model in {result.model}")
+
+
+@click.command()
+@_FOLDER
+@click.argument("count", type=int, required=False)
+@deadline_option(3600.0, "Seconds to wait until the run has COUNT.")
+@json_option
+def replicas(folder: Path, count: int | None, deadline: float, as_json: bool) -> None:
+    """List replicas of the active run in FOLDER, or add and remove some until it has COUNT.
+
+    A new replica gets requests once it has acknowledged the engine's weights. A removed replica gets no new requests
+    and finishes its current ones; after deadlines.drain seconds, the rest are generated again on other replicas.
+    """
+    import attrs
+
+    from jackfield.cluster.control import list_replicas, scale_replicas
+
+    states = list_replicas(folder) if count is None else scale_replicas(folder, count, seconds=deadline)
+    lines = []
+    for state in states:
+        version = "" if state.weight_version is None else f"  weights of version {state.weight_version}"
+        restarts = f"  {state.restarts} restarts" if state.restarts else ""
+        further = "".join(f"  {text}" for text in (state.address, state.detail) if text)
+        load = f"  {state.running} running, {state.waiting} waiting"
+        lines.append(f"replica {state.replica}: {state.state}{version}{load}{restarts}{further}")
+    show([attrs.asdict(state) for state in states], lines)
+
+
+@click.group()
+def checkpoint() -> None:
+    """List checkpoints and export models."""
+
+
+@checkpoint.command("list")
+@_FOLDER
+@json_option
+def list_checkpoints(folder: Path, as_json: bool) -> None:
+    """List checkpoints of the run in FOLDER, oldest first; mark those with missing files."""
+    from jackfield.compose.folder import run_checkpoints
+    from jackfield.trainer import Checkpoint
+
+    rows: list[dict[str, Any]] = []
+    lines = []
+    for step, each in run_checkpoints(folder).items():
+        if isinstance(each, Checkpoint):
+            rows.append({"step": step, "folder": str(each.folder), "bytes": each.bytes})
+            lines.append(f"step {step}: {each.folder}, {each.bytes} bytes")
+        else:
+            damaged = {"where": str(each.where), "expected": each.expected, "found": each.found}
+            rows.append({"step": step, "damaged": damaged})
+            lines.append(f"step {step}: damaged: {each.where}: {each.found}, expected {each.expected}")
+    show(rows, lines)
+
+
+@checkpoint.command()
+@_FOLDER
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--merge", is_flag=True, help="Merge the LoRA adapter into its base model and write the whole model.")
+def export(folder: Path, out: Path, merge: bool) -> None:
+    """Write the model of a checkpoint to OUT, a Hugging Face folder for from_pretrained.
+
+    FOLDER is a checkpoint or a run's folder (its newest undamaged checkpoint is used). If the run trains an adapter,
+    OUT holds the adapter for PEFT, unless --merge is given.
+    """
+    from jackfield.compose.folder import export_checkpoint, find_checkpoint
+
+    found = find_checkpoint(folder)
+    export_checkpoint(found, out, merge=merge)
+    click.echo(f"model of step {found.step} in {out}")
+
+
+@click.group()
+def config() -> None:
+    """Show, explain and validate a config file."""
+
+
+@config.command("show")
+@config_arguments
+def show_config(file: str, overrides: tuple[str, ...]) -> None:
+    """Print the whole resolved configuration as YAML, including defaults."""
+    from jackfield import config
+
+    click.echo(config.show(config.load_config(file, overrides)), nl=False)
+
+
+@config.command("explain")
+@config_arguments
+def explain_config(file: str, overrides: tuple[str, ...]) -> None:
+    """Print every setting with its value and description, and its default if different."""
+    from jackfield import config
+    from jackfield.plugins import discover
+
+    for path, value, default, text in config.explain(config.load_config(file, overrides), discover()):
+        changed = "" if value == default else f"  (default: {default!r})"
+        click.echo(f"{path} = {value!r}{changed}" + (f"\n    {text}" if text else ""))
+
+
+@config.command()
+@config_arguments
+@json_option
+def validate(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Check all settings, including those of plugins and components. Paths need not exist.
+
+    With --json, print the resolved algorithm and what it needs.
+    """
+    from jackfield.compose.checks import hooks_of
+    from jackfield.compose.inputs import check_samplers
+    from jackfield.compose.resolve import resolve_algorithm, rollout_bound
+    from jackfield.config import load_config, validate_plugins
+    from jackfield.plugins import discover
+
+    loaded, registry = load_config(file, overrides), discover()
+    validate_plugins(loaded, registry)
+    hooks_of(loaded, registry)
+    check_samplers(loaded.mixing)
+    algorithm = resolve_algorithm(loaded, registry.find("rollout", loaded.rollout.name))
+    described = {**algorithm.as_plain(), "replica_bound": rollout_bound(loaded)}
+    show({"file": file, "algorithm": described}, [f"{file}: valid"])
+
+
+@click.group()
+def env() -> None:
+    """Create environments for workers."""
+
+
+@env.command()
+@click.argument("name")
+@config_arguments
+@deadline_option(3600.0, "Seconds for the whole command.")
+def create(name: str, file: str, overrides: tuple[str, ...], deadline: float) -> None:
+    """Make the environment NAME of FILE with venv and pip, and import its plugins there.
+
+    It gets the same versions of Jackfield, of the checkpoint engine and of the plugins that run there. An environment
+    that already matches its description is not changed. Requirements of plugins that pip did not install are listed.
+    """
+    import attrs
+
+    from jackfield.config import load_config
+    from jackfield.plugins import discover
+    from jackfield.plugins.interpreters import create_environment, environment_python, look, requirement_as_installed
+
+    config, registry, started = load_config(file, overrides), discover(), time.monotonic()
+    if name not in config.environments:
+        known, fix = ", ".join(config.environments) or "none", f"describe it under environments.{name}"
+        details = {"where": "environments", "expected": f"one of {known}", "found": name, "fix": fix}
+        raise ConfigError(f"the configuration has no environment '{name}'", **details)
+    settings = config.environments[name]
+    workers = [kind for kind, chosen in config.cluster.interpreters.items() if chosen == name]
+    shared = ["checkpoint_engine"] if workers else []
+    if workers and config.cluster.name == "ray":  # its workers access samples and need the same version of Ray
+        shared.append("transfer_queue")
+        settings = attrs.evolve(settings, requires=(*settings.requires, *requirement_as_installed("ray")))
+    records = [registry.resolve(getattr(config, kind).name, kind) for kind in (*workers, *shared)]
+    comes_along = tuple(dict.fromkeys(["jackfield", *(record.distribution for record in records)]))
+    folder = settings.path(name)
+    made = create_environment(settings, folder, comes_along, deadline)
+    click.echo(f"{folder}: made in {time.monotonic() - started:.0f} s" if made else f"{folder}: there already")
+    for record in records[: len(workers)]:
+        found = look(environment_python(folder), record, _LOOK_SECONDS, importing=True)
+        found.check(complete=False)
+        for error in found.missing:
+            click.echo(f"missing {record.label} needs {error.expected}: install it there")
+        if not found.missing:
+            click.echo(f"ok      {record.label} can run there")
+
+
+@click.group()
+def algorithms() -> None:
+    """List algorithms and their components."""
+
+
+@algorithms.command("list")
+@_part_option
+@json_option
+def list_algorithms(kind: str | None, as_json: bool) -> None:
+    """List bundles, estimators, losses and other components."""
+    found = _described(kind)
+    width, lines = max(len(one["name"]) for one in found), list[str]()
+    for part, ones in itertools.groupby(found, key=lambda one: str(one["kind"])):
+        lines += [*([""] if lines else []), part]
+        for one in ones:
+            equation = textwrap.shorten(one["equation"], 110, placeholder=" …")
+            lines.append(f"  {one['name'].ljust(width)}  {equation}")
+    show(found, lines)
+
+
+@algorithms.command("show")
+@click.argument("name")
+@_part_option
+@json_option
+def show_algorithm(name: str, kind: str | None, as_json: bool) -> None:
+    """Show equation, paper, options and inputs of the components that are named NAME."""
+    from jackfield.algorithms.registry import unknown_part
+
+    known = _described(kind)
+    found = [one for one in known if one["name"] == name]
+    if not found:
+        raise unknown_part(kind or "part", name, sorted({one["name"] for one in known}))
+    lines = []
+    for one in found:
+        lines += [*([""] if lines else []), f"{one['name']} ({one['kind']})"]
+        lines += textwrap.wrap(one["equation"], 110, initial_indent="  ", subsequent_indent="  ")
+        for key, value in one.items():
+            if key not in ("kind", "name", "equation") and value:
+                pairs = (
+                    [f"{name}={default}" for name, default in value.items()] if isinstance(value, Mapping) else value
+                )
+                text = ", ".join(pairs) if isinstance(pairs, list) else str(value)
+                label = f"  {key.replace('_', ' ')}: "
+                lines += textwrap.wrap(text, 110, initial_indent=label, subsequent_indent=" " * 4)
+    show(found, lines)
+
+
+def _described(kind: str | None) -> list[dict[str, Any]]:
+    from jackfield.algorithms import names, part
+    from jackfield.algorithms.named import describe
+
+    return [describe(part(one, name)) for one in _PARTS if kind in (None, one) for name in names(one)]
+
+
+@click.group(cls=LazyGroup, commands=_PLUGIN_COMMANDS)
+def plugins() -> None:
+    """List, check and create plugins."""
+
+
+@click.command("list")
+@kind_option
+@json_option
+def list_plugins(kind: str | None, as_json: bool) -> None:
+    """List installed plugins, usable or not, without importing them."""
+    import attrs
+
+    from jackfield.plugins import discover
+    from jackfield.plugins.certificates import find_certification
+
+    found, table = [], [("NAME", "KIND", "ABI", "DISTRIBUTION", "STATUS", "DESCRIPTION", "")]
+    for record in discover().records(kind):
+        certificate, fields, shown, stale = find_certification(record), record.as_dict(), None, False
+        word, note = str(record.status), str(record.error or "")
+        if certificate is not None:
+            shown, stale = attrs.asdict(certificate), bool(certificate.stale)
+            word = f"{'STALE certificate' if stale else 'certified'} {certificate.date} ({certificate.level})"
+            note = stale_note(record, certificate.stale) if stale else ""
+        kept = {"certified": None if stale else shown, "stale_certificate": shown if stale else None}
+        found.append({**fields, "status": "stale" if stale else record.status, **kept})
+        provider = f"{record.distribution} {record.version}"
+        table.append((record.name, record.kind, record.abi or "-", provider, word, fields["description"], note))
+    if not found:
+        show(found, ["no plugins are installed" if kind is None else f"no {kind} plugins are installed"])
+        return
+    widths, lines = [max(map(len, column)) for column in zip(*(cells for *cells, _ in table), strict=True)], []
+    for *cells, note in table:
+        lines.append("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
+        lines += [textwrap.indent(note, "    ")] if note else []
+    show(found, lines)
+
+
+def stale_note(record: PluginRecord, reason: str) -> str:
+    """Return why a certificate is no longer valid, and what to do."""
+    return f"{reason}\nfix: jackfield plugins check {record.name} --kind {record.kind}"
