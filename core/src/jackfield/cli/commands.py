@@ -273,7 +273,7 @@ def show_algorithm(name: str, kind: str | None, as_json: bool) -> None:
     found = [one for one in known if one["name"] == name]
     if not found:
         raise unknown_part(kind or "part", name, sorted({one["name"] for one in known}))
-    lines = []
+    lines = list[str]()
     for one in found:
         lines += [*([""] if lines else []), f"{one['name']} ({one['kind']})"]
         lines += textwrap.wrap(one["equation"], 110, initial_indent="  ", subsequent_indent="  ")
