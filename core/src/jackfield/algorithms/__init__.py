@@ -19,7 +19,6 @@ from jackfield.algorithms.losses import (
     resolve_loss,
     value_loss,
 )
-from jackfield.algorithms.losses.weighted import chord_mu
 from jackfield.algorithms.named import Algorithm, algorithm
 from jackfield.algorithms.registry import Part, names, part, register, register_part
 from jackfield.algorithms.shaping import (
@@ -31,6 +30,7 @@ from jackfield.algorithms.shaping import (
     normalize_rewards,
     overlong_penalty,
 )
+from jackfield.algorithms.weighted import chord_mu
 
 __all__ = [
     "VALUE_LOSS",

@@ -1,9 +1,10 @@
 """The registry of small parts by kind and name.
 
-A part is a plain function. Its *inputs* are tensors and counts: positional parameters, parameters without a default,
-and those with a name in :data:`INPUTS`; an input with the default None is optional. Its other keyword-only parameters
-are its *options*, which a configuration sets in the range of the annotation (:mod:`jackfield.algorithms.options`).
-The docstring has the equation with its paper, ``-A log pi. [Williams, 1992]``, and a paragraph that begins with
+A part is a plain function. Its *inputs* are tensors and counts, each of which is given by name or in one object,
+:class:`Inputs`, whose attributes the registration lists. By name, inputs are positional parameters, parameters without
+a default, and those in :data:`INPUTS`; an input with the default None is optional. Other keyword-only parameters are
+*options*, which a configuration sets in the range of the annotation (:mod:`jackfield.algorithms.options`). The
+docstring has the equation with its paper, ``-A log pi. [Williams, 1992]``, and a paragraph that begins with
 ``Differs:``.
 """
 
@@ -14,13 +15,17 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import attrs
 from attrs.validators import and_, gt, optional
 
+from jackfield.algorithms.tensors import Groups, row_sums
 from jackfield.errors import ConfigError, did_you_mean
 from jackfield.settings import range_of, structure
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: The part of a batch that a part needs at once.
 Scope = Literal["token", "sequence", "group", "batch"]
@@ -40,6 +45,26 @@ INPUTS = TOKEN_INPUTS.union(COUNTS, _PER_ROW.split())
 
 F = TypeVar("F", bound=Callable[..., Any])
 _parameters = functools.cache(lambda function: inspect.signature(function).parameters)
+#: Inputs of every part of a kind that takes an :class:`Inputs`.
+_COMMON = {"loss": "log_probs response_mask", "advantages": "token_rewards response_mask"}
+
+
+class Inputs(types.SimpleNamespace):
+    """The inputs of one call as attributes, of the shapes that the caller documents; an absent optional one is None.
+
+    Callers are :func:`jackfield.algorithms.policy_loss` and :func:`jackfield.algorithms.advantages`. Losses get
+    tensors with 0 where ``response_mask`` is 0.
+    """
+
+    @functools.cached_property
+    def groups(self) -> Groups:
+        """The rows by ``group_ids``."""
+        return Groups(self.group_ids)
+
+    @functools.cached_property
+    def scores(self) -> Tensor:
+        """The total reward of each row, float64 ``[B]``."""
+        return row_sums(self.token_rewards)
 
 
 def _is_option(one: inspect.Parameter) -> bool:
@@ -54,6 +79,9 @@ class Part:
     name: str  #: unique in its kind
     function: Callable[..., Any]
     scope: Scope
+    #: attributes that it reads from an :class:`Inputs` besides those of :attr:`whole_batch`, with ``?`` after optional
+    #: ones; None: its parameters name its inputs
+    listed: str | None = None
     whole_batch: tuple[str, ...] = ()  #: inputs that must be precomputed when the batch is split
     per_sequence: bool = False  #: a loss with one value per row, to which token weights cannot apply
     #: Computes the columns of ``whole_batch`` by name, from inputs and options of the loss (without defaults).
@@ -81,6 +109,10 @@ class Part:
     @property
     def inputs(self) -> Mapping[str, bool]:
         """The inputs, and whether each is required."""
+        if self.listed is not None:
+            listed = f"{_COMMON[self.kind]} {self.listed}".split()
+            taken = {name.removesuffix("?"): not name.endswith("?") for name in listed}
+            return {**dict.fromkeys(self.whole_batch, True), **taken}
         known = (one for one in _parameters(self.function).values() if not _is_option(one))
         return {one.name: one.default is one.empty for one in known if "VAR_" not in one.kind.name}
 
@@ -100,9 +132,15 @@ class Part:
         return tuple(name for name in self.inputs if name not in self.needs)
 
     @property
+    def preparation(self) -> Part | None:
+        """The function :attr:`prepare` as a part, whose inputs include options of the loss."""
+        changed: dict[str, Any] = {"kind": "preparation", "listed": None, "prepare": None, "whole_batch": ()}
+        return None if self.prepare is None else attrs.evolve(self, function=self.prepare, **changed)
+
+    @property
     def prepare_inputs(self) -> Mapping[str, bool]:
         """The inputs of :attr:`prepare` that are not options of the loss, and whether each is required."""
-        known = {} if self.prepare is None else attrs.evolve(self, function=self.prepare).inputs
+        known = {} if self.preparation is None else self.preparation.inputs
         return {name: required for name, required in known.items() if name not in self.options}
 
     @property
@@ -142,23 +180,27 @@ class Part:
         missing = [name for name, required in known.items() if required and name not in given]
         if missing:
             hint = f"or {', '.join(self.prepare_inputs)}, of which prepare makes it" if self.prepare else None
-            details = {"expected": hint or ", ".join(self.needs), "found": ", ".join(sorted(given))}
-            message, where = (
+            raise ConfigError(
                 f"{self.kind} {self.name} needs {' and '.join(missing)}",
-                f"algorithm: {self.kind} {self.name}",
+                code="algorithm.input",
+                where=f"algorithm: {self.kind} {self.name}",
+                expected=hint or ", ".join(self.needs),
+                found=", ".join(sorted(given)),
             )
-            raise ConfigError(message, code="algorithm.input", where=where, **details)
+        if self.listed is not None:
+            return self.function(Inputs(**{**dict.fromkeys(known), **given}), **(options or {}))
         return self.function(**given, **(options or {}))
 
 
 _PARTS: dict[tuple[str, str], Part] = {}
 
 
-def register(kind: str, name: str, scope: Scope, **fields: Any) -> Callable[[F], F]:
-    """Register the decorated function as a part; ``fields`` are other fields of :class:`Part`."""
+def register(kind: str, name: str, scope: Scope, listed: str | None = None, **fields: Any) -> Callable[[F], F]:
+    """Register the decorated function as a part; ``listed`` and ``fields`` are other fields of :class:`Part`."""
 
     def decorator(function: F) -> F:
-        register_part(kind, name, Part(kind=kind, name=name, function=function, scope=scope, **fields))
+        made = Part(kind=kind, name=name, function=function, scope=scope, listed=listed, **fields)
+        register_part(kind, name, made)
         return function
 
     return decorator

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from jackfield.abc.engine import LossFunction, TokenOutput
+from jackfield.algorithms import clipped, weighted  # noqa: F401 (they register losses)
 from jackfield.algorithms.aggregation import aggregate, means
 from jackfield.algorithms.divergences import kl
-from jackfield.algorithms.losses import clipped, compared, weighted
 from jackfield.algorithms.registry import COUNTS, INPUTS, TOKEN_INPUTS, Part, part
 from jackfield.algorithms.tensors import Term, clean, require_shapes
 from jackfield.errors import ConfigError
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
 
-__all__ = ["VALUE_LOSS", "LossSpec", "policy_loss", "prepare", "resolve_loss", "value_loss"]
-
-_PARTS = (clipped, compared, weighted)  # for registration
 _GROUPING = frozenset({"group_ids", "pair_ids"})
 _GIVEN = COUNTS | {"log_probs", "response_mask", "rollout_weights"}
 VALUE_LOSS = "value"  #: the name of a critic's loss in a LossSpec
@@ -136,22 +133,21 @@ def value_loss(
     given = {"values": values, "returns": returns} | ({} if old_values is None else {"old_values": old_values})
     tensors = clean(given, response_mask)
     predicted, target = tensors["values"], tensors["returns"]
-    errors = clipped = (predicted - target).square()
+    errors = bounded = (predicted - target).square()
     if clip is not None:
         old = tensors["old_values"]
-        clipped = (predicted.maximum(old - clip).minimum(old + clip) - target).square()
-    loss = aggregate(0.5 * errors.maximum(clipped), response_mask, **averaging)
-    metrics = {"value/clip_fraction": clipped > errors, "value/mean": predicted, "value/squared_error": errors}
+        bounded = (predicted.maximum(old - clip).minimum(old + clip) - target).square()
+    loss = aggregate(0.5 * errors.maximum(bounded), response_mask, **averaging)
+    metrics = {"value/clip_fraction": bounded > errors, "value/mean": predicted, "value/squared_error": errors}
     return loss, means(metrics, response_mask, loss, **averaging)
 
 
 def _columns(chosen: Part, offered: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the columns of the whole batch that the loss needs, with its ``prepare``."""
-    if chosen.prepare is None:
+    if chosen.preparation is None:
         return {}
-    preparation = attrs.evolve(chosen, kind="preparation", function=chosen.prepare, prepare=None, whole_batch=())
     given = {**chosen.options, **options, **offered, "log_probs": offered["log_probs"].detach()}
-    columns: dict[str, Tensor] = preparation(given)
+    columns: dict[str, Tensor] = chosen.preparation(given)
     return columns
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 from jackfield.algorithms.options import ClipDual, NotNegative, Positive, Share, above
-from jackfield.algorithms.registry import register
+from jackfield.algorithms.registry import Inputs, register
 from jackfield.algorithms.tensors import CLAMP, LossResult, log_ratio, masked_mean_std, row_means
 
 if TYPE_CHECKING:
@@ -36,32 +36,23 @@ def surrogate(
     return -advantages * bounded, metrics
 
 
-@register("loss", "ppo", "token")
+@register("loss", "ppo", "token", "old_log_probs advantages")
 def ppo(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: Share = 0.2,
-    clip_high: NotNegative = 0.2,
-    clip_dual: ClipDual | None = 3.0,
+    x: Inputs, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.2, clip_dual: ClipDual | None = 3.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / pi_old; for A < 0 never below clip_dual A. [PPO,
     arXiv:1707.06347; dual clip: arXiv:1912.09729; asymmetric: arXiv:2503.14476]
 
     ``clip_dual=None`` switches the dual clip off. log r is kept within ±20.
     """
-    logs = log_probs - old_log_probs
-    losses, metrics = surrogate(logs.clamp(-CLAMP, CLAMP).exp(), advantages, clip_low, clip_high, clip_dual)
+    logs = x.log_probs - x.old_log_probs
+    losses, metrics = surrogate(logs.clamp(-CLAMP, CLAMP).exp(), x.advantages, clip_low, clip_high, clip_dual)
     return losses, {**metrics, "policy/approx_kl": (metrics["policy/ratio"] - 1.0).sub_(logs.detach())}
 
 
-@register("loss", "decoupled_ppo", "token")
+@register("loss", "decoupled_ppo", "token", "old_log_probs rollout_log_probs advantages")
 def _decoupled_ppo(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    advantages: Tensor,
+    x: Inputs,
     *,
     clip_low: Share = 0.2,
     clip_high: NotNegative = 0.2,
@@ -76,44 +67,27 @@ def _decoupled_ppo(
 
     Differs: The weight has no cap by default, as in the paper's objective.
     """
-    clips: dict[str, Any] = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": clip_dual}
-    losses, metrics = ppo(log_probs, old_log_probs, advantages, **clips)
-    metrics["policy/rollout_weight"] = weights = log_ratio(old_log_probs, rollout_log_probs).detach().exp()
+    losses, metrics = ppo(x, clip_low=clip_low, clip_high=clip_high, clip_dual=clip_dual)
+    metrics["policy/rollout_weight"] = weights = log_ratio(x.old_log_probs, x.rollout_log_probs).detach().exp()
     if weight_cap is not None:
         weights = weights.masked_fill(weights > weight_cap, 0.0)
     return losses * weights, metrics
 
 
-@register("loss", "gspo", "sequence")
-def _gspo(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    clip_low: Share = 3e-4,
-    clip_high: NotNegative = 4e-4,
-) -> LossResult:
+@register("loss", "gspo", "sequence", "old_log_probs advantages")
+def _gspo(x: Inputs, *, clip_low: Share = 3e-4, clip_high: NotNegative = 4e-4) -> LossResult:
     """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = (pi(y) / pi_old(y))^(1 / |y|), on each token of y. [GSPO,
     arXiv:2507.18071]
 
     Differs: verl always aggregates it by seq-mean-token-mean; here the configuration decides (the bundle uses
     seq-mean-token-mean, as the paper does).
     """
-    mean = row_means(log_probs - old_log_probs, response_mask).clamp(-CLAMP, CLAMP)
-    return surrogate(mean.exp().unsqueeze(-1).expand(log_probs.shape), advantages, clip_low, clip_high)
+    mean = row_means(x.log_probs - x.old_log_probs, x.response_mask).clamp(-CLAMP, CLAMP)
+    return surrogate(mean.exp().unsqueeze(-1).expand(x.log_probs.shape), x.advantages, clip_low, clip_high)
 
 
-@register("loss", "gmpo", "sequence", per_sequence=True)
-def _gmpo(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    *,
-    clip_low: NotNegative = 0.4,
-    clip_high: NotNegative = 0.4,
-) -> LossResult:
+@register("loss", "gmpo", "sequence", "old_log_probs advantages", per_sequence=True)
+def _gmpo(x: Inputs, *, clip_low: NotNegative = 0.4, clip_high: NotNegative = 0.4) -> LossResult:
     """-A (prod_t c_t)^(1 / |y|), c = min(r, clip(r)) where A > 0 and max(r, clip(r)) where A < 0, clip to [e^-clip_low,
     e^clip_high]. [GMPO, arXiv:2507.20673]
 
@@ -121,18 +95,16 @@ def _gmpo(
 
     Differs: We average over the global count of sequences (verl: over the micro-batch). An empty response gives 0.
     """
-    advantage = row_means(advantages, response_mask)
+    advantage = row_means(x.advantages, x.response_mask)
     sign = advantage.sign().unsqueeze(-1)
-    logs = log_probs - old_log_probs
+    logs = x.log_probs - x.old_log_probs
     bounded = sign * (sign * logs).minimum(sign * logs.clamp(-clip_low, clip_high))
-    ratio = row_means(bounded, response_mask).clamp(-CLAMP, CLAMP).exp()
+    ratio = row_means(bounded, x.response_mask).clamp(-CLAMP, CLAMP).exp()
     return -advantage * ratio, {"policy/clip_fraction": bounded != logs, "policy/ratio": ratio}
 
 
-@register("loss", "sapo", "token")
-def _sapo(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05
-) -> LossResult:
+@register("loss", "sapo", "token", "old_log_probs advantages")
+def _sapo(x: Inputs, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05) -> LossResult:
     """-f(r) A, f(r) = 4 / tau sigmoid(tau (r - 1)), tau = tau_pos where A > 0 and tau_neg elsewhere. [SAPO,
     arXiv:2511.20347]
 
@@ -140,17 +112,17 @@ def _sapo(
 
     Differs: verl always aggregates it by seq-mean-token-mean; here the configuration decides.
     """
-    ratio = log_ratio(log_probs, old_log_probs).exp()
+    ratio = log_ratio(x.log_probs, x.old_log_probs).exp()
     positive, negative = ((tau * (ratio - 1.0)).sigmoid() * (4.0 / tau) for tau in (tau_pos, tau_neg))
-    return -positive.where(advantages > 0, negative) * advantages, {"policy/ratio": ratio}
+    return -positive.where(x.advantages > 0, negative) * x.advantages, {"policy/ratio": ratio}
 
 
-@register("loss", "sppo", "token")
-def _sppo(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, epsilon: Positive = 0.3) -> LossResult:
+@register("loss", "sppo", "token", "old_log_probs advantages")
+def _sppo(x: Inputs, *, epsilon: Positive = 0.3) -> LossResult:
     """-A log(clip(r, 1 / (1 + epsilon), 1 + epsilon)). [Vaswani et al., arXiv:2108.05828 (softmax PPO)]"""
-    bound, logs = math.log1p(epsilon), log_probs - old_log_probs
+    bound, logs = math.log1p(epsilon), x.log_probs - x.old_log_probs
     clipped = logs.clamp(-bound, bound)
-    return -advantages * clipped, {"policy/clip_fraction": clipped != logs}
+    return -x.advantages * clipped, {"policy/clip_fraction": clipped != logs}
 
 
 def _without(left_out: Tensor, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -167,17 +139,11 @@ def _outward(logs: Tensor, advantages: Tensor, up: Tensor | bool = True, down: T
 def _dppo(name: str, delta: float, text: str, divergence: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Register DPPO's loss with a divergence of the log-probs ``[B, T]`` of pi and pi_old, and a threshold."""
 
-    def loss(
-        log_probs: Tensor,
-        old_log_probs: Tensor,
-        advantages: Tensor,
-        *,
-        delta_low: NotNegative = delta,
-        delta_high: NotNegative = delta,
-    ) -> LossResult:
-        apart, logs = divergence(log_probs.detach(), old_log_probs.detach()), log_ratio(log_probs, old_log_probs)
-        left_out = _outward(logs, advantages, apart > delta_high, apart > delta_low)
-        losses, metrics = _without(left_out, logs.exp(), advantages)
+    def loss(x: Inputs, *, delta_low: NotNegative = delta, delta_high: NotNegative = delta) -> LossResult:
+        apart = divergence(x.log_probs.detach(), x.old_log_probs.detach())
+        logs = log_ratio(x.log_probs, x.old_log_probs)
+        left_out = _outward(logs, x.advantages, apart > delta_high, apart > delta_low)
+        losses, metrics = _without(left_out, logs.exp(), x.advantages)
         return losses, {**metrics, "policy/divergence": apart}
 
     differs = (
@@ -185,7 +151,7 @@ def _dppo(name: str, delta: float, text: str, divergence: Callable[[Tensor, Tens
         "The default thresholds are ours: set them."
     )
     loss.__doc__ = f"{text}\n\nDiffers: {differs}"
-    register("loss", name, "token")(loss)
+    register("loss", name, "token", "old_log_probs advantages")(loss)
 
 
 def _bernoulli_kl(new: Tensor, old: Tensor) -> Tensor:
@@ -225,10 +191,8 @@ def _m2po_mask(
     return {"m2po_mask": mask}
 
 
-@register("loss", "m2po", "batch", whole_batch=("m2po_mask",), prepare=_m2po_mask)
-def _m2po(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, m2po_mask: Tensor, *, m2_threshold: NotNegative = 0.04
-) -> LossResult:
+@register("loss", "m2po", "batch", "old_log_probs advantages", whole_batch=("m2po_mask",), prepare=_m2po_mask)
+def _m2po(x: Inputs, *, m2_threshold: NotNegative = 0.04) -> LossResult:
     """-M r A; M leaves out the largest (log r)^2 among outward tokens until the mean of the others is <= m2_threshold.
     [M2PO, arXiv:2510.01161, algorithm 1]
 
@@ -236,7 +200,7 @@ def _m2po(
 
     Differs: We use one mask for the whole batch, however it is split.
     """
-    return _without(m2po_mask == 0, log_ratio(log_probs, old_log_probs).exp(), advantages)
+    return _without(x.m2po_mask == 0, log_ratio(x.log_probs, x.old_log_probs).exp(), x.advantages)
 
 
 def _covariance(log_probs: Tensor, advantages: Tensor, keep: Tensor) -> Tensor:
@@ -265,12 +229,11 @@ def _clip_cov_mask(
     return {"clip_cov_mask": mask}
 
 
-@register("loss", "clip_cov", "batch", whole_batch=("clip_cov_mask",), prepare=_clip_cov_mask)
+@register(
+    "loss", "clip_cov", "batch", "old_log_probs advantages", whole_batch=("clip_cov_mask",), prepare=_clip_cov_mask
+)
 def _clip_cov(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    clip_cov_mask: Tensor,
+    x: Inputs,
     *,
     clip_low: Share = 0.2,
     clip_high: NotNegative = 0.2,
@@ -287,9 +250,8 @@ def _clip_cov(
 
     Differs: verl computes means and selection per micro-batch; we use the whole batch.
     """
-    clips: dict[str, Any] = {"clip_low": clip_low, "clip_high": clip_high, "clip_dual": None}
-    losses, metrics = ppo(log_probs, old_log_probs, advantages, **clips)
-    cut = clip_cov_mask != 0
+    losses, metrics = ppo(x, clip_low=clip_low, clip_high=clip_high, clip_dual=None)
+    cut = x.clip_cov_mask != 0
     return losses.masked_fill(cut, 0.0), {**metrics, "policy/cov_fraction": cut}
 
 
@@ -305,22 +267,14 @@ def _kl_cov_mask(
     return {"kl_cov_mask": mask.reshape(keep.shape)}
 
 
-@register("loss", "kl_cov", "batch", whole_batch=("kl_cov_mask",), prepare=_kl_cov_mask)
-def _kl_cov(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    kl_cov_mask: Tensor,
-    *,
-    kl_cov_ratio: Share = 0.0002,
-    kl_coefficient: NotNegative = 1.0,
-) -> LossResult:
+@register("loss", "kl_cov", "batch", "old_log_probs advantages", whole_batch=("kl_cov_mask",), prepare=_kl_cov_mask)
+def _kl_cov(x: Inputs, *, kl_cov_ratio: Share = 0.0002, kl_coefficient: NotNegative = 1.0) -> LossResult:
     """-r A, plus kl_coefficient |log r| on the kl_cov_ratio of the tokens with the largest Cov (see clip_cov), at least
     one. [Cui et al., arXiv:2505.22617, KL-Cov]
 
     Differs: verl computes means and selection per micro-batch; we use the whole batch. The penalty |log r| is that of
     the authors' code.
     """
-    logs, penalised = log_ratio(log_probs, old_log_probs), kl_cov_mask != 0
-    losses = -logs.exp() * advantages + kl_coefficient * logs.abs().masked_fill(~penalised, 0.0)
+    logs, penalised = log_ratio(x.log_probs, x.old_log_probs), x.kl_cov_mask != 0
+    losses = -logs.exp() * x.advantages + kl_coefficient * logs.abs().masked_fill(~penalised, 0.0)
     return losses, {"policy/cov_fraction": penalised, "policy/ratio": logs.exp()}
