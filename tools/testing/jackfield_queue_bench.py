@@ -55,11 +55,9 @@ class Bench:
                 found += keys
         return found
 
-    async def open(
-        self, key: GroupKey, rollouts: int = 2, minimum: int | None = None, task: str | None = None, **tags: Any
-    ) -> str:
+    async def open(self, key: GroupKey, rollouts: int = 2, task: str | None = None, **tags: Any) -> str:
         task = f"task-{key.index}" if task is None else task
-        new = NewGroup(key=key, task_id=task, rollouts=rollouts, minimum_samples=minimum, tags=tags)
+        new = NewGroup(key=key, task_id=task, rollouts=rollouts, tags=tags)
         await self.queue.open_groups([new])
         return str(key)
 

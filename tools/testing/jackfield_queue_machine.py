@@ -45,7 +45,7 @@ from jackfield.errors import DeadlineExceeded, LeaseError, QueueError
 from jackfield.queue import dense_column
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.queue.meta import BatchMeta, GroupKey, NewGroup, RolloutReport, partition_of
-from jackfield.queue.saving import every_row
+from jackfield.queue.records import State
 from jackfield.queue.store import STORE_FILE, Store
 from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.queue.values import Values
@@ -64,7 +64,6 @@ class MGroup:
 
     key: str
     rollouts: int
-    minimum: int | None
     published: bool = False
     ended: set[int] = attrs.field(factory=set)
     samples: dict[str, tuple[int, set[str]]] = attrs.field(factory=dict)  # value and columns, of the living
@@ -72,8 +71,6 @@ class MGroup:
     acks: dict[str, tuple[int | None, bool]] = attrs.field(factory=dict)  # step, and whether it is final
 
     def satisfied(self) -> bool:
-        if self.minimum is not None:
-            return len(self.samples) >= self.minimum
         return {rollout_of(key) for key in self.samples} == set(range(self.rollouts))
 
     def scored(self) -> bool:
@@ -290,9 +287,8 @@ class QueueMachine(RuleBasedStateMachine):
         when=lambda self: len(self.model.batches) < 3 or self.offered(),
         groups=st.integers(1, 3),
         rollouts=st.integers(1, 3),
-        minimum=st.none() | st.integers(1, 2),
     )
-    def explore(self, groups: int, rollouts: int, minimum: int | None) -> None:
+    def explore(self, groups: int, rollouts: int) -> None:
         """Claim whatever is offered first, or a new batch; open a group at each vacant place."""
         offered = self.offered()
         batch = self.do(self.queue.claim_batch("p", "e", groups))
@@ -308,12 +304,12 @@ class QueueMachine(RuleBasedStateMachine):
         expected = [(index, place.retry, place.reissue) for index, place in enumerate(places) if not place.handed]
         assert expected == [(key.index, key.retry, key.reissue) for key in given]
         assert batch.vacant == len(given)
-        self.do(self.queue.open_groups([self.new_group(key, rollouts, minimum) for key in given]))
+        self.do(self.queue.open_groups([self.new_group(key, rollouts) for key in given]))
 
-    def new_group(self, key: GroupKey, rollouts: int, minimum: int | None) -> NewGroup:
+    def new_group(self, key: GroupKey, rollouts: int) -> NewGroup:
         place = self.model.batches[key.batch][key.index]
-        place.handed, place.group = True, MGroup(str(key), rollouts, minimum)
-        return NewGroup(key=key, task_id="t", rollouts=rollouts, minimum_samples=minimum)
+        place.handed, place.group = True, MGroup(str(key), rollouts)
+        return NewGroup(key=key, task_id="t", rollouts=rollouts)
 
     async def pull(self, batch: Any) -> list[GroupKey]:
         given: list[GroupKey] = []
@@ -676,9 +672,8 @@ class QueueMachine(RuleBasedStateMachine):
         shutil.copy(path, part)
         part.with_name(f"{STORE_FILE}-wal").write_bytes(log[: cut % (len(log) + 1)])
         store = Store(part, durable=True)
-        saved = store.saved()
-        if saved is not None:
-            saved.state()
+        if rows := store.rows():
+            State.load(rows)
         whole = [entry for entry in self.queue.ledger if entry["event"] != "clear"]
         kept = [entry for entry in store.entries() if entry["event"] != "clear"]
         assert kept == whole[: len(kept)]
@@ -699,9 +694,7 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def the_file_has_everything(self) -> None:
         if hasattr(self, "queue"):
-            saved = self.queue._core.store.saved()
-            assert saved is not None
-            assert dict(every_row(self.queue._core.state)) == saved.rows
+            assert dict(self.queue._core.state.rows()) == self.queue._core.store.rows()
 
     @invariant()
     def the_backend_holds_the_living_samples(self) -> None:

@@ -13,7 +13,7 @@ from jackfield.errors import DeadlineExceeded, QueueError, QueueFull
 from jackfield.queue.controller import Controller, unfinished
 from jackfield.queue.groups import Groups
 from jackfield.queue.meta import Batch, GroupKey
-from jackfield.queue.records import BatchState, Partition, Place
+from jackfield.queue.records import BatchState, Group, Partition, Status
 
 
 @attrs.define(eq=False)
@@ -55,16 +55,17 @@ class Batches:
             raise QueueError("a batch is for a named explorer and one group or more", found=found)
         since = self.core.clock.time()
         while True:
-            place = self.core.state.partition(partition)
-            batch = place.offered()
-            if below is None or (place.next_batch if batch is None else batch.number) < below:
-                batch = batch or self._new_batch(place, groups, rollouts)
+            mine = self.core.state.partition(partition)
+            offered = (each for each in mine.batches.values() if each.is_offered and not each.failure)
+            batch = next((each for each in offered if not each.is_final()), None)
+            if below is None or (mine.next_batch if batch is None else batch.number) < below:
+                batch = batch or self._new_batch(mine, groups, rollouts)
                 if (client := self.core.caller()) is not None:
                     self.clients[explorer] = client
                 batch.is_offered = False
                 batch.explorers.add(explorer)
                 return batch.public(explorer)
-            left = [each for number, each in place.batches.items() if number < below and not each.is_final()]
+            left = [each for number, each in mine.batches.items() if number < below and not each.is_final()]
             for each in left:
                 each.require_well()
             if not left:
@@ -78,11 +79,11 @@ class Batches:
 
     def _new_batch(self, partition: Partition, groups: int, rollouts: int) -> BatchState:
         batch = BatchState(partition, partition.next_batch, rollouts)
-        batch.places = [Place(batch, index) for index in range(groups)]
+        batch.groups = [Group(batch, index) for index in range(groups)]
         partition.batches[batch.number] = batch
         partition.next_batch += 1
-        for place in batch.places:
-            self.core.touch(place)
+        for group in batch.groups:
+            self.core.touch(group)
         return batch
 
     async def release_batches(self, explorer: str) -> tuple[Batch, ...]:
@@ -94,23 +95,20 @@ class Batches:
         released = [batch for batch in mine if not batch.is_complete and batch.failure is None]
         for batch in mine:
             batch.explorers.discard(explorer)
-        for batch in released:
-            self._release(batch, explorer)
-        return tuple(batch.public(explorer) for batch in released)
-
-    def _release(self, batch: BatchState, explorer: str) -> None:
         reason = f"explorer {explorer!r} was released"
-        again = [place for place in batch.places if place.explorer == explorer and not place.is_made]
-        for place in again:
-            if place.group is not None:
-                self.core.fail(place.group.name, reason)
-                self.groups.leases.forget(place.group)
-            place.reissue += 1
-            self.groups.vacate(place)
-        if not batch.explorers and batch.vacant():
-            batch.is_offered = True
-        indexes = [place.index for place in again]
-        self.core.record("release", partition=batch.partition.name, batch=batch.number, groups=indexes, reason=reason)
+        for batch in released:
+            again = [each for each in batch.groups if each.explorer == explorer and not each.is_made]
+            for group in again:
+                if group.status == Status.OPEN:
+                    self.core.fail(group.name, reason)
+                    self.groups.leases.forget(group)
+                group.reissue += 1
+                self.groups.vacate(group)
+            if not batch.explorers and batch.vacant():
+                batch.is_offered = True
+            where = {"partition": batch.partition.name, "batch": batch.number}
+            self.core.record("release", **where, groups=[group.index for group in again], reason=reason)
+        return tuple(batch.public(explorer) for batch in released)
 
     async def end_holder(self, client: str) -> None:
         """End the leases of a client that is gone and release the batches of its explorers."""
@@ -172,20 +170,20 @@ class Batches:
         return False
 
     def _take(self, batch: BatchState, explorer: str) -> tuple[GroupKey, ...]:
-        """Assign the vacant places for which there is room."""
+        """Assign the vacant groups for which there is room."""
         taken, vacant = [], batch.vacant()
         room = self._room() if vacant else 0
-        for place in vacant:
+        for group in vacant:
             if room < batch.rollouts and not self._is_demanded(batch):
                 break
-            place.explorer = explorer
+            group.status, group.explorer = Status.ASSIGNED, explorer
             room -= batch.rollouts
-            self.core.touch(place)
-            taken.append(place.key)
+            self.core.touch(group)
+            taken.append(group.key)
         return tuple(taken)
 
     async def _wait_to_fill(self, batch: BatchState, since: float, seconds: float) -> None:
-        """Wait until the batch changes or there may be room for its vacant places."""
+        """Wait until the batch changes or there may be room for its vacant groups."""
         until = self._until([batch], max(since, self.core.moved) if batch.vacant() else since, seconds)
         try:
             await self.core.wait(until, lambda: unfinished(batch))
@@ -209,7 +207,7 @@ class Batches:
             return float("inf")
         if state.samples:
             self._mean = state.bytes / state.samples
-        coming = sum(_coming(place) for batch in state.batches() for place in batch.places)
+        coming = sum(_coming(group) for batch in state.batches() for group in batch.groups)
         room = float("inf") if self.max_samples is None else self.max_samples - state.samples - coming
         if self.max_bytes is not None and self._mean:
             room = min(room, (self.max_bytes - state.bytes) / self._mean - coming)
@@ -220,15 +218,16 @@ class Batches:
         consumers = batch.partition.consumers
         if any(batch.number in consumer.awaited for consumer in consumers):
             return True
-        busy = {consumer.name for consumer in consumers if consumer.ready or consumer.held}
+        busy = {
+            consumer.name for consumer in consumers if consumer.held or any(map(consumer.is_fresh, consumer.usable))
+        }
         starving = any(None in consumer.awaited and busy <= {consumer.name} for consumer in consumers)
         batches = batch.partition.batches.values()
         return starving and batch is next((each for each in batches if not each.is_complete and not each.failure), None)
 
 
-def _coming(place: Place) -> int:
-    """Return the expected number of samples from a place that is being filled."""
-    if place.explorer is None or place.is_made:
-        return 0
-    group = place.group
-    return place.batch.rollouts if group is None else max(0, group.new.rollouts - len(group.samples))
+def _coming(group: Group) -> int:
+    """Return the expected number of further samples of a group that is being generated."""
+    if group.status == Status.OPEN:
+        return max(0, group.rollouts - len(group.samples))
+    return group.batch.rollouts if group.status == Status.ASSIGNED else 0

@@ -12,7 +12,7 @@ from jackfield.abc.transfer_queue import TransferQueueBackend
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, QueueError
 from jackfield.queue.meta import partition_of
-from jackfield.queue.records import BatchState, Consumer, Place, State
+from jackfield.queue.records import BatchState, Consumer, Group, State, Status
 from jackfield.queue.store import Store
 
 _KEPT_FAILURES = 10_000
@@ -30,7 +30,7 @@ class Controller:
     state: State = attrs.field(factory=State, init=False)
     is_closed: bool = attrs.field(default=True, init=False)
     change: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)  #: set at any change
-    moved: float = attrs.field(default=0.0, init=False)  #: time of the last change of any place
+    moved: float = attrs.field(default=0.0, init=False)  #: time of the last change of any group
     failures: dict[str, str] = attrs.field(factory=dict, init=False)  #: reasons of failed or dropped data, by name
     discarded: dict[str, list[str]] = attrs.field(factory=dict, init=False)  #: unused keys to delete, by partition
     deletion: asyncio.Task[None] | None = attrs.field(default=None, init=False)
@@ -61,10 +61,10 @@ class Controller:
 
     # -- changes
 
-    def touch(self, place: Place) -> None:
-        """Record that a place has changed, so that it is stored and its batch's deadlines restart."""
-        self.store.places[place] = None
-        place.batch.moved = self.moved = self.clock.time()
+    def touch(self, group: Group) -> None:
+        """Record that a group has changed, so that it is stored and its batch's deadlines restart."""
+        self.store.changed[group] = None
+        group.batch.moved = self.moved = self.clock.time()
 
     def record(self, event: str, **fields: Any) -> None:
         """Add an entry to the ledger."""
@@ -93,7 +93,7 @@ def missing(consumer: Consumer, number: int | None, count: int | None) -> str:
     if number is not None and number not in batches:
         return f"{head}; no explorer has claimed it"
     found = list(batches.values()) if number is None else [batches[number]]
-    ready = sum(group in consumer.ready for batch in found for group in batch.groups())
+    ready = sum(consumer.is_fresh(group) for batch in found for group in batch.groups)
     return "; ".join([head, f"{ready} groups are ready", *_lacking(found, consumer)])
 
 
@@ -103,20 +103,19 @@ def unfinished(batch: BatchState) -> str:
 
 
 def _lacking(batches: Sequence[BatchState], consumer: Consumer | None = None) -> list[str]:
-    groups = [group for batch in batches for group in batch.groups()]
+    groups = [group for batch in batches for group in batch.groups]
+    running = [group for group in groups if group.status == Status.OPEN]
     found = {
-        "indexes without a group": [
-            str(p.index) for batch in batches for p in batch.places if not (p.group or p.is_made)
-        ],
+        "indexes without a group": [str(group.index) for group in groups if group.status < Status.OPEN],
         "groups whose rollouts have not ended": [
-            f"{group.name} (task {group.new.task_id!r}, rollouts {', '.join(map(str, group.running()))})"
-            for group in groups
-            if not group.is_published
+            f"{group.name} (task {group.task_id!r}, rollouts {', '.join(map(str, group.running()))})"
+            for group in running
         ],
     }
     if consumer is None:
-        found["groups that no consumer has leased"] = [g.name for g in groups if g.is_published and not g.holders()]
-        holders = {name for group in groups if not group.is_acked() for name in group.holders()}
+        made = [group for group in groups if group.status == Status.PUBLISHED]
+        found["groups that no consumer has leased"] = [group.name for group in made if not group.holders()]
+        holders = {name for group in made if not group.is_acked() for name in group.holders()}
         found["consumers that have leased groups and not acked them"] = sorted(holders)
     else:
         found["samples lack columns"] = [
@@ -125,10 +124,8 @@ def _lacking(batches: Sequence[BatchState], consumer: Consumer | None = None) ->
             for key, sample in group.samples.items()
             if not consumer.columns <= sample.columns
         ]
-        uses = [(group.name, group.uses.get(consumer.name)) for group in groups]
-        found["groups have been used as often as they may"] = [
-            n for n, use in uses if use and use.is_spent(consumer.reuse)
-        ]
+        spent = [group for group in groups if (use := group.uses.get(consumer.name)) and use.is_spent(consumer.reuse)]
+        found["groups have been used as often as they may"] = [group.name for group in spent]
         found["groups are leased"] = [group.name for group in consumer.held]
     return [f"{len(names)} {what}: {some(names)}" for what, names in found.items() if names]
 

@@ -13,7 +13,7 @@ from jackfield.errors import QueueError
 from jackfield.queue.controller import Controller, some
 from jackfield.queue.leases import Leases
 from jackfield.queue.meta import BatchMeta, NewGroup, RolloutReport, Written
-from jackfield.queue.records import Group, Place, Sample, State
+from jackfield.queue.records import Group, Sample, State, Status, sequence_of
 
 _GONE = "its values are gone from the store, or damaged in it"
 
@@ -35,21 +35,21 @@ class Groups:
         """
         for new in groups:
             key = new.key
-            if new.rollouts < 1 or (new.minimum_samples is not None and new.minimum_samples < 1):
-                found = f"rollouts={new.rollouts}, minimum_samples={new.minimum_samples}"
-                raise QueueError("a group has one rollout and one sample at least", found=found)
+            if new.rollouts < 1:
+                raise QueueError("a group has one rollout at least", found=new.rollouts)
             batch = self.core.state.partition(key.partition).batches.get(key.batch)
-            if batch is None or not 0 <= key.index < len(batch.places):
+            if batch is None or not 0 <= key.index < len(batch.groups):
                 raise QueueError("the batch has been consumed, or does not have this group", where=str(key))
             batch.require_well()
-            place = batch.places[key.index]
-            if place.key != key or place.explorer is None or place.group is not None or place.is_consumed:
-                expected = f"{place.key}, handed out and not opened"
-                found = "a group that is open already" if place.key == key and place.group else str(key)
+            group = batch.groups[key.index]
+            if group.key != key or group.status != Status.ASSIGNED:
+                expected, is_open = f"{group.key}, handed out and not opened", group.status == Status.OPEN
+                found = "a group that is open already" if group.key == key and is_open else str(key)
                 message = "the group is not this explorer's to make any more"
                 raise QueueError(message, where=str(key), expected=expected, found=found)
-            place.group = Group(place, new)
-            self.core.state.groups[place.group.name] = place.group
+            group.status, group.name = Status.OPEN, str(key)
+            group.task_id, group.rollouts, group.tags = new.task_id, new.rollouts, new.tags
+            self.core.state.groups[group.name] = group
 
     async def end_rollouts(self, reports: Sequence[RolloutReport]) -> tuple[str, ...]:
         """Record that rollouts have ended, after the values of their samples were put into the backend.
@@ -64,9 +64,9 @@ class Groups:
     def _end(self, report: RolloutReport) -> tuple[str, ...]:
         """Record the end of a rollout; the last one settles the group. Return the rejected keys."""
         group = self.core.state.group(report.group)
-        if group is not None and not 0 <= report.rollout < group.new.rollouts:
+        if group is not None and not 0 <= report.rollout < group.rollouts:
             raise QueueError("the group has no such rollout", where=report.group, found=report.rollout)
-        if group is None or group.is_published or report.rollout in group.ended:
+        if group is None or group.is_made or report.rollout in group.ended:
             known = {} if group is None else group.samples
             return tuple(key for key in report.keys if key not in known)  # dropped, or reported before
         columns, tags = frozenset(report.columns), report.tags or ({},) * len(report.keys)
@@ -82,20 +82,19 @@ class Groups:
             self.core.store.derived[key] = made
             self.core.record("derive", key=key, operation=made.operation, parents=list(made.parents))
         for partition, feed in self._feeds:
-            if partition == group.partition.name:
+            if partition == group.batch.partition.name:
                 feed += report.keys
         if not group.running():
-            group.publish()
+            ordered = sorted(group.samples.items(), key=lambda item: (item[1].rollout, sequence_of(item[0])))
+            group.samples, group.status = dict(ordered), Status.PUBLISHED
             self._settle(group)
         return ()
 
     def _settle(self, group: Group, reason: str = "") -> None:
-        """Publish a group whose rollouts have ended, or drop it and retry its index."""
-        if not group.is_published:
-            return
-        if group.is_satisfied():
+        """Publish a group whose rollouts have ended and have samples, or drop it and retry its index."""
+        if group.is_made and {sample.rollout for sample in group.samples.values()} == set(range(group.rollouts)):
             self.leases.changed(group)
-        else:
+        elif group.is_made:
             self._retry(group, reason or _shortage(group))
 
     async def new_samples(self, partition: str) -> AsyncIterator[tuple[str, ...]]:
@@ -103,7 +102,8 @@ class Groups:
 
         Samples that have the columns of all stages are skipped. The iteration ends when the queue closes.
         """
-        feed = [key for group in self.core.state.partition(partition).groups() for key in group.samples]
+        batches = self.core.state.partition(partition).batches.values()
+        feed = [key for batch in batches for group in batch.groups for key in group.samples]
         self._feeds.append(entry := (partition, feed))
         try:
             while not self.core.is_closed:
@@ -119,7 +119,7 @@ class Groups:
         group = self.core.state.group_with(key) if self.core.state.knows(key) else None
         if group is None:
             return False
-        wanted = frozenset[str]().union(*(consumer.writes for consumer in group.partition.consumers))
+        wanted = frozenset[str]().union(*(consumer.writes for consumer in group.batch.partition.consumers))
         return not wanted or not wanted <= group.samples[key].columns
 
     # -- drops and failures
@@ -196,30 +196,29 @@ class Groups:
             key
             for group in state.groups.values()
             for key, sample in group.samples.items()
-            if not sample.columns <= set(there.get((group.partition.name, key), ()))
+            if not sample.columns <= set(there.get((group.batch.partition.name, key), ()))
         }
 
     def _retry(self, group: Group, reason: str, *, failed: bool = True) -> None:
         """Drop a group and retry its index, or fail its batch after too many retries."""
-        place, batch = group.place, group.batch
         if failed:
             self.core.fail(group.name, reason)
         self.leases.forget(group)
-        place.reasons.append(reason)
-        place.retry, place.reissue = place.retry + 1, 0
-        self.core.record("drop", group=group.name, task_id=group.new.task_id, reason=reason)
-        if place.retry <= self.max_retries:
-            self.vacate(place)
+        group.reasons.append(reason)
+        group.retry, group.reissue = group.retry + 1, 0
+        self.core.record("drop", group=group.name, task_id=group.task_id, reason=reason)
+        if group.retry <= self.max_retries:
+            self.vacate(group)
         else:
-            counted = Counter(place.reasons).most_common(3)
+            counted = Counter(group.reasons).most_common(3)
             why = "; ".join(each if count == 1 else f"{each} (in {count} attempts)" for each, count in counted)
-            batch.failure = f"{why}; index {place.index} was made again {self.max_retries} times"
+            group.batch.failure = f"{why}; index {group.index} was made again {self.max_retries} times"
 
-    def vacate(self, place: Place) -> None:
-        """Make a place vacant, so that it is handed out again."""
-        place.explorer = None
-        self.core.touch(place)
-        place.batch.offer()
+    def vacate(self, group: Group) -> None:
+        """Have a group handed out again."""
+        group.status, group.explorer = Status.VACANT, None
+        self.core.touch(group)
+        group.batch.offer()
 
     # -- columns
 
@@ -274,8 +273,6 @@ def _require_free(groups: Iterable[Group]) -> None:
 def _shortage(group: Group) -> str:
     if counted := Counter(why for _, why in sorted(group.ended.items()) if why is not None):
         return "; ".join(f"{count} × {why}" for why, count in counted.most_common(3))
-    if group.new.minimum_samples is not None:
-        return f"{len(group.samples)} of at least {group.new.minimum_samples} samples survive"
     alive = {sample.rollout for sample in group.samples.values()}
-    lost = [str(rollout) for rollout in range(group.new.rollouts) if rollout not in alive]
+    lost = [str(rollout) for rollout in range(group.rollouts) if rollout not in alive]
     return f"rollouts without a surviving sample: {', '.join(lost)}"

@@ -10,7 +10,7 @@ import attrs
 from jackfield.errors import LeaseError, QueueError
 from jackfield.queue.controller import Controller, missing, some
 from jackfield.queue.meta import BatchMeta, Lease, Reuse
-from jackfield.queue.records import Consumer, Group, Hold, Use
+from jackfield.queue.records import Consumer, Group, Hold, Status, Use
 from jackfield.queue.samplers import Ready, SamplerSpec
 
 
@@ -33,11 +33,13 @@ class Leases:
         """Register a consumer, for which groups of ``partition`` are ready once their samples have ``columns``.
 
         Groups are deleted when every consumer of their partition is finally done with them. If the consumer is already
-        registered with the same partition and columns, the other arguments are updated.
+        registered with the same partition and columns, sampler and reuse are updated.
 
         Args:
-            name: The name of the consumer of groups of ``partition``.
-            columns: The columns that it needs; ``writes``: the columns that it adds, if it is a stage.
+            name: The name of the consumer.
+            partition: The partition of its groups.
+            columns: The columns that it needs.
+            writes: The columns that it adds, if it is a stage.
             sampler: Chooses among ready groups; None: in order. Checkpoints keep its state.
             reuse: How often :meth:`lease_groups` returns a group; None: once.
 
@@ -49,38 +51,22 @@ class Leases:
         if consumer is None:
             consumer = Consumer(name, self.core.state.partition(partition), frozenset(columns), frozenset(writes))
             self.core.state.add_consumer(consumer)
-            for group in consumer.partition.groups():
-                self._offer(consumer, group)
         found = (consumer.partition.name, set(consumer.columns), set(consumer.writes))
         if found != (wanted := (partition, set(columns), set(writes))):
             message = f"consumer {name!r} is registered already, for another partition or other columns"
             raise QueueError(message, where=name, expected=found, found=wanted)
         consumer.sampler = consumer.sampler if made is None else made
         consumer.reuse = consumer.reuse if reuse is None else reuse
-
-    # -- readiness
-
-    def _offer(self, consumer: Consumer, group: Group) -> None:
-        """Make a published group ready for a consumer whose columns exist and that has not had it."""
-        if group.is_published and group.has(consumer.columns) and not consumer.has_had(group):
-            consumer.ready[group] = None
-        else:
-            consumer.ready.pop(group, None)
-
-    def offer_again(self) -> None:
-        """Offer all groups again after the state was replaced."""
-        for group in self.core.state.groups.values():
-            for consumer in group.partition.consumers:
-                self._return(consumer, group)
+        consumer.offer_all()
 
     def changed(self, group: Group) -> None:
         """Update readiness and completion of a group that was published or has changed samples or columns."""
-        self.core.touch(group.place)
-        for consumer in group.partition.consumers:
+        self.core.touch(group)
+        for consumer in group.batch.partition.consumers:
             if group in consumer.held and consumer.has_written(group):
                 epoch = consumer.held.pop(group).epoch
                 self.core.record("ack", consumer=consumer.name, step=None, epoch=epoch, keys=list(group.samples))
-            self._offer(consumer, group)
+            consumer.offer(group)
         self._finish([group])
 
     # -- leasing
@@ -98,65 +84,8 @@ class Leases:
             QueueError: If the batch has failed or was consumed.
         """
         mine = self.core.state.consumer(consumer)
-        ready = functools.partial(self._ready, mine, batch, groups)
+        ready = functools.partial(_ready, mine, batch, groups)
         return await self._lease(mine, batch, groups, ready, deadline_seconds)
-
-    async def _lease(
-        self,
-        consumer: Consumer,
-        batch: int | None,
-        count: int | None,
-        ready: Callable[[], list[Group] | None],
-        seconds: float,
-    ) -> BatchMeta:
-        """Lease groups of one batch, or (None) of any batch, once they are ready."""
-        if count is not None and count < 1:
-            raise QueueError("at least one group is leased", expected="1 or more", found=count)
-        until = self.core.clock.time() + seconds
-        consumer.awaited.append(batch)
-        self.core.wake()  # a producer under backpressure may generate what this call waits for
-        try:
-            while (groups := ready()) is None:
-                await self.core.wait(until, lambda: missing(consumer, batch, count))
-        finally:
-            consumer.awaited.remove(batch)
-        consumer.epoch += bool(groups)
-        hold, samples = Hold(consumer.epoch, self.core.caller()), []
-        for group in groups:
-            consumer.ready.pop(group, None)
-            consumer.used.pop(group, None)
-            consumer.held[group] = hold
-            group.batch.moved = self.core.clock.time()
-            samples += [(group, key) for key in group.samples]
-        return BatchMeta(
-            keys=tuple(key for _, key in samples),
-            tags=tuple(group.tags_of(key) for group, key in samples),
-            groups=tuple(group.name for group, _ in samples),
-            leases=(Lease(consumer.partition.name, consumer.name, consumer.epoch),) * len(samples),
-        )
-
-    @staticmethod
-    def _ready(consumer: Consumer, number: int, count: int | None) -> list[Group] | None:
-        """Return the groups of a batch that a consumer gets; None: it has to wait."""
-        partition = consumer.partition
-        batch = partition.batches.get(number)
-        if number < 0 or (batch is None and number < partition.next_batch):
-            message = f"batch {number} of partition {partition.name!r} has been consumed"
-            expected = f"one of {sorted(partition.batches)} or a later one"
-            raise QueueError(message, where=f"{partition.name}/{number}", expected=expected, found=number)
-        if batch is None:
-            return None  # no explorer has claimed it
-        batch.require_well()
-        ready = [group for group in batch.groups() if group in consumer.ready]
-        if count is not None and len(ready) >= count:
-            return ready[:count]
-        others = [place for place in batch.places if place.group not in consumer.ready and not place.is_consumed]
-        if not all((group := place.published) and consumer.has_had(group) for place in others):
-            return None
-        if count is None and not ready:
-            message = f"consumer {consumer.name!r} has had all groups of batch {number} already"
-            raise QueueError(message, where=batch.name, fix="lease each batch once")
-        return ready
 
     async def lease_groups(
         self,
@@ -179,15 +108,47 @@ class Leases:
             DeadlineExceeded: If the deadline passes; it names running rollouts, missing columns and spent groups.
         """
         mine = self.core.state.consumer(consumer)
-        chosen = functools.partial(self._chosen, mine, groups, step, fresh)
+
+        def chosen() -> list[Group] | None:
+            self._retire_stale(mine, step, fresh)
+            found, wanted = _usable(mine, step, fresh), (groups or 1) if fresh else 0
+            drawn = _drawn(mine, found, step, groups) if len(found) >= wanted else []
+            return drawn if len(drawn) >= wanted else None
+
         return await self._lease(mine, None, groups, chosen, deadline_seconds)
 
-    def _chosen(self, consumer: Consumer, count: int | None, step: int | None, fresh: bool) -> list[Group] | None:
-        """Return the groups that a consumer's sampler chooses; None: there are not enough yet."""
-        self._retire_stale(consumer, step, fresh)
-        groups, wanted = _usable(consumer, step, fresh), (count or 1) if fresh else 0
-        chosen = _drawn(consumer, groups, step, count) if len(groups) >= wanted else []
-        return chosen if len(chosen) >= wanted else None
+    async def _lease(
+        self,
+        consumer: Consumer,
+        batch: int | None,
+        count: int | None,
+        ready: Callable[[], list[Group] | None],
+        seconds: float,
+    ) -> BatchMeta:
+        """Lease groups of one batch, or (None) of any batch, once they are ready."""
+        if count is not None and count < 1:
+            raise QueueError("at least one group is leased", expected="1 or more", found=count)
+        until = self.core.clock.time() + seconds
+        consumer.awaited.append(batch)
+        self.core.wake()  # a producer under backpressure may generate what this call waits for
+        try:
+            while (groups := ready()) is None:
+                await self.core.wait(until, lambda: missing(consumer, batch, count))
+        finally:
+            consumer.awaited.remove(batch)
+        consumer.epoch += bool(groups)
+        hold = Hold(consumer.epoch, self.core.caller())
+        for group in groups:
+            consumer.usable.pop(group, None)
+            consumer.held[group] = hold
+            group.batch.moved = self.core.clock.time()
+        samples = [(group, key) for group in groups for key in group.samples]
+        return BatchMeta(
+            keys=tuple(key for _, key in samples),
+            tags=tuple(group.tags_of(key) for group, key in samples),
+            groups=tuple(group.name for group, _ in samples),
+            leases=(Lease(consumer.partition.name, consumer.name, consumer.epoch),) * len(samples),
+        )
 
     def held(self, meta: BatchMeta, *, whole: bool = True) -> dict[tuple[Consumer, int], list[Group]]:
         """Return the existing groups of a batch by lease, and check that leases are valid and groups whole."""
@@ -212,7 +173,7 @@ class Leases:
             found.setdefault((consumer, lease.epoch), []).append(group)
         return found
 
-    # -- releasing
+    # -- the end of leases
 
     async def release(self, meta: BatchMeta) -> None:
         """Release leased groups, which become ready again for the same consumer.
@@ -247,14 +208,9 @@ class Leases:
 
     def _return(self, consumer: Consumer, group: Group) -> None:
         """End a consumer's lease and offer it the group again, if it may use it."""
-        self.core.touch(group.place)
+        self.core.touch(group)
         consumer.held.pop(group, None)
-        use = group.uses.get(consumer.name)
-        if use is not None and not use.is_spent(consumer.reuse):
-            consumer.used[group] = None
-        self._offer(consumer, group)
-
-    # -- acks
+        consumer.offer(group)
 
     async def ack(self, meta: BatchMeta, step: int | None = None) -> None:
         """Ack leased groups. The ack becomes final with the commit of ``step``, or at once without a step.
@@ -290,13 +246,17 @@ class Leases:
                 use.retired = None if use.retired is not None and use.retired > step else use.retired
                 if not use.steps and use.retired is None:
                     del group.uses[name]
-                consumer = self.core.state.consumers[name]
-                consumer.used.pop(group, None)
-                self._return(consumer, group)
+                self._return(self.core.state.consumers[name], group)
+
+    # -- deletion
 
     def _finish(self, groups: Iterable[Group]) -> list[str]:
-        """Delete groups that every consumer is done with; return the keys of their samples."""
-        done = [group for group in groups if group.is_done(self.core.state.committed)]
+        """Delete the published groups that every consumer is done with; return the keys of their samples."""
+        done = []
+        for group in groups:
+            consumers = group.batch.partition.consumers if group.status == Status.PUBLISHED else []
+            if consumers and all(each.is_done(group, self.core.state.committed) for each in consumers):
+                done.append(group)
         keys = _keys(done)
         self.consume(done)
         return keys
@@ -304,23 +264,23 @@ class Leases:
     def consume(self, groups: Sequence[Group]) -> None:
         """Delete groups that every consumer is done with, and batches without groups."""
         for group in groups:
-            group.place.is_consumed = True
             self.forget(group)
+            group.status = Status.CONSUMED
         for batch in {group.batch: None for group in groups}:
-            if all(place.is_consumed for place in batch.places):
+            if all(group.status == Status.CONSUMED for group in batch.groups):
                 del batch.partition.batches[batch.number]
-                self.core.store.places.update(dict.fromkeys(batch.places))
+                self.core.store.changed.update(dict.fromkeys(batch.groups))
 
     def forget(self, group: Group) -> None:
-        """Remove a group from the queue and from every consumer. Its values are deleted."""
-        for consumer in group.partition.consumers:
-            for groups in (consumer.ready, consumer.used, consumer.held):
-                groups.pop(group, None)
+        """Remove a group's attempt from the queue and from every consumer. Its values are deleted."""
+        for consumer in group.batch.partition.consumers:
+            consumer.usable.pop(group, None)
+            consumer.held.pop(group, None)
         self.core.state.provisional.pop(group, None)
         self.remove(group, list(group.samples))
-        group.place.group = None
         del self.core.state.groups[group.name]
-        self.core.touch(group.place)
+        group.status, group.ended, group.uses = Status.ASSIGNED, {}, {}
+        self.core.touch(group)
 
     def remove(self, group: Group, keys: Sequence[str]) -> None:
         """Remove samples from their group. Their values are deleted."""
@@ -328,7 +288,7 @@ class Leases:
             self.core.state.count(-1, -group.samples.pop(key).bytes)
         self.core.discard(keys)
 
-    # -- reuse of groups
+    # -- retirement
 
     def _retire_stale(self, consumer: Consumer, step: int | None, fresh: bool) -> None:
         """Retire groups that are too stale, permanently."""
@@ -336,24 +296,25 @@ class Leases:
             return
         oldest = step - consumer.reuse.max_staleness
         stale = []
-        for group in [*consumer.used, *(consumer.ready if fresh else ())]:
+        for group in consumer.usable:
             versions = [int(sample.tags.get("weight_version_min", oldest)) for sample in group.samples.values()]
-            stale += [group] if min(versions, default=oldest) < oldest else []
+            if min(versions, default=oldest) < oldest and (fresh or consumer.name in group.uses):
+                stale.append(group)
         self._retire(consumer, stale, step)
 
     def _trim(self, consumer: Consumer, step: int | None) -> None:
         """Keep at most ``capacity`` used groups, the sampler's first choices, and retire the others."""
         capacity = None if consumer.reuse is None else consumer.reuse.capacity
-        if step is not None and capacity is not None and len(consumer.used) > capacity:
-            used = sorted(consumer.used, key=_place_of)
-            best = set(_drawn(consumer, used, step, capacity))
-            self._retire(consumer, [group for group in used if group not in best], step)
+        if step is not None and capacity is not None:
+            used = sorted((group for group in consumer.usable if consumer.name in group.uses), key=_place)
+            if len(used) > capacity:
+                best = set(_drawn(consumer, used, step, capacity))
+                self._retire(consumer, [group for group in used if group not in best], step)
 
     def _retire(self, consumer: Consumer, groups: Sequence[Group], step: int) -> None:
         """Retire groups that have uses left. Like an ack, it becomes final with the commit of ``step``."""
         for group in groups:
             group.uses.setdefault(consumer.name, Use()).retired = step
-            consumer.used.pop(group, None)
             self._return(consumer, group)
         if groups:
             self.core.state.provisional |= dict.fromkeys(groups)
@@ -365,19 +326,43 @@ def _keys(groups: Iterable[Group]) -> list[str]:
     return [key for group in groups for key in group.samples]
 
 
-def _place_of(group: Group) -> tuple[int, int]:
-    return group.new.key.batch, group.new.key.index
+def _place(group: Group) -> tuple[int, int]:
+    return group.batch.number, group.index
+
+
+def _ready(consumer: Consumer, number: int, count: int | None) -> list[Group] | None:
+    """Return the groups of a batch that a consumer gets; None: it has to wait."""
+    partition = consumer.partition
+    batch = partition.batches.get(number)
+    if number < 0 or (batch is None and number < partition.next_batch):
+        message = f"batch {number} of partition {partition.name!r} has been consumed"
+        expected = f"one of {sorted(partition.batches)} or a later one"
+        raise QueueError(message, where=f"{partition.name}/{number}", expected=expected, found=number)
+    if batch is None:
+        return None  # no explorer has claimed it
+    batch.require_well()
+    ready = [group for group in batch.groups if consumer.is_fresh(group)]
+    if count is not None and len(ready) >= count:
+        return ready[:count]
+    others = [group for group in batch.groups if group.status != Status.CONSUMED and not consumer.is_fresh(group)]
+    if not all(group.status == Status.PUBLISHED and consumer.has_had(group) for group in others):
+        return None
+    if count is None and not ready:
+        message = f"consumer {consumer.name!r} has had all groups of batch {number} already"
+        raise QueueError(message, where=batch.name, fix="lease each batch once")
+    return ready
 
 
 def _usable(consumer: Consumer, step: int | None, fresh: bool) -> list[Group]:
     """Return the groups that may be used at ``step``, in the order of batch and index."""
     rest = 0 if consumer.reuse is None else consumer.reuse.cooldown
-    groups = list(consumer.ready) if fresh else []
-    for group in consumer.used:
-        last = group.uses[consumer.name].steps[-1]
-        if step is None or last is None or step - last > rest:
+    groups = []
+    for group in consumer.usable:
+        use = group.uses.get(consumer.name)
+        last = None if use is None else use.steps[-1]
+        if fresh if use is None else (step is None or last is None or step - last > rest):
             groups.append(group)
-    return sorted(groups, key=_place_of)
+    return sorted(groups, key=_place)
 
 
 def _drawn(consumer: Consumer, groups: Sequence[Group], step: int | None, count: int | None) -> list[Group]:

@@ -94,7 +94,6 @@ class NewGroup:
     key: GroupKey
     task_id: str
     rollouts: int
-    minimum_samples: int | None = None  #: samples that the group needs to be published; None: one per rollout
     tags: Mapping[str, Any] = attrs.field(factory=dict)  #: tags of all its samples
 
 

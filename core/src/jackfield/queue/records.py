@@ -1,15 +1,32 @@
-"""The queue's records of samples, groups, batches and consumers. Internal to the package."""
+"""The queue's records of samples, groups, batches and consumers, and their JSON rows. Internal to the package.
+
+The rows of a state are kept by the store and by checkpoints. Leases are not saved, and open groups become vacant.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
+from enum import IntEnum
 from typing import Any
 
 import attrs
+import msgspec
 
 from jackfield.errors import QueueError
-from jackfield.queue.meta import Batch, GroupKey, NewGroup, Reuse, group_of
+from jackfield.queue.meta import Batch, GroupKey, Reuse, group_of
 from jackfield.queue.samplers import Sampler, Sequential
+
+FORMAT = 8
+HEAD = "head"  #: key of the row that has everything but groups
+Row = tuple[str, str]  #: key and JSON
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, frozenset) else attrs.asdict(value, recurse=False)
+
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_plain).encode
 
 
 @attrs.define(eq=False, repr=False)
@@ -40,54 +57,57 @@ class Use:
         return reuse.max_uses is not None and len(self.steps) >= reuse.max_uses
 
 
+class Status(IntEnum):
+    """The state of a group. A dropped group becomes vacant again; a consumed one is deleted."""
+
+    VACANT = 0  #: to be handed out
+    ASSIGNED = 1  #: an explorer has it
+    OPEN = 2  #: rollouts are running
+    PUBLISHED = 3  #: consumers may lease, use and ack it
+    CONSUMED = 4  #: every consumer was done with it
+
+
 @attrs.define(eq=False, repr=False)
 class Group:
-    """Sibling rollouts of one task. It is leased, acked and deleted as a whole."""
+    """A group index of a batch with its current attempt: sibling rollouts of one task.
 
-    place: Place
-    new: NewGroup  #: the request that opened it
+    It is leased, acked and deleted as a whole.
+    """
+
+    batch: BatchState
+    index: int
+    status: Status = Status.VACANT
+    retry: int = 0
+    reissue: int = 0
+    explorer: str | None = None  #: generates, or generated, the group
+    reasons: list[str] = attrs.field(factory=list)  #: why earlier attempts were dropped
+    name: str = ""  #: the key of the attempt that is open or published, as text
+    task_id: str = ""
+    rollouts: int = 0
+    tags: Mapping[str, Any] = attrs.field(factory=dict)  #: tags of all its samples
     ended: dict[int, str | None] = attrs.field(factory=dict)  #: ended rollouts; None, or why the rollout failed
     samples: dict[str, Sample] = attrs.field(factory=dict)
     uses: dict[str, Use] = attrs.field(factory=dict)  #: by consumer
-    is_published: bool = False  #: False: rollouts are running
-    name: str = attrs.field(default=attrs.Factory(lambda group: str(group.new.key), takes_self=True), init=False)
 
     @property
-    def batch(self) -> BatchState:
-        return self.place.batch
+    def key(self) -> GroupKey:
+        return GroupKey(self.batch.partition.name, self.batch.number, self.index, self.retry, self.reissue)
 
     @property
-    def partition(self) -> Partition:
-        return self.place.batch.partition
+    def is_made(self) -> bool:
+        return self.status >= Status.PUBLISHED
 
     def has(self, columns: frozenset[str]) -> bool:
         """Return whether every sample has the columns."""
         return all(columns <= sample.columns for sample in self.samples.values())
 
-    def is_satisfied(self) -> bool:
-        """Return whether the surviving samples are enough to publish the group."""
-        if self.new.minimum_samples is not None:
-            return len(self.samples) >= self.new.minimum_samples
-        return len({sample.rollout for sample in self.samples.values()}) == self.new.rollouts
-
-    def publish(self) -> None:
-        """Sort the samples by rollout and sequence and make them visible to consumers."""
-        ordered = sorted(self.samples.items(), key=lambda item: (item[1].rollout, _sequence(item[0])))
-        self.samples, self.is_published = dict(ordered), True
-
     def holders(self) -> list[str]:
         """Return the acking consumers that have leased or acked the group. A group with holders does not change."""
-        ends = [consumer for consumer in self.partition.consumers if not consumer.writes]
-        return [consumer.name for consumer in ends if consumer.name in self.uses or self in consumer.held]
+        return [consumer.name for consumer in self.batch.partition.ends() if consumer.has_had(self)]
 
     def is_acked(self) -> bool:
         """Return whether a consumer has acked the group, possibly provisionally."""
-        return any(not each.writes and each.name in self.uses for each in self.partition.consumers)
-
-    def is_done(self, committed: int) -> bool:
-        """Return whether the group is published and not deleted, and every consumer is done with it."""
-        consumers, is_there = self.partition.consumers, self.place.published is self
-        return is_there and bool(consumers) and all(each.is_done(self, committed) for each in consumers)
+        return any(consumer.name in self.uses for consumer in self.batch.partition.ends())
 
     def last_step(self) -> int:
         """Return the last step that needs a commit, -1 without any."""
@@ -95,43 +115,41 @@ class Group:
 
     def tags_of(self, key: str) -> dict[str, Any]:
         """Return the tags of a sample and of its group, and those that the queue adds."""
-        sample, place = self.samples[key], self.new.key
-        own = {"task_id": self.new.task_id, "batch": place.batch, "group": place.index, "retry": place.retry}
-        return {**own, "rollout": sample.rollout, "sequence": _sequence(key), **self.new.tags, **sample.tags}
+        sample = self.samples[key]
+        own = {"task_id": self.task_id, "batch": self.batch.number, "group": self.index, "retry": self.retry}
+        return {**own, "rollout": sample.rollout, "sequence": sequence_of(key), **self.tags, **sample.tags}
 
     def running(self) -> list[int]:
         """Return the rollouts that have not ended."""
-        return [rollout for rollout in range(self.new.rollouts) if rollout not in self.ended]
+        return [rollout for rollout in range(self.rollouts) if rollout not in self.ended]
+
+    def row_key(self) -> str:
+        return f"{self.batch.name}/{self.index}"
+
+    def row(self) -> Row:
+        """Return the group's row; the samples of an open group are not saved."""
+        status = Status.ASSIGNED if self.status == Status.OPEN else self.status
+        made = (self.task_id, self.rollouts, self.tags, self.ended, self.samples, self.uses) if self.is_made else None
+        return self.row_key(), _encode((status, self.retry, self.reissue, self.explorer, self.reasons, made))
+
+    def load(self, row: str) -> None:
+        """Take over a row that :meth:`row` returned; what was not published is generated again."""
+        found = msgspec.convert(json.loads(row), _GroupRow, str_keys=True)
+        self.status, self.retry, self.reissue, self.explorer, self.reasons, made = found
+        self.name = str(self.key)
+        if made is not None:
+            self.task_id, self.rollouts, self.tags, self.ended, self.samples, self.uses = made
+        elif self.status == Status.ASSIGNED:
+            self.status, self.explorer, self.reissue = Status.VACANT, None, self.reissue + 1
 
 
-def _sequence(key: str) -> int:
+_Made = tuple[str, int, dict[str, Any], dict[int, str | None], dict[str, Sample], dict[str, Use]]
+_GroupRow = tuple[Status, int, int, str | None, list[str], _Made | None]
+
+
+def sequence_of(key: str) -> int:
+    """Return the number of a sample's sequence in its rollout."""
     return int(key.rsplit("/", 1)[1])
-
-
-@attrs.define(eq=False, repr=False)
-class Place:
-    """A group index of a batch, with its current attempt and explorer."""
-
-    batch: BatchState
-    index: int
-    retry: int = 0
-    reissue: int = 0
-    explorer: str | None = None  #: generates, or generated, the group
-    group: Group | None = None
-    is_consumed: bool = False  #: every consumer was done with the group
-    reasons: list[str] = attrs.field(factory=list)  #: why groups were dropped here
-
-    @property
-    def key(self) -> GroupKey:
-        return GroupKey(self.batch.partition.name, self.batch.number, self.index, self.retry, self.reissue)
-
-    @property
-    def published(self) -> Group | None:
-        return self.group if self.group is not None and self.group.is_published else None
-
-    @property
-    def is_made(self) -> bool:
-        return self.is_consumed or self.published is not None
 
 
 @attrs.define(eq=False, repr=False)
@@ -142,10 +160,10 @@ class BatchState:
     number: int
     rollouts: int = 1  #: expected number per group
     failure: str | None = None
-    places: list[Place] = attrs.field(factory=list)
+    groups: list[Group] = attrs.field(factory=list)
     explorers: set[str] = attrs.field(factory=set)  #: living explorers that have claimed it
     is_offered: bool = False  #: whether the next claimant gets it
-    readers: int = 0  #: number of iterations that hand out its places
+    readers: int = 0  #: number of iterations that hand out its groups
     moved: float = 0.0  #: time of the last change
 
     @property
@@ -154,32 +172,31 @@ class BatchState:
 
     @property
     def is_complete(self) -> bool:
-        return all(place.is_made for place in self.places)
+        return all(group.is_made for group in self.groups)
 
-    def vacant(self) -> list[Place]:
-        """Return the places that are not assigned to an explorer."""
-        return [place for place in self.places if place.explorer is None and not place.is_consumed]
+    def vacant(self) -> list[Group]:
+        return [group for group in self.groups if group.status == Status.VACANT]
 
-    def groups(self) -> list[Group]:
+    def living(self) -> list[Group]:
         """Return the open and published groups in the order of the index."""
-        return [place.group for place in self.places if place.group is not None]
+        return [group for group in self.groups if group.status in (Status.OPEN, Status.PUBLISHED)]
 
     def is_final(self) -> bool:
         """Return whether each group is acked or consumed, so that none can be dropped any more."""
-        return all(place.is_consumed or ((group := place.published) and group.is_acked()) for place in self.places)
+        return all(group.is_made and (group.status == Status.CONSUMED or group.is_acked()) for group in self.groups)
 
     def is_leased(self) -> bool:
         """Return whether all groups exist and an acking consumer has leased one of them."""
-        ends = [consumer.held for consumer in self.partition.consumers if not consumer.writes and consumer.held]
-        return bool(ends) and self.is_complete and any(group in held for group in self.groups() for held in ends)
+        ends = [consumer.held for consumer in self.partition.ends() if consumer.held]
+        return bool(ends) and self.is_complete and any(group in held for group in self.groups for held in ends)
 
     def offer(self) -> None:
-        """Offer the batch to the next claimant if places are vacant and no iteration hands them out."""
+        """Offer the batch to the next claimant if groups are vacant and no iteration hands them out."""
         if self.failure is None and not self.readers and self.vacant():
             self.is_offered = True
 
     def public(self, explorer: str) -> Batch:
-        return Batch(self.partition.name, self.number, len(self.places), explorer, len(self.vacant()))
+        return Batch(self.partition.name, self.number, len(self.groups), explorer, len(self.vacant()))
 
     def require_well(self) -> None:
         if self.failure is not None:
@@ -211,8 +228,7 @@ class Consumer:
     reuse: Reuse | None = None
     epoch: int = 0
     sampler: Sampler = attrs.field(factory=Sequential)
-    ready: dict[Group, None] = attrs.field(factory=dict)  #: unused groups that can be leased now
-    used: dict[Group, None] = attrs.field(factory=dict)  #: used groups that may be used again
+    usable: dict[Group, None] = attrs.field(factory=dict)  #: groups that it may lease now, unused and used ones
     held: dict[Group, Hold] = attrs.field(factory=dict)  #: leased groups
     awaited: list[int | None] = attrs.field(factory=list)  #: batches that calls wait for; None: groups of any batch
 
@@ -223,6 +239,25 @@ class Consumer:
     def has_had(self, group: Group) -> bool:
         """Return whether it holds a group, or has used or written it."""
         return group in self.held or self.name in group.uses or self.has_written(group)
+
+    def is_fresh(self, group: Group) -> bool:
+        """Return whether it may lease a group that it has not used yet."""
+        return group in self.usable and self.name not in group.uses
+
+    def offer(self, group: Group) -> None:
+        """Update whether it may lease a group: a published one that has its columns, and that it has not used up."""
+        use = group.uses.get(self.name)
+        is_left = not self.has_written(group) if use is None else not use.is_spent(self.reuse)
+        if is_left and group.status == Status.PUBLISHED and group not in self.held and group.has(self.columns):
+            self.usable[group] = None
+        else:
+            self.usable.pop(group, None)
+
+    def offer_all(self) -> None:
+        """Update what it may lease of all groups."""
+        for batch in self.partition.batches.values():
+            for group in batch.groups:
+                self.offer(group)
 
     def is_done(self, group: Group, committed: int) -> bool:
         """Return whether it will not need the group again after any rollback."""
@@ -241,16 +276,24 @@ class Partition:
     batches: dict[int, BatchState] = attrs.field(factory=dict)  #: unconsumed batches in order
     next_batch: int = 0
 
-    def groups(self) -> Iterator[Group]:
-        """Iterate over open and published groups in the order of batch and index."""
-        return (group for batch in self.batches.values() for group in batch.groups())
+    def ends(self) -> list[Consumer]:
+        """Return the consumers that ack."""
+        return [consumer for consumer in self.consumers if not consumer.writes]
 
-    def offered(self) -> BatchState | None:
-        """Return the first batch that is offered again, if any."""
-        for batch in self.batches.values():
-            if batch.is_offered and batch.failure is None and not batch.is_final():
-                return batch
-        return None
+
+@attrs.frozen
+class LedgerEnd:
+    """The end of a ledger."""
+
+    number: int = 0
+    digest: str = ""  #: digest of the last entry, chained over all entries
+
+
+#: Partition, columns that are read and written, reuse, epoch and the state of the sampler.
+_ConsumerRow = tuple[str, frozenset[str], frozenset[str], Reuse | None, int, dict[str, Any]]
+#: The next batch; per batch: number of groups, expected rollouts and failure.
+_PartitionRow = tuple[int, dict[int, tuple[int, int, str | None]]]
+_Head = tuple[int, list[str], LedgerEnd | None, dict[str, _ConsumerRow], dict[str, _PartitionRow]]
 
 
 @attrs.define(eq=False, repr=False)
@@ -263,6 +306,8 @@ class State:
     committed: int = -1  #: the last step whose acks are final
     provisional: dict[Group, None] = attrs.field(factory=dict)  #: groups with acks that a commit makes final
     marks: list[str] = attrs.field(factory=list)  #: ids of the last checkpoints, including interrupted ones
+    ledger: LedgerEnd | None = None  #: the ledger's end at the last checkpoint; None: it was only in memory
+    samplers: dict[str, dict[str, Any]] = attrs.field(factory=dict)  #: saved states, by consumer
     samples: int = 0
     bytes: int = 0
 
@@ -313,12 +358,61 @@ class State:
         if partition is None or not 0 <= key.batch < partition.next_batch:
             return False
         batch = partition.batches.get(key.batch)
-        if batch is None or not 0 <= key.index < len(batch.places):
+        if batch is None or not 0 <= key.index < len(batch.groups):
             return batch is None
-        place = batch.places[key.index]
-        return (key.retry, key.reissue) < (place.retry, place.reissue + place.is_consumed)
+        group = batch.groups[key.index]
+        return (key.retry, key.reissue) < (group.retry, group.reissue + (group.status == Status.CONSUMED))
 
     def count(self, samples: int, size: int) -> None:
         """Add to the number of samples and bytes; negative values subtract."""
         self.samples += samples
         self.bytes += size
+
+    # -- rows
+
+    def rows(self, below: Mapping[str, int] | None = None) -> Iterator[Row]:
+        """Yield the rows: first the head, which has all but groups, then one per group.
+
+        ``below`` has, by partition, the first batch that is saved as not yet begun.
+        """
+        consumers = {
+            name: (each.partition.name, each.columns, each.writes, each.reuse, each.epoch, each.sampler.state_dict())
+            for name, each in self.consumers.items()
+        }
+        partitions, saved = {}, list[BatchState]()
+        for name, partition in self.partitions.items():
+            first = min(partition.next_batch, (below or {}).get(name, partition.next_batch))
+            batches = {number: batch for number, batch in partition.batches.items() if number < first}
+            partitions[name] = first, {n: (len(b.groups), b.rollouts, b.failure) for n, b in batches.items()}
+            saved += batches.values()
+        head = (self.committed, self.marks, self.ledger, consumers, partitions)
+        yield HEAD, _encode({"format": FORMAT, "state": head})
+        yield from (group.row() for batch in saved for group in batch.groups)
+
+    @classmethod
+    def load(cls, rows: Mapping[str, str]) -> State:
+        """Return the state of rows by key. Raise an error if one is missing or the format differs."""
+        head = json.loads(rows.get(HEAD, "{}"))
+        if head.get("format") != FORMAT:
+            raise QueueError("the queue's state has another format", expected=FORMAT, found=head.get("format"))
+        committed, marks, ledger, consumers, partitions = msgspec.convert(head["state"], _Head, str_keys=True)
+        state = cls(committed=committed, marks=marks, ledger=ledger)
+        for name, (own, columns, writes, reuse, epoch, sampler) in consumers.items():
+            state.add_consumer(Consumer(name, Partition(own), columns, writes, reuse, epoch))
+            state.samplers[name] = sampler
+        for name, (next_batch, batches) in partitions.items():
+            partition = state.partition(name)
+            partition.next_batch = next_batch
+            for number, (groups, rollouts, failure) in batches.items():
+                batch = partition.batches[number] = BatchState(partition, number, rollouts, failure, is_offered=True)
+                batch.groups = [Group(batch, index) for index in range(groups)]
+        for group in [group for batch in state.batches() for group in batch.groups]:
+            if (key := group.row_key()) not in rows:
+                message, found = "a queue's saved state is not whole", f"none of {key}"
+                raise QueueError(message, expected="all of its rows", found=found)
+            group.load(rows[key])
+            if group.status == Status.PUBLISHED:
+                state.groups[group.name] = group
+                state.count(len(group.samples), sum(sample.bytes for sample in group.samples.values()))
+                state.provisional |= {group: None} if group.last_step() > state.committed else {}
+        return state

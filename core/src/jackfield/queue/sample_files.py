@@ -142,7 +142,7 @@ def saved_samples(folder: Path) -> Iterator[SavedSample]:
     Raises:
         QueueError: ``queue.invalid`` if there is no complete checkpoint, or it has another format.
     """
-    state = read_checkpoint(folder / STORE_FILE).state()
+    state, _ = read_checkpoint(folder / STORE_FILE)
     for sample in read_archive(folder / VALUES_FOLDER):
         group = state.groups.get(group_of(sample.key))
         if group is None or sample.key not in group.samples:
@@ -150,10 +150,10 @@ def saved_samples(folder: Path) -> Iterator[SavedSample]:
             continue
         yield attrs.evolve(
             sample,
-            batch=group.new.key.batch,
+            batch=group.batch.number,
             group=group.name,
-            task=group.new.task_id,
-            tags={**group.new.tags, **group.samples[sample.key].tags},
+            task=group.task_id,
+            tags={**group.tags, **group.samples[sample.key].tags},
             acked_by=tuple(sorted(group.uses)),
         )
 
@@ -175,9 +175,9 @@ def trace(key: str, checkpoint: Path | None, store: Path | None) -> dict[str, An
     derived: dict[str, Lineage] = {} if store is None else read_lineage(store)
     living: set[str] = set()
     if checkpoint is not None:
-        saved = read_checkpoint(checkpoint / STORE_FILE)
-        derived |= saved.lineage
-        living = saved.state().keys()
+        saved, lineage = read_checkpoint(checkpoint / STORE_FILE)
+        derived |= lineage
+        living = saved.keys()
     if key not in derived and key not in living and not any(key in made.parents for made in derived.values()):
         where = ", ".join(str(each) for each in (checkpoint, store) if each is not None)
         raise QueueError(f"the sample {key!r} is unknown", code="queue.unknown-sample", where=where)

@@ -20,8 +20,7 @@ import xxhash
 from jackfield.errors import QueueError
 from jackfield.files import replacing
 from jackfield.queue.meta import Lineage
-from jackfield.queue.records import Place, State
-from jackfield.queue.saving import LedgerEnd, Row, Saved, head_row, place_key, place_row
+from jackfield.queue.records import Group, LedgerEnd, Row, State
 
 STORE_FILE, VALUES_FOLDER = "controller.sqlite", "values"  #: names in the folder of a checkpoint
 _SCHEMA = """
@@ -48,7 +47,7 @@ class Store:
     durable: bool = attrs.field(default=False, kw_only=True)  #: after :meth:`begin` it has the state, too
     coming: list[dict[str, Any]] = attrs.field(factory=list, init=False)  #: unwritten ledger entries
     derived: dict[str, Lineage] = attrs.field(factory=dict, init=False)  #: unwritten lineage
-    places: dict[Place, None] = attrs.field(factory=dict, init=False)  #: changed places
+    changed: dict[Group, None] = attrs.field(factory=dict, init=False)  #: groups whose rows are to be written
     _connection: sqlite3.Connection | None = attrs.field(default=None, init=False)
     _head: Row | None = attrs.field(default=None, init=False)  # last written head; None: not begun
     _end: LedgerEnd = attrs.field(factory=LedgerEnd, init=False)
@@ -76,22 +75,22 @@ class Store:
 
     def write(self, state: State) -> None:
         """Write the changes of one call in one transaction. After a failure no later call succeeds."""
-        head = head_row(state) if self.durable and self._head is not None else None
-        follows = head is not None and (bool(self.places) or head != self._head)
-        if self.coming or self.derived or follows:
+        head = next(state.rows()) if self.durable and self._head is not None else None
+        is_new = head is not None and (bool(self.changed) or head != self._head)
+        if self.coming or self.derived or is_new:
             with self._writing():
                 if head is not None:
-                    living = [place for place in self.places if place.batch.number in place.batch.partition.batches]
-                    gone = [(place_key(place),) for place in self.places.keys() - set(living)]
+                    living = [each for each in self.changed if each.batch.number in each.batch.partition.batches]
+                    gone = [(group.row_key(),) for group in self.changed.keys() - set(living)]
                     self._db.executemany("delete from state where key = ?", gone)
-                    self._insert([head, *map(place_row, living)])
+                    self._insert([head, *(group.row() for group in living)])
                     self._head = head
-        self.places.clear()
+        self.changed.clear()
 
     def begin(self, rows: Sequence[Row]) -> None:
         """Replace the file's state. From now on each :meth:`write` updates it."""
         self._head = rows[0]
-        self.places.clear()
+        self.changed.clear()
         if self.durable:
             with self._writing():
                 self._db.execute("delete from state")
@@ -105,7 +104,10 @@ class Store:
             with _translated_errors(self.path), self._db as db:  # it commits or rolls back
                 db.execute("begin immediate")
                 for entry in self.coming:
-                    self._append(entry)
+                    value = _encode(entry)
+                    self._end = LedgerEnd(self._end.number + 1, _chained(self._end.digest, value))
+                    row = (self._end.number, entry["event"], entry.get("step"), entry.get("consumer"), value)
+                    db.execute("insert into ledger values(?, ?, ?, ?, ?, ?)", (*row, self._end.digest))
                 rows = [(key, made.operation, _encode(made.parents)) for key, made in self.derived.items()]
                 db.executemany("insert or replace into lineage values(?, ?, ?)", rows)
                 yield
@@ -115,20 +117,13 @@ class Store:
         self.coming.clear()
         self.derived.clear()
 
-    def _append(self, entry: Mapping[str, Any]) -> None:
-        value = _encode(entry)
-        end = LedgerEnd(self._end.number + 1, _chained(self._end.digest, value))
-        row = (end.number, entry["event"], entry.get("step"), entry.get("consumer"), value, end.digest)
-        self._db.execute("insert into ledger values(?, ?, ?, ?, ?, ?)", row)
-        self._end = end
-
     def _insert(self, rows: Iterable[Row]) -> None:
         self._db.executemany("insert or replace into state values(?, ?, ?)", [(*row, _digest(*row)) for row in rows])
 
     def save(self, path: Path, rows: Sequence[Row], keys: Sequence[str]) -> None:
         """Write a checkpoint atomically: the rows of a state and the lineage of samples."""
         with _translated_errors(self.path):
-            ancestors = _lineage(self._db, _ANCESTORS, _encode(keys))
+            ancestors = self.lineage(_ANCESTORS, _encode(keys))
         with replacing(path) as partial, closing(Store(partial, durable=True)) as saved:
             saved.derived = ancestors
             saved.begin(rows)
@@ -156,10 +151,24 @@ class Store:
 
     # -- reading
 
-    def saved(self) -> Saved | None:
-        """Read the file's state. Raise an error if a row differs from what was written."""
-        rows = _rows(self._db, self.path)
-        return Saved(rows, {}) if rows else None
+    def rows(self) -> dict[str, str]:
+        """Read the rows of the file's state by key.
+
+        Raises:
+            QueueError: ``queue.invalid`` if a row differs from what was written.
+        """
+        rows = {}
+        with _translated_errors(self.path, "queue.invalid"):
+            for key, value, digest in self._db.execute("select * from state"):
+                if digest != _digest(key, value):
+                    raise QueueError("a queue's saved state is damaged", where=str(self.path), found=key)
+                rows[key] = value
+        return rows
+
+    def lineage(self, query: str = "select * from lineage", *values: str) -> dict[str, Lineage]:
+        """Read derivations of samples, by key."""
+        found = self._db.execute(query, values)
+        return {key: Lineage(operation, tuple(json.loads(parents))) for key, operation, parents in found}
 
     def entries(self, after: int = 0) -> Iterator[dict[str, Any]]:
         """Yield the entries of the ledger after a number.
@@ -167,49 +176,88 @@ class Store:
         Raises:
             QueueError: ``queue.ledger`` at the first entry that differs from what was written.
         """
-        return (entry for end, entry in _entries(self._db, self.path) if end.number > after)
+        return (entry for end, entry in self._entries() if end.number > after)
 
-    def verify(self, end: LedgerEnd) -> None:
-        """Check the ledger against the end that a checkpoint recorded; cut off damaged entries after that.
+    def _entries(self) -> Iterator[tuple[LedgerEnd, dict[str, Any]]]:
+        """Yield the entries of the ledger, each with the ledger's end after it."""
+        end = LedgerEnd()
+        with _translated_errors(self.path, "queue.ledger"):
+            for number, event, step, consumer, value, digest in self._db.execute(
+                "select * from ledger order by number"
+            ):
+                entry = json.loads(value) if digest == _chained(end.digest, value) else {}
+                shown = (entry.get("event"), entry.get("step"), entry.get("consumer"))
+                if number != end.number + 1 or shown != (event, step, consumer):
+                    raise _damaged(self.path, f"entry {end.number + 1} as it was written", f"entry {number}")
+                end = LedgerEnd(number, digest)
+                yield end, entry
+
+    def check(self, end: LedgerEnd) -> LedgerEnd:
+        """Check the ledger against the end that a checkpoint recorded; return the end of its undamaged part.
 
         Raises:
             QueueError: ``queue.ledger`` if an entry up to that end was changed or is missing.
         """
-        good = _checked(self._db, self.path, end)
+        good, known = LedgerEnd(), LedgerEnd()
+        try:
+            for good, _ in self._entries():
+                known = good if good.number <= end.number else known
+        except QueueError as error:
+            if known != end:
+                raise
+            message = "the ledger is damaged after the checkpoint (%s); what comes after entry %d is removed"
+            logging.getLogger("jackfield").warning(message, error.found, good.number)
+        if known != end:
+            raise _damaged(self.path, f"entry {end.number} with the digest {end.digest}", known)
+        return good
+
+    def cut(self, end: LedgerEnd) -> None:
+        """Remove damaged entries after the end that a checkpoint recorded; see :meth:`check`."""
+        self._end = self.check(end)
         with _translated_errors(self.path, "queue.ledger"):
-            self._db.execute("delete from ledger where number > ?", (good.number,))
-        self._end = good
+            self._db.execute("delete from ledger where number > ?", (self._end.number,))
 
 
 # -- files of other processes
+
+
+@contextmanager
+def _reading(path: Path, code: str = "queue.ledger") -> Iterator[Store]:
+    """Open a file for reading. No further file is created unless a process writes it or was killed."""
+    store = Store(path)
+    how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
+    uri = f"{path.absolute().as_uri()}?{how}"
+    with _translated_errors(path, code), closing(sqlite3.connect(uri, uri=True, isolation_level=None)) as db:
+        store._connection = db
+        yield store
 
 
 def check_ledger(path: Path, checkpoint: Path) -> None:
     """Check a ledger against a checkpoint without changing it.
 
     Raises:
-        QueueError: ``queue.ledger`` as in :meth:`Store.verify`, or if there is no file; ``queue.invalid`` if the
+        QueueError: ``queue.ledger`` as in :meth:`Store.check`, or if there is no file; ``queue.invalid`` if the
             checkpoint is damaged.
     """
-    end = read_checkpoint(checkpoint).head.ledger
+    end = read_checkpoint(checkpoint)[0].ledger
     if end is None:
         return
     if not path.is_file():
         raise _damaged(path, f"entry {end.number} with the digest {end.digest}", "no file")
-    with closing(_readable(path)) as db:
-        _checked(db, path, end)
+    with _reading(path) as store:
+        store.check(end)
 
 
-def read_checkpoint(path: Path) -> Saved:
-    """Read a checkpoint.
+def read_checkpoint(path: Path) -> tuple[State, dict[str, Lineage]]:
+    """Read a checkpoint: the state, and the derivations of its samples and their ancestors.
 
     Raises:
         QueueError: ``queue.invalid`` if it is missing or damaged.
     """
     if not path.is_file():
         raise QueueError("the folder holds no checkpoint of a queue", where=str(path.parent), expected=path.name)
-    with _translated_errors(path, "queue.invalid"), closing(_readable(path)) as db:
-        return Saved(_rows(db, path), _lineage(db))
+    with _reading(path, "queue.invalid") as store:
+        return State.load(store.rows()), store.lineage()
 
 
 def read_lineage(path: Path) -> dict[str, Lineage]:
@@ -218,8 +266,8 @@ def read_lineage(path: Path) -> dict[str, Lineage]:
     Raises:
         QueueError: ``queue.ledger`` if the file is damaged.
     """
-    with _translated_errors(path, "queue.ledger"), closing(_readable(path)) as db:
-        return _lineage(db)
+    with _reading(path) as store:
+        return store.lineage()
 
 
 def find_store(folder: Path) -> Path | None:
@@ -236,9 +284,8 @@ def read_ledger(folder: Path) -> Iterator[dict[str, Any]]:
     path = find_store(folder)
     if path is None:
         raise _damaged(folder / "queue" / STORE_FILE, "the ledger of a run", "no file")
-    with closing(_readable(path)) as db:
-        for _, entry in _entries(db, path):
-            yield entry
+    with _reading(path) as store:
+        yield from store.entries()
 
 
 def effective_acks(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int | None]]:
@@ -271,56 +318,6 @@ def _opened(path: Path | None) -> sqlite3.Connection:
         db.executescript("pragma locking_mode=exclusive; pragma journal_mode=wal")  # needs no shared memory
     db.executescript("pragma synchronous=normal; pragma wal_autocheckpoint=4000;" + _SCHEMA)
     return db
-
-
-def _readable(path: Path) -> sqlite3.Connection:
-    """Open a file for reading. No further file is created unless a process writes it or was killed."""
-    how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
-    return sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True, isolation_level=None)
-
-
-def _rows(db: sqlite3.Connection, path: Path | None) -> dict[str, str]:
-    """Read the rows of the state and check their digests."""
-    rows = {}
-    with _translated_errors(path, "queue.invalid"):
-        for key, value, digest in db.execute("select * from state"):
-            if digest != _digest(key, value):
-                raise QueueError("a queue's saved state is damaged", where=str(path), found=key)
-            rows[key] = value
-    return rows
-
-
-def _lineage(db: sqlite3.Connection, query: str = "select * from lineage", *values: str) -> dict[str, Lineage]:
-    return {key: Lineage(made, tuple(json.loads(parents))) for key, made, parents in db.execute(query, values)}
-
-
-def _entries(db: sqlite3.Connection, path: Path | None) -> Iterator[tuple[LedgerEnd, dict[str, Any]]]:
-    """Yield the entries of the ledger, each with the ledger's end after it."""
-    end = LedgerEnd()
-    with _translated_errors(path, "queue.ledger"):
-        for number, event, step, consumer, value, digest in db.execute("select * from ledger order by number"):
-            entry = json.loads(value) if digest == _chained(end.digest, value) else {}
-            shown = (entry.get("event"), entry.get("step"), entry.get("consumer"))
-            if number != end.number + 1 or shown != (event, step, consumer):
-                raise _damaged(path, f"entry {end.number + 1} as it was written", f"entry {number}")
-            end = LedgerEnd(number, digest)
-            yield end, entry
-
-
-def _checked(db: sqlite3.Connection, path: Path | None, end: LedgerEnd) -> LedgerEnd:
-    """Return the end of the undamaged part and check that it includes a checkpoint's ``end``."""
-    good, known = LedgerEnd(), LedgerEnd()
-    try:
-        for good, _ in _entries(db, path):
-            known = good if good.number <= end.number else known
-    except QueueError as error:
-        if known != end:
-            raise
-        message = "the ledger is damaged after the checkpoint (%s); what comes after entry %d is removed"
-        logging.getLogger("jackfield").warning(message, error.found, good.number)
-    if known != end:
-        raise _damaged(path, f"entry {end.number} with the digest {end.digest}", known)
-    return good
 
 
 def _digest(key: str, value: str) -> str:

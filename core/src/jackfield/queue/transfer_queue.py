@@ -19,8 +19,7 @@ from jackfield.queue.controller import Controller, some
 from jackfield.queue.groups import Groups
 from jackfield.queue.leases import Leases
 from jackfield.queue.meta import Notice, group_of
-from jackfield.queue.records import State
-from jackfield.queue.saving import Row, Saved, every_row
+from jackfield.queue.records import LedgerEnd, Row, State
 from jackfield.queue.store import STORE_FILE, VALUES_FOLDER, Store, read_checkpoint, uses
 
 P = ParamSpec("P")
@@ -151,7 +150,7 @@ class TransferQueue:
             "samples": state.samples,
             "bytes": state.bytes,
             "batches": len(state.batches()),
-            "groups_open": sum(not group.is_published for group in state.groups.values()),
+            "groups_open": sum(not group.is_made for group in state.groups.values()),
             "samples_leased": sum(len(group.samples) for group in leased),
             **self.served(),
         }
@@ -199,7 +198,7 @@ class TransferQueue:
         found = 0
         for partition, key in (await self.backend.keys(KeysRequest())).samples:
             group = self._core.state.groups.get(group_of(key))
-            if not self._core.state.knows(key) and (group is None or group.is_published):
+            if not self._core.state.knows(key) and (group is None or group.is_made):
                 self._core.discard([key], partition)
                 found += 1
         await self._forget_discarded()
@@ -232,11 +231,10 @@ class TransferQueue:
         """Write values and return the rows and keys of that moment, without lost samples."""
         while True:
             await self.fail_lost()
-            mark = uuid.uuid4().hex
-            self._core.state.marks = [*self._core.state.marks[1 - _MARKS :], mark]
-            self._core.store.write(self._core.state)
-            rows = every_row(self._core.state, again_from, mark=mark, ledger=self._core.store.end)
-            keys = list(self._core.state.keys())
+            state = self._core.state
+            state.marks, state.ledger = [*state.marks[1 - _MARKS :], uuid.uuid4().hex], self._core.store.end
+            self._core.store.write(state)
+            rows, keys = list(state.rows(again_from)), list(state.keys())
             try:
                 await self.backend.checkpoint(SnapshotRequest(folder=str(folder / VALUES_FOLDER)))
                 return rows, keys
@@ -261,9 +259,10 @@ class TransferQueue:
             QueueError: ``queue.invalid`` for a damaged checkpoint; ``queue.ledger`` if the ledger does not match the
                 checkpoint.
         """
-        saved = read_checkpoint(Path(folder) / STORE_FILE)
-        if saved.head.ledger is not None and self._core.store.end is not None:
-            self._core.store.verify(saved.head.ledger)
+        saved, lineage = read_checkpoint(Path(folder) / STORE_FILE)
+        end = None if self._core.store.end is None else saved.ledger
+        if end is not None:
+            self._core.store.cut(end)
         async with self._deleting:
             newer = None if step is None else await self._newer(saved, step)
             if newer is None:
@@ -271,26 +270,28 @@ class TransferQueue:
             if newer is self._core.state:  # a trainer died, and this process is alive
                 self._leases.end(lambda consumer, hold: True)
             else:
-                self._replace(newer or saved.state())
-            for name, (*_, sampler) in saved.head.consumers.items():
+                self._replace(newer or saved)
+            for name, sampler in saved.samplers.items():
                 if sampler and name in self._core.state.consumers:
                     self._core.state.consumers[name].sampler.load_state_dict(sampler)
-            self._void_acks(saved, step if newer else None)
+            if end is not None:
+                self._void_acks(end, step if newer else None)
             if step is not None:
                 self._leases.take_back(step)
                 await self._leases.commit(step)
-            self._core.store.derived.update(saved.lineage)
-            self._core.store.begin(every_row(self._core.state))
+            self._core.store.derived.update(lineage)
+            self._core.store.begin(list(self._core.state.rows()))
         await self.fail_lost()
         await self.flush()
         return newer is not None
 
-    async def _newer(self, saved: Saved, step: int) -> State | None:
+    async def _newer(self, saved: State, step: int) -> State | None:
         """Return a newer state that can roll back to ``step`` and has all samples of the checkpoint, or None."""
-        state = self._core.state if saved.head.mark in self._core.state.marks else self._stored(saved)
+        mark = saved.marks[-1]
+        state = self._core.state if mark in self._core.state.marks else self._stored(mark)
         if state is None or state.committed > step:
             return None
-        known = saved.state().keys()
+        known = saved.keys()
         lost = await self._groups.lost(state) & known
         if not lost:
             return state
@@ -302,12 +303,13 @@ class TransferQueue:
         )
         return None
 
-    def _stored(self, saved: Saved) -> State | None:
-        """Read the stored state of an earlier process, if it is newer than a checkpoint."""
+    def _stored(self, mark: str) -> State | None:
+        """Read the stored state of an earlier process, if it is newer than the checkpoint with a mark."""
         try:
-            found = self._core.store.saved() if self._core.store.durable else None
+            rows = self._core.store.rows() if self._core.store.durable else {}
+            state = State.load(rows) if rows else State()
             # without the mark, another run or the same run without a durable queue wrote the state
-            return found.state() if found is not None and saved.head.mark in found.head.marks else None
+            return state if mark in state.marks else None
         except QueueError as error:
             if error.code != "queue.invalid":
                 raise
@@ -320,23 +322,23 @@ class TransferQueue:
         for consumer in self._core.state.consumers.values():
             if (before := state.consumers.get(consumer.name)) is not None:
                 consumer.epoch = max(consumer.epoch, before.epoch)
-            consumer.ready, consumer.used, consumer.held = {}, {}, {}
+            consumer.usable, consumer.held = {}, {}
             state.add_consumer(consumer)
         self._core.state = state
         self._core.discarded.clear()
-        self._leases.offer_again()
+        for consumer in state.consumers.values():
+            consumer.offer_all()
         for batch in state.batches():
-            if batch.failure is None and (vacant := [place.index for place in batch.vacant()]):
+            batch.moved = self._core.moved = self._core.clock.time()
+            if batch.failure is None and (vacant := [group.index for group in batch.vacant()]):
                 where = {"partition": batch.partition.name, "batch": batch.number}
                 self._core.record("release", **where, groups=vacant, reason="the queue was restored")
         clients, self._batches.clients = frozenset(self._batches.clients.values()), {}
         self.on_reset("has made the queue another one; what was begun before is in vain", clients)
 
-    def _void_acks(self, saved: Saved, step: int | None) -> None:
-        """Record in the ledger the acks after a checkpoint as revoked; with a step, only those of later steps."""
-        if saved.head.ledger is None or self._core.store.end is None:
-            return
-        for consumer, keys in uses(self._core.store.entries(saved.head.ledger.number)).items():
+    def _void_acks(self, end: LedgerEnd, step: int | None) -> None:
+        """Record in the ledger the acks after its ``end`` as revoked; with a step, only those of later steps."""
+        for consumer, keys in uses(self._core.store.entries(end.number)).items():
             void = [
                 key
                 for key, steps in keys.items()
@@ -356,4 +358,4 @@ class TransferQueue:
             found = await self._discard_orphans()
             if found or before:
                 self._core.record("clear", samples=found)
-            self._core.store.begin(every_row(self._core.state))
+            self._core.store.begin(list(self._core.state.rows()))
