@@ -47,8 +47,8 @@ from jackfield.config import make_config
 from jackfield.data.tokens import HuggingFaceChatTokenizer
 from jackfield.errors import EngineError, PluginError, QueueError, RolloutError, WeightsError
 from jackfield.plugins import Registry
-from jackfield.queue import column_from_rows, dense_column, json_column, rows_of
 from jackfield.sdk.buckets import digest
+from jackfield.sdk.columns import column_from_rows, dense_column, json_column, rows_of
 from jackfield.sdk.jagged import jagged, rows
 from jackfield.sdk.receiver import WeightReceiver
 from jackfield.weights import Replica, WeightSender, WeightSynchronizer

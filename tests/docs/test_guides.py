@@ -22,7 +22,7 @@ from jackfield.compose.resolve import resolve_algorithm
 from jackfield.config import load_config, make_config, validate_plugins
 from jackfield.plugins import HookManager, Registry
 from jackfield.plugins.hooks import StepEnded
-from jackfield.queue import column_from_rows
+from jackfield.sdk.columns import column_from_rows
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"

@@ -44,13 +44,11 @@ from jackfield.queue import (
     TransferQueue,
     Values,
     Written,
-    column_from_rows,
-    dense_column,
     effective_acks,
     read_ledger,
-    rows_of,
 )
 from jackfield.queue.store import STORE_FILE
+from jackfield.sdk.columns import column_from_rows, dense_column, rows_of
 from jackfield_transport_sql.backend import SQLBackend
 from jackfield_transport_sql.config import Config as SQLConfig
 from jackfield_transport_zmq.backend import ZMQBackend

@@ -14,8 +14,7 @@ import pytest
 from jackfield.queue import importing
 from jackfield.queue.importing import ImportedSamples
 from jackfield.queue.sample_files import cell_of, read_samples, saved_samples, write_samples
-from jackfield.sdk.archive import BATCH_ROWS, ArchiveWriter
-from jackfield.sdk.arrow import SavedSample
+from jackfield.sdk.archive import BATCH_ROWS, ArchiveWriter, SavedSample
 from jackfield.sdk.cells import join
 
 torch = pytest.importorskip("torch")

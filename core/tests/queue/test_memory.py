@@ -20,8 +20,8 @@ from jackfield.abc.transfer_queue import (
     TransferQueueContext,
 )
 from jackfield.errors import QueueError
-from jackfield.queue import column_from_rows, dense_column, json_column, rows_of
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
+from jackfield.sdk.columns import column_from_rows, dense_column, json_column, rows_of
 from jackfield_testing import refused
 
 torch = pytest.importorskip("torch")

@@ -17,9 +17,10 @@ import pytest
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, LeaseError, QueueError
-from jackfield.queue import Reuse, SamplerSpec, TransferQueue, column_from_rows
+from jackfield.queue import Reuse, SamplerSpec, TransferQueue
 from jackfield.queue.remote import QUEUE, QueueServer, connect_queue
 from jackfield.rpc import Connection
+from jackfield.sdk.columns import column_from_rows
 
 torch = pytest.importorskip("torch")
 

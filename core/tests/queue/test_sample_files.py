@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from jackfield.cli import main
 from jackfield.errors import QueueError
-from jackfield.queue import Lineage, column_from_rows, dense_column, json_column
+from jackfield.queue import Lineage
 from jackfield.queue.sample_files import cell_of, from_plain, read_samples, saved_samples, to_plain, write_samples
 from jackfield.queue.store import STORE_FILE
-from jackfield.sdk.arrow import SavedSample
+from jackfield.sdk.archive import SavedSample
 from jackfield.sdk.cells import Cell, split
+from jackfield.sdk.columns import column_from_rows, dense_column, json_column
 
 torch = pytest.importorskip("torch")
 

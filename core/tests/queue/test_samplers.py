@@ -15,21 +15,10 @@ import pytest
 
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.errors import DeadlineExceeded, QueueError
-from jackfield.queue import (
-    BatchMeta,
-    Priority,
-    Random,
-    Ready,
-    Reuse,
-    Sampler,
-    SamplerSpec,
-    Sequential,
-    TransferQueue,
-    dense_column,
-    register_sampler,
-)
+from jackfield.queue import BatchMeta, Ready, Reuse, Sampler, SamplerSpec, TransferQueue, register_sampler
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
-from jackfield.queue.samplers import SAMPLERS
+from jackfield.queue.samplers import SAMPLERS, Priority, Random, Sequential
+from jackfield.sdk.columns import dense_column
 from jackfield_testing import refused
 
 torch = pytest.importorskip("torch")

@@ -13,9 +13,10 @@ from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.algorithms import Correction, Shaping, advantages
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.errors import ConfigError
-from jackfield.queue import BatchMeta, Lease, Values, column_from_rows, rows_of
+from jackfield.queue import BatchMeta, Lease, Values
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.runtime.advantages import AdvantageWorker
+from jackfield.sdk.columns import column_from_rows, rows_of
 
 SIZES = (2, 3, 1, 2)
 GROUPS = ("a", "a", "b", "b")

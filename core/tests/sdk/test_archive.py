@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from jackfield.errors import QueueError
-from jackfield.sdk.archive import ArchiveWriter, queue_name, read_archive, write_archive
-from jackfield.sdk.arrow import SavedSample
+from jackfield.sdk.archive import ArchiveWriter, SavedSample, queue_name, read_archive, write_archive
 from jackfield.sdk.cells import ColumnType, join, split
 from jackfield.sdk.columns import column_from_rows
 

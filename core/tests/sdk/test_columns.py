@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 from jackfield.abc.transfer_queue import Column
 from jackfield.errors import QueueError
 from jackfield.sdk.columns import (
-    byte_size,
     check_column,
     column_from_rows,
     concatenate,
     dense_column,
     from_nested,
     json_column,
-    row_bytes,
     rows_of,
     take,
     to_nested,
@@ -70,10 +68,8 @@ JSON = st.recursive(
 @given(rows())
 def test_jagged_rows_come_back_bit_for_bit(given_rows: list[torch.Tensor]) -> None:
     column = column_from_rows(given_rows)
-    check_column("c", column, len(given_rows))
+    assert [row.nbytes for row in given_rows] == check_column("c", column, len(given_rows))
     assert [bits(row) for row in given_rows] == [bits(row) for row in rows_of(column)]
-    assert [row.nbytes for row in given_rows] == row_bytes(column)
-    assert sum(row.nbytes for row in given_rows) == byte_size(column)
 
 
 @settings(deadline=None)
@@ -81,9 +77,8 @@ def test_jagged_rows_come_back_bit_for_bit(given_rows: list[torch.Tensor]) -> No
 def test_dense_rows_come_back_bit_for_bit(dtype: torch.dtype, shape: list[int], seed: int) -> None:
     values = random_tensor(dtype, tuple(shape), seed)
     column = dense_column(values)
-    check_column("c", column, shape[0])
+    assert [row.nbytes for row in values] == check_column("c", column, shape[0])
     assert [bits(row) for row in values] == [bits(row) for row in rows_of(column)]
-    assert [row.nbytes for row in values] == row_bytes(column)
 
 
 @settings(deadline=None)

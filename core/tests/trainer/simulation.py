@@ -33,13 +33,14 @@ from jackfield.data.tasks import Task
 from jackfield.errors import QueueError
 from jackfield.plugins import HookManager, hookimpl
 from jackfield.plugins.hooks import SamplesFailed, StepEnded
-from jackfield.queue import BatchMeta, GroupKey, Reuse, TransferQueue, Values, column_from_rows
+from jackfield.queue import BatchMeta, GroupKey, Reuse, TransferQueue, Values
 from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.queue.store import STORE_FILE
 from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
+from jackfield.sdk.columns import column_from_rows
 from jackfield.trainer import (
     BatchSource,
     Checkpointer,

@@ -17,7 +17,7 @@ from jackfield.cli import show as show_result
 from jackfield.errors import QueueError, RunError
 
 if TYPE_CHECKING:
-    from jackfield.sdk.arrow import SavedSample
+    from jackfield.sdk.archive import SavedSample
 
 _FOLDER = click.argument("folder", type=click.Path(path_type=Path))
 _PARTITION = click.option("--partition", help="Only samples of this partition.")

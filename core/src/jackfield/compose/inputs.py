@@ -25,7 +25,7 @@ from jackfield.errors import ConfigError, EngineError
 from jackfield.queue import TransferQueue, Values
 from jackfield.queue.importing import ImportedSamples
 from jackfield.queue.sample_files import cell_of, read_samples, saved_samples, shape_of
-from jackfield.sdk.arrow import SavedSample
+from jackfield.sdk.archive import SavedSample
 from jackfield.sdk.rotary import length_limits
 
 #: Weight files that only torch.load (pickle) could read.

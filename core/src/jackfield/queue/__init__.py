@@ -24,60 +24,31 @@ from jackfield.queue.meta import (
     Lease,
     Lineage,
     NewGroup,
-    Notice,
     Reuse,
     RolloutReport,
     Written,
 )
-from jackfield.queue.samplers import (
-    SAMPLERS,
-    Priority,
-    Random,
-    Ready,
-    Sampler,
-    SamplerSpec,
-    Sequential,
-    register_sampler,
-)
+from jackfield.queue.samplers import Ready, Sampler, SamplerSpec, register_sampler
 from jackfield.queue.store import effective_acks, read_ledger
 from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.queue.values import Values
-from jackfield.sdk.columns import (
-    column_from_rows,
-    dense_column,
-    from_nested,
-    json_column,
-    rows_of,
-    to_nested,
-)
 
 __all__ = [
-    "SAMPLERS",
     "Batch",
     "BatchMeta",
     "GroupKey",
     "Lease",
     "Lineage",
     "NewGroup",
-    "Notice",
-    "Priority",
-    "Random",
     "Ready",
     "Reuse",
     "RolloutReport",
     "Sampler",
     "SamplerSpec",
-    "Sequential",
     "TransferQueue",
     "Values",
     "Written",
-    "column_from_rows",
-    "dense_column",
     "effective_acks",
-    "from_nested",
-    "json_column",
     "read_ledger",
     "register_sampler",
-    "rows_of",
-    "to_nested",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,8 +24,7 @@ from jackfield.queue.sample_files import read_samples
 from jackfield.queue.store import STORE_FILE, VALUES_FOLDER
 from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.queue.values import Values
-from jackfield.sdk.archive import BATCH_BYTES, BATCH_ROWS, ArchiveWriter, read_archive
-from jackfield.sdk.arrow import SavedSample
+from jackfield.sdk.archive import BATCH_BYTES, BATCH_ROWS, ArchiveWriter, SavedSample, read_archive
 from jackfield.sdk.cells import join
 
 _WHO = "import"
@@ -101,8 +100,7 @@ class ImportedSamples:
                 opened[place] += 1
 
     async def _put(self, group: GroupKey, rollout: int, sample: SavedSample) -> None:
-        parent = self.origin if not sample.key else f"{self.origin}:{sample.key}"
-        key = group.sample(rollout, 0)
+        key, parent = group.sample(rollout, 0), f"{self.origin}:{sample.key}" if sample.key else self.origin
         lineage = {key: Lineage(_WHO, (parent,))}
         if "operation" in sample.tags and "parents" in sample.tags:
             lineage[parent] = Lineage(sample.tags["operation"], tuple(sample.tags["parents"]))
@@ -128,48 +126,44 @@ class _AppendingBackend(MemoryBackend):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(MemoryConfig(), TransferQueueContext())
-        self._folder = folder
-        self._pending: list[tuple[str, str]] = []  #: samples that are not in the file yet, at most one batch
-        self._archive: ArchiveWriter | None = None
+        self._folder, self._archive = folder, ArchiveWriter(folder)
+        self._pending: list[SavedSample] = []  #: samples that are not in the file yet, at most one batch
 
-    def _write(self) -> ArchiveWriter:
-        """Append the pending samples to the file."""
-        if self._archive is None:
-            there = [sample for sample in self._cells if sample not in self._pending]
-            self._archive = ArchiveWriter(self._folder)
-            if there:
-                self._archive.add(
-                    each for each in read_archive(self._folder) if (each.partition, each.key) in self._cells
-                )
-        cells = self._cells
-        self._archive.add(SavedSample(partition=place[0], key=place[1], cells=cells[place]) for place in self._pending)
-        for place in self._pending:
-            cells[place] = dict.fromkeys(cells[place], ("", b""))
-        self._pending, self._bytes = [], 0
-        return self._archive
+    def _append(self, samples: Iterable[SavedSample]) -> None:
+        """Append samples to the file, and keep the names of their columns."""
+
+        def appended() -> Iterator[SavedSample]:
+            for sample in samples:
+                yield sample
+                self._cells[sample.partition, sample.key] = dict.fromkeys(sample.cells, ("", b""))
+
+        self._archive.add(appended())
+        self._bytes = 0
 
     async def put(self, request: PutRequest) -> PutResult:
         """Append samples to the file. Each sample is put once, with all its columns."""
         result = await super().put(request)
-        self._pending += [(request.partition, key) for key in request.keys]
+        for key in request.keys:
+            cells = self._cells[request.partition, key]
+            self._pending.append(SavedSample(partition=request.partition, key=key, cells=cells))
         if len(self._pending) >= BATCH_ROWS or self._bytes >= BATCH_BYTES:
-            self._write()
+            self._append(self._pending)
+            self._pending = []
         return result
 
     async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
         """Make the samples that were put the folder's checkpoint."""
-        return self._write().finish()
+        self._append(self._pending)
+        return self._archive.finish()
 
     async def restore(self, request: SnapshotRequest) -> SnapshotResult:
         """Keep the existing samples."""
-        for sample in read_archive(self._folder):
-            self._cells[sample.partition, sample.key] = dict.fromkeys(sample.cells, ("", b""))
+        self._append(read_archive(self._folder))
         return SnapshotResult(samples=len(self._cells), bytes=0)
 
     async def close(self) -> None:
         """Remove files that are not part of a checkpoint."""
-        if self._archive is not None:
-            self._archive.close()
+        self._archive.close()
 
 
 async def import_file(file: Path, folder: Path, partition: str) -> int:
@@ -180,14 +174,15 @@ async def import_file(file: Path, folder: Path, partition: str) -> int:
     Raises:
         QueueError: If the file is not a file of samples, or the folder holds something other than a queue.
     """
+    is_kept = (folder / STORE_FILE).is_file()
+    if not is_kept and folder.is_dir() and any(folder.iterdir()):
+        raise QueueError("the folder holds something else than a queue", where=str(folder), expected=STORE_FILE)
     backend = _AppendingBackend(folder / VALUES_FOLDER)
     queue = TransferQueue(backend, Clock())
     await queue.start()
     try:
-        if (folder / STORE_FILE).is_file():
+        if is_kept:
             await queue.restore(folder)
-        elif folder.is_dir() and any(folder.iterdir()):
-            raise QueueError("the folder holds something else than a queue", where=str(folder), expected=STORE_FILE)
         imported = ImportedSamples(queue, Values(backend), partition, lambda: read_samples(file), str(file))
         count = await imported.put()
         await queue.checkpoint(folder)

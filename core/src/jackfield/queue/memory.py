@@ -24,8 +24,7 @@ from jackfield.abc.transfer_queue import (
     TransferQueueContext,
 )
 from jackfield.errors import QueueError
-from jackfield.sdk.archive import read_archive, write_archive
-from jackfield.sdk.arrow import SavedSample
+from jackfield.sdk.archive import SavedSample, read_archive, write_archive
 from jackfield.sdk.cells import Cell, join, lacking_column, split_request, unknown_sample
 
 _INLINE_BYTES = 1 << 24  #: checkpoints below this size are written without a thread
@@ -84,8 +83,9 @@ class MemoryBackend(TransferQueueBackend):
 
     async def delete(self, request: DeleteRequest) -> DeleteResult:
         """Delete samples; unknown keys are ignored."""
-        there = [place for key in request.keys if (place := (request.partition, key)) in self._cells]
-        freed = sum(_size(self._cells.pop(place)) for place in there)
+        removed = [self._cells.pop((request.partition, key), None) for key in request.keys]
+        there = [cells for cells in removed if cells is not None]
+        freed = sum(len(content) for cells in there for _, content in cells.values())
         self._bytes -= freed
         return DeleteResult(samples=len(there), bytes=freed)
 
@@ -102,20 +102,15 @@ class MemoryBackend(TransferQueueBackend):
 
     async def restore(self, request: SnapshotRequest) -> SnapshotResult:
         """Replace all samples with a checkpoint's."""
-        cells = self._cells
-        restored: dict[tuple[str, str], dict[str, Cell]] = {
-            (each.partition, each.key): {name: (text, bytes(content)) for name, (text, content) in each.cells.items()}
-            for each in read_archive(Path(request.folder))
-        }
-        cells.clear()
-        cells.update(restored)
-        self._bytes = sum(map(_size, restored.values()))
-        return SnapshotResult(samples=len(restored), bytes=self._bytes)
+        restored, found = self._cells, list(read_archive(Path(request.folder)))
+        restored.clear()
+        for each in found:
+            restored[each.partition, each.key] = {
+                name: (text, bytes(value)) for name, (text, value) in each.cells.items()
+            }
+        self._bytes = sum(each.bytes for each in found)
+        return SnapshotResult(samples=len(found), bytes=self._bytes)
 
     async def close(self) -> None:
         """Drop all samples. Idempotent."""
         self._kept = None
-
-
-def _size(cells: dict[str, Cell]) -> int:
-    return sum(len(content) for _, content in cells.values())

@@ -21,8 +21,16 @@ from jackfield.errors import QueueError
 from jackfield.files import replacing
 from jackfield.queue.meta import Lineage, group_of
 from jackfield.queue.store import STORE_FILE, VALUES_FOLDER, read_checkpoint, read_lineage
-from jackfield.sdk.archive import BATCH_ROWS, batches, read_archive
-from jackfield.sdk.arrow import SavedSample, column_types, from_arrow, import_pyarrow, to_arrow
+from jackfield.sdk.archive import (
+    BATCH_ROWS,
+    SavedSample,
+    batches,
+    column_types,
+    from_arrow,
+    import_pyarrow,
+    read_archive,
+    to_arrow,
+)
 from jackfield.sdk.cells import Cell, ColumnType, join, split
 from jackfield.sdk.columns import column_from_rows, dense_column, json_column, rows_of
 

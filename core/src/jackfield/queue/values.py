@@ -70,7 +70,5 @@ class Values:
 
 def _check_columns(columns: Mapping[str, Column], samples: int) -> tuple[int, ...]:
     """Check that columns keep their contract; return the bytes of each sample's values."""
-    sizes = [0] * samples
-    for name, column in columns.items():
-        sizes = [total + size for total, size in zip(sizes, check_column(name, column, samples), strict=True)]
-    return tuple(sizes)
+    sizes = [check_column(name, column, samples) for name, column in columns.items()]
+    return tuple(map(sum, zip(*sizes, strict=True))) if sizes else (0,) * samples

@@ -18,10 +18,11 @@ from jackfield.data.tasks import Task
 from jackfield.data.tokens import encode_answers, encode_prompt
 from jackfield.errors import AgentError, ConfigError, DataError, JackfieldError, PluginError, described
 from jackfield.plugins.hooks import SampleRecord
-from jackfield.queue import RolloutReport, Values, rows_of
+from jackfield.queue import RolloutReport, Values
 from jackfield.routing.router import Generates, Router
 from jackfield.runtime.samples import metric_tags, not_finite, sequence_columns, sequence_tags
 from jackfield.runtime.workers import is_lost, resubmitted
+from jackfield.sdk.columns import rows_of
 
 
 @attrs.frozen(kw_only=True)

@@ -13,8 +13,9 @@ from jackfield.abc.engine import BaseEngine, EngineLayout, EngineOutput, LoadChe
 from jackfield.abc.transfer_queue import Column
 from jackfield.algorithms import LossSpec, resolve_loss
 from jackfield.errors import EngineError, JackfieldError
-from jackfield.queue import BatchMeta, Values, Written, column_from_rows, from_nested, to_nested
+from jackfield.queue import BatchMeta, Values, Written
 from jackfield.runtime.samples import naming_samples
+from jackfield.sdk.columns import column_from_rows, from_nested, to_nested
 from jackfield.sdk.jagged import to_padded
 from jackfield.weights import WeightSender
 

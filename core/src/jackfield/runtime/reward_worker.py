@@ -17,8 +17,9 @@ from jackfield.abc.reward import RewardAgent, ScoreRequest, ScoreResult
 from jackfield.algorithms import fill_failed
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, RewardError, described
-from jackfield.queue import Values, Written, column_from_rows, rows_of
+from jackfield.queue import Values, Written
 from jackfield.runtime.samples import not_finite
+from jackfield.sdk.columns import column_from_rows, rows_of
 
 REWARD_INPUTS = ("prompt_ids", "response_ids", "task")  #: the columns from which a reward agent's request is built
 

@@ -1,5 +1,9 @@
 """The files of a checkpoint. All backends share the format, so that a run may resume with another backend.
 
+**Samples** become Arrow record batches, here and in Parquet files. Each column of samples is the field
+``columns.NAME``. If its samples have one type, the field's metadata has that type; numbers are stored as numbers, JSON
+as text. Other dtypes are bytes. If types differ, ``types.NAME`` has them by sample.
+
 ``samples-*.arrow`` is a sequence of Arrow IPC streams of one record batch each. ``index.json`` has its name, and the
 size and digest of each stream. The index is written last and atomically, so that an interrupted write leaves the
 previous checkpoint valid. The index has a digest of its own.
@@ -10,25 +14,33 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import attrs
 import xxhash
 
 from jackfield.abc.transfer_queue import SnapshotResult
 from jackfield.errors import QueueError
 from jackfield.files import replace_file, seal, unseal
-from jackfield.sdk.arrow import SavedSample, column_types, from_arrow, import_pyarrow, to_arrow
+from jackfield.sdk.cells import Cell, ColumnType
 
 __all__ = [
     "BATCH_BYTES",
     "BATCH_ROWS",
     "NAME_FILE",
     "ArchiveWriter",
+    "SavedSample",
     "batches",
+    "column_types",
+    "from_arrow",
+    "import_pyarrow",
     "queue_name",
     "read_archive",
+    "to_arrow",
     "write_archive",
 ]
 
@@ -40,6 +52,42 @@ NAME_FILE = "name.txt"
 
 _INDEX = "index.json"
 _FORMAT = 4
+_META = b"jackfield"
+_NATIVE = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "bool")
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class SavedSample:
+    """One sample of a file or checkpoint."""
+
+    cells: Mapping[str, Cell]  #: by column
+    tags: Mapping[str, Any] = attrs.field(factory=dict)
+    partition: str = ""
+    key: str = ""  #: its key in the queue that wrote it
+    batch: int | None = None  #: None in a checkpoint: the sample was consumed and is to be deleted
+    group: str | None = None  #: samples of one group form one group again
+    task: str | None = None
+    acked_by: tuple[str, ...] = ()  #: consumers that have acked it
+
+    @property
+    def bytes(self) -> int:
+        """The size of its values in bytes."""
+        return sum(len(content) for _, content in self.cells.values())
+
+
+def import_pyarrow() -> Any:
+    """Import and return the package pyarrow.
+
+    Raises:
+        QueueError: ``plugin.requirement`` if it is missing.
+    """
+    try:
+        import pyarrow
+        import pyarrow.ipc
+    except ImportError as error:
+        message = "pyarrow is not installed; checkpoints of samples and Parquet files need it"
+        raise QueueError(message, code="plugin.requirement", fix="pip install 'jackfield[train]'") from error
+    return pyarrow
 
 
 class ArchiveWriter:
@@ -176,3 +224,106 @@ def _refuse(name: str, value: Any) -> NoReturn:
 
 def _damaged(message: str, where: str, expected: str, found: object) -> QueueError:
     return QueueError(message, code="queue.store", where=where, expected=expected, found=found)
+
+
+# -- Arrow -------------------------------------------------------------------------------------------------------------
+
+
+def column_types(samples: Iterable[SavedSample]) -> dict[str, str | None]:
+    """Return the type of each column's cells by name, or None if they differ."""
+    found: dict[str, str | None] = {}
+    for sample in samples:
+        for name, (text, _) in sample.cells.items():
+            if found.setdefault(name, text) != text:
+                found[name] = None
+    return found
+
+
+def to_arrow(samples: Sequence[SavedSample], types: Mapping[str, str | None]) -> Any:
+    """Return a record batch. Batches with equal ``types`` have the same schema."""
+    pa = import_pyarrow()
+    kinds = dict.fromkeys(("partition", "key", "group", "task"), pa.string())
+    kinds |= {"batch": pa.int64(), "tags": pa.string(), "acked_by": pa.list_(pa.string())}
+    plain = {name: [getattr(sample, name) for sample in samples] for name in kinds}
+    plain["tags"] = [json.dumps(dict(tags), ensure_ascii=False) for tags in plain["tags"]]
+    made = [(pa.field(name, kind), pa.array(plain[name], type=kind)) for name, kind in kinds.items()]
+    for name, text in sorted(types.items()):
+        cells = [sample.cells.get(name) for sample in samples]
+        values = _array(pa, [None if cell is None else cell[1] for cell in cells], text)
+        made.append((pa.field(f"columns.{name}", values.type, metadata=text and {_META: text}), values))
+        if text is None:
+            texts = pa.array([cell and cell[0] for cell in cells], type=pa.string())
+            made.append((pa.field(f"types.{name}", texts.type), texts))
+    return pa.record_batch([values for _, values in made], schema=pa.schema([field for field, _ in made]))
+
+
+def from_arrow(batch: Any, foreign: Callable[[str, Any], Cell]) -> list[SavedSample]:
+    """Return the samples of a record batch.
+
+    Args:
+        batch: A batch that :func:`to_arrow` or another program wrote.
+        foreign: Converts a column name and a value to a cell, if the batch does not have the value's type.
+
+    Raises:
+        QueueError: ``queue.store`` for damaged types and values. Exceptions of pyarrow and ``foreign`` propagate.
+    """
+    names = [name.removeprefix("columns.") for name in batch.schema.names if name.startswith("columns.")]
+    cells = {name: _cells(batch, name, foreign) for name in names}
+    fields = {field.name for field in attrs.fields(SavedSample)} & set(batch.schema.names) - {"cells"}
+    plain = {name: batch[name].to_pylist() for name in fields}
+    samples = []
+    for row in range(batch.num_rows):
+        known = {name: values[row] for name, values in plain.items() if values[row] is not None}
+        known["tags"], known["acked_by"] = json.loads(known.get("tags") or "{}"), tuple(known.get("acked_by", ()))
+        own = {name: cell for name in names if (cell := cells[name][row]) is not None}
+        samples.append(SavedSample(cells=own, **known))
+    return samples
+
+
+def _array(pa: Any, contents: Sequence[Any], text: str | None) -> Any:
+    """Return an array of the cells' bytes; None is null."""
+    raw = pa.array(contents, type=pa.large_binary())
+    kind = None if text is None else ColumnType.parse(text)
+    if kind is None or kind.kind == "json" or not kind.unit or kind.dtype not in _NATIVE:
+        return raw.cast(pa.large_string()) if kind is not None and kind.kind == "json" else raw
+    element = getattr(pa, kind.dtype.replace("bool", "uint8"))()
+    if kind.kind == "dense" and not kind.shape:
+        data = b"".join(bytes(kind.unit) if content is None else content for content in contents)
+        return pa.Array.from_buffers(element, len(raw), [raw.buffers()[0], pa.py_buffer(data)])
+    there, offsets, data = raw.buffers()
+    width = element.bit_width // 8
+    bounds = array("q", [offset // width for offset in memoryview(offsets).cast("q")[: len(raw) + 1]])
+    values = pa.Array.from_buffers(element, bounds[-1], [None, data or pa.py_buffer(b"")])
+    return pa.Array.from_buffers(pa.large_list(element), len(raw), [there, pa.py_buffer(bounds)], children=[values])
+
+
+def _cells(batch: Any, name: str, foreign: Callable[[str, Any], Cell]) -> list[Cell | None]:
+    values, metadata = batch[f"columns.{name}"], batch.schema.field(f"columns.{name}").metadata or {}
+    if f"types.{name}" in batch.schema.names:
+        texts = batch[f"types.{name}"].to_pylist()
+    elif _META in metadata:
+        texts = [metadata[_META].decode()] * len(values)
+    else:
+        return [None if value is None else foreign(name, value) for value in values.to_pylist()]
+    found: list[Cell | None] = []
+    for text, is_there, content in zip(texts, values.is_valid().to_pylist(), _contents(values), strict=True):
+        if is_there:
+            ColumnType.parse(text).length(content)
+        found.append((text, content) if is_there else None)
+    return found
+
+
+def _contents(values: Any) -> list[memoryview]:
+    """Return the bytes of each value of an array from :func:`_array`, without a copy."""
+    buffers, inner = values.buffers(), values.values if values.type.num_fields else None
+    if values.type.num_buffers == 2 and inner is None:  # numbers
+        bounds = list(range(values.offset, values.offset + len(values) + 1))
+        data, width, base = buffers[1], values.type.bit_width // 8, 0
+    else:
+        whole = memoryview(buffers[1] or bytes(8)).cast("q")
+        bounds = whole[values.offset : values.offset + len(values) + 1].tolist()
+        data, width, base = buffers[2], 1, 0
+        if inner is not None:
+            data, width, base = inner.buffers()[1], inner.type.bit_width // 8, inner.offset
+    content = memoryview(data or b"").cast("B")
+    return [content[(base + start) * width : (base + end) * width] for start, end in pairwise(bounds)]

@@ -21,14 +21,12 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "byte_size",
     "check_column",
     "column_from_rows",
     "concatenate",
     "dense_column",
     "from_nested",
     "json_column",
-    "row_bytes",
     "rows_of",
     "take",
     "to_nested",
@@ -100,7 +98,10 @@ def rows_of(column: Column) -> list[Any]:
     """Return the samples: views of the column's values, or the values of a JSON column."""
     if column.encoding == "json":
         return [json.loads(bytes(text)) for text in split(column)[1]]
-    return list(_tensors(column))
+    values: Any = column.values  # torch has no type for split
+    if column.offsets is None:
+        return list(values.unbind(0))
+    return list(values.split(column.offsets.diff().tolist())) if len(column) else []
 
 
 def to_nested(column: Column) -> torch.Tensor:
@@ -110,17 +111,6 @@ def to_nested(column: Column) -> torch.Tensor:
     if column.offsets is None or column.encoding != "tensor":
         raise _invalid("only a jagged column of tensors becomes a nested tensor", "jagged", ColumnType.of(column).kind)
     return torch.nested.nested_tensor_from_jagged(column.values, column.offsets)
-
-
-def byte_size(column: Column) -> int:
-    """Return the size of the column's values in bytes."""
-    return column.values.numel() * column.values.element_size()
-
-
-def row_bytes(column: Column) -> list[int]:
-    """Return the size of each sample's values in bytes."""
-    unit = column.values.element_size() * math.prod(column.values.shape[1:])
-    return [unit] * len(column) if column.offsets is None else [length * unit for length in _lengths(column)]
 
 
 def take(column: Column, indexes: Sequence[int]) -> Column:
@@ -149,15 +139,15 @@ def concatenate(columns: Sequence[Column]) -> Column:
     values = torch.cat([column.values for column in columns])
     if columns[0].offsets is None:
         return Column(values=values)
-    lengths = (length for column in columns for length in _lengths(column))
-    return Column(values=values, offsets=offsets_of(lengths), encoding=columns[0].encoding)
+    lengths = [each.offsets.diff() for each in columns if each.offsets is not None]
+    return Column(values=values, offsets=offsets_of(torch.cat(lengths).tolist()), encoding=columns[0].encoding)
 
 
 def check_column(name: str, column: Column, rows: int) -> list[int]:
     """Check that a column keeps the contract of :class:`~jackfield.abc.transfer_queue.Column`.
 
     Returns:
-        The bytes of each sample's values (see :func:`row_bytes`).
+        The bytes of each sample's values.
 
     Raises:
         QueueError: ``queue.invalid``, which names the column, if it does not.
@@ -177,27 +167,15 @@ def check_column(name: str, column: Column, rows: int) -> list[int]:
         raise _invalid(f"{where} has {len(column)} rows", f"{rows}, one per key", len(column), where)
     if is_json and (offsets is None or values.dtype != torch.uint8 or values.dim() != 1):
         raise _invalid("JSON texts are one-dimensional uint8 with offsets", "uint8", values.dtype, where)
-    if offsets is not None:
-        bounds, size = offsets.tolist(), values.shape[0]
-        if bounds[0] != 0 or bounds[-1] != size or bounds != sorted(bounds):
-            message = "offsets go from 0 to the number of values and never fall"
-            raise _invalid(message, f"0 … {size}", bounds[:8], where)
-    return row_bytes(column)
+    unit = values.element_size() * math.prod(values.shape[1:])
+    if offsets is None:
+        return [unit] * rows
+    bounds, size = offsets.tolist(), values.shape[0]
+    if bounds[0] != 0 or bounds[-1] != size or bounds != sorted(bounds):
+        message = "offsets go from 0 to the number of values and never fall"
+        raise _invalid(message, f"0 … {size}", bounds[:8], where)
+    return [(end - start) * unit for start, end in pairwise(bounds)]
 
 
 def _invalid(message: str, expected: object, found: object, where: object = None) -> QueueError:
     return QueueError(message, code="queue.invalid", where=where, expected=expected, found=found)
-
-
-def _lengths(column: Column) -> list[int]:
-    assert column.offsets is not None
-    return [end - start for start, end in pairwise(column.offsets.tolist())]
-
-
-def _tensors(column: Column) -> Sequence[torch.Tensor]:
-    """Return the samples as views of the column's values; JSON texts stay encoded."""
-    if column.offsets is None:
-        return column.values.unbind(0)
-    values: Any = column.values  # torch has no type for split
-    rows: Sequence[torch.Tensor] = values.split(_lengths(column)) if len(column) else ()
-    return rows

@@ -212,7 +212,8 @@ def test_what_the_cluster_has_no_room_for_is_refused_and_places_are_given_back(c
 def test_values_cross_bit_by_bit(hosted: Hosted, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     """Values of any dtype and shape are sent in pieces, and the results are writable."""
     torch = pytest.importorskip("torch")
-    from jackfield.queue import Values, column_from_rows, dense_column, json_column
+    from jackfield.queue import Values
+    from jackfield.sdk.columns import column_from_rows, dense_column, json_column
 
     monkeypatch.setattr(store, "_PIECE_BYTES", 100)
     columns = {

@@ -13,8 +13,7 @@ import torch
 
 from jackfield.clock import Clock
 from jackfield.errors import QueueError, RpcError
-from jackfield.sdk.archive import batches, read_archive, write_archive
-from jackfield.sdk.arrow import SavedSample
+from jackfield.sdk.archive import SavedSample, batches, read_archive, write_archive
 from jackfield.sdk.buckets import aligned
 from jackfield.sdk.cells import Buffer, Cell, ColumnType
 from jackfield.sdk.rpc import Address, Connection, Contract, Server, Service, caller

@@ -33,8 +33,7 @@ from jackfield.abc.transfer_queue import (
     TransferQueueContext,
 )
 from jackfield.errors import QueueError
-from jackfield.sdk.archive import batches, read_archive, write_archive
-from jackfield.sdk.arrow import SavedSample
+from jackfield.sdk.archive import SavedSample, batches, read_archive, write_archive
 from jackfield.sdk.cells import Cell, content_of, join, lacking_column, split_request, unknown_sample
 from jackfield.sdk.ray_loopback import HOST, enter
 from jackfield_transport_ray.config import Config

@@ -28,8 +28,7 @@ from jackfield.abc.transfer_queue import (
     TransferQueueContext,
 )
 from jackfield.errors import QueueError
-from jackfield.sdk.archive import BATCH_BYTES, BATCH_ROWS, ArchiveWriter, batches, queue_name, read_archive
-from jackfield.sdk.arrow import SavedSample
+from jackfield.sdk.archive import BATCH_BYTES, BATCH_ROWS, ArchiveWriter, SavedSample, batches, queue_name, read_archive
 from jackfield.sdk.cells import Cell, cell_digest, damaged_samples, join, lacking_column, split_request, unknown_sample
 from jackfield_transport_redis.config import Config
 from jackfield_transport_redis.scripts import ANNOUNCE, BEGIN, DELETE, END, STAGE, SWAP, TAKE

@@ -27,8 +27,7 @@ from jackfield.abc.transfer_queue import (
     TransferQueueContext,
 )
 from jackfield.errors import QueueError
-from jackfield.sdk.archive import batches, queue_name, read_archive, write_archive
-from jackfield.sdk.arrow import SavedSample
+from jackfield.sdk.archive import SavedSample, batches, queue_name, read_archive, write_archive
 from jackfield.sdk.cells import Cell, join, lacking_column, split_request, unknown_sample
 from jackfield_transport_sql.config import Config
 from jackfield_transport_sql.database import Database

@@ -15,8 +15,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from jackfield.abc.transfer_queue import DeleteResult, StatsResult
 from jackfield.errors import ConfigError, PluginError, QueueError
-from jackfield.sdk.archive import BATCH_ROWS, batches
-from jackfield.sdk.arrow import SavedSample
+from jackfield.sdk.archive import BATCH_ROWS, SavedSample, batches
 from jackfield.sdk.cells import Cell, ColumnType, cell_digest, damaged_samples, join
 from jackfield_transport_sql.schema import CELLS, HISTORY, SAMPLES
 

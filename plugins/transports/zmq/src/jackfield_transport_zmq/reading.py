@@ -11,8 +11,7 @@ from typing import Any
 
 from jackfield.abc.transfer_queue import Column, GetRequest, SnapshotResult
 from jackfield.errors import QueueError
-from jackfield.sdk.archive import ArchiveWriter, batches, read_archive
-from jackfield.sdk.arrow import SavedSample
+from jackfield.sdk.archive import ArchiveWriter, SavedSample, batches, read_archive
 from jackfield.sdk.cells import lacking_column, unknown_sample
 from jackfield_transport_zmq.client import Client, all_of
 from jackfield_transport_zmq.line import Lost
