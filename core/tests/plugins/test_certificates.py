@@ -180,7 +180,7 @@ def test_check_names_the_broken_invariant(site, folder: Path) -> None:
     (site.folder / "fake_good" / "plugin.py").write_text(deaf)
     done = site.cli("plugins", "check", "good")
     assert 1 == done.returncode, done.stdout + done.stderr
-    assert "FAILED REW-022: A request is not changed by scoring it." in done.stdout
+    assert "FAILED REW-022: Scoring a request does not change it." in done.stdout
     assert "changed by compute_score: ['extra_info']" in done.stdout
     assert "see docs/plugins/reward.md#requests" in done.stdout
     assert found() is None

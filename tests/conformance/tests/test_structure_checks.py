@@ -210,7 +210,7 @@ def test_an_exception_is_an_expected_failure(tmp_path: Path) -> None:
     install(tmp_path / "site", {**HEALTHY, "plugin.toml": text, "agent.py": agent})
     done = conformance(tmp_path, "--plugin", "reward:sample")
     assert "XFAIL" == outcomes(done.stdout)["REW-022"], done.stdout
-    assert "EXEMPT REW-022: A request is not changed by scoring it." in done.stdout
+    assert "EXEMPT REW-022: Scoring a request does not change it." in done.stdout
     assert "exception, review 2999-01-01: requests grow" in done.stdout
     assert "level: partial" in done.stdout
     assert 0 == done.returncode

@@ -76,7 +76,7 @@ async def the_mask_is_exact(subject: Subject) -> None:
 
 @check("AGT-012", page=_PAGE + "append-only")
 async def tokens_are_append_only(subject: Subject) -> None:
-    """What the model was shown at each turn is what the sequence has before its answer, token for token."""
+    """The tokens that the model is shown at each turn are exactly those before its answer in the sequence."""
     for _, sequence, blocks in await played(subject):
         for turn, block in enumerate(blocks):
             history = (*sequence.prompt_ids, *sequence.response_ids[: block.start])
@@ -93,7 +93,7 @@ async def tokens_are_append_only(subject: Subject) -> None:
 
 @check("AGT-013", page=_PAGE + "sequences")
 async def what_the_server_told_is_passed_on(subject: Subject) -> None:
-    """Log-probabilities and weight versions of the model's tokens are the server's; others have 0.0 and -1."""
+    """Log-probabilities and weight versions of the model's tokens are the server's; other tokens have 0.0 and -1."""
     for _, sequence, blocks in await played(subject):
         log_probs = [0.0] * len(sequence.response_ids)
         versions = [-1] * len(sequence.response_ids)
@@ -108,7 +108,7 @@ async def what_the_server_told_is_passed_on(subject: Subject) -> None:
 
 @check("AGT-014", page=_PAGE + "sampling")
 async def sampling_parameters_reach_the_model(subject: Subject) -> None:
-    """The run's sampling parameters are those of every request, and all turns together keep to its token budget."""
+    """Every request has the run's sampling parameters, and all turns together stay within its token budget."""
     other = {**SAMPLING, "temperature": 0.0, "top_p": 1.0, "max_new_tokens": 40}
     for sampling in (SAMPLING, other):
         for task in tasks(subject):
@@ -126,7 +126,7 @@ async def sampling_parameters_reach_the_model(subject: Subject) -> None:
 
 @check("AGT-015", page=_PAGE + "prompts")
 async def long_prompts_are_refused(subject: Subject) -> None:
-    """A prompt beyond the limit is refused and the model is not asked; one within it is whole."""
+    """A prompt beyond the limit is refused before the model is asked; one within the limit is not cut."""
     for task in tasks(subject):
         whole = (await play(subject, task)).model.requests[0].prompt_ids
         fitting = (await play(subject, task, max_prompt_tokens=len(whole))).model.requests[0].prompt_ids
@@ -142,7 +142,7 @@ async def long_prompts_are_refused(subject: Subject) -> None:
 
 @check("AGT-016", page=_PAGE + "prompts")
 async def prompts_are_of_the_task(subject: Subject) -> None:
-    """The prompt is made of the task: other tasks have other prompts, and the same task always has the same."""
+    """Different tasks have different prompts, and the same task always has the same prompt."""
     prompts = []
     for task in tasks(subject):
         first = (await play(subject, task)).model.requests[0].prompt_ids
@@ -155,7 +155,7 @@ async def prompts_are_of_the_task(subject: Subject) -> None:
 
 @check("AGT-017", page=_PAGE + "prompts")
 async def further_fields_are_tolerated(subject: Subject) -> None:
-    """A task's further fields, which the loop does not know, change nothing."""
+    """Fields of a task that the agent does not know change nothing."""
     for task in tasks(subject):
         plain = await play(subject, task)
         more = await play(subject, task, fields={"conformance_unknown": {"list": [1, None]}, "level": "hard"})
@@ -164,7 +164,7 @@ async def further_fields_are_tolerated(subject: Subject) -> None:
 
 @check("AGT-018", page=_PAGE + "prompts")
 async def arguments_are_left_alone(subject: Subject) -> None:
-    """The task's fields and the sampling parameters are not changed: other rollouts of the group use them, too."""
+    """The agent does not change the task's fields and the sampling parameters, which other rollouts use, too."""
     for task in tasks(subject):
         model = Model(task.answers)
         agent = subject.make(AgentContext(generate=model, tokenizer=model.tokenizer))
@@ -177,7 +177,7 @@ async def arguments_are_left_alone(subject: Subject) -> None:
 
 @check("AGT-019", page=_PAGE + "cancellation")
 async def a_cancelled_run_leaves_nothing_running(subject: Subject) -> None:
-    """A run that is cancelled ends at once; no generation, task or process of it goes on."""
+    """A cancelled rollout ends at once; no generation, task or process of it continues."""
     with adopting():
         for task in tasks(subject):
             calls = len((await play(subject, task)).model.requests)
@@ -187,7 +187,7 @@ async def a_cancelled_run_leaves_nothing_running(subject: Subject) -> None:
 
 @check("AGT-020", page=_PAGE + "failures")
 async def failures_are_raised(subject: Subject) -> None:
-    """When the model cannot answer, the run raises; a failure is never a sequence, nor silence."""
+    """If the model cannot answer, ``run`` raises; a failure never becomes a sequence or an empty result."""
     for task in tasks(subject):
         try:
             trial = await play(subject, task, model=Model(task.answers, fails=True))
@@ -199,7 +199,7 @@ async def failures_are_raised(subject: Subject) -> None:
 
 @check("AGT-021", page=_PAGE + "failures")
 async def aborted_generation_ends_the_run(subject: Subject) -> None:
-    """After an aborted answer the model is not asked again, and what there is of it is reported as aborted."""
+    """After an aborted answer the model is not asked again, and the tokens so far are reported as aborted."""
     for task in tasks(subject):
         calls = len((await play(subject, task)).model.requests)
         for call in range(calls):
@@ -213,7 +213,7 @@ async def aborted_generation_ends_the_run(subject: Subject) -> None:
 
 @check("AGT-022", page=_PAGE + "concurrency")
 async def runs_do_not_mix(subject: Subject) -> None:
-    """Many rollouts at once, each on an object of its own, have requests and tokens of their own."""
+    """Concurrent rollouts, each with its own object, have their own requests and tokens."""
     scripted = tasks(subject)
     alone = [outline(await play(subject, task)) for task in scripted]
     order = [number % len(scripted) for number in range(32)]
@@ -225,7 +225,7 @@ async def runs_do_not_mix(subject: Subject) -> None:
 
 @check("AGT-023", page=_PAGE + "concurrency")
 async def runs_leave_nothing_to_the_next(subject: Subject) -> None:
-    """An object that has done a run does the next as a new one would."""
+    """An object that has finished a rollout does the next one like a new object."""
     scripted = tasks(subject)
     for first in scripted:
         for second in scripted:
@@ -242,7 +242,7 @@ async def runs_leave_nothing_to_the_next(subject: Subject) -> None:
 
 @check("AGT-024", page=_PAGE + "capabilities")
 async def what_runs_show_is_declared(subject: Subject) -> None:
-    """A run in which the model answers several times, or that brings a reward, shows a capability that is declared."""
+    """An agent whose model answers several times, or that gives a reward, declares this capability."""
     for _, sequence, blocks in await played(subject):
         several = len(blocks) > 1
         assert not several or subject.has("multi_turn"), f"the model answered {len(blocks)} times: declare multi_turn"
@@ -252,7 +252,7 @@ async def what_runs_show_is_declared(subject: Subject) -> None:
 
 @check("AGT-025", page=_PAGE + "cancellation")
 def runs_leave_nothing_behind(subject: Subject) -> None:
-    """Runs leave no task, thread, process, socket, shared memory or file behind."""
+    """Rollouts leave no task, thread, process, socket, shared memory or file behind."""
 
     async def life(_: object) -> None:
         for task in tasks(subject):
@@ -278,7 +278,7 @@ async def end_tokens_stop_the_model(subject: Subject) -> None:
 
 @check("AGT-030", capability="multi_turn", page=_PAGE + "turns")
 async def several_turns_are_there(subject: Subject) -> None:
-    """A loop that declares several turns takes them: some task is answered twice or more in one sequence."""
+    """An agent that declares several turns takes them: some task is answered twice or more in one sequence."""
     most = 0
     for trial, _, blocks in await played(subject):
         if len(blocks) > 1:
@@ -289,7 +289,7 @@ async def several_turns_are_there(subject: Subject) -> None:
 
 @check("AGT-031", capability="multi_turn", page=_PAGE + "turns")
 async def turns_are_rendered_once(subject: Subject) -> None:
-    """Between two answers is what the tokenizer made of the new messages, and nothing else."""
+    """The tokens between two answers are exactly those that the tokenizer made from the new messages."""
     for trial, sequence, blocks in await played(subject):
         for one, other in itertools.pairwise(blocks):
             between = tuple(sequence.response_ids[one.end : other.start])
@@ -299,14 +299,14 @@ async def turns_are_rendered_once(subject: Subject) -> None:
 
 @check("AGT-032", capability="environment_reward", page=_PAGE + "sequences")
 async def environment_rewards_are_there(subject: Subject) -> None:
-    """A loop that declares rewards of its environment gives one to each sequence of a finished run."""
+    """An agent that declares rewards of its environment gives one to each sequence of a finished rollout."""
     for _, sequence, _ in await played(subject):
         assert sequence.reward is not None, "environment_reward is declared, and a sequence has no reward"
 
 
 @check("AGT-050", tier="stress", page=_PAGE + "concurrency", deadline_seconds=120.0)
 async def hundreds_of_runs_with_cancellations(subject: Subject) -> None:
-    """Of hundreds of rollouts at once, some of them cancelled, each other one goes its way, and nothing is left."""
+    """If some of hundreds of concurrent rollouts are cancelled, the others end as alone, and nothing is left."""
     scripted = tasks(subject)
     alone = [outline(await play(subject, task)) for task in scripted]
     runs = [asyncio.create_task(play(subject, scripted[number % len(scripted)])) for number in range(300)]

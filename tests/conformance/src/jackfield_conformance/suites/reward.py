@@ -86,7 +86,7 @@ async def results_are_well_formed(subject: Subject, agent: RewardAgent) -> None:
 
 @check("REW-012", page=_PAGE + "failures", using=opened)
 async def a_failure_is_no_score(subject: Subject, agent: RewardAgent) -> None:
-    """A failure is a status with its reason, or an error that is raised, and never a score."""
+    """A failure is a status with its reason, or a raised error, and never a score."""
     for request in examples(subject)[:1]:
         fields = attrs.asdict(request, recurse=False)
         unreadable = Unreadable(**fields)
@@ -111,7 +111,7 @@ async def a_retry_gets_the_same_answer(subject: Subject, agent: RewardAgent) -> 
 
 @check("REW-014", page=_PAGE + "retries", using=opened)
 async def a_retry_after_a_cancelled_attempt(subject: Subject, agent: RewardAgent) -> None:
-    """A sample whose first call was cancelled is scored at the retry as if there had been no first call."""
+    """A retry after a cancelled first call scores the sample as if there had been no first call."""
     request = examples(subject)[0]
     untouched = await score(agent, attrs.evolve(request, idempotency_key="untouched"))
     for turns in _TURNS:
@@ -123,7 +123,7 @@ async def a_retry_after_a_cancelled_attempt(subject: Subject, agent: RewardAgent
 
 @check("REW-015", page=_PAGE + "concurrency", using=opened)
 async def many_at_once(subject: Subject, agent: RewardAgent) -> None:
-    """Samples that are scored at the same time get the scores that they get one by one."""
+    """Samples that are scored concurrently get the same scores as one by one."""
     asked = examples(subject)
     alone = [await score(agent, request) for request in asked]
     for round in range(4):
@@ -137,7 +137,7 @@ async def many_at_once(subject: Subject, agent: RewardAgent) -> None:
 
 @check("REW-016", page=_PAGE + "deadlines", using=opened)
 async def a_cancelled_call_ends(subject: Subject, agent: RewardAgent) -> None:
-    """A call that is cancelled ends at once, and leaves no task behind."""
+    """A cancelled call ends at once and leaves no task behind."""
     quick = examples(subject)[0]
     for request in [quick, *_given(subject, "slow")]:
         await score(agent, quick)
@@ -167,7 +167,7 @@ async def a_deadline_ends_what_was_started(subject: Subject) -> None:
 
 @check("REW-018", page=_PAGE + "concurrency", using=opened)
 async def the_event_loop_goes_on(subject: Subject, agent: RewardAgent) -> None:
-    """While one sample takes long, the event loop turns."""
+    """The event loop keeps running while one sample takes long."""
     slow = requests_of(subject, "slow")[0]
     await score(agent, examples(subject)[0])
     waiting = asyncio.create_task(score(agent, slow))
@@ -181,7 +181,7 @@ async def the_event_loop_goes_on(subject: Subject, agent: RewardAgent) -> None:
 
 @check("REW-019", page=_PAGE + "life")
 def close_leaves_nothing(subject: Subject) -> None:
-    """After close nothing is left of an agent: no task, thread, process, socket, shared memory or file."""
+    """After ``close`` an agent leaves no task, thread, process, socket, shared memory or file."""
 
     async def life(_: object) -> None:
         async with opened(subject) as agent:
@@ -193,7 +193,7 @@ def close_leaves_nothing(subject: Subject) -> None:
 
 @check("REW-020", page=_PAGE + "life")
 async def start_and_close_may_be_repeated(subject: Subject) -> None:
-    """Start and close may come twice, and close without start."""
+    """``start`` and ``close`` may be called twice, and ``close`` without ``start``."""
     request = examples(subject)[0]
     unused: RewardAgent = subject.make(RewardContext())
     await unused.close()
@@ -211,7 +211,7 @@ async def start_and_close_may_be_repeated(subject: Subject) -> None:
 
 @check("REW-021", page=_PAGE + "life", using=opened)
 async def agents_share_nothing(subject: Subject, agent: RewardAgent) -> None:
-    """Two agents in one process share nothing: closing one leaves the other at work."""
+    """Two agents in one process share nothing: closing one does not affect the other."""
     request = examples(subject)[0]
     first = await score(agent, request)
     async with opened(subject) as other:
@@ -223,7 +223,7 @@ async def agents_share_nothing(subject: Subject, agent: RewardAgent) -> None:
 
 @check("REW-022", page=_PAGE + "requests", using=opened)
 async def requests_are_left_alone(subject: Subject, agent: RewardAgent) -> None:
-    """A request is not changed by scoring it."""
+    """Scoring a request does not change it."""
     for request in examples(subject):
         extra = {**copy.deepcopy(dict(request.extra_info)), "conformance": {"list": [1, 2]}}
         asked = attrs.evolve(request, extra_info=extra)
@@ -236,7 +236,7 @@ async def requests_are_left_alone(subject: Subject, agent: RewardAgent) -> None:
 
 @check("REW-023", page=_PAGE + "requests", using=opened)
 async def further_fields_are_tolerated(subject: Subject, agent: RewardAgent) -> None:
-    """A task's further fields, which the agent does not know, change no score."""
+    """Fields of a task that the agent does not know change no score."""
     for request in examples(subject):
         plain = await score(agent, request)
         extra = {**request.extra_info, "conformance_unknown": ["field", 1, None]}
@@ -246,7 +246,7 @@ async def further_fields_are_tolerated(subject: Subject, agent: RewardAgent) -> 
 
 @check("REW-024", page=_PAGE + "concurrency", using=opened)
 async def answers_belong_to_their_requests(subject: Subject, agent: RewardAgent) -> None:
-    """A call that is cancelled, or fails, moves no answer to another sample."""
+    """A cancelled or failed call never gives its answer to another sample."""
     asked = examples(subject)
     alone = [await score(agent, request) for request in asked]
     for index, request in enumerate(asked):
@@ -261,7 +261,7 @@ async def answers_belong_to_their_requests(subject: Subject, agent: RewardAgent)
 
 @check("REW-030", capability="post_process", page=_PAGE + "groups", using=opened)
 async def groups_keep_their_length_and_order(subject: Subject, agent: RewardAgent) -> None:
-    """Post-processing gives one result per rollout of the group, each in the place of its rollout."""
+    """Post-processing returns one result per rollout of the group, each at the place of its rollout."""
     for group in _groups():
         before = copy.deepcopy(group)
         found = list(agent.post_process_scores(tuple(group)))
@@ -277,7 +277,7 @@ async def groups_keep_their_length_and_order(subject: Subject, agent: RewardAgen
 
 @check("REW-031", capability="post_process", page=_PAGE + "groups")
 async def groups_do_not_mix(subject: Subject) -> None:
-    """Post-processing a group depends on nothing but this group."""
+    """Post-processing a group depends on this group alone."""
     async with opened(subject) as agent:
         forwards = [[_told(each) for each in agent.post_process_scores(tuple(group))] for group in _groups()]
     async with opened(subject) as agent:
@@ -300,7 +300,7 @@ async def token_scores_are_there(subject: Subject, agent: RewardAgent) -> None:
 
 @check("REW-050", tier="stress", page=_PAGE + "concurrency", deadline_seconds=120.0, using=opened)
 async def hundreds_with_cancellations(subject: Subject, agent: RewardAgent) -> None:
-    """Of hundreds of samples at once, some of them cancelled, each other one gets its score."""
+    """If some of hundreds of concurrent samples are cancelled, each of the others gets its score."""
     asked = examples(subject)
     alone = [await score(agent, request) for request in asked]
     tasks = [

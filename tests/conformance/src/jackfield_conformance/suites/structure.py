@@ -65,7 +65,7 @@ def manifest_is_valid(subject: Subject) -> None:
 
 @every_kind(2)
 def abi_is_accepted(subject: Subject) -> None:
-    """The manifest's ABI version is one that this Jackfield accepts."""
+    """This Jackfield accepts the manifest's ABI version."""
     error = _record(subject).error
     assert error is None or error.code != "plugin.abi", str(error)
     _need_manifest(subject)
@@ -73,7 +73,7 @@ def abi_is_accepted(subject: Subject) -> None:
 
 @every_kind(3)
 def class_fits_the_contract(subject: Subject) -> None:
-    """The plugin's class is imported and fits the abstract class of its contract."""
+    """The plugin's class can be imported and fits the abstract class of its contract."""
     _need_manifest(subject)
     try:
         _registry(subject).load(subject.kind, subject.name)
@@ -95,7 +95,7 @@ def settings_are_light(subject: Subject) -> None:
 
 @every_kind(5)
 def settings_have_defaults_or_say_which_not(subject: Subject) -> None:
-    """Without settings the plugin's defaults apply, or the error names a setting that has none."""
+    """Without settings the plugin's defaults apply, or the error names a setting without a default."""
     _need_manifest(subject)
     config_class = _config_class(subject)
     required = [field.name for field in attrs.fields(config_class) if field.init and field.default is attrs.NOTHING]
@@ -111,7 +111,7 @@ def settings_have_defaults_or_say_which_not(subject: Subject) -> None:
 
 @every_kind(6)
 def capabilities_are_known(subject: Subject) -> None:
-    """Every capability that the manifest declares is one that the contract knows."""
+    """The contract knows every capability that the manifest declares."""
     _need_manifest(subject)
     known = capabilities(subject.kind)
     unknown = sorted(subject.capabilities.keys() - known.keys())
@@ -147,7 +147,7 @@ def exceptions_are_in_order(subject: Subject) -> None:
 
 @every_kind(9)
 def fixture_makes_an_instance(subject: Subject) -> None:
-    """The manifest's fixture, where there is one, returns plain values, and settings that the plugin accepts."""
+    """The manifest's fixture, if there is one, returns plain values, and settings that the plugin accepts."""
     _need_class(subject)
     if subject.config is not None:
         return
@@ -163,7 +163,7 @@ def fixture_makes_an_instance(subject: Subject) -> None:
 
 @check(f"{EVERY_KIND}-004", page=_PAGE)
 def imports_stay_within_the_sdk(subject: Subject) -> None:
-    """Of Jackfield the plugin imports contracts, SDK, errors and clock only; a warning names each other line."""
+    """The plugin imports only contracts, SDK, errors and clock of Jackfield; a warning names every other line."""
     folder = package_folder(subject.manifest) if subject.manifest else None
     if folder is None or folder.name == "jackfield":
         raise NotApplicable("no folder of the plugin's is known" if folder is None else "it is a part of Jackfield")

@@ -38,7 +38,7 @@ async def every_tensor_arrives_once(subject: Subject) -> None:
 
 @check("CKE-011", page=_TENSORS)
 async def every_dtype_arrives(subject: Subject) -> None:
-    """Tensors of every dtype arrive bit-exact, NaN, infinities and negative zeros included."""
+    """Tensors of every dtype arrive bit-exact, including NaN, infinities and negative zeros."""
     special = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1.5, -3.25])
     tensors = {str(dtype): special.to(dtype) for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
     whole = torch.tensor([0, 1, 2, 100, 127])
@@ -59,7 +59,7 @@ async def every_shape_arrives(subject: Subject) -> None:
 
 @check("CKE-013", page=_TENSORS)
 async def strided_tensors_arrive(subject: Subject) -> None:
-    """Tensors that are not contiguous arrive with the values that they show."""
+    """Tensors that are not contiguous arrive with their logical values."""
     base = torch.arange(60, dtype=torch.float32).view(6, 10)
     tensors = {
         "transposed": base.T,
@@ -76,7 +76,7 @@ async def strided_tensors_arrive(subject: Subject) -> None:
 
 @check("CKE-014", page=_TENSORS)
 async def any_bucket_size_will_do(subject: Subject) -> None:
-    """Every tensor arrives whatever the bucket size, tensors larger than a bucket included."""
+    """Every tensor arrives whatever the bucket size, including tensors larger than a bucket."""
     generator = torch.Generator().manual_seed(3)
     tensors = {f"{size}": torch.randn(size, generator=generator) for size in (1, 16, 17, 15, 250, 3, 251, 5000, 1, 2)}
     for settings in support.bucket_settings(subject):
@@ -87,7 +87,7 @@ async def any_bucket_size_will_do(subject: Subject) -> None:
 
 @check("CKE-015", page=_TENSORS)
 async def many_tiny_tensors_arrive(subject: Subject) -> None:
-    """Many tiny tensors arrive: an adapter's, or a model of many layers."""
+    """Many tiny tensors arrive, such as those of an adapter or of a model with many layers."""
     await _arrive(subject, {f"layer.{index}.lora_A.weight": torch.full((2,), float(index)) for index in range(700)})
 
 
@@ -116,7 +116,7 @@ async def a_tensor_is_valid_until_the_next_is_drawn(subject: Subject) -> None:
 
 @check("CKE-018", page=_TENSORS)
 async def the_sender_does_not_count_on_memory_of_the_generator(subject: Subject) -> None:
-    """A tensor whose memory is written over as soon as the next but one is drawn arrives as it was."""
+    """A tensor whose memory is overwritten once the next but one is drawn arrives with its original values."""
     wanted = {f"step {index}": torch.full((6, 5), float(index)) for index in range(12)}
     buffers = torch.empty(2, 6, 5)
 
@@ -138,7 +138,7 @@ _DELTAS = "docs/plugins/checkpoint_engine.md#deltas"
 
 @check("CKE-040", page=_TOPOLOGY)
 async def metadata_and_topology_are_plain(subject: Subject) -> None:
-    """Metadata and topology are plain values that come back from JSON as they were."""
+    """Metadata and topology are plain values that survive a round trip through JSON."""
     async with support.ends(subject, workers=2) as made:
         made.prepared = True
         prepared = await made.senders[0].prepare()
@@ -187,7 +187,7 @@ class _Worker:
 
 @check("CKE-042", page=_TOPOLOGY)
 async def a_synchronisation_is_proved(subject: Subject) -> None:
-    """The core's coordinator brings two versions to two replicas of two workers, with receipts that prove them."""
+    """The core's synchroniser brings two versions to two replicas of two workers, with receipts that prove them."""
     version = 0
     replicas = [Replica(_Worker(subject, number), ServerInfo(replica=number, workers=2)) for number in (0, 1)]  # type: ignore[arg-type]
     async with support.ends(subject, workers=0) as made:
@@ -204,7 +204,7 @@ async def a_synchronisation_is_proved(subject: Subject) -> None:
 
 @check("CKE-045", capability="delta", page=_DELTAS)
 async def deltas_arrive(subject: Subject) -> None:
-    """Changed blocks bring workers from version to version, bit for bit; a version without a change, too."""
+    """Deltas bring workers from version to version bit for bit, also to a version without a change."""
     tensors = {**support.numbers(), "half": torch.zeros(2000, dtype=torch.bfloat16)}
     held = [HeldWeights(), HeldWeights()]
     async with support.ends(subject, workers=2) as made:
@@ -224,7 +224,7 @@ async def deltas_arrive(subject: Subject) -> None:
 
 @check("CKE-046", capability="retains_weights", page=_TOPOLOGY)
 async def who_comes_late_gets_the_newest(subject: Subject) -> None:
-    """A worker that comes late gets every tensor when the transfer is over, be it one without any worker."""
+    """A worker that connects after a transfer gets every tensor, even if the transfer had no worker."""
     async with support.ends(subject, workers=0) as made, support.ends(subject, workers=2) as late:
         for version in (1, 2):
             tensors, topology = support.numbers(seed=version), await made.prepare()

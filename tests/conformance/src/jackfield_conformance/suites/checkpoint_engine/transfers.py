@@ -24,7 +24,7 @@ Weights = Generator[tuple[str, torch.Tensor], None, None]
 
 @check("CKE-020", page=_ORDER)
 async def transfers_repeat(subject: Subject) -> None:
-    """The same objects make one transfer after the other, each with its own version and values."""
+    """The same objects make one transfer after another, each with its own version and values."""
     async with support.ends(subject, workers=2) as made:
         for version in (1, 2, 5):
             tensors = support.numbers(4, seed=version)
@@ -34,7 +34,7 @@ async def transfers_repeat(subject: Subject) -> None:
 
 @check("CKE-021", page=_ORDER)
 async def workers_may_change_between_transfers(subject: Subject) -> None:
-    """A sender meets another number of workers, new ones, at its next transfer."""
+    """A sender can serve another number of new workers at its next transfer."""
     tensors = support.numbers(4)
     async with support.ends(subject, workers=3) as made:
         await support.sync(made, tensors, 1)
@@ -54,7 +54,7 @@ async def an_empty_transfer_ends(subject: Subject) -> None:
 
 @check("CKE-023", page=_ORDER)
 async def every_rank_exhausts_its_generator(subject: Subject) -> None:
-    """Every trainer rank exhausts its generator, and still each tensor arrives once."""
+    """Every trainer rank exhausts its generator, and each tensor still arrives once."""
     tensors, drawn = support.numbers(), [0, 0]
 
     def counting(rank: int) -> Weights:
@@ -85,7 +85,7 @@ async def transfers_side_by_side_do_not_mix(subject: Subject) -> None:
 
 @check("CKE-025", page=_ORDER)
 async def another_version_is_refused(subject: Subject) -> None:
-    """A receiver of another version than its sender's raises WeightsError rather than take the tensors."""
+    """A receiver of another version than its sender's raises WeightsError instead of taking the tensors."""
     async with support.impatient_ends(subject) as made:
         topology = await made.prepare()
         made.start(support.send(made, topology, [support.source(support.numbers())], 2))
@@ -96,7 +96,7 @@ async def another_version_is_refused(subject: Subject) -> None:
 
 @check("CKE-026", page=_ORDER)
 async def finalize_can_be_repeated(subject: Subject) -> None:
-    """``finalize`` can be repeated, and comes before anything else without harm."""
+    """``finalize`` can be repeated, and may be called before anything else."""
     async with support.ends(subject) as made:
         for _ in range(2):
             await made.trainers[0].finalize()
@@ -126,7 +126,7 @@ def _breaking(tensors: dict[str, torch.Tensor]) -> Weights:
 
 @check("CKE-030", page=_BREAKS)
 async def a_failing_sender_ends_its_receivers(subject: Subject) -> None:
-    """When the weights' generator raises, the sender raises and every receiver raises within the deadline."""
+    """If the weights' generator raises, the sender and every receiver raise within the deadline."""
     for settings in support.bucket_settings(subject)[:2]:
         async with support.impatient_ends(subject, 2, **settings) as made:
             topology = await made.prepare()
@@ -140,7 +140,7 @@ async def a_failing_sender_ends_its_receivers(subject: Subject) -> None:
 
 @check("CKE-031", page=_BREAKS)
 async def a_receiver_that_leaves_breaks_the_transfer(subject: Subject) -> None:
-    """When a receiver fails half-way and finalizes, the sender raises within the deadline."""
+    """If a receiver fails half-way and finalizes, the sender raises within the deadline."""
 
     async def fail(engine: object, arguments: object) -> None:
         receiver = WeightReceiver(engine)  # type: ignore[arg-type]
@@ -167,7 +167,7 @@ def _names(error: BaseException, worker: int) -> bool:
 
 @check("CKE-032", page=_BREAKS)
 async def a_silent_receiver_is_named(subject: Subject) -> None:
-    """A receiver that connects and then takes nothing makes the sender raise within the deadline, with its number."""
+    """If a receiver connects and then takes nothing, the sender raises within the deadline and gives its number."""
     seconds = support.silence_seconds(subject)
     async with support.ends(subject, 3, seconds=seconds) as made:
         topology = await made.prepare()
@@ -185,7 +185,7 @@ async def a_silent_receiver_is_named(subject: Subject) -> None:
 
 @check("CKE-033", page=_BREAKS)
 async def a_receiver_that_never_comes_is_named(subject: Subject) -> None:
-    """A receiver that never connects makes the sender raise DeadlineExceeded within the deadline, with its number."""
+    """If a receiver never connects, the sender raises DeadlineExceeded within the deadline and gives its number."""
     seconds = support.silence_seconds(subject)
     async with support.ends(subject, 3, seconds=seconds) as made:
         topology = await made.prepare()
@@ -200,7 +200,7 @@ async def a_receiver_that_never_comes_is_named(subject: Subject) -> None:
 
 @check("CKE-034", page=_BREAKS)
 async def a_silent_sender_is_named(subject: Subject) -> None:
-    """A sender that never sends makes its receivers raise DeadlineExceeded within the deadline, naming it."""
+    """If a sender never sends, its receivers raise DeadlineExceeded within the deadline and name the sender."""
     seconds = support.silence_seconds(subject)
     async with support.ends(subject, worker_seconds=seconds) as made:
         topology = await made.prepare()
@@ -213,7 +213,7 @@ async def a_silent_sender_is_named(subject: Subject) -> None:
 
 @check("CKE-035", page=_BREAKS)
 async def a_sender_that_goes_ends_its_receivers(subject: Subject) -> None:
-    """A sender that finalizes without having sent everything makes its receivers raise within the deadline."""
+    """If a sender finalizes without having sent everything, its receivers raise within the deadline."""
     async with support.impatient_ends(subject, 2) as made:
         topology = await made.prepare()
         receiving = made.receiving(topology)
@@ -225,7 +225,7 @@ async def a_sender_that_goes_ends_its_receivers(subject: Subject) -> None:
 
 @check("CKE-036", page=_BREAKS)
 async def transfers_go_on_after_a_failure(subject: Subject) -> None:
-    """After a transfer broke off and both sides finalized, the same objects make the next one."""
+    """After a transfer broke off and both ends finalized, the same objects can make the next one."""
     async with support.ends(subject) as made:
         topology = await made.prepare()
         receiving = made.start(support.receive(made.workers[0], topology.rollout[0]))
@@ -252,7 +252,7 @@ def transfers_leave_nothing(subject: Subject) -> None:
 
 @check("CKE-051", page=_LEFT)
 def failures_leave_nothing(subject: Subject) -> None:
-    """After a transfer that broke off and ``finalize`` nothing is left, either."""
+    """After a transfer that broke off and ``finalize``, nothing is left, either."""
 
     async def life(folder: Path) -> None:
         async with support.impatient_ends(subject, 2) as made:

@@ -96,7 +96,7 @@ def value_gradients_are_those_of_float64(subject: Subject) -> None:
 
 @check("ENG-082", capability="value_head", page=_VALUES)
 def the_value_head_comes_from_the_seed(subject: Subject) -> None:
-    """A fresh value head is the same for the same seed and another one for another seed."""
+    """A fresh value head is the same for the same seed, and differs for another seed."""
     found = []
     for seed, disturbance in ((5, 0), (5, 1), (6, 0)):
         torch.manual_seed(disturbance)
@@ -108,7 +108,7 @@ def the_value_head_comes_from_the_seed(subject: Subject) -> None:
 
 @check("ENG-083", capability="value_head", page=_VALUES)
 def the_value_head_is_in_the_checkpoint(subject: Subject) -> None:
-    """A native checkpoint holds the value head."""
+    """A native checkpoint contains the value head."""
     with support.opened(subject, role="critic", value_head=True) as engine:
         support.train(engine, 2, value_loss)
         engine.save_checkpoint(SaveCheckpointRequest(folder=str(subject.folder / "native")))
@@ -187,7 +187,7 @@ def the_exported_adapter_is_the_trained_one(subject: Subject) -> None:
 
 @check("ENG-092", capability="lora", page=_LORA)
 def only_the_adapter_is_trained(subject: Subject) -> None:
-    """With an adapter the base does not move: gradients have the adapter's names only, and the base stays as it was."""
+    """With an adapter the base does not change, and gradients have only the adapter's names."""
     base = support.expected(support.model_folder()).log_probs
     with support.opened(subject, lora=LORA, optimizer=OptimizerSpec(lr=5e-2)) as engine:
         before = support.weights(engine)
@@ -203,7 +203,7 @@ def only_the_adapter_is_trained(subject: Subject) -> None:
 
 @check("ENG-093", capability="lora", page=_LORA)
 def disable_adapter_is_the_base_model(subject: Subject) -> None:
-    """Inside of ``disable_adapter`` the engine is its base model, afterwards the adapter is on again."""
+    """Inside of ``disable_adapter`` the engine is its base model; afterwards the adapter is on again."""
     base = support.expected(support.model_folder()).log_probs
     with support.opened(subject, lora=LORA, optimizer=OptimizerSpec(lr=5e-2)) as engine:
         _randomized(engine)
@@ -219,13 +219,13 @@ def disable_adapter_is_the_base_model(subject: Subject) -> None:
 
 @check("ENG-094", capability="lora", page=_LORA)
 def the_adapter_is_in_the_checkpoint(subject: Subject) -> None:
-    """Save, load, step is bitwise step with an adapter, too."""
+    """With an adapter, too, a step after save and load equals a step without them, bit for bit."""
     support.assert_goes_on(subject, "adapter one step after a checkpoint was loaded", lora=LORA)
 
 
 @check("ENG-095", capability="lora", page=_LORA)
 def the_adapter_comes_from_the_seed(subject: Subject) -> None:
-    """A fresh adapter changes nothing, is the same for the same seed, and another one for another seed."""
+    """A fresh adapter changes nothing, is the same for the same seed, and differs for another seed."""
     found = []
     for seed, disturbance in ((5, 0), (5, 1), (6, 0)):
         torch.manual_seed(disturbance)
@@ -243,7 +243,7 @@ def the_adapter_comes_from_the_seed(subject: Subject) -> None:
 
 @check("ENG-100", capability="gradient_checkpointing", page="docs/plugins/engine.md#gradients")
 def gradient_checkpointing_changes_no_gradient(subject: Subject) -> None:
-    """Gradient checkpointing changes no gradient, with dropout neither."""
+    """Gradient checkpointing changes no gradient, even with dropout."""
     found = []
     for wanted in (False, True):
         dropout = support.dropout(subject)

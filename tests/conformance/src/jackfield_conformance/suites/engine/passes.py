@@ -31,14 +31,14 @@ SUM_TOLERANCE = 2e-5
 
 @check("ENG-010", page=_PAGE, using=support.opened)
 def log_probs_are_those_of_the_model(subject: Subject, engine: BaseEngine) -> None:
-    """Log-probabilities of response tokens equal those of a float64 forward of the same model folder."""
+    """Log-probabilities of response tokens equal those of a float64 forward pass of the same model folder."""
     wanted = support.expected(support.model_folder()).log_probs
     support.assert_tokens(wanted, support.log_probs(engine), TOKEN_TOLERANCE, "log-probabilities")
 
 
 @check("ENG-011", page=_PAGE)
 def results_come_in_the_order_of_the_rows(subject: Subject) -> None:
-    """Results stand in the order of the rows, however the rows are split into micro-batches."""
+    """Results are in the order of the rows, however the rows are split into micro-batches."""
     wanted = support.expected(support.model_folder()).log_probs
     chosen = support.make_rows()
     with support.opened(subject, micro_batch_tokens=support.SMALL) as engine:
@@ -97,7 +97,7 @@ def entropy_is_the_entropy_of_each_prediction(subject: Subject) -> None:
 
 @check("ENG-015", page=_PAGE)
 def nothing_is_computed_that_was_not_asked_for(subject: Subject) -> None:
-    """Without ``needs_entropy`` there is no entropy, without a value head no values, without a loss no loss."""
+    """An entropy needs ``needs_entropy``, values need a value head, and a loss needs a loss function."""
     seen: list[TokenOutput] = []
 
     def loss(output: TokenOutput, data: Any) -> Result:
@@ -120,7 +120,7 @@ def nothing_is_computed_that_was_not_asked_for(subject: Subject) -> None:
 
 @check("ENG-016", page=_PAGE)
 def columns_reach_the_loss_padded_with_zeros(subject: Subject) -> None:
-    """Response columns reach the loss as ``[b, T]`` with 0 past each response, row columns as ``[b]``."""
+    """Response columns reach the loss as ``[b, T]`` with 0 past each response, and row columns as ``[b]``."""
     chosen = support.make_rows()
     number = jagged([torch.full((len(row.response_ids),), index + 1) for index, row in enumerate(chosen)])
     data = support.batch(number=number, weight=torch.arange(len(chosen)) + 1)
@@ -156,7 +156,7 @@ def _assert_row(row: support.Row, index: int, found: dict[str, torch.Tensor], sh
 
 @check("ENG-019", page=_PAGE)
 def token_outputs_hold_zero_past_each_response(subject: Subject) -> None:
-    """What the loss gets of the model holds 0 past each row's response."""
+    """The model's outputs that the loss gets are 0 past each row's response."""
     rest: list[float] = []
 
     class Watching(support.Loss):
@@ -174,7 +174,7 @@ def token_outputs_hold_zero_past_each_response(subject: Subject) -> None:
 
 @check("ENG-017", page=_PAGE)
 def losses_and_metrics_add_up(subject: Subject) -> None:
-    """Losses and metrics of micro-batches add up; of names ending in ``/max`` and ``/min`` the extreme counts."""
+    """Losses and metrics of micro-batches are summed; of names ending in ``/max`` and ``/min`` the extreme counts."""
     chosen, loss = support.make_rows(), support.Loss()
     advantages = [value for row in chosen for value in row.advantages] + [0.0]  # the padding
     wanted = {"tokens": loss.tokens, "share": 1.0, "advantage/max": max(advantages), "advantage/min": min(advantages)}
@@ -206,7 +206,7 @@ def gradients_are_those_of_float64(subject: Subject) -> None:
 
 @check("ENG-021", page=_GRADIENTS)
 def gradients_do_not_depend_on_the_split(subject: Subject) -> None:
-    """Gradients are the sum over micro-batches of the loss function's gradients: no split of the rows changes them."""
+    """Gradients are the sum of the loss's gradients over micro-batches, so no split of the rows changes them."""
     found = []
     for tokens in (16384, support.SMALL, 1):
         loss = support.Loss(entropy=0.1)
@@ -219,7 +219,7 @@ def gradients_do_not_depend_on_the_split(subject: Subject) -> None:
 
 @check("ENG-022", page=_GRADIENTS, using=support.opened)
 def gradients_accumulate_over_calls(subject: Subject, engine: BaseEngine) -> None:
-    """Passes add to the gradients that are there, so a batch may come in several calls."""
+    """Passes add to the existing gradients, so a batch may come in several calls."""
     chosen, loss = support.make_rows(), support.Loss()
     whole = support.gradients(engine, support.batch(), loss)
     with engine.train_mode():
@@ -232,7 +232,7 @@ def gradients_accumulate_over_calls(subject: Subject, engine: BaseEngine) -> Non
 
 @check("ENG-023", page=_GRADIENTS, using=support.opened)
 def zero_grad_forgets(subject: Subject, engine: BaseEngine) -> None:
-    """After ``optimizer_zero_grad`` nothing of earlier passes is in the gradients."""
+    """After ``optimizer_zero_grad`` the gradients contain nothing of earlier passes."""
     first = support.gradients(engine)
     second = support.gradients(engine)
     support.assert_close(first, second, SUM_TOLERANCE, "gradients after optimizer_zero_grad")
@@ -252,7 +252,7 @@ def forward_only_leaves_gradients_alone(subject: Subject) -> None:
 
 @check("ENG-025", page=_GRADIENTS)
 def half_precision_stays_within_its_error(subject: Subject) -> None:
-    """Gradients of a bfloat16 model are those of float64 within the error of bfloat16."""
+    """Gradients of a bfloat16 model equal those of float64 within the error of bfloat16."""
     wanted = support.expected(support.model_folder()).gradients
     with support.opened(subject, dtype="bfloat16") as engine:
         found = support.gradients(engine)
@@ -280,7 +280,7 @@ def dropout_is_on_in_train_mode_only(subject: Subject) -> None:
 
 @check("ENG-029", page=_PAGE)
 def a_training_pass_is_an_inference_pass(subject: Subject) -> None:
-    """Without ``ModelSpec.dropout`` a training pass gives what an inference pass gives, whatever the config says."""
+    """Without ``ModelSpec.dropout`` a training pass equals an inference pass, whatever the model's config says."""
     with support.opened(subject, support.model_folder(dropout=0.5)) as engine:
         wanted = support.log_probs(engine)
         with engine.train_mode():
@@ -303,7 +303,7 @@ def forward_only_evaluates_the_loss(subject: Subject) -> None:
 
 @check("ENG-028", page=_PAGE, using=support.opened)
 def rows_may_lack_what_the_loss_does_not_read(subject: Subject, engine: BaseEngine) -> None:
-    """Only ``prompt_ids`` and ``response_ids`` are needed where no loss function reads more."""
+    """``prompt_ids`` and ``response_ids`` are enough if no loss function reads other columns."""
     wanted = support.expected(support.model_folder()).log_probs
     data = support.batch().select("prompt_ids", "response_ids")
     support.assert_tokens(wanted, support.log_probs(engine, data), TOKEN_TOLERANCE, "log-probabilities")

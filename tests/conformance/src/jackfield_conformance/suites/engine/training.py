@@ -52,7 +52,7 @@ def _assert_follows_adamw(engine: BaseEngine, spec: OptimizerSpec, rates: Iterat
 
 @check("ENG-040", page=_OPTIMIZER)
 def steps_are_adamw(subject: Subject) -> None:
-    """A step is AdamW's on gradients clipped to the global norm, with the spec's rate, betas, eps and weight decay."""
+    """A step is AdamW's, with the spec's rate, betas, eps and weight decay, on gradients clipped to the global norm."""
     specs = (
         OptimizerSpec(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.2, clip_grad=0.05),
         OptimizerSpec(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.2, clip_grad=None),
@@ -79,7 +79,7 @@ def the_norm_is_the_one_before_clipping(subject: Subject) -> None:
 
 @check("ENG-042", page=_OPTIMIZER)
 def a_norm_that_is_not_finite_skips_the_step(subject: Subject) -> None:
-    """A gradient norm that is not finite is returned as it is, and weights and optimizer state stay as they are."""
+    """A gradient norm that is not finite is returned unchanged, and weights and optimizer state do not change."""
     with support.opened(subject) as engine, support.opened(subject) as other:
         for each in (engine, other):
             support.train(each)
@@ -138,7 +138,7 @@ def schedules_have_their_closed_form(subject: Subject) -> None:
 
 @check("ENG-044", page=_OPTIMIZER)
 def steps_use_the_schedule(subject: Subject) -> None:
-    """Each step uses the schedule's rate: 0 at the first step of a warm-up, then what the schedule returned."""
+    """Each step uses the schedule's rate: 0 at the first step of a warm-up, then the returned rate."""
     spec = attrs.evolve(COSINE, eps=1e-3, clip_grad=None)
     with support.opened(subject, optimizer=spec) as engine:
         _assert_follows_adamw(engine, spec, _rates(spec), "what three steps on a cosine schedule change")
@@ -153,7 +153,7 @@ def _save(engine: BaseEngine, folder: Path) -> None:
 
 @check("ENG-050", page=_CHECKPOINTS)
 def save_load_step_is_step(subject: Subject) -> None:
-    """Save, load into a new engine, step is bitwise equal to step: moments and schedule are in the checkpoint."""
+    """A step after save and load into a new engine is bitwise the step without them: moments and schedule are saved."""
     with support.opened(subject, optimizer=COSINE) as engine:
         support.train(engine, steps=3)
         saved = support.weights(engine)
@@ -173,7 +173,7 @@ def save_load_step_is_step(subject: Subject) -> None:
 
 @check("ENG-051", page=_CHECKPOINTS)
 def random_state_is_saved(subject: Subject) -> None:
-    """A checkpoint holds the state of the random generators: dropout goes on as if nothing had happened."""
+    """A checkpoint has the state of the random generators: dropout continues as if nothing had been saved."""
     what = "weights of a model with dropout, after a checkpoint"
     support.assert_goes_on(subject, what, **support.dropout(subject))
 
@@ -200,7 +200,7 @@ def model_only_leaves_the_rest(subject: Subject) -> None:
 
 @check("ENG-053", page=_CHECKPOINTS, using=support.opened)
 def saving_tells_what_was_written(subject: Subject, engine: BaseEngine) -> None:
-    """The result of ``save_checkpoint`` names the folder and files that are in it, in both formats."""
+    """The result of ``save_checkpoint`` names the folder and files that exist in it, in both formats."""
     forms: tuple[Literal["native", "huggingface"], ...] = ("native", "huggingface")
     for form in forms:
         folder = subject.folder / form
@@ -243,14 +243,14 @@ def _trained(subject: Subject, seed: int, disturbance: int) -> dict[str, torch.T
 
 @check("ENG-061", page=_STATE)
 def one_seed_gives_one_engine(subject: Subject) -> None:
-    """Two engines of one seed and one context are equal, whatever else draws random numbers in the process."""
+    """Two engines with one seed and one context are equal, whatever else draws random numbers in the process."""
     one, other = _trained(subject, 5, 0), _trained(subject, 5, 1)
     support.assert_same_tensors(one, other, "weights of two engines of one seed, trained with dropout")
 
 
 @check("ENG-062", capability="dropout", page=_STATE)
 def another_seed_gives_another_engine(subject: Subject) -> None:
-    """What is random follows the seed: training with dropout differs under another seed."""
+    """Random numbers follow the seed: training with dropout differs under another seed."""
     one, other = _trained(subject, 5, 0), _trained(subject, 6, 0)
     same = all(torch.equal(one[name], other[name]) for name in one)
     assert not same, "engines of two seeds, trained with dropout, are equal"

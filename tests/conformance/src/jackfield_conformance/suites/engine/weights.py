@@ -25,8 +25,8 @@ _LIFE = "docs/plugins/engine.md#life"
 
 @check("ENG-034", page=_EXPORT)
 def a_mixture_is_exported_as_its_checkpoint_has_it(subject: Subject) -> None:
-    """The experts of a mixture are exported under the names, in the shapes and with the values of the safetensors
-    file, one by one, or the model is refused by ``initialize``."""
+    """The experts of a mixture are exported one by one with the names, shapes and values of the safetensors file, or
+    ``initialize`` refuses the model."""
     folder = support.mixture_folder()
     wanted = _experts(load_file(folder / "model.safetensors"))
     engine = subject.make(support.context_of(subject, folder))
@@ -63,7 +63,7 @@ def _state_dict(folder: Path, dtype: torch.dtype, tied: bool) -> dict[str, torch
 
 @check("ENG-030", page=_EXPORT)
 def exported_names_are_those_of_hugging_face(subject: Subject) -> None:
-    """Exported names are exactly those of the Hugging Face state dict, tied tensors once, without a PEFT config."""
+    """Exported names are exactly those of the Hugging Face state dict, with tied tensors once and no PEFT config."""
     for tied in (True, False):
         folder = support.model_folder(tied=tied)
         wanted = _state_dict(folder, torch.float32, tied)
@@ -83,8 +83,8 @@ def exported_names_are_those_of_hugging_face(subject: Subject) -> None:
 
 @check("ENG-031", page=_EXPORT)
 def exported_values_are_bit_exact(subject: Subject) -> None:
-    """Exported values are bit for bit those of the model folder, in the dtype of the context's model, also of a tensor
-    that is read when the next one has been drawn."""
+    """Exported values are bit for bit those of the model folder in the dtype of the context's model, even if a tensor
+    is read after the next one was drawn."""
     for dtype in ("float32", "bfloat16"):
         wanted = _state_dict(support.model_folder(), getattr(torch, dtype), tied=True)
         with support.opened(subject, dtype=dtype) as engine:
@@ -109,7 +109,7 @@ def exports_follow_training(subject: Subject, engine: BaseEngine) -> None:
 
 @check("ENG-033", page=_EXPORT)
 def a_hugging_face_folder_loads(subject: Subject) -> None:
-    """What is saved in format ``huggingface`` loads with ``from_pretrained`` and equals what is exported."""
+    """A folder that is saved in format ``huggingface`` loads with ``from_pretrained`` and equals the export."""
     from transformers import AutoModelForCausalLM
 
     folder = subject.folder / "huggingface"
@@ -227,7 +227,7 @@ def disable_adapter_without_an_adapter_does_nothing(subject: Subject, engine: Ba
 
 @check("ENG-076", page=_LIFE)
 def an_engine_without_an_optimizer_infers(subject: Subject) -> None:
-    """A context without an optimizer gives an engine for forward passes, which exports its weights."""
+    """An engine without an optimizer runs forward passes and exports its weights."""
     wanted = support.expected(support.model_folder()).log_probs
     with support.opened(subject, role="reference", optimizer=None) as engine:
         support.assert_tokens(wanted, support.log_probs(engine), 1e-4, "log-probabilities of a reference")
@@ -239,7 +239,7 @@ _PAGE = "docs/plugins/engine.md#ranks"
 
 @check("ENG-110", capability="multi_rank", page=_PAGE, deadline_seconds=120.0)
 def ranks_change_nothing(subject: Subject) -> None:
-    """Two ranks give the gradients, norm, weights and results of one: no number of ranks changes them."""
+    """Two ranks give the same gradients, norm, weights and results as one."""
     played = engine_ranks.play(subject)
     with support.opened(subject) as engine:
         output, norm = support.train(engine)
@@ -264,7 +264,7 @@ def ranks_change_nothing(subject: Subject) -> None:
 
 @check("ENG-111", capability="multi_rank", page=_PAGE, deadline_seconds=120.0)
 def checkpoints_of_other_numbers_of_ranks_load(subject: Subject) -> None:
-    """A checkpoint that two ranks wrote is read by one, optimizer and schedule included."""
+    """One rank can load a checkpoint that two ranks wrote, optimizer and schedule included."""
     played = engine_ranks.play(subject)
     with support.opened(subject) as engine:
         support.train(engine)
@@ -299,7 +299,7 @@ def a_gpu_gives_the_numbers_of_float64(subject: Subject) -> None:
 
 @check("ENG-121", tier="gpu", capability="gpu", page="docs/plugins/engine.md#devices", deadline_seconds=120.0)
 def offloading_from_a_gpu_makes_room_and_changes_nothing(subject: Subject) -> None:
-    """Moving everything to the CPU frees the GPU's memory, and back again nothing has changed."""
+    """Moving everything to the CPU frees the GPU's memory, and moving it back changes nothing."""
     _need_gpu()
     with support.opened(subject, device="cuda") as engine, support.opened(subject, device="cuda") as other:
         for each in (engine, other):

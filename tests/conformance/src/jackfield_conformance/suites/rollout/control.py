@@ -59,7 +59,7 @@ async def _assert_nothing_runs(server: BaseRolloutServer, why: str) -> None:
 
 @check("ROL-050", page=PAGE + "streams", using=serving)
 async def streams_equal_results(subject: Subject, server: BaseRolloutServer) -> None:
-    """The chunks of a stream together are what ``generate`` returns; the last one alone has the finish reason."""
+    """The chunks of a stream together equal the result of ``generate``; only the last one has a finish reason."""
     sents = [
         request("seeded", max_new_tokens=14, seed=3),
         greedy("ending", 12, prompt_that_ends(), ignore_eos=False),
@@ -84,7 +84,7 @@ async def streams_equal_results(subject: Subject, server: BaseRolloutServer) -> 
 
 @check("ROL-051", page=PAGE + "streams", using=serving)
 async def streams_flow(subject: Subject, server: BaseRolloutServer) -> None:
-    """A stream yields tokens as they come, and not all of them at the end."""
+    """A stream yields tokens as they are generated, not all at the end."""
     reader = Reader(server, greedy("streamed", 12))
     await reader.result()
     assert len(reader.chunks) > 1, "12 tokens came in one chunk, at the end"
@@ -112,7 +112,7 @@ def _assert_close(subject: Subject, one: GenerateResult, two: GenerateResult) ->
 
 @check("ROL-053", page=PAGE + "aborts", using=serving)
 async def aborts_end_requests(subject: Subject, server: BaseRolloutServer) -> None:
-    """Aborted requests return what they have with ``abort``, the result names them, and the others go on."""
+    """Aborted requests return their tokens so far with ``abort``, the result names them, and the others continue."""
     streamed, whole, mate = greedy("streamed", LONG), greedy("whole", LONG, PROMPT[1:]), greedy("mate", 24)
     caller, other = calling(server, whole), calling(server, mate)
     reader = Reader(server, streamed)
@@ -128,7 +128,7 @@ async def aborts_end_requests(subject: Subject, server: BaseRolloutServer) -> No
 
 @check("ROL-054", page=PAGE + "aborts", using=serving)
 async def aborting_all(subject: Subject, server: BaseRolloutServer) -> None:
-    """An abort without ids ends every request, also those that wait."""
+    """An abort without ids ends every request, including waiting ones."""
     running = Reader(server, greedy("running", LONG))
     await running.at_least(2)
     await server.pause(PauseRequest())
@@ -179,7 +179,7 @@ async def cancelling_aborts(subject: Subject, server: BaseRolloutServer) -> None
 
 @check("ROL-057", page=PAGE + "pauses", using=serving)
 async def paused_is_paused(subject: Subject, server: BaseRolloutServer) -> None:
-    """When ``pause`` returns no forward pass runs, and no token comes until ``resume``."""
+    """When ``pause`` returns, no forward pass runs, and no token comes until ``resume``."""
     reader, caller = Reader(server, greedy("streamed", LONG)), calling(server, greedy("whole", LONG))
     await reader.at_least(3)
     await server.pause(PauseRequest())
@@ -198,7 +198,7 @@ async def paused_is_paused(subject: Subject, server: BaseRolloutServer) -> None:
 
 @check("ROL-058", page=PAGE + "pauses", using=serving)
 async def kept_requests_go_on(subject: Subject, server: BaseRolloutServer) -> None:
-    """Requests that a pause keeps end as if there had been none: the same tokens, one budget of tokens."""
+    """Requests that a pause keeps end as without the pause: with the same tokens and one token budget."""
     sents = [request("seeded", max_new_tokens=LONG, seed=8), greedy("greedy", LONG - 20)]
     expected = [await reader.result() for reader in [Reader(server, sent) for sent in sents]]
     readers = [Reader(server, sent) for sent in sents]
@@ -223,7 +223,7 @@ async def kept_requests_go_on(subject: Subject, server: BaseRolloutServer) -> No
 
 @check("ROL-059", page=PAGE + "pauses", using=serving)
 async def waiting_for_the_end(subject: Subject, server: BaseRolloutServer) -> None:
-    """``pause(wait)`` returns when the running requests have ended by themselves; nothing new runs from then on."""
+    """``pause(wait)`` returns when the running requests have ended by themselves; no new one runs from then on."""
     sents = [greedy("streamed", 24), greedy("whole", 18, PROMPT[1:])]
     caller = calling(server, sents[1])
     reader = Reader(server, sents[0])
@@ -250,7 +250,7 @@ async def waiting_for_the_end(subject: Subject, server: BaseRolloutServer) -> No
 
 @check("ROL-060", page=PAGE + "pauses", using=serving)
 async def pausing_by_aborts(subject: Subject, server: BaseRolloutServer) -> None:
-    """``pause(abort)`` ends the running requests with what they have."""
+    """``pause(abort)`` ends the running requests with their tokens so far."""
     whole = greedy("whole", LONG, PROMPT[1:])
     caller = calling(server, whole)
     reader = Reader(server, greedy("streamed", LONG))
@@ -285,7 +285,7 @@ async def new_requests_wait(subject: Subject, server: BaseRolloutServer) -> None
 
 @check("ROL-062", page=PAGE + "pauses", using=serving)
 async def pausing_twice(subject: Subject, server: BaseRolloutServer) -> None:
-    """Pausing a paused server and resuming one that runs change nothing; one ``resume`` ends any number of pauses."""
+    """Pausing a paused server and resuming a running one change nothing; one ``resume`` ends any number of pauses."""
     await server.resume(ResumeRequest())
     for mode in ("keep", "wait", "abort"):
         await server.pause(PauseRequest(mode="keep"))

@@ -54,7 +54,7 @@ async def end_tokens_end(subject: Subject, server: BaseRolloutServer) -> None:
 
 @check("ROL-032", page=PAGE + "ends", using=serving)
 async def end_tokens_are_ignored(subject: Subject, server: BaseRolloutServer) -> None:
-    """With ``ignore_eos`` a request goes on past the model's end token; its own stop tokens still end it."""
+    """With ``ignore_eos`` a request continues past the model's end token; its own stop tokens still end it."""
     sent = greedy("ignored", 12, prompt_that_ends())
     result = await server.generate(sent)
     _assert_ends(result, result.token_ids, "length")
@@ -68,7 +68,7 @@ async def end_tokens_are_ignored(subject: Subject, server: BaseRolloutServer) ->
 
 @check("ROL-033", page=PAGE + "ends", using=serving)
 async def limits_are_exact(subject: Subject, server: BaseRolloutServer) -> None:
-    """A request that nothing else ends has ``max_new_tokens`` tokens and ends with ``length``."""
+    """A request without another end has ``max_new_tokens`` tokens and ends with ``length``."""
     path = (await server.generate(greedy("path", 20))).token_ids
     for count in (1, 2, 7, 13):
         _assert_ends(await server.generate(greedy(f"limit-{count}", count)), path[:count], "length")
@@ -123,7 +123,7 @@ async def _assert_refused(server: BaseRolloutServer, sent: GenerateRequest, *cod
 
 @check("ROL-036", page=PAGE + "refusals")
 async def prompts_have_a_length(subject: Subject) -> None:
-    """An empty prompt is refused with ``rollout.request``, one without room for an answer also as too long.
+    """An empty prompt, and one without room for an answer, is refused with ``rollout.request``.
 
     Too long is one that leaves no room below ``max_model_len``; its code may be ``rollout.context-length``, too.
     """
@@ -137,7 +137,7 @@ async def prompts_have_a_length(subject: Subject) -> None:
 
 @check("ROL-037", page=PAGE + "refusals", using=serving)
 async def prompts_have_a_vocabulary(subject: Subject, server: BaseRolloutServer) -> None:
-    """A prompt with an id that is not in the vocabulary is refused with ``rollout.request``; who runs is not harmed."""
+    """A prompt with an id outside the vocabulary is refused with ``rollout.request``, and running requests continue."""
     mate = greedy("mate", 20)
     running = Reader(server, mate)
     await running.at_least(1)
@@ -150,7 +150,7 @@ async def prompts_have_a_vocabulary(subject: Subject, server: BaseRolloutServer)
 
 @check("ROL-038", page=PAGE + "refusals", using=serving)
 async def sampling_has_its_ranges(subject: Subject, server: BaseRolloutServer) -> None:
-    """Sampling parameters out of range are refused with ``rollout.request``, not bent into range."""
+    """Sampling parameters out of range are refused with ``rollout.request``, not clipped."""
     wrong: tuple[dict[str, Any], ...] = (
         {"max_new_tokens": 0},
         {"temperature": -0.5},
@@ -175,7 +175,7 @@ async def sampling_has_its_ranges(subject: Subject, server: BaseRolloutServer) -
 
 @check("ROL-041", page=PAGE + "refusals", using=serving)
 async def extremes_harm_no_neighbour(subject: Subject, server: BaseRolloutServer) -> None:
-    """Sampling at the ends of its ranges is served, and requests beside it get the tokens that they get alone."""
+    """Sampling at the ends of its ranges is served, and other requests get the same tokens as alone."""
     extremes: tuple[dict[str, Any], ...] = (
         {"temperature": 0.01, "top_p": 1e-300},
         {"temperature": 0.01},
@@ -200,7 +200,7 @@ async def extremes_harm_no_neighbour(subject: Subject, server: BaseRolloutServer
 
 @check("ROL-039", page=PAGE + "refusals", using=serving)
 async def ids_are_taken(subject: Subject, server: BaseRolloutServer) -> None:
-    """A request with the id of one that runs is refused, and the one that runs goes on; afterwards the id is free."""
+    """A request with the id of a running one is refused, and the running one continues; afterwards the id is free."""
     reader = Reader(server, greedy("the-same-id", LONG))
     await reader.at_least(2)
     await _assert_refused(server, greedy("the-same-id", 3, PROMPT[1:]))
@@ -215,7 +215,7 @@ async def ids_are_taken(subject: Subject, server: BaseRolloutServer) -> None:
 
 @check("ROL-040", page=PAGE + "capabilities", using=serving)
 async def the_undeclared_is_refused(subject: Subject, server: BaseRolloutServer) -> None:
-    """What needs a capability that the manifest does not declare is refused, and never silently ignored."""
+    """A request that needs a capability which the manifest does not declare is refused, never silently ignored."""
     codes = "plugin.capability", "rollout.request"
     plain = greedy("plain", 5)
     before = await server.generate(plain)

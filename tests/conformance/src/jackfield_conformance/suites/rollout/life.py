@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 @check("ROL-090", page=PAGE + "life")
 async def starting_says_who(subject: Subject) -> None:
-    """``start`` says which replica it is and how many workers it has; the replica is then healthy, idle, version 0."""
+    """``start`` returns the replica's number and its number of workers; it is then healthy, idle and of version 0."""
     server: BaseRolloutServer = subject.make(RolloutContext(model=ModelSpec(path=model_folder()), replica=5))
     info = await server.start()
     try:
@@ -74,7 +74,7 @@ async def starting_says_who(subject: Subject) -> None:
 
 @check("ROL-091", page=PAGE + "life", using=serving)
 async def health_counts(subject: Subject, server: BaseRolloutServer) -> None:
-    """``health`` counts the requests that run and those that wait, and knows the weight version."""
+    """``health`` counts running and waiting requests, and reports the weight version."""
     readers = [Reader(server, greedy(f"running-{n}", LONG, PROMPT[n:])) for n in range(3)]
     for reader in readers:
         await reader.at_least(2)
@@ -92,7 +92,7 @@ async def health_counts(subject: Subject, server: BaseRolloutServer) -> None:
 
 @check("ROL-092", page=PAGE + "life")
 async def missing_models_are_refused(subject: Subject) -> None:
-    """A model folder that is not there is an error of ``start`` that names it, and ``stop`` still works."""
+    """A missing model folder makes ``start`` raise an error that names it, and ``stop`` still works."""
     folder = subject.folder / "no-model-here"
     server: BaseRolloutServer = subject.make(RolloutContext(model=ModelSpec(path=str(folder))))
     try:
@@ -107,7 +107,7 @@ async def missing_models_are_refused(subject: Subject) -> None:
 
 @check("ROL-093", capability="sleep", page=PAGE + "sleep", using=serving)
 async def level_1_keeps_weights(subject: Subject, server: BaseRolloutServer) -> None:
-    """After sleep of level 1 and waking, results are as before, and paused requests go on."""
+    """After sleep of level 1 and waking, results are the same as before, and paused requests continue."""
     sent = greedy("greedy", 12)
     before = await server.generate(sent)
     await server.sleep(SleepRequest(level=1))
@@ -127,7 +127,7 @@ async def level_1_keeps_weights(subject: Subject, server: BaseRolloutServer) -> 
 
 @check("ROL-094", capability="sleep", page=PAGE + "sleep", using=serving)
 async def level_2_needs_weights(subject: Subject, server: BaseRolloutServer) -> None:
-    """After sleep of level 2 generating is ``rollout.stale`` until an update, and then right."""
+    """After sleep of level 2 requests are refused with ``rollout.stale`` until an update; then results are correct."""
     await server.sleep(SleepRequest(level=2))
     await server.wake_up(WakeUpRequest(tags=("weights",)))
     with refused(RolloutError, "rollout.stale"):
@@ -149,7 +149,7 @@ async def level_2_needs_weights(subject: Subject, server: BaseRolloutServer) -> 
 
 @check("ROL-095", capability="sleep", page=PAGE + "sleep", using=serving)
 async def asleep_nothing_runs(subject: Subject, server: BaseRolloutServer) -> None:
-    """A request that comes while the server sleeps waits until it is awake, and no forward pass runs meanwhile."""
+    """A request that comes while the server sleeps waits until it is awake, and no forward pass runs until then."""
     slept = await server.sleep(SleepRequest(level=1))
     assert slept.freed_bytes >= 0, f"{slept.freed_bytes} bytes cannot have been freed"
     sent = greedy("early", 5)
@@ -169,7 +169,7 @@ async def asleep_nothing_runs(subject: Subject, server: BaseRolloutServer) -> No
 
 @check("ROL-096", capability="sleep", page=PAGE + "sleep", using=serving)
 async def decoding_does_not_sleep(subject: Subject, server: BaseRolloutServer) -> None:
-    """``sleep`` is refused while requests run and the server is not paused, and does them no harm."""
+    """``sleep`` is refused while requests run and the server is not paused, and does not harm them."""
     reader = Reader(server, greedy("running", LONG))
     await reader.at_least(2)
     with refused(RolloutError):
@@ -189,7 +189,7 @@ async def _assert_stopped(call: Awaitable[GenerateResult]) -> None:
 
 @check("ROL-097", page=PAGE + "life")
 async def stopping_fails_requests(subject: Subject) -> None:
-    """``stop`` makes every request that runs or waits fail with ``rollout.stopped``; no caller waits for ever."""
+    """``stop`` makes every running or waiting request fail with ``rollout.stopped``; no caller waits for ever."""
     async with serving(subject) as server:
         caller = calling(server, greedy("running", LONG, PROMPT[1:]))
         reader = Reader(server, greedy("streamed", LONG))
@@ -207,7 +207,7 @@ async def stopping_fails_requests(subject: Subject) -> None:
 
 @check("ROL-098", page=PAGE + "life", using=serving)
 async def stopped_is_stopped(subject: Subject, server: BaseRolloutServer) -> None:
-    """A stopped server refuses requests with ``rollout.stopped``, and says that it is not healthy."""
+    """A stopped server refuses requests with ``rollout.stopped`` and reports that it is not healthy."""
     await server.generate(request("before", max_new_tokens=2))
     await server.stop()
     await _assert_stopped(server.generate(greedy("after", 2)))
@@ -265,7 +265,7 @@ async def _listening(subject: Subject) -> AsyncIterator[tuple[BaseRolloutServer,
 
 @check("ROL-110", capability="openai", page=_PAGE, using=_listening)
 async def the_address_serves_the_same_tokens(subject: Subject, found: tuple[BaseRolloutServer, ServerInfo]) -> None:
-    """A request of token ids to the address yields the tokens and log-probabilities that generate yields."""
+    """A request of token ids to the endpoint yields the tokens and log-probabilities of ``generate``."""
     server, info = found
     sampling: dict[str, Any] = {"seed": 7, "temperature": 0.7, "top_k": 20}
     expected = await server.generate(request("direct", max_new_tokens=6, **sampling))
@@ -284,7 +284,7 @@ async def the_address_serves_the_same_tokens(subject: Subject, found: tuple[Base
 
 @check("ROL-111", capability="openai", page=_PAGE)
 async def the_address_closes_with_the_server(subject: Subject) -> None:
-    """After stop nothing listens at the address."""
+    """After ``stop`` no server listens at the address."""
     async with _listening(subject) as (_, info):
         await _ask(info, "/models")
     try:

@@ -30,7 +30,7 @@ _MERGEABLE = ((2, 3, 40, 4, 5), (24, 6, 7, 8), (33, 2, 3), (16, 17, 18, 19, 20))
 
 @check("ROL-010", page=PAGE + "results", using=serving)
 async def results_have_their_shape(subject: Subject, server: BaseRolloutServer) -> None:
-    """A result echoes the request's id and has one log-probability and one weight version for each token."""
+    """A result has the request's id, and one log-probability and one weight version for each token."""
     sent = request("the request's own id", max_new_tokens=9, seed=1)
     result = await server.generate(sent)
     assert sent.request_id == result.request_id, f"the result is of {result.request_id!r}, not of {sent.request_id!r}"
@@ -57,7 +57,7 @@ async def greedy_is_the_most_probable(subject: Subject, server: BaseRolloutServe
 
 @check("ROL-012", page=PAGE + "tokens", using=serving)
 async def prompts_are_ids(subject: Subject, server: BaseRolloutServer) -> None:
-    """A prompt is its ids: it is never turned into text and back, which may yield other tokens."""
+    """A prompt is used as token ids: it is never turned into text and back, which may yield other tokens."""
     for number, prompt in enumerate(_MERGEABLE):
         sent = greedy(f"ids-{number}", 6, prompt)
         result = await server.generate(sent)
@@ -67,7 +67,7 @@ async def prompts_are_ids(subject: Subject, server: BaseRolloutServer) -> None:
 
 @check("ROL-013", page=PAGE + "log-probabilities", using=serving)
 async def log_probs_are_the_models(subject: Subject, server: BaseRolloutServer) -> None:
-    """The log-probability of each token equals an independent forward pass's, within the declared tolerance."""
+    """The log-probability of each token equals that of an independent forward pass, within the declared tolerance."""
     for number, prompt in enumerate((PROMPT, _SHORT, _LONG)):
         sent = request(f"plain-{number}", prompt, max_new_tokens=16, seed=number)
         assert_log_probs(subject, sent, await server.generate(sent))
@@ -77,13 +77,13 @@ async def log_probs_are_the_models(subject: Subject, server: BaseRolloutServer) 
 
 @check("ROL-014", page=PAGE + "log-probabilities")
 async def temperature_is_processed(subject: Subject) -> None:
-    """Processed log-probabilities are of the logits divided by the temperature."""
+    """Processed log-probabilities are those of the logits divided by the temperature."""
     await _assert_processed(subject, {"temperature": 0.6}, {"temperature": 1.8})
 
 
 @check("ROL-015", page=PAGE + "log-probabilities")
 async def raw_is_raw(subject: Subject) -> None:
-    """Raw log-probabilities are of the model's logits at temperature 1, whatever was drawn from."""
+    """Raw log-probabilities are those of the model's logits at temperature 1, whatever the sampling parameters."""
     await _assert_processed(
         subject,
         {"temperature": 0.6, "log_probs": "raw"},
@@ -94,25 +94,25 @@ async def raw_is_raw(subject: Subject) -> None:
 
 @check("ROL-016", page=PAGE + "sampling")
 async def top_k_is_processed(subject: Subject) -> None:
-    """``top_k`` leaves the k most probable tokens, renormalised."""
+    """``top_k`` keeps the k most probable tokens and renormalises."""
     await _assert_processed(subject, {"top_k": 3}, {"top_k": 9}, {"top_k": 1})
 
 
 @check("ROL-017", page=PAGE + "sampling")
 async def top_p_is_processed(subject: Subject) -> None:
-    """``top_p`` leaves the smallest set of most probable tokens that has this probability, renormalised."""
+    """``top_p`` keeps the smallest set of most probable tokens with at least this probability, and renormalises."""
     await _assert_processed(subject, {"top_p": 0.8}, {"top_p": 0.35}, {"top_p": 0.01})
 
 
 @check("ROL-018", page=PAGE + "sampling")
 async def min_p_is_processed(subject: Subject) -> None:
-    """``min_p`` leaves the tokens that are at least so probable, relative to the most probable one, renormalised."""
+    """``min_p`` keeps tokens with at least this share of the most probable token's probability, and renormalises."""
     await _assert_processed(subject, {"min_p": 0.1}, {"min_p": 0.5}, {"min_p": 1.0})
 
 
 @check("ROL-019", page=PAGE + "sampling")
 async def filters_have_their_order(subject: Subject) -> None:
-    """Temperature, top-k, top-p and min-p apply in this order, each to what the one before has left."""
+    """Temperature, top-k, top-p and min-p apply in this order, each to the result of the previous one."""
     await _assert_processed(
         subject,
         {"temperature": 2.0, "top_p": 0.7},
@@ -132,7 +132,7 @@ async def _assert_processed(subject: Subject, *settings: dict[str, Any]) -> None
 
 @check("ROL-020", page=PAGE + "sampling", using=serving)
 async def draws_are_distributed(subject: Subject, server: BaseRolloutServer) -> None:
-    """Tokens are drawn with the probabilities that are reported, each token of a request independently of the last."""
+    """Tokens are drawn with the reported probabilities, each token of a request independently of the previous one."""
     sampling: dict[str, Any] = {"temperature": 0.8, "top_k": 24, "max_new_tokens": 2}
     sent = [request(f"draw-{seed}", seed=seed, **sampling) for seed in range(_DRAWS)]
     results = await asyncio.gather(*(server.generate(each) for each in sent))
@@ -191,7 +191,7 @@ async def a_seed_repeats(subject: Subject) -> None:
 
 @check("ROL-022", page=PAGE + "seeds", using=serving)
 async def a_seed_has_no_neighbours(subject: Subject, server: BaseRolloutServer) -> None:
-    """A request with a seed yields the same tokens whatever runs beside it."""
+    """A request with a seed yields the same tokens whatever other requests run."""
     sent = request("seeded", max_new_tokens=16, seed=7, temperature=1.3)
     alone = await server.generate(sent)
     others = [request(f"mate-{n}", PROMPT[n:], max_new_tokens=4 + 5 * n, seed=n) for n in range(4)]
@@ -204,7 +204,7 @@ async def a_seed_has_no_neighbours(subject: Subject, server: BaseRolloutServer) 
 
 @check("ROL-023", page=PAGE + "seeds", using=serving)
 async def seeds_differ(subject: Subject, server: BaseRolloutServer) -> None:
-    """Other seeds draw other tokens, and so do requests without a seed among themselves."""
+    """Different seeds draw different tokens, and so do different requests without a seed."""
     sampling: dict[str, Any] = {"max_new_tokens": 16, "temperature": 1.3}
     seeded = await _in_order(server, [request(f"seed-{seed}", seed=seed, **sampling) for seed in (0, 1, 2, 1 << 40)])
     unseeded = await _in_order(server, [request(f"none-{number}", **sampling) for number in range(4)])
@@ -214,7 +214,7 @@ async def seeds_differ(subject: Subject, server: BaseRolloutServer) -> None:
 
 @check("ROL-024", page=PAGE + "seeds")
 async def the_replica_has_a_seed(subject: Subject) -> None:
-    """Requests without a seed draw from the replica's: the same one repeats a run, another one does not."""
+    """Requests without a seed draw from the replica's seed: the same seed repeats the tokens, another one does not."""
     runs = {}
     for name, seed in (("first", 3), ("again", 3), ("other", 4)):
         async with serving(subject, seed=seed) as server:

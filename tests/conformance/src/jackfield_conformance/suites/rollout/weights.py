@@ -67,7 +67,7 @@ async def _assert_heals(subject: Subject, server: BaseRolloutServer, version: in
 
 @check("ROL-070", page=PAGE + "weights", using=serving)
 async def new_weights_are_used(subject: Subject, server: BaseRolloutServer) -> None:
-    """After an update the next token is the new weights', and says so by its version."""
+    """After an update the next token comes from the new weights and has their version."""
     old, new = greedy("old", 8), greedy("new", 8)
     result = await server.generate(old)
     _assert_version(result, 0)
@@ -116,7 +116,7 @@ async def receipts_prove(subject: Subject) -> None:
 
 @check("ROL-072", page=PAGE + "weights", using=serving)
 async def running_requests_change_weights(subject: Subject, server: BaseRolloutServer) -> None:
-    """A request that runs through an update goes on with the new weights; each token has the version that made it."""
+    """A request that runs during an update continues with the new weights; each token has the version that made it."""
     readers = [Reader(server, greedy("greedy", LONG)), Reader(server, request("seeded", max_new_tokens=LONG, seed=2))]
     for reader in readers:
         await reader.at_least(4)
@@ -140,7 +140,7 @@ async def running_requests_change_weights(subject: Subject, server: BaseRolloutS
 
 @check("ROL-073", page=PAGE + "weights", using=serving)
 async def updates_do_not_resume(subject: Subject, server: BaseRolloutServer) -> None:
-    """A paused server takes an update and stays paused; its kept requests go on with the new weights."""
+    """A paused server takes an update and stays paused; its kept requests continue with the new weights."""
     reader = Reader(server, greedy("kept", LONG))
     await reader.at_least(3)
     await server.pause(PauseRequest())
@@ -160,7 +160,7 @@ async def updates_do_not_resume(subject: Subject, server: BaseRolloutServer) -> 
 
 @check("ROL-074", page=PAGE + "weights", using=serving)
 async def minimum_versions_are_kept(subject: Subject, server: BaseRolloutServer) -> None:
-    """A request that needs newer weights than the replica has is refused with ``rollout.stale``; others are served."""
+    """A request that needs newer weights than the replica's is refused with ``rollout.stale``; others are served."""
     with refused(RolloutError, "rollout.stale"):
         await server.generate(request("too new", max_new_tokens=2, minimum=1))
     await push(subject, server, 4)
@@ -173,7 +173,7 @@ async def minimum_versions_are_kept(subject: Subject, server: BaseRolloutServer)
 
 @check("ROL-075", capability="weights_adapter", page=PAGE + "adapters", using=serving)
 async def adapters_are_applied(subject: Subject, server: BaseRolloutServer) -> None:
-    """A LoRA adapter changes the log-probabilities to those of the adapted model, and its receipt has its digests."""
+    """A LoRA adapter changes log-probabilities to those of the adapted model, and the receipt has its digests."""
     for version in (1, 2):  # the second replaces the first, it is not added to it
         pushed = await push(subject, server, version, adapter(), kind="adapter")
         sent = greedy(f"adapted-{version}", 8)
@@ -190,7 +190,7 @@ async def adapters_are_applied(subject: Subject, server: BaseRolloutServer) -> N
 @check("ROL-085", capability="weights_float8", page=PAGE + "weights")
 async def weights_are_quantised(subject: Subject) -> None:
     """With the dtype ``float8_e4m3fn`` weights are rounded to it at the start and at updates, and receipts have the
-    digests of what was sent."""
+    digests of the sent tensors."""
     async with serving(subject, dtype="float8_e4m3fn") as server:
         loaded = greedy("loaded", 24)
         assert_quantised(loaded, await server.generate(loaded), "base")
@@ -206,7 +206,7 @@ async def weights_are_quantised(subject: Subject) -> None:
 
 @check("ROL-083", capability="weights_delta", page=PAGE + "deltas", using=serving)
 async def deltas_are_applied(subject: Subject, server: BaseRolloutServer) -> None:
-    """After a delta the next token is the new weights', and the receipt has the digests of all tensors, whole."""
+    """After a delta the next token comes from the new weights, and the receipt has the digests of all whole tensors."""
     sender = delta_sender(subject)
     await push(subject, server, 1, named_weights("base"), sender=sender)
     for version, which, weights in (
@@ -226,7 +226,7 @@ async def deltas_are_applied(subject: Subject, server: BaseRolloutServer) -> Non
 
 @check("ROL-084", capability="weights_delta", page=PAGE + "deltas", using=serving)
 async def deltas_need_their_base(subject: Subject, server: BaseRolloutServer) -> None:
-    """A delta to weights that are not held is refused with ``weights.base``; the server serves what it has."""
+    """A delta to weights that are not held is refused with ``weights.base``; the server keeps its weights."""
     sender = delta_sender(subject)
     await _assert_base_refused(subject, server, 0, base=0)
     await push(subject, server, 1, sender=sender)
@@ -262,7 +262,7 @@ async def versions_do_not_go_back(subject: Subject, server: BaseRolloutServer) -
 
 @check("ROL-077", page=PAGE + "failures", using=serving)
 async def missing_tensors_are_missed(subject: Subject, server: BaseRolloutServer) -> None:
-    """An update that lacks a parameter of the model is refused with ``weights.missing``, naming it."""
+    """An update without a parameter of the model is refused with ``weights.missing``, which names it."""
     weights = {name: tensor for name, tensor in named_weights().items() if name != _LAST}
     with refused(WeightsError, "weights.missing", naming=_LAST):
         await push(subject, server, 1, weights)
@@ -271,7 +271,7 @@ async def missing_tensors_are_missed(subject: Subject, server: BaseRolloutServer
 
 @check("ROL-078", page=PAGE + "failures", using=serving)
 async def unknown_tensors_are_refused(subject: Subject, server: BaseRolloutServer) -> None:
-    """An update with a tensor that the model does not have is refused with ``weights.missing``, naming it."""
+    """An update with a tensor that the model does not have is refused with ``weights.missing``, which names it."""
     name = "model.layers.9.self_attn.q_proj.weight"
     with refused(WeightsError, "weights.missing", naming=name):
         await push(subject, server, 1, {**named_weights(), name: torch.zeros(4, 4)})
@@ -280,7 +280,7 @@ async def unknown_tensors_are_refused(subject: Subject, server: BaseRolloutServe
 
 @check("ROL-079", page=PAGE + "failures", using=serving)
 async def shapes_are_compared(subject: Subject, server: BaseRolloutServer) -> None:
-    """A tensor of another shape than the model's is refused, naming it, and never broadcast or cut."""
+    """A tensor of another shape than the model's is refused by name, and never broadcast or cut."""
     for version, shape in enumerate(((1,), (33,)), 1):
         with refused(WeightsError, naming=_LAST):
             await push(subject, server, version, {**named_weights(), _LAST: torch.ones(shape)})
@@ -298,7 +298,7 @@ async def broken_transfers_raise(subject: Subject, server: BaseRolloutServer) ->
 
 @check("ROL-081", page=PAGE + "failures", using=serving)
 async def deadlines_hold(subject: Subject, server: BaseRolloutServer) -> None:
-    """An update whose sender does not come raises at its deadline."""
+    """An update without a sender raises at its deadline."""
     with refused((WeightsError, DeadlineExceeded), what="an update without a sender"):
         await push(subject, server, 1, never_comes=True, deadline_seconds=0.02)
     await _assert_heals(subject, server, 2)
@@ -306,7 +306,7 @@ async def deadlines_hold(subject: Subject, server: BaseRolloutServer) -> None:
 
 @check("ROL-082", page=PAGE + "failures", using=serving)
 async def a_failed_update_serves_nothing(subject: Subject, server: BaseRolloutServer) -> None:
-    """After a failed update the replica serves nothing until one succeeds: ``rollout.stale``, and not healthy."""
+    """From a failed update to the next good one the server is not healthy and refuses with ``rollout.stale``."""
     weights: Weights = {name.replace(_LAST, "model.last.weight"): tensor for name, tensor in named_weights().items()}
     reader = Reader(server, greedy("running", LONG))
     await reader.at_least(2)

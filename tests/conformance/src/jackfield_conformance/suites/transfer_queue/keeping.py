@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 @check("TRQ-033", page=PAGE + "checkpoints")
 async def a_checkpoint_is_exact(subject: Subject) -> None:
-    """What a checkpoint wrote, another instance of the backend restores: every partition, column, dtype and bit."""
+    """Another instance of the backend restores a checkpoint exactly: every partition, column, dtype and bit."""
     folder = SnapshotRequest(folder=str(subject.folder / "snapshot"))
     bits = {str(dtype): dense(pattern(dtype, 3, 5)) for dtype in dtypes()}
     bits["empty"] = jagged([pattern(torch.bfloat16, 0, 2)] * 3)
@@ -88,7 +88,7 @@ async def restoring_replaces(subject: Subject, backend: TransferQueueBackend) ->
 
 @check("TRQ-035", page=PAGE + "checkpoints", using=filled)
 async def a_checkpoint_is_a_snapshot(subject: Subject, backend: TransferQueueBackend) -> None:
-    """A checkpoint holds what was put before the call, nothing of what came after it, and producers need not stop."""
+    """A checkpoint has what was put before the call and nothing that came later, and producers need not stop."""
     folder = SnapshotRequest(folder=str(subject.folder / "snapshot"))
     columns = sample_columns()
 
@@ -129,7 +129,7 @@ async def checkpoints_do_not_mix(subject: Subject, backend: TransferQueueBackend
 
 @check("TRQ-037", page=PAGE + "checkpoints", using=filled)
 async def restoring_from_nothing(subject: Subject, backend: TransferQueueBackend) -> None:
-    """Restoring from a folder that holds no checkpoint is an error that names the folder, and not an empty queue."""
+    """Restoring from a folder without a checkpoint raises an error that names it; it does not give an empty queue."""
     folder = subject.folder / "no-checkpoint-here"
     folder.mkdir()
     with expecting.refused(JackfieldError, naming="no-checkpoint-here"):
@@ -197,7 +197,7 @@ async def instances_are_separate(subject: Subject) -> None:
 
 @check("TRQ-042", page=PAGE + "tags", using=filled)
 async def tags_are_a_comment(subject: Subject, backend: TransferQueueBackend) -> None:
-    """Tags may be shown for any row at any time, and change neither values nor counts."""
+    """Tags may be put for any row at any time, and change neither values nor counts."""
     columns = sample_columns()
     tags: tuple[dict[str, Any], ...] = (
         {"task": "t/1", "length": 3, "score": 0.5, "parents": ["a"]},
@@ -216,7 +216,7 @@ async def tags_are_a_comment(subject: Subject, backend: TransferQueueBackend) ->
 
 @check("TRQ-043", tier="capability", capability="durable", page=PAGE + "durability")
 async def values_survive_a_restart(subject: Subject) -> None:
-    """Another instance in the same folder has all that was there when the first one was closed."""
+    """Another instance in the same folder has everything that was there when the first one was closed."""
     columns = sample_columns()
     async with opened(subject) as backend:
         await put(backend, ["a", "b", "c"], columns)
@@ -231,7 +231,7 @@ async def values_survive_a_restart(subject: Subject) -> None:
 
 @check("TRQ-044", tier="capability", capability="durable", page=PAGE + "durability", deadline_seconds=60.0)
 def values_survive_kill_9(subject: Subject) -> None:
-    """What was put or deleted before ``kill -9`` of the process is so afterwards."""
+    """Puts and deletes survive ``kill -9`` of the process."""
     folder = subject.folder / "run"
     folder.mkdir(parents=True)
     put_and_be_killed(subject, folder, rounds=3)
@@ -251,7 +251,7 @@ def values_survive_kill_9(subject: Subject) -> None:
 
 @check("TRQ-045", tier="capability", capability="joins", page=PAGE + "further-processes")
 async def a_further_client_shares_the_store(subject: Subject) -> None:
-    """What one instance puts or deletes, the other one sees; when a client that joined closes, everything stays."""
+    """Two instances see each other's puts and deletes; when a client that joined closes, everything stays."""
     columns = sample_columns()
     async with opened(subject) as first:
         await put(first, ["a", "b", "c"], columns)
@@ -268,7 +268,7 @@ async def a_further_client_shares_the_store(subject: Subject) -> None:
 
 @check("TRQ-046", page=PAGE + "loss", using=filled)
 async def what_is_there_is_listed(subject: Subject, backend: TransferQueueBackend) -> None:
-    """What is listed are the rows that were put and not deleted, with their columns, of one partition or of all."""
+    """``keys`` lists the rows that were put and not deleted, with their columns, of one partition or of all."""
     columns = sample_columns()
     await put(backend, ["b"], {"late": dense(numbers(0, 1))})
     await put(backend, ["x"], {"n": dense(numbers(0, 1))}, "other")

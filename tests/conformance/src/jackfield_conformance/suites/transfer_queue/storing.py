@@ -91,7 +91,7 @@ async def dense_rows(subject: Subject, backend: TransferQueueBackend) -> None:
 
 @check("TRQ-013", page=PAGE + "values", using=opened)
 async def nothing_but_empty_rows(subject: Subject, backend: TransferQueueBackend) -> None:
-    """A column all of whose rows are empty comes back with its dtype and trailing shape."""
+    """A column with only empty rows comes back with its dtype and trailing shape."""
     columns = {
         "tokens": jagged([numbers(0, 0)] * 3),
         "images": jagged([pattern(torch.uint8, 0, 3, 2)] * 3),
@@ -105,7 +105,7 @@ async def nothing_but_empty_rows(subject: Subject, backend: TransferQueueBackend
 
 @check("TRQ-014", page=PAGE + "values", using=opened)
 async def json_columns(subject: Subject, backend: TransferQueueBackend) -> None:
-    """JSON texts come back byte for byte and marked as JSON; plain bytes beside them are not."""
+    """JSON texts come back byte for byte and marked as JSON; plain bytes beside them are not marked."""
     texts = ['{"b": 1,  "a": [1.0, 2e-300]}', '"\u00e4\u6f22\\u0000\U0001f3b2"', "null", '{"key": 1, "key": 2}']
     column, plain = json_texts(texts), jagged([pattern(torch.uint8, 4, seed=row) for row in range(4)])
     await put(backend, ["a", "b", "c", "d"], {"fields": column, "bytes": plain})
@@ -116,7 +116,7 @@ async def json_columns(subject: Subject, backend: TransferQueueBackend) -> None:
 
 @check("TRQ-015", page=PAGE + "values", using=opened)
 async def large_values(subject: Subject, backend: TransferQueueBackend) -> None:
-    """A row of megabytes comes back whole, and so does a small one beside it."""
+    """A row of megabytes comes back whole, and so does a small row beside it."""
     column = jagged([pattern(torch.float32, _LARGE), pattern(torch.float32, 3, seed=1)])
     await put(backend, ["large", "small"], {"values": column})
     await assert_reads(backend, ["large", "small"], {"values": column})
@@ -136,7 +136,7 @@ async def other_columns_stay(subject: Subject, backend: TransferQueueBackend) ->
 
 @check("TRQ-017", page=PAGE + "put", using=opened)
 async def a_second_put_replaces(subject: Subject, backend: TransferQueueBackend) -> None:
-    """Putting a column again replaces it for the rows that are named, whatever its length, dtype or sort."""
+    """Putting a column again replaces it for the given rows, whatever its length, dtype or kind."""
     await put(backend, ["a", "b", "c"], {"column": jagged([numbers(0, 3), numbers(3, 3), numbers(6, 3)])})
     await put(backend, ["c", "a"], {"column": jagged([numbers(90, 1), numbers(50, 5)])})
     expected = jagged([numbers(50, 5), numbers(3, 3), numbers(90, 1)])
@@ -148,7 +148,7 @@ async def a_second_put_replaces(subject: Subject, backend: TransferQueueBackend)
 
 @check("TRQ-018", page=PAGE + "put", using=opened)
 async def what_is_put_is_copied(subject: Subject, backend: TransferQueueBackend) -> None:
-    """The backend copies what it keeps: the caller may change its tensors once put has returned."""
+    """The backend copies values: the caller may change its tensors once ``put`` has returned."""
     values, row = numbers(0, 4, 3), numbers(0, 6)
     offsets = torch.tensor([0, 1, 3, 3, 6])
     expected = dense(values.clone()), jagged([numbers(0, 1), numbers(1, 2), numbers(3, 0), numbers(3, 3)])
@@ -170,7 +170,7 @@ async def what_is_put_is_copied(subject: Subject, backend: TransferQueueBackend)
 
 @check("TRQ-019", page=PAGE + "put", using=opened)
 async def partitions_are_separate(subject: Subject, backend: TransferQueueBackend) -> None:
-    """Rows of the same key in two partitions have nothing to do with each other."""
+    """Rows with the same key in two partitions are independent."""
     first, second = sample_columns(seed=1), sample_columns(seed=2)
     keys = ["a", "b", "c"]
     await put(backend, keys, first, "train")
@@ -185,7 +185,7 @@ async def partitions_are_separate(subject: Subject, backend: TransferQueueBacken
 
 @check("TRQ-020", page=PAGE + "put", using=opened)
 async def names_of_any_text(subject: Subject, backend: TransferQueueBackend) -> None:
-    """Partitions, keys and columns may have any text for a name, and different names are different."""
+    """Partitions, keys and columns may have any text as name, and different names are different."""
     names = ["a", "A", "a/b", "a:b", "../a", "a b", "a%2Fb", "\u00e4", "\u6f22", "%", "'", "a.b", "x" * 120]
     names += ["a\\b", "a|b", '"', "a\nb", "*", "."]
     names.sort()
@@ -223,7 +223,7 @@ async def many_producers(subject: Subject, backend: TransferQueueBackend) -> Non
 
 @check("TRQ-022", page=PAGE + "get", using=opened)
 async def order_of_keys(subject: Subject, backend: TransferQueueBackend) -> None:
-    """A read returns the rows in the order of its keys, any of them, whatever the order they were put in."""
+    """A read returns rows in the order of its keys, whatever the order in which they were put."""
     keys = ["b", "d", "a", "c"]
     await put(backend, keys, {"n": dense(numbers(0, 4)), "j": jagged([numbers(n, n) for n in range(4)])})
     for wanted in (["a", "b", "c", "d"], ["d", "b"], ["c"], ["c", "a", "d", "b"]):
@@ -243,7 +243,7 @@ async def just_the_columns(subject: Subject, backend: TransferQueueBackend) -> N
 
 @check("TRQ-024", page=PAGE + "get", using=filled)
 async def reading_changes_nothing(subject: Subject, backend: TransferQueueBackend) -> None:
-    """A read can be repeated: it takes nothing away."""
+    """A read can be repeated, because it removes nothing."""
     columns = sample_columns()
     before = await backend.stats()
     for _ in range(6):
@@ -253,7 +253,7 @@ async def reading_changes_nothing(subject: Subject, backend: TransferQueueBacken
 
 @check("TRQ-025", page=PAGE + "get", using=filled)
 async def what_was_read_stays(subject: Subject, backend: TransferQueueBackend) -> None:
-    """What a reader holds does not change by what is put or deleted afterwards."""
+    """Values that a reader holds do not change when rows are put or deleted afterwards."""
     columns = sample_columns()
     found = await get(backend, ["a", "b", "c"], list(columns))
     single = await get(backend, ["b"], ["reward"])
@@ -269,7 +269,7 @@ async def what_was_read_stays(subject: Subject, backend: TransferQueueBackend) -
 
 @check("TRQ-026", page=PAGE + "errors", using=filled)
 async def unknown_rows(subject: Subject, backend: TransferQueueBackend) -> None:
-    """Reading a row that is not there is ``queue.unknown-sample`` and names it; nothing is returned in its place."""
+    """Reading an unknown row raises ``queue.unknown-sample``, which names it; nothing is returned in its place."""
     with refused("queue.unknown-sample", "missing-row"):
         await get(backend, ["a", "missing-row", "b"], ["reward"])
     with refused("queue.unknown-sample", "a"):
@@ -278,7 +278,7 @@ async def unknown_rows(subject: Subject, backend: TransferQueueBackend) -> None:
 
 @check("TRQ-027", page=PAGE + "errors", using=opened)
 async def missing_columns(subject: Subject, backend: TransferQueueBackend) -> None:
-    """Reading a column that a row does not have is ``queue.column`` and names the column and the row."""
+    """Reading a column that a row lacks raises ``queue.column``, which names the column and the row."""
     await put(backend, ["row-a", "row-b", "row-c"], sample_columns())
     await put(backend, ["row-b"], {"advantages": dense(numbers(0, 1))})
     with refused("queue.column", "never-put"):
@@ -289,7 +289,7 @@ async def missing_columns(subject: Subject, backend: TransferQueueBackend) -> No
 
 @check("TRQ-028", page=PAGE + "errors", using=opened)
 async def rows_that_do_not_fit(subject: Subject, backend: TransferQueueBackend) -> None:
-    """Rows of one column that differ in dtype, encoding or trailing shape are not read together: ``queue.column``."""
+    """Reading rows of a column that differ in dtype, encoding or trailing shape together raises ``queue.column``."""
     sorts = {
         "int64": jagged([numbers(0, 4)]),
         "float64": jagged([pattern(torch.float64, 4)]),
@@ -311,7 +311,7 @@ async def rows_that_do_not_fit(subject: Subject, backend: TransferQueueBackend) 
 
 @check("TRQ-029", page=PAGE + "delete", using=filled)
 async def deleted_rows_are_gone(subject: Subject, backend: TransferQueueBackend) -> None:
-    """A deleted row is gone with all its columns, also when a row of its key is put again; the others stay."""
+    """A deleted row is gone with all its columns, also after a put under the same key; other rows stay."""
     columns = sample_columns()
     await backend.delete(DeleteRequest(partition="train", keys=("b",)))
     with refused("queue.unknown-sample", "b"):
@@ -324,7 +324,7 @@ async def deleted_rows_are_gone(subject: Subject, backend: TransferQueueBackend)
 
 @check("TRQ-030", page=PAGE + "delete", using=filled)
 async def deleting_the_unknown(subject: Subject, backend: TransferQueueBackend) -> None:
-    """Deleting a row that is not there is no error, and the known rows named beside it are deleted and counted."""
+    """Deleting an unknown row is no error, and the known rows of the same call are deleted and counted."""
     result = await backend.delete(DeleteRequest(partition="train", keys=("never", "a", "unknown", "c")))
     assert 2 == result.samples, f"two rows were deleted, {result.samples} were reported"
     again = await backend.delete(DeleteRequest(partition="train", keys=("a",)))
@@ -334,7 +334,7 @@ async def deleting_the_unknown(subject: Subject, backend: TransferQueueBackend) 
 
 @check("TRQ-031", page=PAGE + "stats", using=opened)
 async def stats_count(subject: Subject, backend: TransferQueueBackend) -> None:
-    """``stats`` counts the rows and the bytes of values that are held: replaced and deleted ones no longer."""
+    """``stats`` counts the rows and the bytes of values that are held, without replaced and deleted ones."""
     columns = sample_columns()
     size = sum(column.values.nbytes for column in columns.values())
     await assert_holds(backend, 0, "nothing was put", 0)
