@@ -115,8 +115,11 @@ class Bench:
     async def stage(self) -> None:
         await self.queue.register_consumer("reward", "train", ("ids",), writes=("reward",))
 
-    async def lease(self, batch: int, groups: int | None = None, seconds: float = 0.0) -> BatchMeta:
-        return await self.queue.lease_batch("trainer", batch, groups, deadline_seconds=seconds)
+    async def lease(self, batch: int, seconds: float = 0.0) -> BatchMeta:
+        return await self.queue.lease_batch("trainer", batch, deadline_seconds=seconds)
+
+    async def some(self, groups: int) -> BatchMeta:
+        return await self.queue.lease_groups("trainer", groups, deadline_seconds=0)
 
     async def counts(self, *names: str) -> Mapping[str, int]:
         found = await self.queue.stats()

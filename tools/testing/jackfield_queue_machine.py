@@ -473,25 +473,22 @@ class QueueMachine(RuleBasedStateMachine):
     def in_order(groups: list[MGroup]) -> list[MGroup]:
         return sorted(groups, key=lambda group: (GroupKey.of(group.key).batch, GroupKey.of(group.key).index))
 
-    @action(
-        4, when=lambda self: self.model.batches, consumer=st.sampled_from(ENDS), count=st.none() | st.integers(1, 2)
-    )
-    def lease_batch(self, data: st.DataObject, consumer: str, count: int | None) -> None:
+    @action(4, when=lambda self: self.model.batches, consumer=st.sampled_from(ENDS))
+    def lease_batch(self, data: st.DataObject, consumer: str) -> None:
         number = data.draw(st.sampled_from(sorted(self.model.batches)))
         places = [place for place in self.model.batches[number] if not place.consumed]
         groups = [place.group for place in places]
         ready = self.in_order([group for group in groups if group is not None and group.free_for(consumer)])
         had = [group for group in groups if group and group.published and consumer in {*group.leases, *group.acks}]
-        left = len(groups) - len(had)
-        call = self.queue.lease_batch(consumer, number, count, deadline_seconds=0)
-        if len(ready) < (left if count is None else min(count, left)):
+        call = self.queue.lease_batch(consumer, number, deadline_seconds=0)
+        if len(ready) < len(groups) - len(had):
             with pytest.raises(DeadlineExceeded):
                 self.do(call)
-        elif count is None and not ready:
+        elif not ready:
             with refused("queue.invalid"):
                 self.do(call)
         else:
-            self.leased(self.do(call), ready[:count])
+            self.leased(self.do(call), ready)
 
     def leased(self, meta: BatchMeta, groups: list[MGroup]) -> None:
         assert [key for group in groups for key in group.ordered()] == list(meta.keys)

@@ -54,7 +54,7 @@ def test_a_rollout_without_samples_drops_its_group(run: Run) -> None:
             await bench.open(key, 2)
             await bench.end(str(key), 0, samples=key.index)
             await bench.end(str(key), 1)
-        assert ["train/0/1/0"] == sorted(set((await bench.lease(0, 1)).groups))
+        assert ["train/0/1/0"] == sorted(set((await bench.some(1)).groups))
         assert [(0, 1)] == [(key.index, key.retry) for key in await bench.vacant(batch)]
 
     run(test)

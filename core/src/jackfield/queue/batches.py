@@ -13,7 +13,7 @@ from jackfield.errors import DeadlineExceeded, QueueError, QueueFull
 from jackfield.queue.controller import Controller, unfinished
 from jackfield.queue.groups import Groups
 from jackfield.queue.meta import Batch, GroupKey
-from jackfield.queue.records import BatchState, Group, Partition, Status
+from jackfield.queue.records import BatchState, Group, Status
 
 
 @attrs.define(eq=False)
@@ -59,7 +59,12 @@ class Batches:
             offered = (each for each in mine.batches.values() if each.is_offered and not each.failure)
             batch = next((each for each in offered if not each.is_final()), None)
             if below is None or (mine.next_batch if batch is None else batch.number) < below:
-                batch = batch or self._new_batch(mine, groups, rollouts)
+                if batch is None:
+                    batch = mine.batches[mine.next_batch] = BatchState(mine, mine.next_batch, rollouts)
+                    mine.next_batch += 1
+                    batch.groups = [Group(batch, index) for index in range(groups)]
+                    for group in batch.groups:
+                        self.core.touch(group)
                 if (client := self.core.caller()) is not None:
                     self.clients[explorer] = client
                 batch.is_offered = False
@@ -76,15 +81,6 @@ class Batches:
         """Return the end of a wait, which restarts at each change of a batch and is infinite while one is leased."""
         leased = any(batch.is_leased() for batch in batches)
         return float("inf") if leased else max(since, *(batch.moved for batch in batches)) + seconds
-
-    def _new_batch(self, partition: Partition, groups: int, rollouts: int) -> BatchState:
-        batch = BatchState(partition, partition.next_batch, rollouts)
-        batch.groups = [Group(batch, index) for index in range(groups)]
-        partition.batches[batch.number] = batch
-        partition.next_batch += 1
-        for group in batch.groups:
-            self.core.touch(group)
-        return batch
 
     async def release_batches(self, explorer: str) -> tuple[Batch, ...]:
         """Release the unfinished batches of a dead explorer, so that they are handed out again.
@@ -207,7 +203,12 @@ class Batches:
             return float("inf")
         if state.samples:
             self._mean = state.bytes / state.samples
-        coming = sum(_coming(group) for batch in state.batches() for group in batch.groups)
+        coming = 0
+        for group in (group for batch in state.batches() for group in batch.groups):
+            if group.status == Status.ASSIGNED:
+                coming += group.batch.rollouts
+            elif group.status == Status.OPEN:
+                coming += max(0, group.rollouts - len(group.samples))
         room = float("inf") if self.max_samples is None else self.max_samples - state.samples - coming
         if self.max_bytes is not None and self._mean:
             room = min(room, (self.max_bytes - state.bytes) / self._mean - coming)
@@ -224,10 +225,3 @@ class Batches:
         starving = any(None in consumer.awaited and busy <= {consumer.name} for consumer in consumers)
         batches = batch.partition.batches.values()
         return starving and batch is next((each for each in batches if not each.is_complete and not each.failure), None)
-
-
-def _coming(group: Group) -> int:
-    """Return the expected number of further samples of a group that is being generated."""
-    if group.status == Status.OPEN:
-        return max(0, group.rollouts - len(group.samples))
-    return group.batch.rollouts if group.status == Status.ASSIGNED else 0

@@ -12,7 +12,7 @@ from jackfield.abc.transfer_queue import KeysRequest
 from jackfield.errors import QueueError
 from jackfield.queue.controller import Controller, some
 from jackfield.queue.leases import Leases
-from jackfield.queue.meta import BatchMeta, NewGroup, RolloutReport, Written
+from jackfield.queue.meta import BatchMeta, NewGroup, RolloutReport, Written, group_of
 from jackfield.queue.records import Group, Sample, State, Status, sequence_of
 
 _GONE = "its values are gone from the store, or damaged in it"
@@ -107,20 +107,18 @@ class Groups:
         self._feeds.append(entry := (partition, feed))
         try:
             while not self.core.is_closed:
-                coming, feed[:] = tuple(key for key in feed if self._is_unfinished(key)), []
+                consumers = self.core.state.partition(partition).consumers
+                wanted = frozenset[str]().union(*(consumer.writes for consumer in consumers))
+                found = [(key, self.core.state.groups.get(group_of(key))) for key in feed]
+                there = [(key, group.samples[key]) for key, group in found if group and key in group.samples]
+                coming = tuple(key for key, sample in there if not wanted or not wanted <= sample.columns)
+                feed.clear()
                 if coming:
                     yield coming
                 else:
                     await self.core.change.wait()
         finally:
             self._feeds = [each for each in self._feeds if each is not entry]
-
-    def _is_unfinished(self, key: str) -> bool:
-        group = self.core.state.group_with(key) if self.core.state.knows(key) else None
-        if group is None:
-            return False
-        wanted = frozenset[str]().union(*(consumer.writes for consumer in group.batch.partition.consumers))
-        return not wanted or not wanted <= group.samples[key].columns
 
     # -- drops and failures
 
@@ -143,22 +141,23 @@ class Groups:
         """
         found = self._by_group(reasons)
         _require_free(found)
-        for group, keys in found.items():
-            self._fail_keys(group, keys, reasons)
-            self._settle(group, reasons[keys[-1]])
+        for group, failed in found.items():
+            self._fail(group, failed)
 
-    def _by_group(self, keys: Iterable[str]) -> dict[Group, list[str]]:
-        """Return the keys of existing samples by group."""
-        found: dict[Group, list[str]] = {}
-        for key in keys:
+    def _by_group(self, reasons: Mapping[str, str]) -> dict[Group, dict[str, str]]:
+        """Return the reasons of existing samples by group."""
+        found: dict[Group, dict[str, str]] = {}
+        for key, reason in reasons.items():
             if (group := self.core.state.group_with(key)) is not None:
-                found.setdefault(group, []).append(key)
+                found.setdefault(group, {})[key] = reason
         return found
 
-    def _fail_keys(self, group: Group, keys: Sequence[str], reasons: Mapping[str, str]) -> None:
-        for key in keys:
-            self.core.fail(key, reasons.get(key, _GONE))
-        self.leases.remove(group, keys)
+    def _fail(self, group: Group, reasons: Mapping[str, str]) -> None:
+        """Fail samples of a group and publish or retry it again."""
+        for key, reason in reasons.items():
+            self.core.fail(key, reason)
+        self.leases.remove(group, list(reasons))
+        self._settle(group, [*reasons.values()][-1])
 
     async def fail_lost(self, meta: BatchMeta | None = None, keys: Sequence[str] = ()) -> tuple[str, ...]:
         """Fail the samples whose values the backend has lost, and retry groups with too few samples left.
@@ -172,14 +171,13 @@ class Groups:
         lost = list(dict.fromkeys([*keys, *sorted(await self.lost(self.core.state))]))
         mine = [] if meta is None else [group for groups in self.leases.held(meta).values() for group in groups]
         there = [key for key in lost if self.core.state.knows(key)]
-        for group, gone in self._by_group(there).items():
+        for group, gone in self._by_group(dict.fromkeys(there, _GONE)).items():
             if group in mine or group.is_acked() or not group.holders():
-                self.core.record("lose", group=group.name, keys=gone, reason=_GONE)
+                self.core.record("lose", group=group.name, keys=list(gone), reason=_GONE)
                 if group.is_acked():
                     self.leases.consume([group])
                 else:
-                    self._fail_keys(group, gone, {})
-                    self._settle(group, f"{_shortage(group)}; {_GONE}")
+                    self._fail(group, gone)
         failed = [key for key in there if not self.core.state.knows(key)]
         if failed:
             logging.getLogger("jackfield").warning(

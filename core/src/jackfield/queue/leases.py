@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 
 import attrs
@@ -71,21 +70,37 @@ class Leases:
 
     # -- leasing
 
-    async def lease_batch(
-        self, consumer: str, batch: int, groups: int | None = None, deadline_seconds: float = 600.0
-    ) -> BatchMeta:
-        """Lease groups of one batch, ordered by index, rollout and sequence.
+    async def lease_batch(self, consumer: str, batch: int, deadline_seconds: float = 600.0) -> BatchMeta:
+        """Lease all groups of one batch that the consumer has not had, ordered by index, rollout and sequence.
 
-        With ``groups`` None, lease all groups that the consumer has not had, once the batch is complete and they are
-        ready; with a number, lease that many once they are ready (fewer at the end of the batch, none after it).
+        It waits until the batch is complete and these groups are ready.
 
         Raises:
             DeadlineExceeded: If the deadline passes; it names missing groups, running rollouts and missing columns.
-            QueueError: If the batch has failed or was consumed.
+            QueueError: If the batch has failed or was consumed, or there is no such group.
         """
         mine = self.core.state.consumer(consumer)
-        ready = functools.partial(_ready, mine, batch, groups)
-        return await self._lease(mine, batch, groups, ready, deadline_seconds)
+
+        def ready() -> list[Group] | None:
+            partition = mine.partition
+            found = partition.batches.get(batch)
+            if batch < 0 or (found is None and batch < partition.next_batch):
+                message = f"batch {batch} of partition {partition.name!r} has been consumed"
+                expected = f"one of {sorted(partition.batches)} or a later one"
+                raise QueueError(message, where=f"{partition.name}/{batch}", expected=expected, found=batch)
+            if found is None:
+                return None  # no explorer has claimed it
+            found.require_well()
+            fresh = [group for group in found.groups if mine.is_fresh(group)]
+            left = [group for group in found.groups if group.status != Status.CONSUMED]
+            if not all(mine.is_fresh(group) or (group.is_made and mine.has_had(group)) for group in left):
+                return None
+            if not fresh:
+                message = f"consumer {consumer!r} has had all groups of batch {batch} already"
+                raise QueueError(message, where=found.name, fix="lease each batch once")
+            return fresh
+
+        return await self._lease(mine, batch, None, ready, deadline_seconds)
 
     async def lease_groups(
         self,
@@ -108,11 +123,12 @@ class Leases:
             DeadlineExceeded: If the deadline passes; it names running rollouts, missing columns and spent groups.
         """
         mine = self.core.state.consumer(consumer)
+        wanted = (groups or 1) if fresh else 0
 
         def chosen() -> list[Group] | None:
             self._retire_stale(mine, step, fresh)
-            found, wanted = _usable(mine, step, fresh), (groups or 1) if fresh else 0
-            drawn = _drawn(mine, found, step, groups) if len(found) >= wanted else []
+            usable = [group for group in mine.usable if mine.is_rested(group, step, fresh)]
+            drawn = _drawn(mine, usable, step, groups) if len(usable) >= wanted else []
             return drawn if len(drawn) >= wanted else None
 
         return await self._lease(mine, None, groups, chosen, deadline_seconds)
@@ -223,7 +239,6 @@ class Leases:
                 group.uses.setdefault(consumer.name, Use()).steps.append(step)
                 self._return(consumer, group)
             self.core.record("ack", consumer=consumer.name, step=step, epoch=epoch, keys=_keys(groups))
-            self.core.state.provisional |= dict.fromkeys(groups)
             self._trim(consumer, step)
             self._finish(groups)
 
@@ -231,14 +246,11 @@ class Leases:
         """Make all acks up to ``step`` final, once the checkpoint of the weights that contain them is durable."""
         state = self.core.state
         state.committed = max(step, state.committed)
-        final = [group for group in state.provisional if group.last_step() <= state.committed]
-        for group in final:
-            del state.provisional[group]
-        self.core.record("commit", step=step, keys=self._finish(final))
+        self.core.record("commit", step=step, keys=self._finish(list(state.groups.values())))
 
     def take_back(self, step: int) -> None:
         """Revoke every ack after ``step``, because the restored weights do not contain it."""
-        for group in self.core.state.provisional:
+        for group in self.core.state.groups.values():
             for name, use in list(group.uses.items()):
                 if use.last_step() <= step:
                     continue
@@ -276,7 +288,6 @@ class Leases:
         for consumer in group.batch.partition.consumers:
             consumer.usable.pop(group, None)
             consumer.held.pop(group, None)
-        self.core.state.provisional.pop(group, None)
         self.remove(group, list(group.samples))
         del self.core.state.groups[group.name]
         group.status, group.ended, group.uses = Status.ASSIGNED, {}, {}
@@ -306,7 +317,7 @@ class Leases:
         """Keep at most ``capacity`` used groups, the sampler's first choices, and retire the others."""
         capacity = None if consumer.reuse is None else consumer.reuse.capacity
         if step is not None and capacity is not None:
-            used = sorted((group for group in consumer.usable if consumer.name in group.uses), key=_place)
+            used = [group for group in consumer.usable if consumer.name in group.uses]
             if len(used) > capacity:
                 best = set(_drawn(consumer, used, step, capacity))
                 self._retire(consumer, [group for group in used if group not in best], step)
@@ -317,7 +328,6 @@ class Leases:
             group.uses.setdefault(consumer.name, Use()).retired = step
             self._return(consumer, group)
         if groups:
-            self.core.state.provisional |= dict.fromkeys(groups)
             self.core.record("retire", consumer=consumer.name, step=step, keys=_keys(groups))
             self._finish(groups)
 
@@ -326,48 +336,9 @@ def _keys(groups: Iterable[Group]) -> list[str]:
     return [key for group in groups for key in group.samples]
 
 
-def _place(group: Group) -> tuple[int, int]:
-    return group.batch.number, group.index
-
-
-def _ready(consumer: Consumer, number: int, count: int | None) -> list[Group] | None:
-    """Return the groups of a batch that a consumer gets; None: it has to wait."""
-    partition = consumer.partition
-    batch = partition.batches.get(number)
-    if number < 0 or (batch is None and number < partition.next_batch):
-        message = f"batch {number} of partition {partition.name!r} has been consumed"
-        expected = f"one of {sorted(partition.batches)} or a later one"
-        raise QueueError(message, where=f"{partition.name}/{number}", expected=expected, found=number)
-    if batch is None:
-        return None  # no explorer has claimed it
-    batch.require_well()
-    ready = [group for group in batch.groups if consumer.is_fresh(group)]
-    if count is not None and len(ready) >= count:
-        return ready[:count]
-    others = [group for group in batch.groups if group.status != Status.CONSUMED and not consumer.is_fresh(group)]
-    if not all(group.status == Status.PUBLISHED and consumer.has_had(group) for group in others):
-        return None
-    if count is None and not ready:
-        message = f"consumer {consumer.name!r} has had all groups of batch {number} already"
-        raise QueueError(message, where=batch.name, fix="lease each batch once")
-    return ready
-
-
-def _usable(consumer: Consumer, step: int | None, fresh: bool) -> list[Group]:
-    """Return the groups that may be used at ``step``, in the order of batch and index."""
-    rest = 0 if consumer.reuse is None else consumer.reuse.cooldown
-    groups = []
-    for group in consumer.usable:
-        use = group.uses.get(consumer.name)
-        last = None if use is None else use.steps[-1]
-        if fresh if use is None else (step is None or last is None or step - last > rest):
-            groups.append(group)
-    return sorted(groups, key=_place)
-
-
 def _drawn(consumer: Consumer, groups: Sequence[Group], step: int | None, count: int | None) -> list[Group]:
     """Return the groups that a consumer's sampler chooses, and check its choice."""
-    named = {group.name: group for group in groups}
+    named = {group.name: group for group in sorted(groups, key=lambda group: (group.batch.number, group.index))}
     chosen = consumer.sampler.sample(Ready(named, consumer.name, step), count)
     if len(set(chosen) & named.keys()) != len(chosen) or (count is not None and len(chosen) > count):
         raise QueueError(

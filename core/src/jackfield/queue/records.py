@@ -109,10 +109,6 @@ class Group:
         """Return whether a consumer has acked the group, possibly provisionally."""
         return any(consumer.name in self.uses for consumer in self.batch.partition.ends())
 
-    def last_step(self) -> int:
-        """Return the last step that needs a commit, -1 without any."""
-        return max((use.last_step() for use in self.uses.values()), default=-1)
-
     def tags_of(self, key: str) -> dict[str, Any]:
         """Return the tags of a sample and of its group, and those that the queue adds."""
         sample = self.samples[key]
@@ -244,6 +240,13 @@ class Consumer:
         """Return whether it may lease a group that it has not used yet."""
         return group in self.usable and self.name not in group.uses
 
+    def is_rested(self, group: Group, step: int | None, fresh: bool) -> bool:
+        """Return whether a usable group may be used at ``step``; unused ones only with ``fresh``."""
+        use = group.uses.get(self.name)
+        last = None if use is None else use.steps[-1]
+        rest = 0 if self.reuse is None else self.reuse.cooldown
+        return fresh if use is None else step is None or last is None or step - last > rest
+
     def offer(self, group: Group) -> None:
         """Update whether it may lease a group: a published one that has its columns, and that it has not used up."""
         use = group.uses.get(self.name)
@@ -304,7 +307,6 @@ class State:
     consumers: dict[str, Consumer] = attrs.field(factory=dict)
     groups: dict[str, Group] = attrs.field(factory=dict)  #: open and published groups
     committed: int = -1  #: the last step whose acks are final
-    provisional: dict[Group, None] = attrs.field(factory=dict)  #: groups with acks that a commit makes final
     marks: list[str] = attrs.field(factory=list)  #: ids of the last checkpoints, including interrupted ones
     ledger: LedgerEnd | None = None  #: the ledger's end at the last checkpoint; None: it was only in memory
     samplers: dict[str, dict[str, Any]] = attrs.field(factory=dict)  #: saved states, by consumer
@@ -414,5 +416,4 @@ class State:
             if group.status == Status.PUBLISHED:
                 state.groups[group.name] = group
                 state.count(len(group.samples), sum(sample.bytes for sample in group.samples.values()))
-                state.provisional |= {group: None} if group.last_step() > state.committed else {}
         return state
