@@ -35,7 +35,7 @@ from jackfield.data.tasks import Task
 from jackfield.errors import JackfieldError
 from jackfield.plugins import HookManager
 from jackfield.queue import BatchMeta, GroupKey, TransferQueue, Values, Written
-from jackfield.queue.memory import MemoryBackend, MemoryConfig
+from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.rpc import Address, Service, stub
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine_group import EngineGroup

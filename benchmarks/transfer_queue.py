@@ -486,7 +486,7 @@ async def controller(rows: int) -> dict[str, Any]:
     from jackfield.abc.transfer_queue import Column, DeleteResult, PutResult, TransferQueueContext
     from jackfield.clock import Clock
     from jackfield.queue import GroupKey, NewGroup, RolloutReport, TransferQueue, Values
-    from jackfield.queue.memory import MemoryBackend, MemoryConfig
+    from jackfield.queue.values import MemoryBackend, MemoryConfig
 
     class Nothing(MemoryBackend):
         """Keeps nothing."""

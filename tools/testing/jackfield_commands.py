@@ -39,7 +39,7 @@ IMPORTS = (
     "transformers.models.qwen3.modeling_qwen3",
     "jackfield.cli.commands",
     "jackfield.compose",
-    "jackfield.queue.memory",
+    "jackfield.queue.values",
     "jackfield.weights.in_process",
     "jackfield_agent_single_turn.agent",
     "jackfield_engine_fsdp.engine",

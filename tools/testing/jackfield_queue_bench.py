@@ -12,10 +12,9 @@ import torch
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.clock import VirtualClock
 from jackfield.errors import DeadlineExceeded, QueueFull
-from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.queue.meta import Batch, BatchMeta, GroupKey, Lineage, NewGroup, RolloutReport
 from jackfield.queue.transfer_queue import TransferQueue
-from jackfield.queue.values import Values
+from jackfield.queue.values import MemoryBackend, MemoryConfig, Values
 from jackfield.sdk.columns import column_from_rows, dense_column
 
 

@@ -42,12 +42,11 @@ from jackfield.abc.transfer_queue import (
 )
 from jackfield.clock import VirtualClock
 from jackfield.errors import DeadlineExceeded, LeaseError, QueueError
-from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.queue.meta import BatchMeta, GroupKey, NewGroup, RolloutReport, partition_of
 from jackfield.queue.records import State
 from jackfield.queue.store import STORE_FILE, Store
 from jackfield.queue.transfer_queue import TransferQueue
-from jackfield.queue.values import Values
+from jackfield.queue.values import MemoryBackend, MemoryConfig, Values
 from jackfield.sdk.columns import dense_column
 from jackfield_testing import refused
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jackfield.queue.memory import MemoryBackend, MemoryConfig
+from jackfield.queue.values import MemoryBackend, MemoryConfig
 
 pytest.importorskip("torch")
 

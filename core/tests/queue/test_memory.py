@@ -20,7 +20,7 @@ from jackfield.abc.transfer_queue import (
     TransferQueueContext,
 )
 from jackfield.errors import QueueError
-from jackfield.queue.memory import MemoryBackend, MemoryConfig
+from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.sdk.columns import column_from_rows, dense_column, json_column, rows_of
 from jackfield_testing import refused
 

@@ -16,8 +16,8 @@ import pytest
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.errors import DeadlineExceeded, QueueError
 from jackfield.queue import BatchMeta, Ready, Reuse, Sampler, SamplerSpec, TransferQueue, register_sampler
-from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.queue.samplers import SAMPLERS, Priority, Random, Sequential
+from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.sdk.columns import dense_column
 from jackfield_testing import refused
 

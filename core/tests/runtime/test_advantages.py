@@ -14,7 +14,7 @@ from jackfield.algorithms import Correction, Shaping, advantages
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.errors import ConfigError
 from jackfield.queue import BatchMeta, Lease, Values
-from jackfield.queue.memory import MemoryBackend, MemoryConfig
+from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.sdk.columns import column_from_rows, rows_of
 

@@ -13,7 +13,7 @@ from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, Score
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.clock import Clock
 from jackfield.queue import Values
-from jackfield.queue.memory import MemoryBackend, MemoryConfig
+from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.runtime.reward_worker import RewardWorker, Scored
 from jackfield.sdk.columns import column_from_rows, json_column, rows_of
 

@@ -34,8 +34,8 @@ from jackfield.errors import QueueError
 from jackfield.plugins import HookManager, hookimpl
 from jackfield.plugins.hooks import SamplesFailed, StepEnded
 from jackfield.queue import BatchMeta, GroupKey, Reuse, TransferQueue, Values
-from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.queue.store import STORE_FILE
+from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.reward_worker import RewardWorker

@@ -17,7 +17,7 @@ from jackfield.config import make_config
 from jackfield.errors import DeadlineExceeded, WeightsError
 from jackfield.plugins import HookManager
 from jackfield.queue import TransferQueue
-from jackfield.queue.memory import MemoryBackend, MemoryConfig
+from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.trainer import Role, WeightSubscriber
 from jackfield.trainer.role import publish
 from jackfield.weights import Replica, SyncReport

@@ -18,12 +18,11 @@ from jackfield.abc.transfer_queue import (
 )
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, QueueError
-from jackfield.queue.memory import MemoryBackend, MemoryConfig
 from jackfield.queue.meta import Batch, GroupKey, Lineage, NewGroup, RolloutReport
 from jackfield.queue.sample_files import read_samples
 from jackfield.queue.store import STORE_FILE, VALUES_FOLDER
 from jackfield.queue.transfer_queue import TransferQueue
-from jackfield.queue.values import Values
+from jackfield.queue.values import MemoryBackend, MemoryConfig, Values
 from jackfield.sdk.archive import BATCH_BYTES, BATCH_ROWS, ArchiveWriter, SavedSample, read_archive
 from jackfield.sdk.cells import join
 

@@ -62,10 +62,9 @@ class Leases:
         """Update readiness and completion of a group that was published or has changed samples or columns."""
         self.core.touch(group)
         for consumer in group.batch.partition.consumers:
-            if group in consumer.held and consumer.has_written(group):
-                epoch = consumer.held.pop(group).epoch
-                self.core.record("ack", consumer=consumer.name, step=None, epoch=epoch, keys=list(group.samples))
             consumer.offer(group)
+            if consumer.writes and consumer.name in group.uses and (hold := consumer.held.pop(group, None)):
+                self.core.record("ack", consumer=consumer.name, step=None, epoch=hold.epoch, keys=list(group.samples))
         self._finish([group])
 
     # -- leasing

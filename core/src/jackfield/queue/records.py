@@ -98,7 +98,6 @@ class Group:
         return self.status >= Status.PUBLISHED
 
     def has(self, columns: frozenset[str]) -> bool:
-        """Return whether every sample has the columns."""
         return all(columns <= sample.columns for sample in self.samples.values())
 
     def holders(self) -> list[str]:
@@ -116,7 +115,6 @@ class Group:
         return {**own, "rollout": sample.rollout, "sequence": sequence_of(key), **self.tags, **sample.tags}
 
     def running(self) -> list[int]:
-        """Return the rollouts that have not ended."""
         return [rollout for rollout in range(self.rollouts) if rollout not in self.ended]
 
     def row_key(self) -> str:
@@ -144,7 +142,6 @@ _GroupRow = tuple[Status, int, int, str | None, list[str], _Made | None]
 
 
 def sequence_of(key: str) -> int:
-    """Return the number of a sample's sequence in its rollout."""
     return int(key.rsplit("/", 1)[1])
 
 
@@ -172,10 +169,6 @@ class BatchState:
 
     def vacant(self) -> list[Group]:
         return [group for group in self.groups if group.status == Status.VACANT]
-
-    def living(self) -> list[Group]:
-        """Return the open and published groups in the order of the index."""
-        return [group for group in self.groups if group.status in (Status.OPEN, Status.PUBLISHED)]
 
     def is_final(self) -> bool:
         """Return whether each group is acked or consumed, so that none can be dropped any more."""
@@ -228,13 +221,9 @@ class Consumer:
     held: dict[Group, Hold] = attrs.field(factory=dict)  #: leased groups
     awaited: list[int | None] = attrs.field(factory=list)  #: batches that calls wait for; None: groups of any batch
 
-    def has_written(self, group: Group) -> bool:
-        """Return whether a stage's columns exist."""
-        return bool(self.writes) and group.has(self.writes)
-
     def has_had(self, group: Group) -> bool:
-        """Return whether it holds a group, or has used or written it."""
-        return group in self.held or self.name in group.uses or self.has_written(group)
+        """Return whether it holds a group, or has used it."""
+        return group in self.held or self.name in group.uses
 
     def is_fresh(self, group: Group) -> bool:
         """Return whether it may lease a group that it has not used yet."""
@@ -248,26 +237,29 @@ class Consumer:
         return fresh if use is None else step is None or last is None or step - last > rest
 
     def offer(self, group: Group) -> None:
-        """Update whether it may lease a group: a published one that has its columns, and that it has not used up."""
+        """Update whether it may lease a group: a published one that has its columns, and that it has not used up.
+
+        A stage has used a group when the columns that it writes exist.
+        """
+        if self.writes and group.status == Status.PUBLISHED and group.has(self.writes):
+            group.uses.setdefault(self.name, Use([None]))
         use = group.uses.get(self.name)
-        is_left = not self.has_written(group) if use is None else not use.is_spent(self.reuse)
-        if is_left and group.status == Status.PUBLISHED and group not in self.held and group.has(self.columns):
+        is_left = group not in self.held and (use is None or not use.is_spent(self.reuse))
+        if is_left and group.status == Status.PUBLISHED and group.has(self.columns):
             self.usable[group] = None
         else:
             self.usable.pop(group, None)
 
     def offer_all(self) -> None:
-        """Update what it may lease of all groups."""
         for batch in self.partition.batches.values():
             for group in batch.groups:
                 self.offer(group)
 
     def is_done(self, group: Group, committed: int) -> bool:
         """Return whether it will not need the group again after any rollback."""
-        if group in self.held or self.writes:
-            return group not in self.held and self.has_written(group)
         use = group.uses.get(self.name)
-        return use is not None and use.is_spent(self.reuse) and use.last_step() <= committed
+        is_spent = use is not None and use.is_spent(self.reuse) and use.last_step() <= committed
+        return is_spent and group not in self.held
 
 
 @attrs.define(eq=False, repr=False)
@@ -280,7 +272,6 @@ class Partition:
     next_batch: int = 0
 
     def ends(self) -> list[Consumer]:
-        """Return the consumers that ack."""
         return [consumer for consumer in self.consumers if not consumer.writes]
 
 
@@ -317,7 +308,6 @@ class State:
         return self.partitions.setdefault(name, Partition(name))
 
     def batches(self) -> list[BatchState]:
-        """Return the batches of all partitions."""
         return [batch for partition in self.partitions.values() for batch in partition.batches.values()]
 
     def consumer(self, name: str) -> Consumer:
@@ -336,10 +326,17 @@ class State:
 
     def group(self, name: str) -> Group | None:
         """Return a group, or None if it was deleted; raise an error if it never existed."""
-        found = self.groups.get(name)
-        if found is None and not self._was_there(GroupKey.of(name)):
+        if (found := self.groups.get(name)) is not None:
+            return found
+        key = GroupKey.of(name)
+        partition = self.partitions.get(key.partition, Partition(""))
+        was_there, batch = 0 <= key.batch < partition.next_batch, partition.batches.get(key.batch)
+        if was_there and batch is not None:
+            group = batch.groups[key.index] if 0 <= key.index < len(batch.groups) else Group(batch, 0)
+            was_there = (key.retry, key.reissue) < (group.retry, group.reissue + (group.status == Status.CONSUMED))
+        if not was_there:
             raise QueueError(f"{name!r} is not in the queue", code="queue.unknown-sample", where=name)
-        return found
+        return None
 
     def group_with(self, key: str) -> Group | None:
         """Return a sample's group, or None if the sample was deleted; raise an error if the group never existed."""
@@ -347,30 +344,16 @@ class State:
         return None if group is None or key not in group.samples else group
 
     def knows(self, key: str) -> bool:
-        """Return whether a sample exists."""
         group = self.groups.get(group_of(key))
         return group is not None and key in group.samples
 
     def keys(self) -> set[str]:
-        """Return the keys of all samples."""
         return {key for group in self.groups.values() for key in group.samples}
-
-    def _was_there(self, key: GroupKey) -> bool:
-        partition = self.partitions.get(key.partition)
-        if partition is None or not 0 <= key.batch < partition.next_batch:
-            return False
-        batch = partition.batches.get(key.batch)
-        if batch is None or not 0 <= key.index < len(batch.groups):
-            return batch is None
-        group = batch.groups[key.index]
-        return (key.retry, key.reissue) < (group.retry, group.reissue + (group.status == Status.CONSUMED))
 
     def count(self, samples: int, size: int) -> None:
         """Add to the number of samples and bytes; negative values subtract."""
         self.samples += samples
         self.bytes += size
-
-    # -- rows
 
     def rows(self, below: Mapping[str, int] | None = None) -> Iterator[Row]:
         """Yield the rows: first the head, which has all but groups, then one per group.

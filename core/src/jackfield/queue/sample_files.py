@@ -162,7 +162,7 @@ def saved_samples(folder: Path) -> Iterator[SavedSample]:
             group=group.name,
             task=group.task_id,
             tags={**group.tags, **group.samples[sample.key].tags},
-            acked_by=tuple(sorted(group.uses)),
+            acked_by=tuple(sorted(each.name for each in group.batch.partition.ends() if each.name in group.uses)),
         )
 
 

@@ -1,13 +1,38 @@
-"""Direct access of workers to values in the backend, without the controller."""
+"""The values of samples: direct access of workers without the controller, and the backend in this process's memory."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
-from jackfield.abc.transfer_queue import Column, GetRequest, PutRequest, TagsRequest, TransferQueueBackend
+import attrs
+
+from jackfield.abc.transfer_queue import (
+    Column,
+    DeleteRequest,
+    DeleteResult,
+    GetRequest,
+    GetResult,
+    KeysRequest,
+    KeysResult,
+    PutRequest,
+    PutResult,
+    SnapshotRequest,
+    SnapshotResult,
+    StatsResult,
+    TagsRequest,
+    TransferQueueBackend,
+    TransferQueueContext,
+)
+from jackfield.errors import QueueError
 from jackfield.queue.meta import BatchMeta, Written
+from jackfield.sdk.archive import SavedSample, read_archive, write_archive
+from jackfield.sdk.cells import Cell, join, lacking_column, split_request, unknown_sample
 from jackfield.sdk.columns import check_column, concatenate, take
+
+_INLINE_BYTES = 1 << 24  #: checkpoints below this size are written without a thread
 
 
 class Values:
@@ -72,3 +97,89 @@ def _check_columns(columns: Mapping[str, Column], samples: int) -> tuple[int, ..
     """Check that columns keep their contract; return the bytes of each sample's values."""
     sizes = [check_column(name, column, samples) for name, column in columns.items()]
     return tuple(map(sum, zip(*sizes, strict=True))) if sizes else (0,) * samples
+
+
+@attrs.frozen(kw_only=True)
+class MemoryConfig:
+    """The settings of the backend. There are none: the queue has the limits."""
+
+
+class MemoryBackend(TransferQueueBackend):
+    """A dict of cells by partition, key and column. Each cell is a separate copy, freed with its sample."""
+
+    durable: ClassVar[bool] = False
+
+    def __init__(self, config: MemoryConfig, context: TransferQueueContext) -> None:
+        super().__init__(config, context)
+        self._kept: dict[tuple[str, str], dict[str, Cell]] | None = {}
+        self._bytes = 0
+
+    @property
+    def _cells(self) -> dict[tuple[str, str], dict[str, Cell]]:
+        if self._kept is None:
+            raise QueueError("the memory backend is closed", code="queue.closed")
+        return self._kept
+
+    async def put(self, request: PutRequest) -> PutResult:
+        """Store copies of the values."""
+        stored = 0
+        for key, cells in zip(request.keys, split_request(request), strict=True):
+            kept = self._cells.setdefault((request.partition, key), {})
+            for name, (text, content) in cells.items():
+                stored += len(content)
+                if name in kept:
+                    self._bytes -= len(kept[name][1])
+                kept[name] = text, bytes(content)
+        self._bytes += stored
+        return PutResult(bytes=stored)
+
+    async def get(self, request: GetRequest) -> GetResult:
+        """Read copies of the values."""
+        try:
+            samples = [self._cells[request.partition, key] for key in request.keys]
+        except KeyError as error:
+            raise unknown_sample(*error.args[0]) from None
+        for name in request.columns:
+            lacking = [(key, cells) for key, cells in zip(request.keys, samples, strict=True) if name not in cells]
+            if lacking:
+                raise lacking_column(request.partition, name, [key for key, _ in lacking], lacking[0][1])
+        return GetResult(columns={name: join(name, [sample[name] for sample in samples]) for name in request.columns})
+
+    async def keys(self, request: KeysRequest) -> KeysResult:
+        """List the samples of a partition, or of all."""
+        wanted, found = request.partition, self._cells.items()
+        return KeysResult(samples={place: tuple(cells) for place, cells in found if wanted in (None, place[0])})
+
+    async def delete(self, request: DeleteRequest) -> DeleteResult:
+        """Delete samples; unknown keys are ignored."""
+        removed = [self._cells.pop((request.partition, key), None) for key in request.keys]
+        there = [cells for cells in removed if cells is not None]
+        freed = sum(len(content) for cells in there for _, content in cells.values())
+        self._bytes -= freed
+        return DeleteResult(samples=len(there), bytes=freed)
+
+    async def stats(self) -> StatsResult:
+        """Count samples and bytes."""
+        return StatsResult(samples=len(self._cells), bytes=self._bytes)
+
+    async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
+        """Write all current samples. A thread writes large checkpoints, and producers continue."""
+        samples = [SavedSample(partition=name, key=key, cells={**cells}) for (name, key), cells in self._cells.items()]
+        if self._bytes < _INLINE_BYTES:
+            return write_archive(Path(request.folder), samples)
+        return await asyncio.to_thread(write_archive, Path(request.folder), samples)
+
+    async def restore(self, request: SnapshotRequest) -> SnapshotResult:
+        """Replace all samples with a checkpoint's."""
+        restored, found = self._cells, list(read_archive(Path(request.folder)))
+        restored.clear()
+        for each in found:
+            restored[each.partition, each.key] = {
+                name: (text, bytes(value)) for name, (text, value) in each.cells.items()
+            }
+        self._bytes = sum(each.bytes for each in found)
+        return SnapshotResult(samples=len(found), bytes=self._bytes)
+
+    async def close(self) -> None:
+        """Drop all samples. Idempotent."""
+        self._kept = None

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from jackfield.abc.rollout import GenerateRequest, GenerateResult, HealthReport
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.errors import EngineError
-from jackfield.queue.memory import MemoryBackend, MemoryConfig
+from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.rpc import Contract, Service
 from jackfield.runtime.process import ROLLOUT
 from jackfield.runtime.ray.actors import rollout_service

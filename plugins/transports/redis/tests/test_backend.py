@@ -14,7 +14,7 @@ import torch
 from jackfield.abc.transfer_queue import Column, DeleteRequest, GetRequest, PutRequest, SnapshotRequest, TagsRequest
 from jackfield.abc.transfer_queue import TransferQueueContext as Context
 from jackfield.errors import ConfigError, QueueError
-from jackfield.queue.memory import MemoryBackend, MemoryConfig
+from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.sdk import structure
 from jackfield.sdk.columns import column_from_rows, dense_column, json_column
 from jackfield_servers import RedisServer

@@ -25,7 +25,7 @@ from jackfield.abc.transfer_queue import (
     TransferQueueContext,
 )
 from jackfield.errors import QueueError, QueueFull
-from jackfield.queue.memory import MemoryBackend, MemoryConfig
+from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.sdk.columns import dense_column
 from jackfield_testing import in_loop, refused
 from jackfield_transport_zmq.backend import ZMQBackend
