@@ -336,7 +336,7 @@ def test_the_committed_snapshot_of_the_sdk_is_that_of_the_code():
         ("methods", lambda names: names.update({"buckets.new": names["buckets.digest"]}), "minor"),
         ("classes", lambda names: names.pop("receiver.WeightReceiver"), "major"),
         ("classes", lambda names: names["receiver.WeightReceiver"].pop("tensors"), "major"),
-        ("classes", lambda names: names["one_sender.OneSenderEngine"]["heard"].update(abstract=True), "major"),
+        ("classes", lambda names: names["transfer.OneSenderEngine"]["heard"].update(abstract=True), "major"),
         ("aliases", lambda names: names.pop("transfer.LEFT"), "major"),
     ],
     ids=["function", "parameter", "new function", "class", "method", "abstract method", "constant"],

@@ -11,18 +11,28 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import attrs
 import xxhash
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Entry", "aligned", "digest", "entry_of", "is_plain", "put", "raw", "view", "views"]
+__all__ = ["Bucket", "Entry", "aligned", "digest", "entry_of", "is_plain", "kept_buffer", "put", "raw", "view", "views"]
 
 #: The description of a tensor in a buffer, as JSON: ``[name, dtype, shape, offset in bytes]``.
 Entry: TypeAlias = "list[Any]"
 
 _ALIGNMENT = 64  #: bytes, for each tensor in a buffer: a cache line, and a multiple of every dtype's size
 _SMALL = 1 << 20  #: bytes; torch copies larger tensors with several threads
+
+
+@attrs.define(eq=False)
+class Bucket:
+    """Tensors that a worker receives together."""
+
+    number: int  #: count of the transfer's buckets up to this one
+    entries: Sequence[Entry]
+    place: Any  #: where its bytes are, as the checkpoint engine describes it
 
 
 def aligned(size: int) -> int:
@@ -33,6 +43,17 @@ def aligned(size: int) -> int:
 def entry_of(name: str, tensor: torch.Tensor, offset: int = 0) -> Entry:
     """Return the entry of a tensor that will be put at ``offset``, in bytes."""
     return [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset]
+
+
+def kept_buffer(buffers: list[torch.Tensor], slot: int, size: int, device: str) -> torch.Tensor:
+    """Return the buffer of a slot, uint8 of at least ``size`` bytes; it is kept, as touching fresh memory is slow."""
+    import torch
+
+    while len(buffers) <= slot:
+        buffers.append(torch.empty(0, dtype=torch.uint8))
+    if buffers[slot].numel() < size or buffers[slot].device.type != torch.device(device).type:
+        buffers[slot] = torch.empty(size, dtype=torch.uint8, device=device)
+    return buffers[slot]
 
 
 def put(buffer: torch.Tensor, entry: Entry, tensor: torch.Tensor) -> None:

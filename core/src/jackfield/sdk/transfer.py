@@ -1,30 +1,49 @@
-"""Transfer sessions: the control messages between the ends of a weight transfer.
+"""A base checkpoint engine in which one rank sends buckets of tensors to every worker.
 
-The sender serves :data:`TRANSFER` and each worker connects to it. Both then post named plain values to each other;
-tensors are sent separately. The last value of each name is kept, and waits are conditions on the posted values.
-The session interprets two names: ``broken``, a reason, and ``done``, after which a peer may leave. A peer that dies,
-leaves or fails ends every wait at once, and a wait that reaches the deadline names the late peers.
+The sender serves :data:`TRANSFER` and each worker connects to it: this is the transfer session. Both ends then post
+named plain values to each other; tensors are sent separately. The last value of each name is kept, and waits are
+conditions on the posted values. Three names have a meaning for every engine: ``broken``, a reason; ``got``, the number
+of buckets that a worker has received; ``done``, after which a peer may leave. A peer that dies, leaves or fails ends
+every wait at once, and a wait that reaches the deadline names the late peers.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from abc import abstractmethod
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import attrs
 import msgspec
+from attrs.validators import and_, ge, le
 
+from jackfield.abc.checkpoint_engine import (
+    CheckpointEngine,
+    CheckpointEngineContext,
+    ConnectRequest,
+    PrepareResult,
+    Topology,
+    TopologyRequest,
+)
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, RpcError, WeightsError
-from jackfield.rpc import Address, Connection, Contract, Server, Service, caller, connect, stub
+from jackfield.rpc import Address, Connection, Contract, Server, Service, caller, connect
+from jackfield.sdk.buckets import Bucket, Entry, aligned, entry_of, kept_buffer, put, views
+from jackfield.settings import option
 
-__all__ = ["LEFT", "TRANSFER", "Peer", "TransferSession", "reason_of"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["LEFT", "TRANSFER", "OneSenderEngine", "Peer", "SessionSettings", "reason_of"]
 
 T = TypeVar("T")
 
 _SENDER_FIRST = 1.0  #: seconds by which the deadline of the sender, which knows the late peers, precedes the workers'
+_CAUSE_SECONDS = 1.0  #: time for a peer to report a failure of which a failed transfer at this end is a consequence
 LEFT = "left before everything was taken"  #: reason of an end that leaves before it has finished
 _BROKE = "broke off: "
 
@@ -32,6 +51,13 @@ _BROKE = "broke off: "
 def reason_of(error: BaseException) -> str:
     """Return a description, for the peers, of the error that ends the transfer at this end."""
     return _BROKE + (error.message if isinstance(error, JackfieldError) else f"{type(error).__name__}: {error}")
+
+
+@attrs.frozen(kw_only=True)
+class SessionSettings:
+    """The settings of all checkpoint engines with a transfer session."""
+
+    port: int = option(0, "Port at which the sender listens for workers; 0: any free port.", and_(ge(0), le(65535)))
 
 
 @attrs.define(eq=False)
@@ -44,51 +70,149 @@ class Peer:
     said: dict[str, Any] = attrs.field(factory=dict)  #: the last value of each name that it has posted
     broken: str | None = None  #: why it will not post again
 
+    @property
+    def got(self) -> int:
+        """The number of buckets that the peer has received."""
+        return int(self.said.get("got", 0))
 
-@attrs.define(eq=False, slots=False)
-class TransferSession:
-    """One end of the control connection of a transfer.
 
-    Raises (all waits): ``WeightsError`` with ``weights.transfer`` if a peer fails or leaves; ``DeadlineExceeded``,
-    which names the late peers.
+class OneSenderEngine(CheckpointEngine):
+    """One end of a transfer in which the trainer's rank 0 sends to all workers.
+
+    Other trainer ranks only exhaust the generator. Small tensors are packed into buckets; a subclass moves buckets and
+    large tensors. Peers that are late, die or fail are detected in all waits: ``WeightsError`` with
+    ``weights.transfer`` or ``weights.version``, or ``DeadlineExceeded``.
     """
 
-    _seconds: float  #: deadline of the whole transfer, counted from :meth:`admit` or, on workers, :meth:`join`
-    #: called with each message of a peer until the session is closed
-    _heard: Callable[[Peer, Mapping[str, Any]], None] = lambda *_: None
+    config: Any  #: a :class:`SessionSettings`
+    slots: ClassVar[int] = 2  #: buckets of the sender: one is filled while others are on their way
+    device = "cpu"  #: of the buffers
 
-    def __attrs_post_init__(self) -> None:
-        self.peers: dict[int, Peer] = {}
-        self._clock, self._loop = Clock(), asyncio.get_running_loop()  # tests may use a virtual loop time
-        self._ends = 0.0  #: deadline in loop time
-        self._expected = self._version = -1  #: unknown before :meth:`admit`
+    def __init__(self, config: Any, context: CheckpointEngineContext) -> None:
+        super().__init__(config, context)
+        self.buffers: list[torch.Tensor] = []  #: uint8 ``[bytes]``; kept from one transfer to the next
+        self._clock, self._changed = Clock(), asyncio.Event()  # tests may use a virtual loop time
+        self._services: dict[str, Service] = {}
         self._server: Server | None = None
+        self.peers: dict[int, Peer] = {}
+        self._reset()
+
+    def _reset(self) -> None:
+        self.connected = self.whole = False  #: whole: everything was sent or received
+        self.made = 0  #: buckets that were sent
+        self.arrived: deque[Bucket] = deque()  #: buckets that this worker has not read
+        self._ends = 0.0  #: deadline in loop time
+        self._expected = self._version = -1  #: unknown before the sender is connected
         self._why: str | None = None  #: why this end ended the transfer
-        self._changed = asyncio.Event()
+        self._entries: list[Entry] = []  #: of the bucket that is filled
+        self._bucket: Any = None  #: its buffer
+        self._used = self._filled = 0  #: bytes in it; buckets that were filled
+        self._free_at = [0] * self.slots  #: by slot: the number of received buckets with which it is free
+        self.lent = 0  #: buckets up to the last one in the memory of the last tensor; 0: that tensor was copied
+
+    def heard(self, peer: Peer, values: Mapping[str, Any]) -> None:
+        """Handle values that a peer has posted."""
+        return
+
+    def listen(self, secret: str) -> Mapping[str, Any]:
+        """Listen for workers and return the data with which they connect. Only they get the ``secret`` (in hex)."""
+        return {}
+
+    async def meet_workers(self, workers: int) -> None:
+        """Prepare to send, after every worker has joined."""
+        return
+
+    async def meet_sender(self, place: Mapping[str, Any]) -> None:
+        """Prepare to receive, after this worker has joined. ``place`` is its part of the topology."""
+        return
+
+    @abstractmethod
+    async def launch(self, content: torch.Tensor, entries: Sequence[Entry]) -> None:
+        """Send a bucket, uint8 ``[bytes]``, and count it in :attr:`made`. Its memory stays until it is taken."""
+
+    async def send_alone(self, name: str, tensor: torch.Tensor) -> bool:
+        """Send a tensor that shares no bucket, after :meth:`flush`; return False for one that does.
+
+        :attr:`lent` is set if buckets lie in the tensor's memory.
+        """
+        return False
+
+    async def room(self, size: int) -> torch.Tensor:
+        """Return the buffer for the next bucket, uint8, with room for ``size`` bytes, once it is free."""
+        await asyncio.sleep(0)  # to hear of workers
+        slot = self._filled % self.slots
+        await self.taken(self._free_at[slot])
+        return kept_buffer(self.buffers, slot, self.config.bucket_bytes, self.device)
+
+    @abstractmethod
+    async def content(self, bucket: Bucket) -> torch.Tensor:
+        """Return the bytes of an arrived bucket, uint8 ``[bytes]``, once they are complete."""
+
+    def was_read(self, bucket: Bucket) -> None:
+        """Reuse the memory of a bucket that this worker has read."""
+        return
+
+    async def close(self) -> None:
+        """Release what this end holds of a transfer whose session it has left. Idempotent."""
+        return
+
+    async def prepare(self) -> PrepareResult:
+        """Listen if this is rank 0, on loopback unless the context names another interface."""
+        if self.context.rank != 0:
+            return PrepareResult()
+        await self._begin()
+        try:
+            address = await self._serve()
+            further = self.listen(address["secret"])
+        except BaseException:
+            await self.finalize()
+            raise
+        return PrepareResult(metadata={"session": address, "host": self.context.host, **further})
+
+    async def _begin(self) -> None:
+        await self.finalize()  # an earlier prepare may not have been followed by a transfer
+        self._reset()
         self._services = {"transfer": Service(target=self, contract=TRANSFER)}
 
-    async def open(self, host: str, port: int = 0) -> dict[str, Any]:
-        """Listen as the sender and return the address for :meth:`join` as plain values.
-
-        Raises:
-            WeightsError: ``weights.transfer`` if the port is in use, or the host is not an address of this machine.
-        """
-        server = Server("the sender", self._services, self._clock, self._seconds + _SENDER_FIRST)
+    async def _serve(self) -> dict[str, Any]:
+        """Listen as the sender and return the address, as plain values."""
+        server = Server("the sender", self._services, self._clock, self.context.deadline_seconds + _SENDER_FIRST)
         try:
-            address = await server.listen(host, port)
+            address = await server.listen(self.context.host, self.config.port)
         except RpcError as error:
             raise WeightsError(error.message, where=error.where, fix=error.fix) from error
         self._server = server
         return attrs.asdict(address)
 
-    async def admit(self, workers: int, version: int) -> None:
-        """Wait as the sender until every worker has joined for this version."""
-        self._ends = self._loop.time() + self._seconds
-        self._expected, self._version = workers, version
-        self.notify()
+    @classmethod
+    def build_topology(cls, request: TopologyRequest) -> Topology:
+        """Let rank 0 send to every worker."""
+        sender, workers = request.trainer_metadata[0], request.rollout_workers
+        return Topology(
+            trainer=tuple({"workers": workers} for _ in request.trainer_metadata),
+            rollout=tuple({**sender, "worker": number, "workers": workers} for number in range(workers)),
+        )
 
-        names = {number: f"worker {number} to connect" for number in range(workers)}
-        await self._wait(lambda: [name for number, name in names.items() if number not in self.peers])
+    async def connect(self, request: ConnectRequest) -> None:
+        """Wait for every worker as rank 0, or connect to rank 0 as a worker.
+
+        Raises:
+            WeightsError: ``weights.version`` if the sender sends another version.
+        """
+        place, version = request.arguments, request.version
+        if self.context.end == "receiver":
+            await self._begin()
+            await self._join(place["session"], place["worker"], version)
+            await self.meet_sender(place)
+        elif self.context.rank == 0:
+            self._require(bool(self._services), "the sender was not prepared")
+            self._expected, self._version = place["workers"], version
+            self._start_clock()
+            self.notify()
+            names = {number: f"worker {number} to connect" for number in range(place["workers"])}
+            await self._wait(lambda: [name for number, name in names.items() if number not in self.peers])
+            await self.meet_workers(place["workers"])
+        self.connected = True
 
     async def enter(self, worker: int, version: int) -> int:
         """Admit the calling worker and return the version that is sent (called by workers over RPC)."""
@@ -99,16 +223,19 @@ class TransferSession:
             await self._changed.wait()  # until the caller's deadline, or the end of the session
         if not 0 <= worker < self._expected or worker in self.peers:
             raise WeightsError(f"worker {worker} has no place in this transfer", where="the sender")
-        peer = self._new_peer(f"worker {worker}", worker, connection)
+        peer = self._add_peer(f"worker {worker}", worker, connection)
         if version != self._version:
             peer.broken = f"expects weights of version {version}, these are of version {self._version}"
         return self._version
 
-    async def join(self, address: Mapping[str, Any], worker: int, version: int) -> None:
-        """Connect to the sender as a worker. Raise ``weights.version`` if it sends another version."""
-        self._ends = self._loop.time() + self._seconds
+    async def _join(self, address: Mapping[str, Any], worker: int, version: int) -> None:
+        self._start_clock()
         try:
-            found = await self._entered(address, worker, version)
+            connection = await self._dial(address, worker)
+            self._add_peer("the sender", 0, connection)  # it may post before its reply is read
+            found = await connection.call(
+                "transfer.enter", [worker, version], self.remaining(), int, "welcome a worker"
+            )
         except RpcError as error:
             details = {name: getattr(error, name) for name in ("where", "expected", "found", "fix")}
             raise WeightsError(f"the sender cannot be reached: {error.message}", **details) from error
@@ -117,27 +244,25 @@ class TransferSession:
         if found != version:
             message = "weights of another version came"
             raise WeightsError(message, code="weights.version", expected=version, found=found)
-        self._ends = self._loop.time() + self._seconds + _SENDER_FIRST
+        self._start_clock(_SENDER_FIRST)
 
-    async def _entered(self, address: Mapping[str, Any], worker: int, version: int) -> int:
+    async def _dial(self, address: Mapping[str, Any], worker: int) -> Connection:
         place, contracts = msgspec.convert(address, Address), {"transfer": TRANSFER}
-        connection = await connect(place, f"worker {worker}", self._clock, contracts, self._services)
-        self._new_peer("the sender", 0, connection)  # it may post before its reply is read
-        remote = stub(connection, "transfer", TRANSFER, TransferSession, self.remaining())
-        return await remote.enter(worker, version)
+        return await connect(place, f"worker {worker}", self._clock, contracts, self._services)
 
-    def _new_peer(self, name: str, number: int, connection: Connection) -> Peer:
+    def _add_peer(self, name: str, number: int, connection: Connection) -> Peer:
         peer = self.peers[number] = Peer(name, number, connection)
-        connection.lost.add_done_callback(lambda done: self._gone(peer, done.result()))
+
+        def gone(lost: asyncio.Future[str]) -> None:
+            if peer.broken is None and "done" not in peer.said:
+                reason = lost.result()
+                said = reason.startswith((_BROKE, LEFT))
+                peer.broken = reason if said else f"died or was cut off: it {reason}"
+            self.notify()
+
+        connection.lost.add_done_callback(gone)
         self.notify()
         return peer
-
-    def _gone(self, peer: Peer, reason: str) -> None:
-        """Record that a connection has ended: the peer finished, failed or died."""
-        if peer.broken is None and "done" not in peer.said:
-            said = reason.startswith((_BROKE, LEFT))
-            peer.broken = reason if said else f"died or was cut off: it {reason}"
-        self.notify()
 
     async def post(self, values: dict[str, Any]) -> None:
         """Record values of the calling peer. Both ends call it over RPC."""
@@ -149,7 +274,7 @@ class TransferSession:
             raise WeightsError("a worker posted before it entered the transfer")
         peer.said.update(values)
         peer.broken = peer.broken or values.get("broken")
-        self._heard(peer, values)
+        self.heard(peer, values)
         self.notify()
 
     def tell(self, values: Mapping[str, Any]) -> None:
@@ -157,38 +282,28 @@ class TransferSession:
         for peer in self.peers.values():
             peer.connection.notify("transfer.post", TRANSFER, dict(values))
 
-    async def finish(self) -> None:
-        """Tell the sender that this worker has everything and wait for its confirmation."""
-        calling = self.peers[0].connection.call("transfer.post", [{"done": True}], self.remaining(), None, "finish")
-        with suppress(RpcError):  # the sender has ended
-            await self.wait_for(calling, "the sender to end the transfer")
-
-    def break_off(self, error: BaseException) -> None:
-        """Tell every peer why this end ends the transfer."""
-        self._why = reason_of(error)
-        self.tell({"broken": self._why})
-
     async def until(self, ready: Callable[[Peer], bool], what: str) -> None:
         """Wait until ``ready`` holds for every peer; ``what`` describes the awaited action in errors."""
         await self._wait(lambda: [f"{peer.name} to {what}" for peer in self.peers.values() if not ready(peer)])
 
-    async def wait_for(self, awaitable: Awaitable[T], who: str) -> T:
-        """Await ``awaitable`` until the deadline or a peer's failure; errors name ``who`` as late."""
-        future = asyncio.ensure_future(awaitable)
-        future.add_done_callback(lambda _: self.notify())
-        try:
-            await self._wait(lambda: [who] * (not future.done()))
-        except BaseException:
-            future.cancel()
-            if future.done() and not future.cancelled():
-                future.exception()  # it is a consequence of the raised error
-            raise
-        return future.result()
+    async def taken(self, count: int) -> None:
+        """Wait until every worker has received ``count`` buckets."""
+        await self.until(lambda peer: peer.got >= count, f"take bucket {count - 1}")
 
-    async def cause(self, seconds: float = 1.0) -> None:
-        """Raise a peer's failure that is reported within ``seconds``, after a collective operation failed."""
-        with suppress(DeadlineExceeded):
-            await self._clock.wait_for(self._wait(lambda: ["a peer"]), seconds, "")
+    async def finished(self, work: Future[T], who: str) -> T:
+        """Wait for the work of a library in a thread; ``who`` is the awaited peer and its action.
+
+        An ``OSError`` or ``RuntimeError`` of the work counts as a broken transfer.
+        """
+        done = asyncio.wrap_future(work)
+        done.add_done_callback(lambda _: self.notify())
+        await self._wait(lambda: [who] * (not done.done()))
+        try:
+            return done.result()
+        except (OSError, RuntimeError) as error:
+            with suppress(DeadlineExceeded):
+                await self._clock.wait_for(self._wait(lambda: ["a peer"]), _CAUSE_SECONDS, "the cause")
+            raise WeightsError(f"the transfer broke off: {error}") from error
 
     async def _wait(self, late: Callable[[], list[str]]) -> None:
         """Wait until ``late`` returns no peers."""
@@ -205,26 +320,109 @@ class TransferSession:
 
     def remaining(self) -> float:
         """Return the seconds until the deadline."""
-        return max(self._ends - self._loop.time(), 0.0)
+        return max(self._ends - asyncio.get_running_loop().time(), 0.0)
+
+    def _start_clock(self, later: float = 0.0) -> None:
+        self._ends = asyncio.get_running_loop().time() + self.context.deadline_seconds + later
 
     def _late(self, who: str) -> DeadlineExceeded:
         fix = "look at why the peer did not answer, or raise the deadline of the sync"
-        return DeadlineExceeded(f"waited {self._seconds:g} s for {who}, in a weight transfer", fix=fix)
+        return DeadlineExceeded(f"waited {self.context.deadline_seconds:g} s for {who}, in a weight transfer", fix=fix)
 
     def notify(self) -> None:
         """Evaluate the conditions of all waits again."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def close(self, broken: str | None = None) -> None:
-        """Leave the session. Idempotent. ``broken`` is why this end fails; None: it has finished."""
+    def _require(self, ready: bool, message: str) -> None:
+        if not ready:
+            raise WeightsError(message, expected="prepare, connect, then send_weights or receive_weights")
+
+    async def send_weights(self, weights: Generator[tuple[str, torch.Tensor], None, None]) -> None:
+        """Send every tensor to all workers and wait until all workers have received them."""
+        if self.context.rank != 0:
+            for _ in weights:  # gathering a tensor needs every rank
+                pass
+            return
+        self._require(self.connected, "the sender is not connected")
+        try:
+            for name, tensor in weights:
+                if self.peers:
+                    before, self.lent = self.lent, 0
+                    await self._add(name, tensor)
+                    await self.taken(before)
+            await self.flush()
+            await self.taken(self.made)
+            self.tell({"done": True})
+            await self.until(lambda peer: "done" in peer.said, "take everything")
+        except BaseException as error:
+            self._why = reason_of(error)
+            self.tell({"broken": self._why})
+            raise
+        self.whole = True
+
+    async def _add(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a tensor into a bucket, or send a large one. The tensor before it was copied or is on its way."""
+        if await self.send_alone(name, tensor):
+            return
+        size = tensor.nbytes
+        if self._used + size > self.config.bucket_bytes:
+            await self.flush()
+        if not self._entries:
+            self._bucket = await self.room(size)
+        entry = entry_of(name, tensor, self._used)
+        put(self._bucket, entry, tensor)
+        self._entries.append(entry)
+        self._used = aligned(self._used + size)
+
+    async def flush(self) -> None:
+        """Send the bucket that is filled."""
+        entries, size = self._entries, self._used
+        self._entries, self._used = [], 0
+        if entries:
+            await self.launch(self._bucket[:size], entries)
+            self.filled()
+
+    def filled(self) -> None:
+        """Note that the buffer of :meth:`room` is used until all buckets so far are taken."""
+        self._free_at[self._filled % self.slots] = self.made
+        self._filled += 1
+
+    async def receive_weights(self) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+        """Yield every tensor, then tell the sender that this worker has received all."""
+        self._require(self.connected, "the receiver is not connected")
+        while True:
+            await self.until(lambda peer: bool(self.arrived) or "done" in peer.said, "send")
+            if not self.arrived:
+                break
+            bucket = self.arrived.popleft()
+            for item in views(await self.content(bucket), bucket.entries):
+                yield item
+            self.was_read(bucket)
+        self.whole = True
+        with suppress(RpcError):  # the sender has ended
+            await self.peers[0].connection.call("transfer.post", [{"done": True}], self.remaining(), None, "finish")
+        await self.until(lambda _: True, "finish")
+
+    async def leave(self) -> None:
+        """Leave the session. A peer that still needs this end is notified. Idempotent."""
         peers, self.peers = list(self.peers.values()), {}
-        for peer in peers:
-            await peer.connection.close(self._why or broken or "")
         server, self._server = self._server, None
+        self.connected = False
+        for peer in peers:
+            await peer.connection.close(self._why or ("" if self.whole else LEFT))
         if server is not None:
             await server.close()
-        self._heard = lambda *_: None  # do not keep the engine's memory alive
+        self._services.clear()  # connections that are not collected yet do not keep this end's memory
+        self._bucket = None
+        self.arrived.clear()
+
+    async def finalize(self) -> None:
+        """Leave the session and release everything else."""
+        try:
+            await self.leave()
+        finally:
+            await self.close()
 
 
-TRANSFER = Contract(TransferSession, ["enter", "post"])
+TRANSFER = Contract(OneSenderEngine, ["enter", "post"])

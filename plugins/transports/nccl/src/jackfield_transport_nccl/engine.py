@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Generator, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import attrs
 import torch
 
-from jackfield.abc.checkpoint_engine import CheckpointEngineContext
+from jackfield.abc.checkpoint_engine import CheckpointEngineContext, ConnectRequest
 from jackfield.errors import WeightsError
-from jackfield.sdk.buckets import Entry, views
-from jackfield.sdk.one_sender import OneSenderEngine
-from jackfield.sdk.transfer import Peer, TransferSession
+from jackfield.sdk.buckets import Bucket, Entry, entry_of, kept_buffer, raw
+from jackfield.sdk.transfer import OneSenderEngine, Peer
 from jackfield_transport_nccl.config import Config
-from jackfield_transport_nccl.sending import SLOTS, Group, Sending, SessionStore, finished, grown
+from jackfield_transport_nccl.group import Group, SessionStore
 
-
-@attrs.frozen(eq=False)
-class _Arriving:
-    """A bucket whose broadcast a worker has joined."""
-
-    number: int
-    buffer: torch.Tensor  #: uint8
-    entries: list[Entry]
-    done: Future[None]
+_DIRECT = 4  #: a tensor of this part of a bucket, or larger, is sent without a copy, which would cost more than waiting
 
 
 class NCCLCheckpointEngine(OneSenderEngine):
@@ -43,14 +33,8 @@ class NCCLCheckpointEngine(OneSenderEngine):
         super().__init__(config, context)
         self._store: SessionStore | None = None
         self._group: Group | None = None
-        self._slots: list[torch.Tensor] = []  #: uint8; kept from one transfer to the next
-        self._arriving: deque[_Arriving] = deque()
+        self._flights: deque[tuple[int, Future[None]]] = deque()  #: broadcasts of the sender by number of the bucket
         self._closing: asyncio.Future[None] | None = None
-
-    def begin(self) -> None:
-        """Reset the state of the previous transfer."""
-        self._arriving.clear()
-        self._store = None
 
     def listen(self, secret: str) -> Mapping[str, Any]:
         """Return the backend, which the trainer chooses."""
@@ -61,18 +45,10 @@ class NCCLCheckpointEngine(OneSenderEngine):
             return self.config.backend
         return "nccl" if torch.device(self.context.device).type == "cuda" else "gloo"
 
-    async def met_workers(self, session: TransferSession, workers: int) -> None:
-        """Form a group with the workers."""
-        self._store = self._make_store(session)
-        if workers:
-            session.tell({"form": True})
-            await self._form(session, self._backend(), 0, workers + 1, self.context.host)
-            # a member that leaves early (say, after an empty transfer) would break those that are still connecting
-            await session.until(lambda peer: "formed" in peer.said, "join the broadcast group")
-
-    async def enter(self, session: TransferSession, place: Mapping[str, Any], version: int) -> None:
+    async def connect(self, request: ConnectRequest) -> None:
         """Connect to the sender, and form a group with all others."""
-        if place["backend"] == "nccl" and torch.device(self.context.device).type != "cuda":
+        place = request.arguments
+        if place.get("backend") == "nccl" and torch.device(self.context.device).type != "cuda":
             raise WeightsError(
                 "an inference worker without a GPU cannot join an NCCL broadcast",
                 where=f"worker {place['worker']}",
@@ -80,71 +56,92 @@ class NCCLCheckpointEngine(OneSenderEngine):
                 found=self.context.device,
                 fix="set backend: gloo",
             )
-        self._store = self._make_store(session)
-        await super().enter(session, place, version)
-        await session.until(lambda peer: "form" in peer.said, "meet all inference workers")
-        host = session.peers[0].connection.local_host
-        await self._form(session, place["backend"], place["worker"] + 1, place["workers"] + 1, host)
-        session.tell({"formed": True})
+        await super().connect(request)
 
-    def _make_store(self, session: TransferSession) -> SessionStore:
+    async def meet_workers(self, workers: int) -> None:
+        """Form a group with the workers."""
+        if workers:
+            self._store = self._make_store()
+            self.tell({"form": True})
+            await self._form(self._backend(), 0, workers + 1, self.context.host)
+            # a member that leaves early (say, after an empty transfer) would break those that are still connecting
+            await self.until(lambda peer: "formed" in peer.said, "join the broadcast group")
+
+    async def meet_sender(self, place: Mapping[str, Any]) -> None:
+        """Form a group with all others."""
+        await self.until(lambda peer: "form" in peer.said, "meet all inference workers")
+        host = self.peers[0].connection.local_host
+        await self._form(place["backend"], place["worker"] + 1, place["workers"] + 1, host)
+        self.tell({"formed": True, "room": self.slots})
+
+    def _make_store(self) -> SessionStore:
         loop = asyncio.get_running_loop()
 
         def publish(key: str, value: str) -> None:
-            loop.call_soon_threadsafe(session.tell, {"store": [key, value]})
+            loop.call_soon_threadsafe(self.tell, {"store": [key, value]})
 
         return SessionStore(self.context.deadline_seconds, publish)
 
-    async def _form(self, session: TransferSession, backend: str, rank: int, size: int, host: str) -> None:
-        assert self._store is not None
-        self._group = Group(backend, rank, size, host, self._store, session.remaining())
-        await finished(session, self._group.made, "everybody to join the broadcast group")
+    async def _form(self, backend: str, rank: int, size: int, host: str) -> None:
+        if self._store is None:
+            self._store = self._make_store()
+        self._group = Group(backend, rank, size, host, self._store, self.remaining())
+        self.device = self.context.device if backend == "nccl" else "cpu"
+        await self.finished(self._group.made, "everybody to join the broadcast group")
 
-    def heard(self, peer: Peer, message: Mapping[str, Any]) -> None:
+    def heard(self, peer: Peer, values: Mapping[str, Any]) -> None:
         """Handle an address for the group, or a bucket, whose broadcast is joined at once."""
-        if "store" in message and self._store is not None:
-            self._store.put(*message["store"])
-            if self.context.end == "sender" and self.session is not None:
-                self.session.tell({"store": message["store"]})
-        if "bucket" in message and self._group is not None:
-            number, size = message["bucket"], message["bytes"]
-            buffer = grown(self._slots, number % SLOTS, size, self._buffer_device())[:size]
-            done = self._group.broadcast(buffer)
-            self._arriving.append(_Arriving(number, buffer, message["tensors"], done))
+        if "store" in values:
+            if self._store is None:
+                self._store = self._make_store()
+            self._store.put(*values["store"])
+            if self.context.end == "sender":
+                self.tell({"store": values["store"]})
+        if "bucket" in values and self._group is not None:
+            number, size = values["bucket"], values["bytes"]
+            content = kept_buffer(self.buffers, number % self.slots, size, self.device)[:size]
+            self.arrived.append(Bucket(number, values["tensors"], (content, self._group.broadcast(content))))
 
-    def _buffer_device(self) -> str:
-        return self.context.device if self._group is not None and self._group.backend == "nccl" else "cpu"
+    async def send_alone(self, name: str, tensor: torch.Tensor) -> bool:
+        """Send a large tensor without a copy."""
+        if tensor.nbytes * _DIRECT < self.config.bucket_bytes:
+            return False
+        await self.flush()
+        await self.launch(raw(tensor.detach().to(self.device)), [entry_of(name, tensor)])
+        self.lent = self.made
+        return True
 
-    async def send(
-        self, session: TransferSession, weights: Generator[tuple[str, torch.Tensor], None, None]
-    ) -> Mapping[str, Any]:
-        """Send the tensors in buckets."""
-        sending = Sending(session, self._group, self._slots, self.config.bucket_bytes, self._buffer_device())
-        for name, tensor in weights:
-            await sending.add(name, tensor)
-        await sending.end()
-        return {}
+    async def launch(self, content: torch.Tensor, entries: Sequence[Entry]) -> None:
+        """Broadcast a bucket, once all workers have room for it."""
+        assert self._group is not None, "there are workers"
+        number = self.made + 1
+        await self.until(lambda peer: peer.said["room"] >= number, f"have room for bucket {number - 1}")
+        self.tell({"bucket": number, "bytes": content.numel(), "tensors": entries})
+        self._flights.append((number, self._group.broadcast(content)))
+        self.made = number
 
-    async def receive(self, session: TransferSession) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Yield tensors out of one bucket while the next one arrives."""
-        room = SLOTS
-        session.tell({"room": room})
-        while True:
-            await session.until(lambda peer: bool(self._arriving) or "done" in peer.said, "send")
-            if not self._arriving:
-                return
-            bucket = self._arriving.popleft()
-            await finished(session, bucket.done, f"the sender to send bucket {bucket.number}")
-            session.tell({"got": bucket.number, "room": room})
-            for item in views(bucket.buffer, bucket.entries):
-                yield item
-            room += 1
-            if self._arriving:  # else said with the next one, before which the sender needs no more
-                session.tell({"room": room})
+    async def taken(self, count: int) -> None:
+        """Wait until the broadcasts of ``count`` buckets have ended."""
+        while self._flights and self._flights[0][0] <= count:
+            number, flight = self._flights.popleft()
+            late = [peer.name for peer in self.peers.values() if peer.got < number]
+            await self.finished(flight, f"{' and '.join(late) or 'the inference workers'} to take a bucket")
+
+    async def content(self, bucket: Bucket) -> torch.Tensor:
+        """Return the buffer of a bucket after its broadcast."""
+        content, flight = bucket.place
+        await self.finished(flight, f"the sender to send bucket {bucket.number - 1}")
+        self.tell({"got": bucket.number})
+        result: torch.Tensor = content
+        return result
+
+    def was_read(self, bucket: Bucket) -> None:
+        """Tell the sender that there is room for another bucket."""
+        self.tell({"room": bucket.number + self.slots})
 
     async def close(self) -> None:
         """Leave the group, even if the caller is cancelled. A second call waits for the first."""
-        self._arriving.clear()
+        self._flights.clear()
         store, self._store = self._store, None
         group, self._group = self._group, None
         if store is not None:

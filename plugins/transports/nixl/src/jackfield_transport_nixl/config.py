@@ -9,7 +9,7 @@ import attrs
 from attrs.validators import and_, ge, gt, le
 
 from jackfield.sdk import option
-from jackfield.sdk.one_sender import SessionSettings
+from jackfield.sdk.transfer import SessionSettings
 
 _DEVICES = "Network devices for UCX, as in UCX_NET_DEVICES (mlx5_0:1,mlx5_1:1); by default lo within a host, else all."
 

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator, Mapping
+from base64 import b64decode, b64encode
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
+import attrs
 import torch
 
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
-from jackfield.sdk.buckets import views
-from jackfield.sdk.one_sender import OneSenderEngine
-from jackfield.sdk.transfer import Peer, TransferSession
-from jackfield_transport_nixl.agents import Agent, devices_of
+from jackfield.errors import WeightsError
+from jackfield.sdk.buckets import Bucket, Entry, entry_of, kept_buffer, raw
+from jackfield.sdk.transfer import OneSenderEngine, Peer
+from jackfield_transport_nixl.agents import Agent, Place, devices_of, place_of
 from jackfield_transport_nixl.config import EngineConfig
-from jackfield_transport_nixl.moving import Receiving, Sending, finished
+
+_WORKER_SLOTS = 2  #: one is read by the worker while the next one arrives
+
+
+@attrs.define(eq=False)
+class _Slot:
+    """A buffer of a worker."""
+
+    number: int
+    free: bool = True
 
 
 class NIXLCheckpointEngine(OneSenderEngine):
@@ -24,68 +37,182 @@ class NIXLCheckpointEngine(OneSenderEngine):
     """
 
     config: EngineConfig
+    slots = 3
 
     def __init__(self, config: EngineConfig, context: CheckpointEngineContext) -> None:
         super().__init__(config, context)
+        self.device = context.device
         self._agent: Agent | None = None
-        self._sending: Sending | None = None
-        self._receiving: Receiving | None = None
-        self._buffers: list[torch.Tensor] = []  #: uint8; kept from one transfer to the next
+        self._forget()
 
-    async def met_workers(self, session: TransferSession, workers: int) -> None:
+    def _forget(self) -> None:
+        self._in_place = False  #: whether workers read large tensors where they are
+        self._lent: deque[tuple[int, torch.Tensor]] = deque()  #: such tensors, with the number of their bucket
+        self._name = ""  #: of the sender's agent; empty: a worker cannot read yet
+        self._slots = [_Slot(number) for number in range(_WORKER_SLOTS)]
+        self._filling: _Slot | None = None  #: the slot with pieces of a tensor
+
+        self._shown: deque[Mapping[str, Any]] = deque()  #: buckets that this worker has not begun to read
+        self._last: Future[None] | None = None  #: the newest reading
+        self._read = 0  #: buckets that this worker has read
+
+    async def _open(self, host: str) -> Agent:
+        agent = self._agent = Agent(devices_of(self.config.devices, host))
+        try:
+            await self.finished(agent.start(), "NIXL to start")
+        except WeightsError as error:
+            error.where = error.where or f"UCX on {agent.devices or 'all devices'}"
+            raise
+        return agent
+
+    async def meet_workers(self, workers: int) -> None:
         """Register buffers for the workers to read."""
         if not workers:
             return
-        agent = self._agent = Agent(devices_of(self.config.devices, self.context.host))
-        await finished(session, agent.start(), "NIXL to start", f"UCX on {agent.devices or 'all devices'}")
-        self._buffers = Sending.slots(self._buffers, self.config.bucket_bytes, self.context.device)
+        agent = await self._open(self.context.host)
         near = agent.devices == "lo"  # else a network card would have to pin the memory of each tensor
-        in_place = near if self.config.in_place is None else self.config.in_place
-        self._sending = Sending(session, agent, self._buffers, in_place)
-        await self._sending.begin()
+        self._in_place = near if self.config.in_place is None else self.config.in_place
+        for slot in range(self.slots):
+            buffer = kept_buffer(self.buffers, slot, self.config.bucket_bytes, self.device)
+            await self.finished(agent.register(buffer), "memory to be registered")
+        metadata = await self.finished(agent.metadata(), "the sender's agent")
+        agent.progress()
+        self.tell({"agent": b64encode(metadata).decode(), "slot": attrs.astuple(place_of(buffer))})
+        await self.until(lambda peer: "ready" in peer.said, "read the sender's memory")
 
-    async def enter(self, session: TransferSession, place: Mapping[str, Any], version: int) -> None:
-        """Connect to the sender, and prepare to read."""
-        agent = self._agent = Agent(devices_of(self.config.devices, place["host"]))
-        self._receiving = Receiving(session, agent, self._buffers, self.context.device)
-        await super().enter(session, place, version)
-        await finished(session, agent.start(), "NIXL to start", f"UCX on {agent.devices or 'all devices'}")
-        await self._receiving.begin()
+    async def meet_sender(self, place: Mapping[str, Any]) -> None:
+        """Learn the sender's memory, and read a byte: this makes the connection, which takes a while."""
+        agent = await self._open(place["host"])
+        await self.until(lambda peer: "agent" in peer.said, "show its memory")
+        said = self.peers[0].said
+        name = await self.finished(agent.meet(b64decode(said["agent"])), "the sender's agent")
+        theirs = Place(*said["slot"])
 
-    def heard(self, peer: Peer, message: Mapping[str, Any]) -> None:
+        def first() -> None:
+            for slot in self._slots:
+                self._fit(agent, slot, theirs.size)
+            agent.read_now(name, theirs.part(0, 1), place_of(self.buffers[0]).part(0, 1))
+
+        await self.finished(agent.run(first), "the sender to have its memory read")
+        self._name = name
+        self.tell({"ready": True})
+        self._pump()
+
+    def heard(self, peer: Peer, values: Mapping[str, Any]) -> None:
         """Handle the announcement of a bucket."""
-        if self._receiving is not None:
-            self._receiving.heard(message)
+        if "bucket" in values:
+            self._shown.append(values)
+            self._pump()
 
-    async def send(
-        self, session: TransferSession, weights: Generator[tuple[str, torch.Tensor], None, None]
-    ) -> Mapping[str, Any]:
-        """Fill buckets as workers have read them."""
-        sending = self._sending
-        for name, tensor in weights:
-            if sending is not None:
-                await sending.add(name, tensor)
-        if sending is None:
-            return {"pieces": 0}
-        await sending.end()
-        return {"pieces": sending.made}
+    async def send_alone(self, name: str, tensor: torch.Tensor) -> bool:
+        """Let workers read a large tensor where it is, or copy it into several buckets."""
+        size, limit = tensor.nbytes, self.config.bucket_bytes
+        if size <= limit:
+            return False
+        await self.flush()
+        content, entry = raw(tensor), entry_of(name, tensor)
+        if self._in_place and content.device == self.buffers[0].device:
+            await self._lend(content, entry)
+            return True
+        for start in range(0, size, limit):
+            piece = content[start : start + limit]
+            bucket = (await self.room(limit))[: len(piece)]
+            bucket.copy_(piece)
+            self._show(place_of(bucket), [entry], start, size)
+            self.filled()
+        return True
 
-    async def receive(self, session: TransferSession) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Yield tensors out of one buffer while the next one is filled."""
-        receiving = self._receiving
-        assert receiving is not None, "it is connected"
-        while True:
-            await receiving.ready()
-            if not receiving.arrived:
+    async def _lend(self, content: torch.Tensor, entry: Entry) -> None:
+        """Let workers read a tensor where it is, uint8 ``[bytes]``."""
+        agent = self._agent
+        assert agent is not None, "there are workers"
+
+        def registered() -> bytes:
+            agent.register_now(content)
+            return agent.metadata_now()
+
+        metadata = await self.finished(agent.run(registered), "memory to be registered")
+        self._show(place_of(content), [entry], 0, content.numel(), b64encode(metadata).decode())
+        self._lent.append((self.made, content))
+        self.lent = self.made
+
+    async def taken(self, count: int) -> None:
+        """Wait until every worker has read ``count`` buckets, and release tensors that were read."""
+        await super().taken(count)
+        while self._lent and self._lent[0][0] <= count:
+            _, content = self._lent.popleft()
+            again = any(content.data_ptr() == other.data_ptr() for _, other in self._lent)  # by another name
+            if self._agent is not None and not again:
+                self._agent.release(content)
+
+    async def launch(self, content: torch.Tensor, entries: Sequence[Entry]) -> None:
+        """Announce a bucket to the workers."""
+        self._show(place_of(content), entries, 0, content.numel())
+        await asyncio.sleep(0)
+
+    def _show(self, place: Place, entries: Sequence[Entry], start: int, size: int, agent: str | None = None) -> None:
+        """Announce a piece of ``size`` bytes; ``agent`` has the metadata of newly registered memory."""
+        if place.memory == "VRAM":
+            torch.cuda.current_stream(place.device).synchronize()
+        self.made += 1
+        shown = {"bucket": self.made, "place": attrs.astuple(place), "start": start, "size": size, "agent": agent}
+        self.tell({**shown, "tensors": list(entries)})
+
+    def _pump(self) -> None:
+        """Read the buckets for which there is room."""
+        while self._shown and self._name:
+            slot = self._filling or next((slot for slot in self._slots if slot.free), None)
+            if slot is None or self._agent is None:
                 return
-            arrived = receiving.arrived.popleft()
-            for item in views(arrived.content, arrived.entries):
-                yield item
-            receiving.read(arrived)
+            piece = self._shown.popleft()
+            slot.free, self._filling = False, slot
+            self._last = self._agent.run(self._reading(self._agent, slot, piece, self._last))
+            asyncio.wrap_future(self._last).add_done_callback(self._was_received)
+            if piece["start"] + piece["place"][1] == piece["size"]:
+                self._filling = None
+                self.arrived.append(Bucket(piece["bucket"], piece["tensors"], (slot, piece["size"], self._last)))
+
+    def _reading(
+        self, agent: Agent, slot: _Slot, piece: Mapping[str, Any], last: Future[None] | None
+    ) -> Callable[[], None]:
+        theirs, name = Place(*piece["place"]), self._name
+
+        def read() -> None:
+            if last is not None:
+                last.result()  # after a failure nothing is read
+            self._fit(agent, slot, piece["size"])
+            if piece["agent"] is not None:
+                agent.meet_now(b64decode(piece["agent"]))
+            agent.read_now(name, theirs, place_of(self.buffers[slot.number]).part(piece["start"], theirs.size))
+
+        return read
+
+    def _fit(self, agent: Agent, slot: _Slot, size: int) -> None:
+        """Let a buffer be registered and have ``size`` bytes; in the agent's thread."""
+        if slot.number < len(self.buffers) and self.buffers[slot.number].numel() < size:
+            agent.release_now(self.buffers[slot.number])
+        agent.register_now(kept_buffer(self.buffers, slot.number, size, self.device))
+
+    def _was_received(self, job: asyncio.Future[None]) -> None:
+        if not job.cancelled() and job.exception() is None:
+            self._read += 1
+            self.tell({"got": self._read})
+
+    async def content(self, bucket: Bucket) -> torch.Tensor:
+        """Return the buffer of a bucket once it was read from the sender's memory."""
+        slot: _Slot = bucket.place[0]
+        size, reading = bucket.place[1:]
+        await self.finished(reading, f"the sender to have bucket {bucket.number - 1} read")
+        return self.buffers[slot.number][:size]
+
+    def was_read(self, bucket: Bucket) -> None:
+        """Read the next bucket into the buffer."""
+        bucket.place[0].free = True
+        self._pump()
 
     async def close(self) -> None:
         """Close the agent."""
         agent, self._agent = self._agent, None
-        self._sending = self._receiving = None
+        self._forget()
         if agent is not None:
             await asyncio.to_thread(agent.close)

@@ -6,7 +6,7 @@ import attrs
 from attrs.validators import gt
 
 from jackfield.sdk import option
-from jackfield.sdk.one_sender import SessionSettings
+from jackfield.sdk.transfer import SessionSettings
 
 
 @attrs.frozen(kw_only=True)

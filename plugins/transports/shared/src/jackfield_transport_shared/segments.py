@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -24,7 +24,7 @@ class Segment:
     number: int  #: among all that the pool has made
     descriptor: int
     buffer: torch.Tensor  #: uint8, ``[bytes]``
-    bucket: int | None = None  #: the last bucket of this transfer that was put here
+    bucket: int = 0  #: it is free once all workers have received so many buckets
 
     def place(self) -> dict[str, Any]:
         """Return the plain values that a worker needs to map it."""
@@ -55,26 +55,30 @@ class Pool:
         """Return the bytes of all segments."""
         return sum(segment.buffer.numel() for segment in self._segments)
 
-    def oldest(self) -> int | None:
-        """Return the first bucket that may still be read."""
-        return min((segment.bucket for segment in self._segments if segment.bucket is not None), default=None)
+    def oldest(self) -> int:
+        """Return the number of received buckets with which the next segment is free."""
+        return min(segment.bucket for segment in self._segments)
 
     def begin(self) -> None:
         """Begin a transfer: all segments are free."""
         for segment in self._segments:
-            segment.bucket = None
+            segment.bucket = 0
 
     def drop(self) -> None:
         """Release all segments. Processes that have mapped them keep the contents."""
         self._segments.clear()
 
-    def take(self, size: int, free: Callable[[Segment], bool]) -> Segment | None:
-        """Return a segment of at least ``size`` bytes: the smallest ``free`` one, or a new one; None: wait."""
-        fitting = [segment for segment in self._segments if segment.buffer.numel() >= size and free(segment)]
+    def take(self, size: int, received: int) -> Segment | None:
+        """Return a segment of at least ``size`` bytes: the smallest free one, or a new one; None if it must wait.
+
+        ``received`` is the number of buckets that all workers have received.
+        """
+        free = [segment for segment in self._segments if segment.bucket <= received]
+        fitting = [segment for segment in free if segment.buffer.numel() >= size]
         if fitting:
             return min(fitting, key=lambda segment: segment.buffer.numel())
         if self.bytes + size > self._max_bytes:
-            self._segments = [segment for segment in self._segments if not free(segment)]
+            self._segments = [segment for segment in self._segments if segment not in free]
             if self._segments and self.bytes + size > self._max_bytes:
                 return None
         segment = _made(self._made, size)

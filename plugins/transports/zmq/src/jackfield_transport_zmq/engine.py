@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,31 +10,26 @@ import zmq
 
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.errors import WeightsError
-from jackfield.sdk.buckets import views
-from jackfield.sdk.one_sender import OneSenderEngine
+from jackfield.sdk.buckets import Bucket, Entry, entry_of, raw
 from jackfield.sdk.rpc import is_loopback
-from jackfield.sdk.transfer import Peer, TransferSession
+from jackfield.sdk.transfer import OneSenderEngine, Peer
 from jackfield_transport_zmq.config import EngineConfig
 from jackfield_transport_zmq.sending import Receiving, Sending
 from jackfield_transport_zmq.sockets import Keys
 
+_WHOLE = 4  #: buckets; a tensor up to this size is one message, which is not copied; larger ones are put together
+
 
 class ZMQCheckpointEngine(OneSenderEngine):
-    """One end of the transfer. Rank 0 sends each worker what it has room for; other ranks only exhaust."""
+    """One end of the transfer. Rank 0 sends each worker the chunks for which it has room."""
 
     config: EngineConfig
+    slots = 6
 
     def __init__(self, config: EngineConfig, context: CheckpointEngineContext) -> None:
         super().__init__(config, context)
         self._sending: Sending | None = None
         self._receiving: Receiving | None = None
-        self._buffers: list[torch.Tensor] = []  #: uint8; kept from one transfer to the next
-
-    def begin(self) -> None:
-        """Begin a transfer; a sender that was prepared before, and met no worker, stops listening there."""
-        sending, self._sending = self._sending, None
-        if sending is not None:
-            sending.close()
 
     def listen(self, secret: str) -> Mapping[str, Any]:
         """Listen for connections that fetch chunks; ``WeightsError`` if the port is taken."""
@@ -44,7 +39,7 @@ class ZMQCheckpointEngine(OneSenderEngine):
         tcp = encrypted or config.transport == "tcp" or (config.transport == "auto" and not near)
         keys = Keys.make() if encrypted else None
         try:
-            self._sending = Sending(host, keys, tcp, config.data_port, secret, config.bucket_bytes)
+            self._sending = Sending(host, keys, tcp, config.data_port, secret)
         except zmq.ZMQError as error:
             raise WeightsError(
                 f"cannot listen for inference workers: {error}",
@@ -54,53 +49,58 @@ class ZMQCheckpointEngine(OneSenderEngine):
         known = None if keys is None else keys.of_clients()
         return {"data": self._sending.address, "keys": known}
 
-    async def met_workers(self, session: TransferSession, workers: int) -> None:
+    async def meet_workers(self, workers: int) -> None:
         """Start to handle workers' requests."""
         assert self._sending is not None, "it was prepared"
-        self._sending.begin(session, self._buffers)
+        self._sending.begin(self.peers)
 
-    async def enter(self, session: TransferSession, place: Mapping[str, Any], version: int) -> None:
-        """Connect to both addresses of the sender."""
-        await super().enter(session, place, version)
-        self._receiving = Receiving(place, session, self._buffers)
+    async def meet_sender(self, place: Mapping[str, Any]) -> None:
+        """Connect to the address where tensors leave."""
+        self._receiving = Receiving(self, place, self.buffers)
 
-    def heard(self, peer: Peer, message: Mapping[str, Any]) -> None:
+    def heard(self, peer: Peer, values: Mapping[str, Any]) -> None:
         """Continue to send when a worker reports its chunks and its room."""
         if self._sending is not None and self.connected:
             self._sending.heard()
 
-    async def send(
-        self, session: TransferSession, weights: Generator[tuple[str, torch.Tensor], None, None]
-    ) -> Mapping[str, Any]:
-        """Send the tensors in chunks."""
-        sending = self._sending
-        assert sending is not None, "it is connected"
-        for name, tensor in weights:
-            await sending.add(name, tensor)
-        await sending.end()
-        return {"chunks": sending.made}
+    async def send_alone(self, name: str, tensor: torch.Tensor) -> bool:
+        """Send a large tensor without a copy, in pieces if it is very large."""
+        size, piece = tensor.nbytes, self.config.bucket_bytes
+        if size <= piece:
+            return False
+        await self.flush()
+        content, entry = raw(tensor.detach().cpu()), entry_of(name, tensor)
+        if size <= _WHOLE * piece:
+            piece = size
+        for start in range(0, size, piece):
+            self._launch(content[start : start + piece], [] if start else [entry], start, size)
+        self.lent = self.made
+        return True
 
-    async def receive(self, session: TransferSession) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Yield tensors as they arrive, one bucket at a time."""
-        receiving = self._receiving
-        assert receiving is not None, "it is connected"
+    async def launch(self, content: torch.Tensor, entries: Sequence[Entry]) -> None:
+        """Send a bucket."""
+        self._launch(content, entries, 0, content.numel())
 
-        def ready(sender: Peer) -> bool:
-            return bool(receiving.arrived) or sender.said.get("chunks") == receiving.chunks
+    def _launch(self, content: torch.Tensor, entries: Sequence[Entry], start: int, size: int) -> None:
+        assert self._sending is not None, "it is connected"
+        fields = {"number": self.made, "start": start, "size": size, "tensors": entries}
+        self.made += 1
+        self._sending.send(fields, content)
 
-        receiving.begin()
-        while True:
-            await session.until(ready, f"send chunk {receiving.chunks}")
-            if not receiving.arrived:
-                return
-            arrived = receiving.arrived.popleft()
-            for item in views(arrived.content, arrived.entries):
-                yield item
-            receiving.read(arrived)
+    async def content(self, bucket: Bucket) -> torch.Tensor:
+        """Return the memory of a message, or of a tensor whose pieces were put together."""
+        content: torch.Tensor = bucket.place[0]
+        return content
+
+    def was_read(self, bucket: Bucket) -> None:
+        """Tell the sender that there is room for another chunk."""
+        assert self._receiving is not None, "it is connected"
+        self._receiving.was_read(bucket)
 
     async def close(self) -> None:
         """Close the connections."""
+        sending, self._sending = self._sending, None
         receiving, self._receiving = self._receiving, None
-        if receiving is not None:
-            receiving.close()
-        self.begin()
+        for end in (sending, receiving):
+            if end is not None:
+                end.close()
