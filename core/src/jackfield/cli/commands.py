@@ -181,7 +181,6 @@ def validate(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
     With --json, print the resolved algorithm and what it needs.
     """
     from jackfield.compose.checks import hooks_of
-    from jackfield.compose.inputs import check_samplers
     from jackfield.compose.resolve import resolve_algorithm, rollout_bound
     from jackfield.config import load_config, validate_plugins
     from jackfield.plugins import discover
@@ -189,7 +188,6 @@ def validate(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
     loaded, registry = load_config(file, overrides), discover()
     validate_plugins(loaded, registry)
     hooks_of(loaded, registry)
-    check_samplers(loaded.mixing)
     algorithm = resolve_algorithm(loaded, registry.find("rollout", loaded.rollout.name))
     described = {**algorithm.as_plain(), "replica_bound": rollout_bound(loaded)}
     show({"file": file, "algorithm": described}, [f"{file}: valid"])

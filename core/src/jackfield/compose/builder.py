@@ -14,9 +14,8 @@ import attrs
 from jackfield.cluster.control import serve_control
 from jackfield.cluster.device import DeviceLease, SharedDevice
 from jackfield.cluster.pool import ReplicaPool, WeightSource
-from jackfield.compose.checks import address_file
+from jackfield.compose.checks import mixed_samples
 from jackfield.compose.folder import export_model, mark_finished
-from jackfield.compose.inputs import digests, mixed_samples
 from jackfield.compose.resolve import log_prob_check_options, rollout_bound
 from jackfield.compose.stopping import Stop
 from jackfield.compose.workers import WorkerFactory
@@ -72,16 +71,27 @@ class RunBuilder:
 
         Return the value of :attr:`~jackfield.trainer.Role.progress`.
         """
-        role = self.role
+        role, config = self.role, self.role.config
         async with AsyncExitStack() as self.stack, asyncio.TaskGroup() as self._loops:
-            self.placement = DeviceLease(role.clock, role.config.deadlines.batch)
+            self.placement = DeviceLease(role.clock, config.deadlines.batch)
             role.workers = await self.make_workers(role, self.stack)
-            await self._open_queue()
+            backend = role.workers.backend
+            if config.queue.address is None:
+                role.queue = self.factory.queue(backend)
+                self.stack.push_async_callback(role.queue.close)
+                await role.queue.start()
+            else:
+                self.stack.push_async_callback(backend.close)
+                await backend.start()
+                name = f"{_CLIENTS[role.name]} {config.name}"
+                role.queue, connection = await connect_queue(config.address_file, name, role.clock)
+                early = "has ended before its work was done"
+                self.stack.push_async_callback(lambda: connection.close("" if self._finished else early))
             if role.trains:
                 count = await self._train(checkpoint)
             else:
                 count = await (self._explore() if role.name == "explore" else self._reward())
-            self._finished = not role.trains or count == role.config.schedule.steps
+            self._finished = not role.trains or count == config.schedule.steps
             for task in self._background:
                 task.cancel()
         return count
@@ -89,20 +99,6 @@ class RunBuilder:
     def _run(self, *loops: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Start background loops that run until the role ends. An error of a loop ends the role."""
         self._background += [self._loops.create_task(loop()) for loop in loops]
-
-    async def _open_queue(self) -> None:
-        role, config, backend = self.role, self.role.config, self.role.workers.backend
-        if config.queue.address is None:
-            role.queue = self.factory.queue(backend)
-            self.stack.push_async_callback(role.queue.close)
-            await role.queue.start()
-        else:
-            self.stack.push_async_callback(backend.close)
-            await backend.start()
-            name = f"{_CLIENTS[role.name]} {config.name}"
-            role.queue, connection = await connect_queue(address_file(config), name, role.clock)
-            early = "has ended before its work was done"
-            self.stack.push_async_callback(lambda: connection.close("" if self._finished else early))
 
     # -- roles
 
@@ -223,7 +219,8 @@ class RunBuilder:
         if workers.shares_devices:
             self.placement = placement
         trained = {"actor": actor} if critic is None else {"actor": actor, "critic": critic}
-        description = {"config": as_plain(config), "data": digests(self.tasks)}
+        data = {which: tasks.digest for which, tasks in self.tasks.items()}
+        description = {"config": as_plain(config), "data": data}
         store = CheckpointStore(Path(config.folder) / "checkpoints", config.checkpoint.keep)
         weights = shared or pool or synchronizer
         trainer = Trainer(

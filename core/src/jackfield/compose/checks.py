@@ -1,94 +1,73 @@
-"""Checks of a run's settings and plugins before it starts."""
+"""Checks of a run before it starts: settings, plugins, tasks, model, tokenizer and mixed-in samples.
+
+Errors are raised here, before anything is started and before the run's folder is changed. Reading tasks and the
+model's description imports neither torch nor transformers, so that most mistakes show quickly.
+"""
 
 from __future__ import annotations
 
 import difflib
-import functools
+import heapq
+import json
 import os
-import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from jackfield.abc import KINDS
 from jackfield.algorithms import register_part
+from jackfield.algorithms.settings import ResolvedAlgorithm
+from jackfield.compose.folder import find_queue
 from jackfield.config import RunConfig, validate_plugins
-from jackfield.errors import ConfigError, PluginError, PluginNotFound
+from jackfield.config.sections import MixingConfig
+from jackfield.data.task_set import TaskSet
+from jackfield.data.tokens import HuggingFaceChatTokenizer, check_vocabulary, encode_answers, encode_prompt
+from jackfield.errors import ConfigError, EngineError, PluginError, PluginNotFound
 from jackfield.plugins import HookManager, Registry, require_capability
 from jackfield.plugins.interpreters import environment_python, look, resolve_interpreter
-from jackfield.queue import register_sampler
+from jackfield.queue import TransferQueue, Values, register_sampler
+from jackfield.queue.importing import ImportedSamples
+from jackfield.queue.sample_files import cell_of, read_samples, saved_samples, shape_of
+from jackfield.sdk.archive import SavedSample
+from jackfield.sdk.rotary import length_limits
 from jackfield.trainer import RoleName
 
 HEAVY = ("engine", "rollout")  #: kinds whose plugins import torch, which are imported last
 _PROBE_SECONDS = 30.0
+_PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")  #: weight files that only torch.load could read
+_ENCODED_PROMPTS = 64  #: how many of each file's longest texts are tokenised before the run starts
 
 
-def refusal(config: RunConfig, where: str, message: str, expected: str, code: str | None = None) -> ConfigError:
-    """Return the error for the setting at the path ``where``. It shows the setting's value."""
-    found = functools.reduce(getattr, where.split("."), config)
-    shown = None if attrs.has(type(found)) else found
-    return ConfigError(message, code=code, where=where, expected=expected, found=shown)
-
-
-def address_file(config: RunConfig) -> Path:
-    """Return the file in which a served controller publishes its address."""
-    return Path(config.queue.address or Path(config.folder) / "queue" / "address.json")
-
-
-def with_address(config: RunConfig) -> RunConfig:
-    """Return the configuration of a process whose queue controller runs elsewhere."""
-    return attrs.evolve(config, queue=attrs.evolve(config.queue, address=str(address_file(config).absolute())))
-
-
-def role_config(config: RunConfig, role: RoleName) -> RunConfig:
-    """Return the configuration of a role, with the controller's address and its own folder.
-
-    Raises:
-        ConfigError: If roles cannot share the run, or must share it.
-    """
-    shared, distributed = role != "all", config.queue.rewards == "distributed"
-    if distributed and not shared:
-        what = "in a run in one process, that process scores the samples"
-        raise refusal(config, "queue.rewards", what, "train, or each role launched with --role")
-    if shared and config.mode != "online":
-        raise refusal(config, "mode", "there are roles where samples are explored", "online")
-    if shared and config.weights.kind != "full":
-        raise refusal(config, "weights.kind", "explorers that come and go get whole weights", "full")
-    if role == "reward" and not distributed:
-        what = "the role train scores the samples of this run, unless all roles have the setting"
-        raise refusal(config, "queue.rewards", what, "distributed")
-    name = f"explorer-{socket.gethostname()}-{os.getpid()}" if role == "explore" else "rewards"
-    folder = Path(config.folder, "explorers", name) if role == "explore" else Path(config.folder, name)
-    config = with_address(config) if shared else config
-    return attrs.evolve(config, name=name, folder=str(folder)) if role in ("explore", "reward") else config
-
-
-def chosen(config: RunConfig) -> list[tuple[str, str]]:
-    """Return kind and name of each plugin of a run."""
-    return [(kind, getattr(config, kind).name) for kind in KINDS]
+# -- plugins
 
 
 def check_plugins(config: RunConfig, registry: Registry, role: RoleName = "all") -> None:
     """Check plugins' manifests, settings and capabilities; import config modules only.
 
+    If a plugin is not found, the error also has the import errors of the installed ones of its kind. If the name looks
+    misspelt, plugins that import torch are not tried, because that takes long.
+
     Raises:
         PluginError: If a plugin is missing, broken, of another ABI, or cannot do what the run needs.
         ConfigError: If a plugin's settings are wrong.
     """
-    for kind, name in chosen(config):
+    for kind, name in config.plugins.items():
         try:
             registry.find(kind, name)
         except PluginNotFound as error:
-            _add_failures(error, registry, kind, name)
+            usable = {record.name: record for record in registry.records(kind) if record.error is None}
+            for record in () if kind in HEAVY and difflib.get_close_matches(name, usable) else usable.values():
+                found = look(record.usable().env.python, record, _PROBE_SECONDS, importing=True)
+                for problem in filter(None, (found.problem, *found.problems)):
+                    error.found = f"{error.found}; {record.name} cannot be used: {problem.message}: {problem.found}"
             raise
     validate_plugins(config, registry)
-    own, seconds = interpreters(config, registry), min(config.deadlines.start, _PROBE_SECONDS)
-    for kind, name in chosen(config):
-        if kind in own:
-            look(own[kind], registry.resolve(name, kind), seconds).check()
+    for kind, python in interpreters(config, registry).items():
+        record = registry.resolve(config.plugins[kind], kind)
+        look(python, record, min(config.deadlines.start, _PROBE_SECONDS)).check()
     check_capabilities(config, registry, role)
 
 
@@ -104,9 +83,9 @@ def check_capabilities(config: RunConfig, registry: Registry, role: RoleName = "
     float8, delta = weights.dtype == "float8_e4m3fn", weights.kind == "delta"
     alone = "a run that trains an adapter sends the adapter alone, as it is"
     if lora and float8:
-        raise refusal(config, "weights.dtype", alone, "bfloat16, or no model.lora")
+        raise config.refusal("weights.dtype", alone, "bfloat16, or no model.lora")
     if lora and delta:
-        raise refusal(config, "weights.kind", alone, "full, or no model.lora")
+        raise config.refusal("weights.kind", alone, "full, or no model.lora")
     for needed, kind, capability, because in (
         (config.queue.durable, "transfer_queue", "durable", "queue.durable is set"),
         (served, "transfer_queue", "joins", "the queue's controller is in a process of its own"),
@@ -119,18 +98,20 @@ def check_capabilities(config: RunConfig, registry: Registry, role: RoleName = "
         (role != "all", "checkpoint_engine", "retains_weights", "explorers come and go (--role)"),
     ):
         if needed:
-            require_capability(registry.find(kind, getattr(config, kind).name), capability, because)
+            require_capability(registry.find(kind, config.plugins[kind]), capability, because)
     if served and config.cluster.name != "inline":
         what = "a controller in a process of its own serves runs whose workers are in their own process"
-        raise refusal(config, "cluster.name", what, "inline, or no queue.address")
+        raise config.refusal("cluster.name", what, "inline, or no queue.address")
 
 
 def hooks_of(config: RunConfig, registry: Registry, hooks: Sequence[object] = ()) -> HookManager:
-    """Collect the hooks of the run's plugins, and let plugins register components.
+    """Collect the hooks of the run's plugins, let plugins register components, and check the mixing samplers.
 
-    Samplers are registered with the queue, all other components with the algorithms.
+    Raises:
+        QueueError: If a sampler is unknown.
+        ConfigError: If a sampler does not have one of its options.
     """
-    manager = HookManager(hooks, [registry.find(kind, name) for kind, name in chosen(config)])
+    manager = HookManager(hooks, [registry.find(kind, name) for kind, name in config.plugins.items()])
 
     def register(kind: str, name: str, part: Any) -> None:
         if kind == "sampler":
@@ -139,6 +120,9 @@ def hooks_of(config: RunConfig, registry: Registry, hooks: Sequence[object] = ()
             register_part(kind, name, part)
 
     manager.hook.register_parts(register=register)
+    for name, mixed in attrs.asdict(config.mixing, recurse=False).items():
+        if mixed is not None:
+            mixed.sampler.make(f"mixing.{name}.sampler.options")
     return manager
 
 
@@ -149,7 +133,7 @@ def import_plugins(config: RunConfig, registry: Registry, *, heavy: bool) -> Non
         PluginError: If a plugin of this interpreter cannot be imported or its class does not fit its contract.
     """
     elsewhere = interpreters(config, registry)
-    for kind, name in chosen(config):
+    for kind, name in config.plugins.items():
         if (kind in HEAVY) == heavy and kind not in elsewhere:
             registry.load(kind, name)
 
@@ -163,8 +147,9 @@ def interpreters(config: RunConfig, registry: Registry) -> dict[str, str]:
         PluginError: ``plugin.interpreter`` if there is no such program, or this kind of worker cannot have one.
     """
     found = {}
-    for kind, name in chosen(config):
+    for kind, name in config.plugins.items():
         wanted, where = config.cluster.interpreters.get(kind), f"cluster.interpreters.{kind}"
+        details: dict[str, Any] = {"code": "plugin.interpreter", "where": where}
         if wanted is None:
             manifest = registry.find(kind, name)
             wanted, where = manifest.env.python, f"the manifest of the {manifest.label}, [env] python"
@@ -172,32 +157,179 @@ def interpreters(config: RunConfig, registry: Registry) -> dict[str, str]:
             python = environment_python(config.environments[wanted].path(wanted))
             if not Path(python).exists():
                 what, fix = f"the environment '{wanted}' has not been made", f"jackfield env create {wanted} FILE"
-                raise _no_interpreter(what, where, python, "no such file", fix)
+                raise PluginError(what, expected=python, found="no such file", fix=fix, **details)
             wanted = python
         path = os.path.abspath(resolve_interpreter(wanted, where))
         if path == os.path.abspath(sys.executable):
             continue
         if config.cluster.name == "inline" and kind != "rollout":
             what = f"a worker of the kind '{kind}' cannot have a process of its own with the cluster 'inline'"
+            expected = f"{sys.executable}; or an interpreter for rollout"
             fix = "use cluster.name: ray, or give the rollout server the interpreter of its own"
-            raise _no_interpreter(what, where, f"{sys.executable}; or an interpreter for rollout", path, fix)
+            raise PluginError(what, expected=expected, found=path, fix=fix, **{**details, "where": where})
         found[kind] = path
     return found
 
 
-def _no_interpreter(what: str, where: str, expected: str, found: str, fix: str) -> PluginError:
-    return PluginError(what, code="plugin.interpreter", where=where, expected=expected, found=found, fix=fix)
+# -- tasks, model and tokenizer
 
 
-def _add_failures(error: PluginNotFound, registry: Registry, kind: str, name: str) -> None:
-    """Add the import errors of the installed plugins of this kind to an error.
+def read_tasks(config: RunConfig, algorithm: ResolvedAlgorithm) -> dict[str, TaskSet]:
+    """Open the task files of the run: train, and eval and expert if they are used.
 
-    If the name looks misspelt, plugins that import torch are skipped, because that takes long.
+    Raises:
+        ConfigError: ``config.missing-key`` if no file is configured.
+        DataError: ``data.missing``, ``data.empty`` or ``data.malformed``, with file and line.
     """
-    usable = [record for record in registry.records(kind) if record.error is None]
-    if kind in HEAVY and difflib.get_close_matches(name, [record.name for record in usable]):
-        return
-    for record in usable:
-        found = look(record.usable().env.python, record, _PROBE_SECONDS, importing=True)
-        for problem in filter(None, (found.problem, *found.problems)):
-            error.found = f"{error.found}; {record.name} cannot be used: {problem.message}: {problem.found}"
+    tasks = {}
+    for which, wanted in {"train": True, "eval": config.evaluation.every, "expert": algorithm.experts}.items():
+        if not wanted:
+            continue
+        file: str | None = getattr(config.data, which)
+        if file is None:
+            what, expected = f"no {which} data is given", "the path of a JSONL file"
+            raise config.refusal(f"data.{which}", what, expected, "config.missing-key")
+        limit = config.evaluation.tasks if which == "eval" else None
+        answers = which == "expert" or (which == "train" and config.mode == "offline")
+        tasks[which] = TaskSet(file, config.data.format, limit=limit, answers=answers)
+    return tasks
+
+
+def read_model(config: RunConfig) -> Mapping[str, Any]:
+    """Return the text model's part of the ``config.json`` in the model's folder.
+
+    Raises:
+        EngineError: ``engine.model`` if the folder holds no model, or its weights are pickles.
+    """
+    folder, refused = Path(config.model.path), partial(EngineError, code="engine.model")
+    try:
+        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        what, found = f"there is no model in the folder {config.model.path!r}", "no such folder"
+        if folder.is_dir():
+            found = "no config.json" if isinstance(error, FileNotFoundError) else f"config.json: {error}"
+        expected = "a Hugging Face folder with config.json, weights and tokenizer"
+        fix = f"check the path; the working folder is {Path.cwd()}"
+        raise refused(what, where="model.path", expected=expected, found=found, fix=fix) from error
+    pickles = [file.name for pattern in _PICKLES for file in sorted(folder.glob(pattern))]
+    if pickles and not any(folder.glob("*.safetensors")):
+        what = "the model's weights are pickles, which could execute code when they are read"
+        fix = "load the model in a process that you trust with it, and save_pretrained() it to another folder"
+        details = {"expected": "safetensors", "found": ", ".join(pickles[:4]), "fix": fix}
+        raise refused(what, where=f"model.path, {folder}", **details)
+    return {**described, **(described.get("text_config") or {})}
+
+
+def prompt_limit(config: RunConfig) -> int | None:
+    """Return a prompt's maximum length in tokens, configured or leaving room for a response.
+
+    Raises:
+        EngineError: See :func:`read_model`.
+        ConfigError: If prompt and response do not fit together, or samples could cross a length beyond which the
+            model uses other rotary frequencies.
+    """
+    model, given = read_model(config), config.cluster.max_model_len
+    positions = model.get("max_position_embeddings")
+    for kind, limit in length_limits(model).items() if config.mode == "online" else ():
+        if (given or positions or 0) > limit:
+            what = f"a sample that grows beyond {limit} tokens while it is generated has log-probs that no training "
+            what += f"pass computes: the model's rotary frequencies ({kind}) are others there"
+            raise config.refusal("cluster.max_model_len", what, f"at most {limit}")
+    rotary = model.get("rope_scaling") or model.get("rope_parameters") or {}
+    scaled = rotary.get("rope_type", rotary.get("type", "default")) != "default"
+    room = given or (None if scaled else positions)
+    prompt, response = config.data.max_prompt_tokens, config.sampling.max_new_tokens
+    if prompt is None:
+        return None if room is None else room - 1
+    if room is not None and prompt + response > room:
+        what, fix = "the longest prompt and the longest response do not fit together", "lower one of them"
+        source = "cluster.max_model_len" if given else "the model's max_position_embeddings"
+        expected = f"data.max_prompt_tokens + sampling.max_new_tokens of at most {room} tokens ({source})"
+        found = f"{prompt} + {response}"
+        raise ConfigError(what, where="data.max_prompt_tokens", expected=expected, found=found, fix=fix)
+    return prompt
+
+
+def load_tokenizer(config: RunConfig) -> HuggingFaceChatTokenizer:
+    """Load the tokenizer of the model, with the configured chat template."""
+    template, trusted = config.data.chat_template, config.model.trust_remote_code
+    return HuggingFaceChatTokenizer.load(config.model.path, chat_template=template, trust_remote_code=trusted)
+
+
+def check_tokens(config: RunConfig, tasks: Mapping[str, TaskSet]) -> None:
+    """Check that the tokenizer fits the model, prompts are short enough and answers render.
+
+    Only the longest of the texts that were checked on opening a file are tokenised here. If another line is wrong, the
+    run fails when it gets there.
+
+    Raises:
+        DataError: ``data.missing``, ``data.no-chat-template``, ``data.vocabulary``, ``data.prompt-too-long``, or an
+            error of the template, with file and line.
+    """
+    tokenizer, limit, vocabulary = load_tokenizer(config), prompt_limit(config), read_model(config).get("vocab_size")
+    if vocabulary is not None:
+        check_vocabulary(tokenizer, vocabulary)
+    for each in tasks.values():
+        found = (each[number] for number in each.checked)
+        for task in heapq.nlargest(_ENCODED_PROMPTS, found, key=lambda task: len(str(task.messages))):
+            encode_prompt(tokenizer, task, limit)
+            if each.answers:
+                encode_answers(tokenizer, task)
+
+
+# -- mixed-in samples
+
+
+def check_rows(config: RunConfig) -> None:
+    """Check the first sample of each mixed-in file; online, human ones need a reward.
+
+    Raises:
+        ConfigError: If a file is empty, or its first sample lacks something that every sample needs.
+        QueueError: If a file is not a file of samples.
+    """
+    for name, file in _files(config.mixing).items():
+        needed = ["prompt_ids", "response_ids"]
+        if name == "human" and config.mode == "online":
+            needed += ["reward", "rollout_log_probs"]
+        first = next(_read(file), None)
+        if first is None or not first.cells.keys() >= set(needed):
+            where, expected = f"mixing.{name}.samples", f"rows with the columns {', '.join(needed)} at least"
+            found = file if first is None else ", ".join(sorted(first.cells)) or "no columns"
+            raise ConfigError("there are no samples in it", where=where, expected=expected, found=found)
+
+
+def mixed_samples(settings: MixingConfig, queue: TransferQueue, values: Values) -> list[ImportedSamples]:
+    """Return the imports of mixed-in samples, for a new run's start and after losses."""
+    return [
+        ImportedSamples(queue, values, name, partial(_read, file), file, partial(_completed, expert=name == "expert"))
+        for name, file in _files(settings).items()
+    ]
+
+
+def _files(settings: MixingConfig) -> dict[str, str]:
+    """Return the files that are mixed in, by partition."""
+    return {name: mixed.samples for name in ("expert", "human") if (mixed := getattr(settings, name)) is not None}
+
+
+def _read(file: str) -> Iterator[SavedSample]:
+    path = Path(file)
+    if path.is_dir():
+        return (sample for sample in saved_samples(find_queue(path)) if sample.batch is not None)
+    return read_samples(path)
+
+
+def _completed(row: SavedSample, *, expert: bool) -> SavedSample:
+    """Add the tags that a run needs, and the columns that an expert does not write.
+
+    Weight versions are removed, because those of other runs mean nothing here.
+    """
+    cells, length = dict(row.cells), shape_of(row.cells["response_ids"])[0]
+    cells.setdefault("response_mask", cell_of("response_mask", [True] * length))
+    tags = {name: value for name, value in row.tags.items() if not name.startswith("weight_version_")}
+    tags |= {"prompt_tokens": shape_of(row.cells["prompt_ids"])[0], "response_tokens": length}
+    tags["model_tokens"] = sum(bytes(cells["response_mask"][1]))
+    if expert:
+        cells.setdefault("rollout_log_probs", cell_of("rollout_log_probs", [0.0] * length))
+        cells.setdefault("reward", cell_of("reward", 0.0))
+        tags["expert"] = True
+    return attrs.evolve(row, cells=cells, tags=tags)

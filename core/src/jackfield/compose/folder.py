@@ -19,6 +19,7 @@ import attrs
 
 from jackfield.abc.engine import BaseEngine, EngineContext, LoadCheckpointRequest, SaveCheckpointRequest
 from jackfield.config import RunConfig, as_plain, make_config
+from jackfield.data.task_set import TaskSet
 from jackfield.errors import EngineError, JackfieldError, RunError
 from jackfield.files import replace_file, seal, unseal
 from jackfield.plugins import discover
@@ -84,11 +85,11 @@ def folder_lock(folder: Path) -> Iterator[None]:
         yield
 
 
-def starting_point(config: RunConfig, digests: Mapping[str, str] | None = None) -> Checkpoint | None:
+def starting_point(config: RunConfig, tasks: Mapping[str, TaskSet] | None = None) -> Checkpoint | None:
     """Return the newest undamaged checkpoint to resume from; remove unfinished ones.
 
     Without ``checkpoint.resume``, earlier state is removed without being read. If an error is raised, the folder is
-    unchanged. ``digests`` are the data's digests by file; with None, the data is not compared again.
+    unchanged. Without ``tasks``, the data is not compared again.
 
     Raises:
         RunError: ``run.changed`` if the folder belongs to a different run; ``run.checkpoint-damaged`` or
@@ -103,7 +104,7 @@ def starting_point(config: RunConfig, digests: Mapping[str, str] | None = None) 
             _clear_queue(folder / "queue")
 
     def check(found: Checkpoint) -> None:
-        _check_same(found, config, digests or {})
+        _check_same(found, config, {which: each.digest for which, each in (tasks or {}).items()})
         if not served:
             check_ledger(folder / "queue" / STORE_FILE, found.folder / "queue" / STORE_FILE)
 

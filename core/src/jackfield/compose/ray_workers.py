@@ -23,8 +23,7 @@ from jackfield.algorithms import register_part
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
 from jackfield.cluster.replica import Replica, Worker
-from jackfield.compose.checks import interpreters
-from jackfield.compose.inputs import check_tokens, read_tasks
+from jackfield.compose.checks import check_tokens, interpreters, read_tasks
 from jackfield.compose.resolve import resolve_algorithm
 from jackfield.compose.workers import RankPlace, WorkerFactory
 from jackfield.config import RunConfig

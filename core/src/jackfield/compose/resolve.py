@@ -14,7 +14,6 @@ import attrs
 from jackfield.algorithms import Algorithm, Correction, Part, algorithm, part
 from jackfield.algorithms.registry import COUNTS
 from jackfield.algorithms.settings import CriticSettings, ResolvedAlgorithm
-from jackfield.compose.checks import refusal
 from jackfield.config.sections import RunConfig, WeightsConfig
 from jackfield.plugins import Manifest
 
@@ -128,15 +127,15 @@ def _check_mode(config: RunConfig, chosen: Algorithm) -> None:
     name, online = config.algorithm.name, config.mode == "online"
     if chosen.advantages is not None and not online:
         expected = "online, or an algorithm that learns from the data's own answers (sft, dpo)"
-        raise refusal(config, "mode", f"algorithm {name!r} needs rewards, and mode 'offline' has none", expected)
+        raise config.refusal("mode", f"algorithm {name!r} needs rewards, and mode 'offline' has none", expected)
     if chosen.advantages is None and online:
-        raise refusal(config, "mode", f"algorithm {name!r} learns from the data's own answers", "offline")
+        raise config.refusal("mode", f"algorithm {name!r} learns from the data's own answers", "offline")
     if online and config.sampling.temperature == 0:
         what = "greedy responses cannot be trained on: all rollouts of a task are equal"
-        raise refusal(config, "sampling.temperature", what, "more than 0 (evaluation.sampling may be greedy)")
+        raise config.refusal("sampling.temperature", what, "more than 0 (evaluation.sampling may be greedy)")
     if online and config.sampling.log_probs == "raw":
         what = "raw log-probs are not those of the distribution that training responses are drawn from"
-        raise refusal(config, "sampling.log_probs", what, "processed (evaluation.sampling may have raw ones)")
+        raise config.refusal("sampling.log_probs", what, "processed (evaluation.sampling may have raw ones)")
 
 
 def _check_supply(config: RunConfig, chosen: Algorithm, resolved: ResolvedAlgorithm, there: frozenset[str]) -> None:
@@ -150,20 +149,20 @@ def _check_supply(config: RunConfig, chosen: Algorithm, resolved: ResolvedAlgori
     if missing:
         what = f"algorithm {config.algorithm.name!r} needs what a run cannot supply: {', '.join(sorted(missing))}"
         expected = "parts whose inputs a run has; `jackfield algorithms show NAME` tells them"
-        raise refusal(config, "algorithm", what, expected)
+        raise config.refusal("algorithm", what, expected)
     missing_key = "config.missing-key"
     if "expert_mask" in loss.needs and not resolved.mixes:
         what = f"loss {loss.name} learns from an expert's answers, too, and there are none"
         expected = "a JSONL file of tasks with answers, and data.expert_samples_per_batch; or rows as mixing.expert"
-        raise refusal(config, "data.expert", what, expected, missing_key)
+        raise config.refusal("data.expert", what, expected, missing_key)
     if "reward_dimensions" in needs and not resolved.reward_dimensions:
         what = f"advantages {resolved.advantages} compares several rewards, and none are named"
         expected = "names of the reward's metrics; score is the score itself"
-        raise refusal(config, "algorithm.reward_dimensions", what, expected, missing_key)
+        raise config.refusal("algorithm.reward_dimensions", what, expected, missing_key)
     if resolved.pairs and config.data.format.rejected_key is None:
         what = f"loss {loss.name} compares two answers, and the data's format names one"
         expected = "the field of the worse answer, beside response_key, that of the better one"
-        raise refusal(config, "data.format.rejected_key", what, expected, missing_key)
+        raise config.refusal("data.format.rejected_key", what, expected, missing_key)
 
 
 def _check_effect(config: RunConfig, resolved: ResolvedAlgorithm) -> None:
@@ -184,7 +183,7 @@ def _check_effect(config: RunConfig, resolved: ResolvedAlgorithm) -> None:
         (kl.in_reward and estimator is None, "algorithm.kl.in_reward", "an algorithm with rewards"),
     ):
         if idle:
-            raise refusal(config, where, f"{where} has no effect on algorithm {settings.name!r}", expected)
+            raise config.refusal(where, f"{where} has no effect on algorithm {settings.name!r}", expected)
 
 
 def _filters(config: RunConfig) -> dict[str, float]:
@@ -212,19 +211,19 @@ def _correction(config: RunConfig, loss: Part, rollout: Manifest, *, sampled: bo
             "the rollout server's log-probs are of the distribution that the sampling filters leave, not of the policy"
         )
         expected = f"engine or auto, or no {', '.join(f'sampling.{name}' for name in active)}"
-        raise refusal(config, "algorithm.old_log_probs", what, expected)
+        raise config.refusal("algorithm.old_log_probs", what, expected)
     where = "algorithm.correction"
     if corrects and loss.per_sequence:
         what = f"loss {loss.name} has one value per sequence, which weights of tokens cannot correct"
-        raise refusal(config, where, what, f"{where}.enabled: false")
+        raise config.refusal(where, what, f"{where}.enabled: false")
     if corrects and not from_engine and settings.reject == "none":
         what = "around the rollout server's log-probs the loss's own ratio corrects: only to reject is left to do"
         expected = "algorithm.old_log_probs: engine (weights), or a reject (whole tokens or responses are left out)"
-        raise refusal(config, where, what, expected)
+        raise config.refusal(where, what, expected)
     if mismatch and not corrects and not weighs_itself:
         what = "the run does not correct for other log-probs than the engine's"
         expected = f"stop or warn, or a loss that importance weights can correct, without {where}.enabled: false"
-        raise refusal(config, "log_prob_check.on_mismatch", what, expected)
+        raise config.refusal("log_prob_check.on_mismatch", what, expected)
     used = settings if from_engine else attrs.evolve(settings, bound="none", batch_normalize=False)
     return used if corrects else None, from_engine
 

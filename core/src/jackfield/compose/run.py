@@ -15,7 +15,15 @@ import attrs
 
 from jackfield.clock import Clock
 from jackfield.compose.builder import RunBuilder
-from jackfield.compose.checks import check_plugins, hooks_of, import_plugins, role_config, with_address
+from jackfield.compose.checks import (
+    check_plugins,
+    check_rows,
+    check_tokens,
+    hooks_of,
+    import_plugins,
+    prompt_limit,
+    read_tasks,
+)
 from jackfield.compose.folder import (
     DISK_ERRORS,
     folder_lock,
@@ -24,7 +32,6 @@ from jackfield.compose.folder import (
     storage_error,
     storage_errors,
 )
-from jackfield.compose.inputs import check_rows, check_samplers, check_tokens, digests, prompt_limit, read_tasks
 from jackfield.compose.resolve import resolve_algorithm
 from jackfield.compose.stopping import Stop
 from jackfield.compose.workers import WorkerFactory
@@ -96,7 +103,7 @@ async def run_async(
 ) -> RunResult:
     """Execute a run or a role in a running event loop; see :func:`run`."""
     registry, clock, stop = registry or discover(), Clock(), stop or Stop(config.checkpoint.grace_seconds)
-    config = role_config(resolve_defaults(config), role)
+    config = resolve_defaults(config).of_role(role)
     folder, trains, checkpoint = Path(config.folder), role in ("all", "train"), None
     hooks = [*observers(config.observe, folder, clock=clock), *hooks]
     prepared, tasks = _prepare(config, registry, hooks, role, clock)
@@ -107,7 +114,7 @@ async def run_async(
         raise ConfigError("the run's folder cannot be made", where="folder", found=error, fix=fix) from error
     with storage_errors(folder), nullcontext() if role == "explore" else folder_lock(folder):
         if trains:
-            checkpoint = starting_point(config, digests(tasks))
+            checkpoint = starting_point(config, tasks)
         if is_finished(config, checkpoint):
             return RunResult(folder=folder, steps=config.schedule.steps, finished_before=True)
         replace_file(folder / "config.yaml", show(config))
@@ -152,7 +159,7 @@ async def serve_queue(config: RunConfig) -> AsyncIterator[tuple[QueueServer, Pat
         QueueError: ``queue.store`` if the address is in use.
     """
     registry, clock, folder = discover(), Clock(), Path(config.folder) / "queue"
-    check_plugins(with_address(config), registry)
+    check_plugins(config.with_address(), registry)
     hooks_of(config, registry)
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -179,7 +186,6 @@ def _prepare(
     if here:
         import_plugins(config, registry, heavy=False)
     manager = hooks_of(config, registry, hooks)
-    check_samplers(config.mixing)
     algorithm = resolve_algorithm(config, registry.find("rollout", config.rollout.name))
     tasks = read_tasks(config, algorithm)
     prompt_limit(config)

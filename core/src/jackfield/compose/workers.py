@@ -20,8 +20,7 @@ from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueCont
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
 from jackfield.cluster.replica import Replica, Worker
-from jackfield.compose.checks import interpreters
-from jackfield.compose.inputs import load_tokenizer, prompt_limit
+from jackfield.compose.checks import interpreters, load_tokenizer, prompt_limit
 from jackfield.config import PluginSection, RunConfig
 from jackfield.plugins import Registry
 from jackfield.queue import TransferQueue, Values

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import socket
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import attrs
 from attrs.validators import and_, deep_mapping, ge, gt, in_, instance_of, le, optional
 
+from jackfield.abc import KINDS
 from jackfield.abc.engine import ModelSpec, OptimizerSpec
 from jackfield.abc.rollout import SamplingParams
 from jackfield.algorithms.settings import AlgorithmSettings, CriticSettings
 from jackfield.data.tasks import TaskFormat
+from jackfield.errors import ConfigError
 from jackfield.observe import ObserveSettings
 from jackfield.plugins.interpreters import EnvironmentSettings
 from jackfield.queue import Reuse, SamplerSpec
@@ -312,3 +318,48 @@ class RunConfig:
     def seed_of(self, sampling: SamplingParams) -> int:
         """Return the seed for these sampling parameters, which is the run's unless they have one."""
         return self.seed if sampling.seed is None else sampling.seed
+
+    @property
+    def plugins(self) -> dict[str, str]:
+        """The name of the run's plugin of each kind."""
+        return {kind: getattr(self, kind).name for kind in KINDS}
+
+    @property
+    def address_file(self) -> Path:
+        """The file in which a served controller publishes its address."""
+        return Path(self.queue.address or Path(self.folder) / "queue" / "address.json")
+
+    def with_address(self) -> RunConfig:
+        """Return the configuration of a process whose queue controller runs elsewhere."""
+        return attrs.evolve(self, queue=attrs.evolve(self.queue, address=str(self.address_file.absolute())))
+
+    def of_role(self, role: str) -> RunConfig:
+        """Return the configuration of a role, with the controller's address and its own folder.
+
+        Raises:
+            ConfigError: If roles cannot share the run, or must share it.
+        """
+        distributed = self.queue.rewards == "distributed"
+        if role == "all":
+            if distributed:
+                what = "in a run in one process, that process scores the samples"
+                raise self.refusal("queue.rewards", what, "train, or each role launched with --role")
+            return self
+        if self.mode != "online":
+            raise self.refusal("mode", "there are roles where samples are explored", "online")
+        if self.weights.kind != "full":
+            raise self.refusal("weights.kind", "explorers that come and go get whole weights", "full")
+        if role == "reward" and not distributed:
+            what = "the role train scores the samples of this run, unless all roles have the setting"
+            raise self.refusal("queue.rewards", what, "distributed")
+        if role == "train":
+            return self.with_address()
+        name = f"explorer-{socket.gethostname()}-{os.getpid()}" if role == "explore" else "rewards"
+        folder = Path(self.folder, "explorers" if role == "explore" else "", name)
+        return attrs.evolve(self.with_address(), name=name, folder=str(folder))
+
+    def refusal(self, where: str, message: str, expected: str, code: str | None = None) -> ConfigError:
+        """Return the error for the setting at the path ``where``. It shows the setting's value."""
+        found = functools.reduce(getattr, where.split("."), self)
+        shown = None if attrs.has(type(found)) else found
+        return ConfigError(message, code=code, where=where, expected=expected, found=shown)

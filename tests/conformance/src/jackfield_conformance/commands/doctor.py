@@ -88,12 +88,11 @@ def _chosen(
     records: Iterable[PluginRecord] = registry.records(kind)
     own: Mapping[str, str] = {}
     if file is not None:
-        from jackfield.compose.checks import chosen as chosen_by
         from jackfield.compose.checks import interpreters
         from jackfield.config import load_config
 
         config = load_config(file)
-        records = [registry.resolve(name, each) for each, name in chosen_by(config) if kind in (None, each)]
+        records = [registry.resolve(name, each) for each, name in config.plugins.items() if kind in (None, each)]
         own = interpreters(config, registry)
     return [record for record in records if not names or (record.kind, record.name) in chosen], own
 
