@@ -19,7 +19,7 @@ from jackfield.abc.reward import RewardContext, ScoreRequest
 from jackfield.abc.transfer_queue import PutRequest, TransferQueueContext
 from jackfield.compose import run
 from jackfield.compose.resolve import resolve_algorithm
-from jackfield.config import load_config, make_config, validate_plugins
+from jackfield.config import load_config, make_config, plugin_settings
 from jackfield.plugins import HookManager, Registry
 from jackfield.plugins.hooks import StepEnded
 from jackfield.sdk.columns import column_from_rows
@@ -55,7 +55,7 @@ def commands() -> list[Any]:
 @pytest.mark.parametrize("text", [block for block in blocks("yaml") if "model:" in block.values[0]])
 def test_configurations_in_the_documentation_are_valid(documented: Registry, text: str) -> None:
     config = make_config(yaml.safe_load(text))
-    validate_plugins(config, documented)
+    plugin_settings(config, documented)
     resolve_algorithm(config, documented.find("rollout", config.rollout.name))
 
 
@@ -63,7 +63,7 @@ def test_configurations_in_the_documentation_are_valid(documented: Registry, tex
 def test_commands_in_the_documentation_are_valid(documented: Registry, words: list[str]) -> None:
     overrides = [word for word in words if OVERRIDE.fullmatch(word)]
     file = next((word for word in words if word.endswith(".yaml")), "examples/quickstart/grpo.yaml")
-    validate_plugins(load_config(REPOSITORY / file, overrides), documented)
+    plugin_settings(load_config(REPOSITORY / file, overrides), documented)
     assert (REPOSITORY / file).is_file()
 
 

@@ -128,35 +128,33 @@ class _Reader:
     error: type[JackfieldError]
 
     def read(self, cls: Any, value: Any, path: str, bounds: str = "") -> Any:
-        try:
-            return self.convert(cls, value, path, bounds)
-        except (TypeError, ValueError) as caught:
-            raise self.wrong(value, path, f"{_type_name(cls)} {bounds}".strip(), caught) from caught
-
-    def convert(self, cls: Any, value: Any, path: str, bounds: str) -> Any:
         kind, members = typing.get_origin(cls) or cls, typing.get_args(cls)
         if kind is Any or (value is None and type(None) in members):
             return value
-        if attrs.has(kind):
-            return self.instance(kind, value, path)
         if kind in (Union, types.UnionType):
-            return self.member([one for one in members if one is not type(None)], value, path, bounds)
-        if kind is Literal:
-            if value not in members:
+            accepted = [one for one in members if one is not type(None)]
+            if len(accepted) == 1:
+                return self.read(accepted[0], value, path, bounds)
+            for one in accepted:  # the first that accepts the value
+                with contextlib.suppress(JackfieldError):
+                    return self.read(one, value, path, bounds)
+        try:
+            if attrs.has(kind) or (isinstance(kind, type) and issubclass(kind, Mapping)):
+                if not isinstance(value, Mapping):
+                    raise TypeError
+                return self.instance(kind, value, path) if attrs.has(kind) else self.items(members, value, path)
+            if isinstance(kind, type) and issubclass(kind, Sequence) and kind is not str:
+                return self.sequence(kind, members or (Any, ...), value, path)
+            if kind is Literal and value not in members:
                 raise ValueError(f"{value!r} is not {_type_name(cls)}")
-            return value
-        if isinstance(kind, type) and issubclass(kind, Mapping):
-            of_key, of_value = members or (Any, Any)
-            items = _mapping(value).items()
-            return {self.read(of_key, key, path): self.read(of_value, one, f"{path}.{key}") for key, one in items}
-        if isinstance(kind, type) and issubclass(kind, Sequence) and kind is not str:
-            return self.items(kind, members or (Any, ...), value, path)
-        return _scalar(kind, value)
+            return value if kind is Literal else _scalar(kind, value)
+        except (TypeError, ValueError) as caught:
+            raise self.wrong(value, path, f"{_type_name(cls)} {bounds}".strip(), caught) from caught
 
-    def instance(self, cls: Any, data: Any, path: str) -> Any:
+    def instance(self, cls: Any, data: Mapping[Any, Any], path: str) -> Any:
         fields = {field.name: field for field in attrs.fields(attrs.resolve_types(cls)) if field.init}
         values = {}
-        for key in sorted(_mapping(data).keys() - fields.keys(), key=str):
+        for key in sorted(data.keys() - fields.keys(), key=str):
             inner, known = f"{path}.{key}".lstrip("."), "one of " + ", ".join(sorted(fields)) if fields else "no keys"
             message = f"unknown key '{key}' at {inner}{did_you_mean(key, fields)}"
             raise self.error(message, code="config.unknown-key", where=inner, expected=known, found=key)
@@ -168,33 +166,24 @@ class _Reader:
                 details = {"where": inner, "expected": _type_name(field.type), "found": "nothing"}
                 raise self.error(f"missing key '{name}' at {inner}", code="config.missing-key", **details)
         made = types.SimpleNamespace(**{name: values.get(name, field.default) for name, field in fields.items()})
-        for name in values:
-            self.validate(fields[name], made, f"{path}.{name}".lstrip("."))
+        for name, value in values.items():
+            field = fields[name]
+            try:
+                if field.validator is not None:
+                    field.validator(made, field, value)  # it may read other fields of the instance
+            except ConfigError:
+                raise  # it already names the place within the value and the fix
+            except Exception as caught:
+                allowed = f"{_type_name(field.type)} {range_of(field.validator)}".strip()
+                expected = caught.expected if isinstance(caught, JackfieldError) else allowed
+                raise self.wrong(value, f"{path}.{name}".lstrip("."), expected, caught) from caught
         return cls(**{fields[name].alias: value for name, value in values.items()})
 
-    def validate(self, field: Any, made: Any, path: str) -> None:
-        """Check a value with its field's validator, which may read other fields of the instance."""
-        value, expected = getattr(made, field.name), f"{_type_name(field.type)} {range_of(field.validator)}".strip()
-        try:
-            if field.validator is not None:
-                field.validator(made, field, value)
-        except ConfigError:
-            raise  # it already names the place within the value and the fix
-        except JackfieldError as caught:
-            raise self.wrong(value, path, caught.expected, ValueError(caught.message)) from caught
-        except Exception as caught:
-            raise self.wrong(value, path, expected, caught) from caught
+    def items(self, members: Sequence[Any], value: Mapping[Any, Any], path: str) -> Any:
+        of_key, of_value = members or (Any, Any)
+        return {self.read(of_key, key, path): self.read(of_value, one, f"{path}.{key}") for key, one in value.items()}
 
-    def member(self, members: Sequence[Any], value: Any, path: str, bounds: str) -> Any:
-        """Convert a value to the first member of a union that accepts it."""
-        if len(members) == 1:
-            return self.read(members[0], value, path, bounds)
-        for one in members:
-            with contextlib.suppress(JackfieldError):
-                return self.read(one, value, path, bounds)
-        raise TypeError
-
-    def items(self, kind: Any, members: Sequence[Any], value: Any, path: str) -> Any:
+    def sequence(self, kind: Any, members: Sequence[Any], value: Any, path: str) -> Any:
         if isinstance(value, str | bytes | Mapping):  # unlike in Python, a text is not a sequence of texts here
             raise TypeError
         values = list(value)
@@ -213,12 +202,6 @@ class _Reader:
             code, problem = "config.wrong-type", f"{found} is of type {type(value).__name__}"
         message = f"wrong value at {path}: {problem}" if path else f"wrong values: {problem}"
         return self.error(message, code=code, where=path or None, expected=expected, found=found)
-
-
-def _mapping(value: Any) -> Mapping[Any, Any]:
-    if not isinstance(value, Mapping):
-        raise TypeError
-    return value
 
 
 def _scalar(kind: Any, value: Any) -> Any:

@@ -182,11 +182,11 @@ def validate(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
     """
     from jackfield.compose.checks import hooks_of
     from jackfield.compose.resolve import resolve_algorithm, rollout_bound
-    from jackfield.config import load_config, validate_plugins
+    from jackfield.config import load_config, plugin_settings
     from jackfield.plugins import discover
 
     loaded, registry = load_config(file, overrides), discover()
-    validate_plugins(loaded, registry)
+    plugin_settings(loaded, registry)
     hooks_of(loaded, registry)
     algorithm = resolve_algorithm(loaded, registry.find("rollout", loaded.rollout.name))
     described = {**algorithm.as_plain(), "replica_bound": rollout_bound(loaded)}

@@ -21,7 +21,7 @@ import attrs
 from jackfield.algorithms import register_part
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.compose.folder import find_queue
-from jackfield.config import RunConfig, validate_plugins
+from jackfield.config import RunConfig, plugin_settings
 from jackfield.config.sections import MixingConfig
 from jackfield.data.task_set import TaskSet
 from jackfield.data.tokens import HuggingFaceChatTokenizer, check_vocabulary, encode_answers, encode_prompt
@@ -64,7 +64,7 @@ def check_plugins(config: RunConfig, registry: Registry, role: RoleName = "all")
                 for problem in filter(None, (found.problem, *found.problems)):
                     error.found = f"{error.found}; {record.name} cannot be used: {problem.message}: {problem.found}"
             raise
-    validate_plugins(config, registry)
+    plugin_settings(config, registry)
     for kind, python in interpreters(config, registry).items():
         record = registry.resolve(config.plugins[kind], kind)
         look(python, record, min(config.deadlines.start, _PROBE_SECONDS)).check()

@@ -28,9 +28,9 @@ __all__ = [
     "explain",
     "load_config",
     "make_config",
+    "plugin_settings",
     "resolve_defaults",
     "show",
-    "validate_plugins",
 ]
 
 
@@ -82,15 +82,12 @@ def resolve_defaults(config: RunConfig) -> RunConfig:
     return attrs.evolve(config, checkpoint_engine=chosen)
 
 
-def _plugin_settings(config: RunConfig, kind: str, registry: Registry) -> Any:
-    chosen: PluginSection = getattr(config, kind)
-    return structure(registry.resolve(chosen.name, kind).settings_class, chosen.settings, kind)
-
-
-def validate_plugins(config: RunConfig, registry: Registry) -> None:
-    """Check plugin sections against the plugins' schemas, importing config modules only."""
-    for kind in KINDS:
-        _plugin_settings(config, kind, registry)
+def plugin_settings(config: RunConfig, registry: Registry) -> dict[str, Any]:
+    """Return the settings of each kind's plugin. Only the modules of their settings are imported."""
+    found: dict[str, Any] = {}
+    for kind, name in config.plugins.items():
+        found[kind] = structure(registry.resolve(name, kind).settings_class, getattr(config, kind).settings, kind)
+    return found
 
 
 def show(config: RunConfig) -> str:
@@ -110,12 +107,13 @@ def as_plain(config: RunConfig) -> dict[str, Any]:
 
 def explain(config: RunConfig, registry: Registry | None = None) -> Iterator[tuple[str, Any, Any, str]]:
     """Yield every setting as (path, value, default, help), plugins' settings included."""
+    plugins = {} if registry is None else plugin_settings(config, registry)
     for field in attrs.fields(RunConfig):
-        value = getattr(config, field.name)
+        value, help, path = getattr(config, field.name), field.metadata["help"], field.name
         if isinstance(value, PluginSection):
-            yield field.name + ".name", value.name, default_of(field).name, field.metadata["help"]
-            value = _plugin_settings(config, field.name, registry) if registry is not None else None
+            yield f"{path}.name", value.name, default_of(field).name, help
+            value = plugins.get(path)
         elif not attrs.has(type(value)):
-            yield field.name, value, default_of(field), field.metadata.get("help", "")
+            yield path, value, default_of(field), help
         if attrs.has(type(value)):
-            yield from settings.explain(value, field.name)
+            yield from settings.explain(value, path)
