@@ -100,8 +100,6 @@ class RunBuilder:
         """Start background loops that run until the role ends. An error of a loop ends the role."""
         self._background += [self._loops.create_task(loop()) for loop in loops]
 
-    # -- roles
-
     async def _train(self, checkpoint: Checkpoint | None) -> int:
         """Train until the schedule ends or a stop is requested; return the completed steps."""
         role, config, folder = self.role, self.role.config, Path(self.role.config.folder)
@@ -178,8 +176,6 @@ class RunBuilder:
             seed, position = seed + 1, position * (config.schedule.max_retries + 1) + key.retry
         return cast(Task, tasks[SeededOrder(size=len(tasks), seed=seed).index(position)])
 
-    # -- replicas
-
     async def _start_replicas(self) -> ReplicaPool | None:
         """Start the rollout servers. Return None if this role has none."""
         workers = self.role.workers
@@ -197,8 +193,6 @@ class RunBuilder:
             silence, port = config.deadlines.heartbeat, config.cluster.metrics_port
             control = serve_control(Path(config.folder), self._pool, self.role.clock, silence, port)
             await self.stack.enter_async_context(control)
-
-    # -- the trainer
 
     async def _trainer(self) -> Trainer:
         """Build the trainer with engines, replicas and the weight source for later replicas."""

@@ -66,10 +66,9 @@ def storage_errors(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[None]:
-    """Lock the folder for this process. The lock ends with the process, even if it is killed.
+    """Lock the folder for this process, or raise ``run.folder-in-use`` with the process that holds it.
 
-    Raises:
-        RunError: ``run.folder-in-use`` if another process holds it; the error names that process.
+    The lock ends with the process, even if it is killed.
     """
     with (folder / ".lock").open("a+", encoding="utf-8") as file:
         try:
@@ -100,8 +99,12 @@ def starting_point(config: RunConfig, tasks: Mapping[str, TaskSet] | None = None
     store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
     if not config.checkpoint.resume:
         store.clean(everything=True)
-        if not served:  # a served controller uses the folder
-            _clear_queue(folder / "queue")
+        if not served and (folder / "queue").is_dir():  # a served controller uses the folder
+            for path in (folder / "queue").iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                elif path.name != NAME_FILE:  # servers know the queue by this name
+                    path.unlink()
 
     def check(found: Checkpoint) -> None:
         _check_same(found, config, {which: each.digest for which, each in (tasks or {}).items()})
@@ -116,37 +119,26 @@ def starting_point(config: RunConfig, tasks: Mapping[str, TaskSet] | None = None
     return checkpoint
 
 
-def _clear_queue(folder: Path) -> None:
-    """Remove an earlier run's queue files, except the name by which servers know it."""
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path.name != NAME_FILE:
-            path.unlink()
-
-
 def _check_same(checkpoint: Checkpoint, config: RunConfig, digests: Mapping[str, str]) -> None:
     """Raise if settings or data differ from those of the checkpoint's run."""
-    state, steps = checkpoint.state(), config.schedule.steps
+    state, steps, changed = checkpoint.state(), config.schedule.steps, list[tuple[str, str, str]]()
     before, now = flatten(state["config"]), flatten(as_plain(config))
-    pairs = [(path, before.get(path), now.get(path)) for path in {**before, **now}]
-    changed = [(path, repr(old), repr(new)) for path, old, new in pairs if not _is_free(path, old, new)]
+    for path in {**before, **now}:
+        old, new = before.get(path), now.get(path)
+        corrects = path == "log_prob_check.on_mismatch" and "correct" in (old, new)  # this changes what is learnt
+        free = not corrects and any(f"{path}.".startswith(f"{free}.") for free in _FREE.split())
+        if old != new and not free:
+            changed.append((path, repr(old), repr(new)))
     if checkpoint.step > steps:
         changed.append(("schedule.steps", f"{checkpoint.step} or more: so many are done", f"{steps}"))
-    data = {which: digest for which, digest in state["data"].items() if digest != digests.get(which, digest)}
-    changed += [(f"data.{which}", f"records of digest {data[which]}", digests[which]) for which in data]
+    for which, digest in state["data"].items():
+        if digest != (found := digests.get(which, digest)):
+            changed.append((f"data.{which}", f"records of digest {digest}", found))
     for path, expected, found in changed[:1]:
         what = "the folder holds a run with other settings, and results of both would be mixed"
         where, fix = f"{path}, {checkpoint.folder}", "give the run another folder, or the settings it had; "
         fix += "checkpoint.resume=false removes what is there and starts from the beginning"
         raise RunError(what, code="run.changed", where=where, expected=expected, found=found, fix=fix)
-
-
-def _is_free(path: str, before: object, now: object) -> bool:
-    """Return whether a setting is unchanged or may change; ``correct`` may not change."""
-    if path == "log_prob_check.on_mismatch" and "correct" in (before, now):
-        return before == now
-    return before == now or any(f"{path}.".startswith(f"{free}.") for free in _FREE.split())
 
 
 def mark_finished(folder: Path, steps: int) -> None:
@@ -168,12 +160,9 @@ def is_finished(config: RunConfig, checkpoint: Checkpoint | None) -> bool:
 
 
 def run_checkpoints(folder: Path) -> dict[int, Checkpoint | RunError]:
-    """Return a run's checkpoints by step, oldest first, or the errors of damaged ones.
+    """Return a run's checkpoints by step, oldest first, or the errors of damaged ones; raise ``run.no-checkpoint``.
 
-    Manifests and sizes are checked, but not contents.
-
-    Raises:
-        RunError: ``run.no-checkpoint`` if there is none; ``run.checkpoint-format`` if another version wrote one.
+    Manifests and sizes are checked, but not contents. One of another version raises ``run.checkpoint-format``.
     """
     return _found(CheckpointStore(folder / "checkpoints").checkpoints(), folder)
 
@@ -181,10 +170,8 @@ def run_checkpoints(folder: Path) -> dict[int, Checkpoint | RunError]:
 def find_checkpoint(folder: Path, part: str = "") -> Checkpoint:
     """Return the checkpoint in a folder, or the newest undamaged one if it is a run's folder.
 
-    Only the folder ``part`` of the checkpoint is verified; by default, everything is.
-
-    Raises:
-        RunError: ``run.no-checkpoint``, ``run.checkpoint-damaged`` or ``run.checkpoint-format``.
+    Only the folder ``part`` of the checkpoint is verified; by default, everything is. Raise ``run.no-checkpoint``,
+    ``run.checkpoint-damaged`` or ``run.checkpoint-format``.
     """
     if (folder / "manifest.json").is_file():
         return open_checkpoint(folder, part)
@@ -207,12 +194,8 @@ def export_checkpoint(checkpoint: Checkpoint, out: Path, *, merge: bool = False)
     """Write the actor's weights of a verified ``checkpoint`` as a Hugging Face folder.
 
     This needs the run's model folder for the model's shape and the tokenizer. The model must fit into one process on
-    this machine.
-
-    Args:
-        checkpoint: Checkpoint of a run.
-        out: An empty or absent folder.
-        merge: Write base model and adapter as one model. False writes only the adapter, if one was trained.
+    this machine. ``out`` is empty or absent. ``merge`` writes base model and adapter as one model; without it only the
+    adapter is written, if one was trained.
 
     Raises:
         RunError: ``run.no-adapter`` if there is nothing to merge.
@@ -241,11 +224,7 @@ def export_checkpoint(checkpoint: Checkpoint, out: Path, *, merge: bool = False)
 
 
 async def export_model(actor: EngineGroup, model: Path) -> None:
-    """Write the model to a temporary folder, then move it into place in one step.
-
-    Raises:
-        RunError: ``run.checkpoint-write`` if writing fails.
-    """
+    """Write the model to a temporary folder, then move it into place in one step, or raise ``run.checkpoint-write``."""
     partial = model.with_name(f"{model.name}.partial")
     try:
         await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)

@@ -21,9 +21,8 @@ _STARTING_SECONDS = 2.0  #: grace period of a run that is still starting and has
 class Stop:
     """A request to stop a run early, made by a signal.
 
-    Args:
-        grace: Maximum seconds from the first signal to the end of the process, which is then killed. A run that is
-            still starting gets less.
+    ``grace`` is the maximum of seconds from the first signal to the end of the process, which is then killed. A run
+    that is still starting gets less.
     """
 
     def __init__(self, grace: float) -> None:
@@ -54,11 +53,7 @@ class Stop:
             self._until = ""
 
     async def bounded(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work``; a signal cancels it, inside a :meth:`boundary` only after some time.
-
-        Raises:
-            CancelledError: If a signal ended it.
-        """
+        """Run ``work``; a signal cancels it (``CancelledError``), inside a :meth:`boundary` only after some time."""
         self._loop = asyncio.get_running_loop()
         task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self.requested.wait())
         try:
@@ -87,21 +82,16 @@ class Stop:
 
 
 def _end_now(number: int) -> NoReturn:
-    """Kill this process and all processes that it has started."""
-    for pid in _descendants(os.getpid()):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
-    os._exit(128 + number)
-
-
-def _descendants(ancestor: int) -> list[int]:
-    """Return a process's descendants from Linux's ``/proc``; on other systems, none."""
+    """Kill this process and, as far as Linux's ``/proc`` lists them, all processes that it has started."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(stat.parent.name))
-    found = list(children.get(ancestor, ()))
-    for pid in found:
-        found += children.get(pid, ())
-    return found
+    descendants = list(children.get(os.getpid(), ()))
+    for pid in descendants:  # it grows during the loop
+        descendants += children.get(pid, ())
+    for pid in descendants:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    os._exit(128 + number)

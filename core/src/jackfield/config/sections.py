@@ -42,9 +42,7 @@ class DataConfig:
     train: str | None = option(None, "JSONL file of training tasks")
     eval: str | None = option(None, "JSONL file of held-out tasks")
     format: TaskFormat = option(factory=TaskFormat, help="how records become tasks; by default in GSM8K's format")
-    expert: str | None = option(
-        None, "JSONL file of an expert's answers as text, in the same format; for token ids see mixing.expert"
-    )
+    expert: str | None = option(None, "JSONL file of an expert's answers in the same format (token ids: mixing.expert)")
     expert_samples_per_batch: int = option(0, "expert answers per training batch", ge(0))
     chat_template: str | None = option(None, "Jinja chat template that replaces the tokenizer's")
     groups_per_batch: int = option(32, "tasks (groups) per batch", gt(0))
@@ -61,9 +59,7 @@ class ScheduleConfig:
     steps: int = option(100, "training steps", gt(0))
     sync_interval: int = option(1, "k: publish weights every k steps", gt(0))
     sync_offset: int = option(0, "o: batches that explorers may run ahead", ge(0))
-    max_retries: int = option(
-        8, "retries of a failed group; also how many groups in a row may end without any score", ge(0)
-    )
+    max_retries: int = option(8, "retries of a failed group, and groups in a row that may end without a score", ge(0))
     reward_retries: int = option(1, "further attempts to score a sample before its reward fails", ge(0))
 
 
@@ -74,24 +70,16 @@ class CheckpointConfig:
     every: int = option(20, "checkpoint every n steps, or at the next weight sync if that is later; 0: never", ge(0))
     keep: int = option(2, "how many of the newest checkpoints to keep", gt(0))
     at_end: bool = option(True, "also write a checkpoint after the last step")
-    grace_seconds: float = option(
-        25.0, "seconds from SIGTERM or SIGINT to the end; 80 % of it for the current step and a checkpoint", gt(0.0)
-    )
-    max_recoveries: int = option(
-        3, "how often a run resumes from its newest checkpoint after work was lost with a dead worker", ge(0)
-    )
-    resume: bool = option(
-        True, "resume from the folder's newest checkpoint; false: remove all checkpoints and start from the beginning"
-    )
+    grace_seconds: float = option(25.0, "seconds from SIGTERM or SIGINT to the end; 80 % for the step", gt(0.0))
+    max_recoveries: int = option(3, "resumes from the newest checkpoint after a dead worker took work with it", ge(0))
+    resume: bool = option(True, "resume from the newest checkpoint; false: remove all checkpoints and begin again")
 
 
 @attrs.frozen(kw_only=True)
 class WeightsConfig:
     """How weights are sent to replicas."""
 
-    kind: Literal["full", "delta"] = option(
-        "full", "full: send all weights; delta: send the blocks that changed. Of a LoRA actor only the adapter is sent"
-    )
+    kind: Literal["full", "delta"] = option("full", "full: all weights (LoRA: the adapter); delta: changed blocks")
     block_bytes: int = option(4096, "bytes per block of a delta; the engine remembers 8 bytes for each block", ge(8))
     on_missing_base: Literal["full", "stop"] = option(
         "full", "if a replica lacks the weights that a delta is based on; full: send everything; stop: end the run"
@@ -115,9 +103,7 @@ class LogProbCheckConfig:
         "batch, on the first batch from published weights, and after a resume. 0: never",
         ge(0),
     )
-    probe_tokens: int = option(
-        2, "tokens that each replica generates and the engine scores after each weight sync. 0: no probe", ge(0)
-    )
+    probe_tokens: int = option(2, "tokens that each replica generates and the engine scores after a weight sync", ge(0))
     bound: float | None = option(
         None,
         "maximum mean distance of log-probs, in nats; null: 0.01 to replica and rollout, 0.25 if anything computes in "
@@ -144,9 +130,7 @@ class EvaluationSampling(SamplingParams):
 class EvaluationConfig:
     """Evaluation on the held-out tasks."""
 
-    every: int = option(
-        0, "evaluate every n steps, or at the next weight sync if that is later, and at both ends; 0: never", ge(0)
-    )
+    every: int = option(0, "evaluate every n steps (at the next weight sync) and at both ends; 0: never", ge(0))
     tasks: int | None = option(None, "use the first n held-out tasks; null: all", gt(0))
     sampling: EvaluationSampling = option(factory=EvaluationSampling, help="sampling parameters")
 
@@ -167,9 +151,7 @@ class DeadlineConfig:
         "again; a separate thread sends heartbeats, even during long work",
         gt(0.0),
     )
-    drain: float = option(
-        60.0, "for requests of a removed replica to end, before they are generated again elsewhere", ge(0.0)
-    )
+    drain: float = option(60.0, "for requests of a removed replica; the rest is generated again elsewhere", ge(0.0))
 
 
 @attrs.frozen(kw_only=True)
@@ -186,10 +168,7 @@ class MixConfig(Reuse):
     """Mixing: groups of another partition are added to each batch."""
 
     ratio: float = option(help="mixed-in groups per new group", validator=gt(0.0))
-    samples: str = option(
-        help="samples to put into the partition before the first step: a .jsonl or .parquet file, or the folder of a "
-        "queue (`jackfield queue import`) or run"
-    )
+    samples: str = option(help="samples to begin with: a .jsonl or .parquet file, or the folder of a queue or run")
     sampler: SamplerSpec = option(factory=SamplerSpec, help="chooses the groups to train on")
 
 
@@ -197,13 +176,9 @@ class MixConfig(Reuse):
 class QueueConfig:
     """The queue's controller, limits and durability."""
 
-    durable: bool = option(
-        False, "a killed run keeps its samples since the newest checkpoint; needs a durable transfer_queue (sql, redis)"
-    )
+    durable: bool = option(False, "keep a killed run's samples since its newest checkpoint (transfer_queue sql, redis)")
     address: str | None = option(
-        None,
-        "address.json of the controller to connect to; null: the controller runs in the run's process, or with "
-        "--role it is the one that is served for the same folder",
+        None, "address.json of the controller; null: it runs in this process, or with --role is served for the folder"
     )
     host: str = option("127.0.0.1", "address on which `jackfield queue serve` listens; CURVE is used beyond loopback")
     port: int = option(0, "port on which it listens; 0: any free port", and_(ge(0), le(65535)))
@@ -212,8 +187,8 @@ class QueueConfig:
     )
     max_samples: int | None = option(
         None,
-        "number of samples in the queue above which explorers wait; samples that the trainer waits for bypass it, and "
-        "used samples count until the checkpoint after their step; null: no limit",
+        "samples above which explorers wait, except for those that the trainer waits for; used samples count until the "
+        "checkpoint after their step; null: no limit",
         gt(0),
     )
     max_bytes: int | None = option(None, "the same limit in bytes of values; null: no limit", gt(0))
@@ -249,19 +224,15 @@ class RayConfig:
 class ClusterConfig:
     """Where workers run, and their resources."""
 
-    name: Literal["inline", "ray"] = option(
-        "inline", "inline: everything in this process; ray: each worker in a process of a Ray cluster"
-    )
+    name: Literal["inline", "ray"] = option("inline", "inline: all in this process; ray: each worker in a Ray actor")
     device: str = option("cpu", "torch device of engine and rollout server")
     threads: int | None = option(None, "torch threads; null: torch's default", [gt(0), le(4096)])
     replicas: int = option(1, "rollout servers", gt(0))
     replica_restarts: int = option(3, "restarts of a rollout server whose own process dies", ge(0))
     metrics_port: int | None = option(
-        None, "loopback port for Prometheus metrics of replicas; 0: a free port; null: none", [ge(0), le(65535)]
+        None, "loopback port of Prometheus; 0: a free one; null: none", [ge(0), le(65535)]
     )
-    max_model_len: int | None = option(
-        None, "maximum of prompt and response tokens in a rollout server; null: the model's limit", gt(1)
-    )
+    max_model_len: int | None = option(None, "maximum of prompt and response tokens; null: the model's limit", gt(1))
     micro_batch_tokens: int = option(16384, "maximum number of padded tokens in one training pass", gt(0))
     offload: bool = option(False, "the idle side releases its device memory at every hand-over")
     interpreters: Mapping[str, str] = option(
@@ -280,9 +251,7 @@ class RunConfig:
     name: str = option("run", "name shown in progress, curves and tables")
     folder: str = option("runs/run", "folder for all files of the run")
     seed: int = option(0, "seed; it makes a synchronous run reproducible")
-    mode: Literal["online", "offline"] = option(
-        "online", "online: explore and train; offline: train on the answers in the data"
-    )
+    mode: Literal["online", "offline"] = option("online", "online: explore and train; offline: train on given answers")
     model: ModelSpec = option(help="the policy")
     data: DataConfig = option(factory=DataConfig, help="tasks")
     sampling: SamplingParams = option(factory=SamplingParams, help="sampling parameters of training responses")
@@ -295,9 +264,7 @@ class RunConfig:
     evaluation: EvaluationConfig = option(factory=EvaluationConfig, help="held-out tasks")
     checkpoint: CheckpointConfig = option(factory=CheckpointConfig, help="checkpoints and resuming")
     weights: WeightsConfig = option(factory=WeightsConfig, help="how they are sent to replicas")
-    log_prob_check: LogProbCheckConfig = option(
-        factory=LogProbCheckConfig, help="comparison of log-probs between replicas and training passes"
-    )
+    log_prob_check: LogProbCheckConfig = option(factory=LogProbCheckConfig, help="log-probs of replicas and training")
     cluster: ClusterConfig = option(factory=ClusterConfig, help="where workers run")
     deadlines: DeadlineConfig = option(factory=DeadlineConfig, help="maximum waiting times")
     environments: Mapping[str, EnvironmentSettings] = option(
