@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import heapq
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,12 +21,15 @@ import attrs
 
 from jackfield.algorithms import register_part
 from jackfield.algorithms.settings import ResolvedAlgorithm
+from jackfield.clock import Clock
 from jackfield.compose.folder import find_queue
+from jackfield.compose.resolve import resolve_algorithm
 from jackfield.config import RunConfig, plugin_settings
 from jackfield.config.sections import MixingConfig
 from jackfield.data.task_set import TaskSet
 from jackfield.data.tokens import HuggingFaceChatTokenizer, check_vocabulary, encode_answers, encode_prompt
 from jackfield.errors import ConfigError, EngineError, PluginError, PluginNotFound
+from jackfield.imports import collection_paused
 from jackfield.plugins import HookManager, Registry, require_capability
 from jackfield.plugins.interpreters import environment_python, look, resolve_interpreter
 from jackfield.queue import TransferQueue, Values, register_sampler
@@ -33,12 +37,36 @@ from jackfield.queue.importing import ImportedSamples
 from jackfield.queue.sample_files import cell_of, read_samples, saved_samples, shape_of
 from jackfield.sdk.archive import SavedSample
 from jackfield.sdk.rotary import length_limits
-from jackfield.trainer import RoleName
+from jackfield.trainer import Role, RoleName
 
 HEAVY = ("engine", "rollout")  #: kinds whose plugins import torch, which are imported last
 _PROBE_SECONDS = 30.0
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")  #: weight files that only torch.load could read
 _ENCODED_PROMPTS = 64  #: how many of each file's longest texts are tokenised before the run starts
+
+
+@collection_paused()
+def prepare(
+    config: RunConfig, registry: Registry, hooks: Sequence[object], role: RoleName, clock: Clock
+) -> tuple[Role, dict[str, TaskSet]]:
+    """Make all checks that do not change the run's folder; those that import torch come last."""
+    check_plugins(config, registry, role)
+    here = config.cluster.name == "inline"  # otherwise workers check their plugins in their own processes
+    if here:
+        import_plugins(config, registry, heavy=False)
+    manager = hooks_of(config, registry, hooks)
+    algorithm = resolve_algorithm(config, registry.find("rollout", config.rollout.name))
+    tasks = read_tasks(config, algorithm)
+    prompt_limit(config)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a log cannot show them
+    # making a nested tensor from its values reads a deprecated flag of torch.fx, which logs a warning
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    if here:
+        check_tokens(config, tasks)
+        import_plugins(config, registry, heavy=True)
+    check_rows(config)
+    return Role(config=config, name=role, algorithm=algorithm, clock=clock, hooks=manager.hook), tasks
 
 
 # -- plugins
@@ -49,10 +77,6 @@ def check_plugins(config: RunConfig, registry: Registry, role: RoleName = "all")
 
     If a plugin is not found, the error also has the import errors of the installed ones of its kind. If the name looks
     misspelt, plugins that import torch are not tried, because that takes long.
-
-    Raises:
-        PluginError: If a plugin is missing, broken, of another ABI, or cannot do what the run needs.
-        ConfigError: If a plugin's settings are wrong.
     """
     for kind, name in config.plugins.items():
         try:
@@ -72,12 +96,9 @@ def check_plugins(config: RunConfig, registry: Registry, role: RoleName = "all")
 
 
 def check_capabilities(config: RunConfig, registry: Registry, role: RoleName = "all") -> None:
-    """Check that plugins declare the capabilities that the settings need.
+    """Raise ``plugin.capability`` if plugins do not declare the capabilities that the settings need.
 
-    Raises:
-        PluginError: ``plugin.capability`` if a plugin does not declare one.
-        ConfigError: If a setting does not work with an adapter, or with a cluster, whose queue's controller runs in
-            the storage worker.
+    Refuse settings that do not work with an adapter, or with a cluster, whose queue's controller is in the storage.
     """
     served, lora, weights = config.queue.address is not None, config.model.lora is not None, config.weights
     float8, delta = weights.dtype == "float8_e4m3fn", weights.kind == "delta"
@@ -105,12 +126,7 @@ def check_capabilities(config: RunConfig, registry: Registry, role: RoleName = "
 
 
 def hooks_of(config: RunConfig, registry: Registry, hooks: Sequence[object] = ()) -> HookManager:
-    """Collect the hooks of the run's plugins, let plugins register components, and check the mixing samplers.
-
-    Raises:
-        QueueError: If a sampler is unknown.
-        ConfigError: If a sampler does not have one of its options.
-    """
+    """Collect the hooks of the run's plugins, let plugins register components, and check the mixing samplers."""
     manager = HookManager(hooks, [registry.find(kind, name) for kind, name in config.plugins.items()])
 
     def register(kind: str, name: str, part: Any) -> None:
@@ -127,11 +143,7 @@ def hooks_of(config: RunConfig, registry: Registry, hooks: Sequence[object] = ()
 
 
 def import_plugins(config: RunConfig, registry: Registry, *, heavy: bool) -> None:
-    """Import and check plugins: those that import torch (``heavy``), or the others.
-
-    Raises:
-        PluginError: If a plugin of this interpreter cannot be imported or its class does not fit its contract.
-    """
+    """Import and check the plugins of this interpreter: those that import torch (``heavy``), or the others."""
     elsewhere = interpreters(config, registry)
     for kind, name in config.plugins.items():
         if (kind in HEAVY) == heavy and kind not in elsewhere:
@@ -141,10 +153,8 @@ def import_plugins(config: RunConfig, registry: Registry, *, heavy: bool) -> Non
 def interpreters(config: RunConfig, registry: Registry) -> dict[str, str]:
     """Return the interpreters of kinds of workers that do not use this one; start none.
 
-    The configuration has precedence over manifests.
-
-    Raises:
-        PluginError: ``plugin.interpreter`` if there is no such program, or this kind of worker cannot have one.
+    The configuration has precedence over manifests. Raise ``plugin.interpreter`` if there is no such program, or this
+    kind of worker cannot have one.
     """
     found = {}
     for kind, name in config.plugins.items():
@@ -177,9 +187,7 @@ def interpreters(config: RunConfig, registry: Registry) -> dict[str, str]:
 def read_tasks(config: RunConfig, algorithm: ResolvedAlgorithm) -> dict[str, TaskSet]:
     """Open the task files of the run: train, and eval and expert if they are used.
 
-    Raises:
-        ConfigError: ``config.missing-key`` if no file is configured.
-        DataError: ``data.missing``, ``data.empty`` or ``data.malformed``, with file and line.
+    Raise ``config.missing-key`` if no file is configured, or an error of the data with file and line.
     """
     tasks = {}
     for which, wanted in {"train": True, "eval": config.evaluation.every, "expert": algorithm.experts}.items():
@@ -198,8 +206,7 @@ def read_tasks(config: RunConfig, algorithm: ResolvedAlgorithm) -> dict[str, Tas
 def read_model(config: RunConfig) -> Mapping[str, Any]:
     """Return the text model's part of the ``config.json`` in the model's folder.
 
-    Raises:
-        EngineError: ``engine.model`` if the folder holds no model, or its weights are pickles.
+    Raise ``engine.model`` if the folder holds no model, or its weights are pickles.
     """
     folder, refused = Path(config.model.path), partial(EngineError, code="engine.model")
     try:
@@ -223,10 +230,8 @@ def read_model(config: RunConfig) -> Mapping[str, Any]:
 def prompt_limit(config: RunConfig) -> int | None:
     """Return a prompt's maximum length in tokens, configured or leaving room for a response.
 
-    Raises:
-        EngineError: See :func:`read_model`.
-        ConfigError: If prompt and response do not fit together, or samples could cross a length beyond which the
-            model uses other rotary frequencies.
+    Refuse a prompt and a response that do not fit together, and samples that could cross a length beyond which the
+    model uses other rotary frequencies.
     """
     model, given = read_model(config), config.cluster.max_model_len
     positions = model.get("max_position_embeddings")
@@ -281,12 +286,7 @@ def check_tokens(config: RunConfig, tasks: Mapping[str, TaskSet]) -> None:
 
 
 def check_rows(config: RunConfig) -> None:
-    """Check the first sample of each mixed-in file; online, human ones need a reward.
-
-    Raises:
-        ConfigError: If a file is empty, or its first sample lacks something that every sample needs.
-        QueueError: If a file is not a file of samples.
-    """
+    """Check that each mixed-in file has samples with the needed columns; online, human ones need a reward."""
     for name, file in _files(config.mixing).items():
         needed = ["prompt_ids", "response_ids"]
         if name == "human" and config.mode == "online":

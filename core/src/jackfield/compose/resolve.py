@@ -17,16 +17,11 @@ from jackfield.algorithms.settings import CriticSettings, ResolvedAlgorithm
 from jackfield.config.sections import RunConfig, WeightsConfig
 from jackfield.plugins import Manifest
 
-_OF_ESTIMATORS = (
-    "token_rewards response_mask group_ids rollout_ids step_ids anchor_ids old_log_probs values reward_dimensions "
-    "baseline_rewards"
-)
-_OF_BUNDLES = "critic reference dynamic_sampling expert_data pairs prepare rollout_log_probs"
-
 #: Inputs that an estimator can get from every batch, and those that a run adds if an estimator needs them.
-_ESTIMATOR_INPUTS = frozenset(_OF_ESTIMATORS.split())
+_ESTIMATOR_INPUTS = {"token_rewards", "response_mask", "group_ids", "rollout_ids", "step_ids", "anchor_ids"}
+_ESTIMATOR_INPUTS |= {"old_log_probs", "values", "reward_dimensions", "baseline_rewards"}
 #: Words that a run knows in a bundle's ``needs``, in addition to the estimator's inputs.
-_KNOWN_NEEDS = frozenset(_OF_BUNDLES.split())
+_KNOWN_NEEDS = {"critic", "reference", "dynamic_sampling", "expert_data", "pairs", "prepare", "rollout_log_probs"}
 
 #: Default bounds on the mean distance of a replica's log-probs from the engine's, in nats.
 _EXACT_BOUND, _ROUNDED_BOUND, _FLOAT8_BOUND = 0.01, 0.25, 0.5
@@ -43,7 +38,6 @@ def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm
         ConfigError: If this run cannot use the algorithm, or a setting has no effect.
     """
     settings, chosen = config.algorithm, _algorithm(config)
-    _check_mode(config, chosen)
     loss = part("loss", chosen.loss)
     estimator = part("advantages", chosen.advantages) if chosen.advantages else None
     kl = part("kl", settings.kl.name) if settings.kl.coefficient else None
@@ -79,17 +73,17 @@ def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm
         pairs="pair_ids" in loss.inputs,
     )
     resolved, there = _with_columns(resolved, loss, kl)
-    _check_supply(config, chosen, resolved, there)
-    _check_effect(config, resolved)
+    _check(config, chosen, resolved, there)
     return resolved
 
 
 def _algorithm(config: RunConfig) -> Algorithm:
     """Return the bundle with the components and options that the configuration replaces.
 
-    A replaced component has its own default options. The bundle's component keeps the bundle's other options.
+    A replaced component has its own default options. The bundle's component keeps the bundle's other options. Refuse
+    an algorithm for the other mode, and sampling that cannot be trained on.
     """
-    settings, chosen = config.algorithm, algorithm(config.algorithm.name)
+    settings, chosen, online = config.algorithm, algorithm(config.algorithm.name), config.mode == "online"
     changed: dict[str, Any] = {"aggregation": settings.aggregation or chosen.aggregation}
     for kind in ("loss", "advantages"):
         given, own = getattr(settings, kind), getattr(chosen, kind)
@@ -100,6 +94,19 @@ def _algorithm(config: RunConfig) -> Algorithm:
             changed |= {kind: name, f"{kind}_options": {**options, **checked}}
     chosen = attrs.evolve(chosen, **changed)
     assert chosen.parts  # looks up every name
+    if chosen.advantages is not None and not online:
+        expected = "online, or an algorithm that learns from the data's own answers (sft, dpo)"
+        raise config.refusal(
+            "mode", f"algorithm {settings.name!r} needs rewards, and mode 'offline' has none", expected
+        )
+    if chosen.advantages is None and online:
+        raise config.refusal("mode", f"algorithm {settings.name!r} learns from the data's own answers", "offline")
+    if online and config.sampling.temperature == 0:
+        what = "greedy responses cannot be trained on: all rollouts of a task are equal"
+        raise config.refusal("sampling.temperature", what, "more than 0 (evaluation.sampling may be greedy)")
+    if online and config.sampling.log_probs == "raw":
+        what = "raw log-probs are not those of the distribution that training responses are drawn from"
+        raise config.refusal("sampling.log_probs", what, "processed (evaluation.sampling may have raw ones)")
     return chosen
 
 
@@ -122,35 +129,18 @@ def _with_columns(resolved: ResolvedAlgorithm, loss: Part, kl: Part | None) -> t
     return attrs.evolve(resolved, prepares=bool(prepared), loss_columns=tuple(sorted(wanted))), there
 
 
-def _check_mode(config: RunConfig, chosen: Algorithm) -> None:
-    """Refuse an algorithm for the other mode, and sampling that cannot be trained on."""
-    name, online = config.algorithm.name, config.mode == "online"
-    if chosen.advantages is not None and not online:
-        expected = "online, or an algorithm that learns from the data's own answers (sft, dpo)"
-        raise config.refusal("mode", f"algorithm {name!r} needs rewards, and mode 'offline' has none", expected)
-    if chosen.advantages is None and online:
-        raise config.refusal("mode", f"algorithm {name!r} learns from the data's own answers", "offline")
-    if online and config.sampling.temperature == 0:
-        what = "greedy responses cannot be trained on: all rollouts of a task are equal"
-        raise config.refusal("sampling.temperature", what, "more than 0 (evaluation.sampling may be greedy)")
-    if online and config.sampling.log_probs == "raw":
-        what = "raw log-probs are not those of the distribution that training responses are drawn from"
-        raise config.refusal("sampling.log_probs", what, "processed (evaluation.sampling may have raw ones)")
-
-
-def _check_supply(config: RunConfig, chosen: Algorithm, resolved: ResolvedAlgorithm, there: frozenset[str]) -> None:
-    """Refuse inputs that the run cannot provide; the error names them."""
-    loss = part("loss", resolved.loss)
-    needs = part("advantages", resolved.advantages).needs if resolved.advantages else ()
+def _check(config: RunConfig, chosen: Algorithm, resolved: ResolvedAlgorithm, there: frozenset[str]) -> None:
+    """Refuse inputs that the run cannot provide, and settings that have no effect on this algorithm."""
+    loss, kl, weights = part("loss", resolved.loss), config.algorithm.kl, config.weights
+    dimensions, missing_key = config.algorithm.reward_dimensions, "config.missing-key"
+    estimator = part("advantages", resolved.advantages) if resolved.advantages else None
+    needs = {*estimator.needs} if estimator else set()
     of_loss = there | {*COUNTS, "rewards", "log_probs", "response_mask", "pair_ids", "expert_mask"}
-    missing = (
-        {*chosen.needs} - _ESTIMATOR_INPUTS - _KNOWN_NEEDS | {*needs} - _ESTIMATOR_INPUTS | {*loss.needs} - of_loss
-    )
+    missing = {*chosen.needs} - _ESTIMATOR_INPUTS - _KNOWN_NEEDS | needs - _ESTIMATOR_INPUTS | {*loss.needs} - of_loss
     if missing:
         what = f"algorithm {config.algorithm.name!r} needs what a run cannot supply: {', '.join(sorted(missing))}"
         expected = "parts whose inputs a run has; `jackfield algorithms show NAME` tells them"
         raise config.refusal("algorithm", what, expected)
-    missing_key = "config.missing-key"
     if "expert_mask" in loss.needs and not resolved.mixes:
         what = f"loss {loss.name} learns from an expert's answers, too, and there are none"
         expected = "a JSONL file of tasks with answers, and data.expert_samples_per_batch; or rows as mixing.expert"
@@ -163,27 +153,21 @@ def _check_supply(config: RunConfig, chosen: Algorithm, resolved: ResolvedAlgori
         what = f"loss {loss.name} compares two answers, and the data's format names one"
         expected = "the field of the worse answer, beside response_key, that of the better one"
         raise config.refusal("data.format.rejected_key", what, expected, missing_key)
-
-
-def _check_effect(config: RunConfig, resolved: ResolvedAlgorithm) -> None:
-    """Refuse a setting that has no effect on this algorithm."""
-    settings, kl, weights = config.algorithm, config.algorithm.kl, config.weights
-    estimator = part("advantages", resolved.advantages) if resolved.advantages else None
-    several = estimator is not None and "reward_dimensions" in estimator.inputs
-    whole = weights.kind == "full"
+    several, full = estimator is not None and "reward_dimensions" in estimator.inputs, weights.kind == "full"
     for idle, where, expected in (
         (config.critic != CriticSettings() and not resolved.critic, "critic", "an estimator with a critic (gae)"),
         (config.mixing.expert and not resolved.mixes, "mixing.expert", "a loss with an expert (mix)"),
         (config.data.expert and not resolved.experts, "data.expert", "a loss with an expert (mix)"),
-        (settings.reward_dimensions and not several, "algorithm.reward_dimensions", "an estimator of them (gdpo)"),
-        (settings.shaping.active and several, "algorithm.shaping", "an estimator of one reward"),
-        (whole and weights != WeightsConfig(dtype=weights.dtype), "weights", "kind: delta, for what a delta has"),
+        (dimensions and not several, "algorithm.reward_dimensions", "an estimator of them (gdpo)"),
+        (config.algorithm.shaping.active and several, "algorithm.shaping", "an estimator of one reward"),
+        (full and weights != WeightsConfig(dtype=weights.dtype), "weights", "kind: delta, for what a delta has"),
         (config.data.format.rejected_key and not resolved.pairs, "data.format.rejected_key", "a loss of pairs (dpo)"),
         (kl.target and not kl.coefficient, "algorithm.kl.target", "algorithm.kl.coefficient above 0, where it begins"),
         (kl.in_reward and estimator is None, "algorithm.kl.in_reward", "an algorithm with rewards"),
     ):
         if idle:
-            raise config.refusal(where, f"{where} has no effect on algorithm {settings.name!r}", expected)
+            what = f"{where} has no effect on algorithm {config.algorithm.name!r}"
+            raise config.refusal(where, what, expected)
 
 
 def _filters(config: RunConfig) -> dict[str, float]:
@@ -207,9 +191,7 @@ def _correction(config: RunConfig, loss: Part, rollout: Manifest, *, sampled: bo
     corrects = sampled and (fits if settings.enabled is None else settings.enabled)
     from_engine = given == "engine" or (given == "auto" and bool(corrects or active))
     if given == "rollout" and active:
-        what = (
-            "the rollout server's log-probs are of the distribution that the sampling filters leave, not of the policy"
-        )
+        what = "the rollout server's log-probs are of what the sampling filters leave, not of the policy"
         expected = f"engine or auto, or no {', '.join(f'sampling.{name}' for name in active)}"
         raise config.refusal("algorithm.old_log_probs", what, expected)
     where = "algorithm.correction"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import sys
 import traceback
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
@@ -15,15 +13,7 @@ import attrs
 
 from jackfield.clock import Clock
 from jackfield.compose.builder import RunBuilder
-from jackfield.compose.checks import (
-    check_plugins,
-    check_rows,
-    check_tokens,
-    hooks_of,
-    import_plugins,
-    prompt_limit,
-    read_tasks,
-)
+from jackfield.compose.checks import check_plugins, hooks_of, prepare
 from jackfield.compose.folder import (
     DISK_ERRORS,
     folder_lock,
@@ -32,20 +22,17 @@ from jackfield.compose.folder import (
     storage_error,
     storage_errors,
 )
-from jackfield.compose.resolve import resolve_algorithm
 from jackfield.compose.stopping import Stop
 from jackfield.compose.workers import WorkerFactory
 from jackfield.config import RunConfig, as_plain, resolve_defaults, show
-from jackfield.data.task_set import TaskSet
 from jackfield.errors import ConfigError, JackfieldError, RunError, WorkerLost
 from jackfield.files import replace_file
-from jackfield.imports import collection_paused
 from jackfield.observe import observers
 from jackfield.plugins import Registry, discover
 from jackfield.plugins.hooks import RunEnded, RunStarted
 from jackfield.queue.remote import QueueServer
 from jackfield.runtime.workers import one_line
-from jackfield.trainer import Checkpoint, Role, RoleName
+from jackfield.trainer import Checkpoint, RoleName
 
 
 @attrs.frozen(kw_only=True)
@@ -106,7 +93,7 @@ async def run_async(
     config = resolve_defaults(config).of_role(role)
     folder, trains, checkpoint = Path(config.folder), role in ("all", "train"), None
     hooks = [*observers(config.observe, folder, clock=clock), *hooks]
-    prepared, tasks = _prepare(config, registry, hooks, role, clock)
+    prepared, tasks = prepare(config, registry, hooks, role, clock)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -128,10 +115,8 @@ async def run_async(
                 processes.push_async_callback(workers.close)
                 make_workers = workers.make
             for left in reversed(range(config.checkpoint.max_recoveries + 1)):
-                role_again = attrs.evolve(prepared)
-                builder = RunBuilder(
-                    role=role_again, tasks=tasks, stop=stop, factory=factory, make_workers=make_workers
-                )
+                attempt = attrs.evolve(prepared)
+                builder = RunBuilder(role=attempt, tasks=tasks, stop=stop, factory=factory, make_workers=make_workers)
                 try:
                     with _reported(builder, checkpoint):
                         steps = await builder.execute(checkpoint)
@@ -141,17 +126,14 @@ async def run_async(
                     checkpoint = starting_point(resumed) if left and trains else None
                     if checkpoint is None:
                         raise
-                    logging.getLogger("jackfield").warning(
-                        "%s; the run goes on after step %d", one_line(error), checkpoint.step
-                    )
+                    what = "%s; the run goes on after step %d"
+                    logging.getLogger("jackfield").warning(what, one_line(error), checkpoint.step)
     return RunResult(folder=folder, steps=steps, stopped=trains and steps < config.schedule.steps)
 
 
 @asynccontextmanager
 async def serve_queue(config: RunConfig) -> AsyncIterator[tuple[QueueServer, Path]]:
-    """Serve the controller of a run's queue, and open its backend for other processes.
-
-    Yield the server and the file with its address.
+    """Serve the controller of a run's queue, and yield the server and the file with its address.
 
     Raises:
         PluginError: If the backend keeps values in a single process.
@@ -176,37 +158,11 @@ async def serve_queue(config: RunConfig) -> AsyncIterator[tuple[QueueServer, Pat
         yield server, file
 
 
-@collection_paused()
-def _prepare(
-    config: RunConfig, registry: Registry, hooks: Sequence[object], role: RoleName, clock: Clock
-) -> tuple[Role, dict[str, TaskSet]]:
-    """Make all checks that do not change the run's folder; those that import torch come last."""
-    check_plugins(config, registry, role)
-    here = config.cluster.name == "inline"  # otherwise workers check their plugins in their own processes
-    if here:
-        import_plugins(config, registry, heavy=False)
-    manager = hooks_of(config, registry, hooks)
-    algorithm = resolve_algorithm(config, registry.find("rollout", config.rollout.name))
-    tasks = read_tasks(config, algorithm)
-    prompt_limit(config)
-    if not sys.stderr.isatty():
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a log cannot show them
-    # making a nested tensor from its values reads a deprecated flag of torch.fx, which logs a warning
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-    if here:
-        check_tokens(config, tasks)
-        import_plugins(config, registry, heavy=True)
-    check_rows(config)
-    return Role(config=config, name=role, algorithm=algorithm, clock=clock, hooks=manager.hook), tasks
-
-
 @contextmanager
 def _reported(builder: RunBuilder, checkpoint: Checkpoint | None) -> Iterator[None]:
     """Notify the hooks of start and end, and write the traceback of a failure into the folder.
 
-    Raises:
-        CancelledError: If a signal ended the run, or a worker died after a signal (it may have received the same
-            signal).
+    A worker that died after a signal may have received the same signal, so this is no failure (``CancelledError``).
     """
     role, config, folder = builder.role, builder.role.config, Path(builder.role.config.folder)
     failure, stopped, first_step = None, False, 0 if checkpoint is None else checkpoint.step

@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,35 +57,40 @@ def certificate_folder() -> Path:
 
 
 def find_certification(record: PluginRecord) -> Certification | None:
-    """Find the certificate of a plugin.
+    """Return the certificate of a plugin, stale if the plugin has changed since the checks ran; None: there is none.
 
     A local certificate takes precedence: if it is for the installed files and negative, a shipped one is ignored. A
     valid certificate takes precedence over a stale one.
-
-    Returns:
-        The certificate, with ``stale`` set if the plugin has changed since the checks ran; None: there is none.
     """
     if record.manifest is None or record.error is not None:
         return None
-    folder = package_folder(record.manifest)
+    folder, certification = package_folder(record.manifest), None
     places: list[tuple[Literal["local", "shipped"], Path]] = [
         ("local", certificate_folder() / f"{record.kind}-{record.name}.json")
     ]
     shipped = (f"{record.kind}.certificate.json", "certificate.json")
     places += [("shipped", folder / name) for name in shipped] if folder else []
-    certification = None
+    now = {"distribution": record.distribution, "version": record.version, "ABI": record.abi}
     for source, file in places:
         found = read_certificate(file)
         if found is None or (found["kind"], found["plugin"]) != (record.kind, record.name):
             continue
-        stale = _change(found, record, record.manifest)
+        then = {"distribution": found["distribution"], "version": found["versions"].get("plugin"), "ABI": found["abi"]}
+        other = [what for what in now if then[what] != now[what]]
+        changes = [f"the checks ran on {what} {then[what]}, {now[what]} is installed" for what in other]
+        if not changes and (found["digest"] is None or found["digest"] != plugin_digest(record.manifest)):
+            changes = ["the plugin's files have changed since the checks ran"]
         certified = found["level"] in ("partial", "base", "full")
-        if certified and (not stale or certification is None):
-            date, version = str(found["date"])[:10], str(found["versions"].get("jackfield-conformance") or "unknown")
-            certification = Certification(
-                date=date, level=found["level"], source=source, conformance=version, stale=stale
-            )
-        if not stale:
+        if certified and (not changes or certification is None):
+            version = str(found["versions"].get("jackfield-conformance") or "unknown")
+            fields = {
+                "date": str(found["date"])[:10],
+                "level": found["level"],
+                "source": source,
+                "conformance": version,
+            }
+            certification = Certification(stale=changes[0] if changes else "", **fields)
+        if not changes:
             return certification if certified else None
     return certification
 
@@ -116,17 +120,6 @@ def read_certificate(file: Path) -> dict[str, Any] | None:
         return None
     whole = isinstance(found, dict) and found.keys() >= _KEYS and isinstance(found["versions"], dict)
     return found if whole and found.get("format") == FORMAT else None
-
-
-def _change(found: Mapping[str, Any], record: PluginRecord, manifest: Manifest) -> str:
-    """Describe what has changed since the checks ran; empty: nothing that the certificate covers."""
-    then = {"distribution": found["distribution"], "version": found["versions"].get("plugin"), "ABI": found["abi"]}
-    now = {"distribution": record.distribution, "version": record.version, "ABI": record.abi}
-    for what in then:
-        if then[what] != now[what]:
-            return f"the checks ran on {what} {then[what]}, {now[what]} is installed"
-    unchanged = found["digest"] is not None and found["digest"] == plugin_digest(manifest)
-    return "" if unchanged else "the plugin's files have changed since the checks ran"
 
 
 def package_folder(manifest: Manifest) -> Path | None:

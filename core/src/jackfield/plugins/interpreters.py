@@ -114,26 +114,17 @@ class Introduction:
         return [problem for problem in self.problems if problem.code == "plugin.requirement"]
 
     def check(self, *, complete: bool = True) -> None:
-        """Raise the first problem of the plugin there. Missing requirements count only if ``complete``.
-
-        Raises:
-            PluginError: ``plugin.interpreter``, ``plugin.handshake``, ``plugin.requirement``, or the error of the
-                plugin's manifest or import there.
-        """
+        """Raise the first problem of the interpreter or the plugin. Missing requirements count only if ``complete``."""
         for problem in (self.problem, *self.problems):
             if problem is not None and (complete or problem not in self.missing):
                 raise problem
 
 
 def resolve_interpreter(python: str | None, where: str | None = None) -> str:
-    """Return the absolute path of an interpreter.
+    """Return the absolute path of an interpreter, or raise ``plugin.interpreter`` if there is no such program.
 
-    Args:
-        python: A path (``~`` is expanded) or a command on ``PATH``; None: this interpreter.
-        where: The setting that names it, for errors; None: the path itself.
-
-    Raises:
-        PluginError: ``plugin.interpreter`` if there is no such program.
+    ``python`` is a path (``~`` is expanded) or a command on ``PATH``; None: this interpreter. ``where`` is the setting
+    that names it, for errors; None: the path itself.
     """
     if python is None:
         return sys.executable
@@ -207,11 +198,10 @@ def look(
         with contextlib.suppress(ValueError):  # start-up files may print other lines
             fields = json.loads(line)
             said |= fields if isinstance(fields, dict) else {}
-    found = Introduction(path=path, python=said["python"], versions=said["versions"], seconds=result.seconds)
-    problem = _unfit(path, said, result)
-    if problem is not None or record is None:
-        return attrs.evolve(found, problem=problem)
-    return attrs.evolve(found, problems=tuple(_problems(record, path, said, result)))
+    problem, versions = _unfit(path, said, result), said["versions"]
+    problems = () if problem or record is None else tuple(_problems(record, path, said, result))
+    answer = {"python": said["python"], "versions": versions, "seconds": result.seconds}
+    return Introduction(path=path, problem=problem, problems=problems, **answer)
 
 
 def _unfit(path: str, said: Mapping[str, Any], result: ChildResult) -> PluginError | None:
@@ -292,19 +282,17 @@ def main(kind: str, name: str, *importing: str) -> None:
 
 
 def create_environment(settings: EnvironmentSettings, folder: Path, installed: Sequence[str], seconds: float) -> bool:
-    """Create an environment unless it already exists as described. The output of pip goes to stderr.
+    """Create an environment unless it already exists as described; return whether it was changed.
 
     If only distributions that are copied from here have changed, only these are installed again. An incomplete
-    environment, or one with other settings, is created again; any other folder is not touched.
+    environment, or one with other settings, is created again; any other folder is not touched. The output of pip goes
+    to stderr.
 
     Args:
         settings: The description of the environment.
         folder: The folder of the environment.
         installed: Distributions that are installed in the same way as in this interpreter.
         seconds: The deadline of the whole creation.
-
-    Returns:
-        Whether the environment was changed.
 
     Raises:
         PluginError: ``plugin.environment``, with the step that failed; ``plugin.interpreter``.
@@ -322,12 +310,9 @@ def create_environment(settings: EnvironmentSettings, folder: Path, installed: S
     if made == json.loads(wanted):
         return False
     if folder.exists() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").is_file():
-        message, expected = (
-            "the folder of an environment is something else",
-            "no folder, an empty one, or an environment",
-        )
-        fix = "name another folder in the configuration"
-        raise PluginError(message, code="plugin.environment", where=str(folder), expected=expected, fix=fix)
+        details = {"where": str(folder), "expected": "no folder, an empty one, or an environment"}
+        message, fix = "the folder of an environment is something else", "name another folder in the configuration"
+        raise PluginError(message, code="plugin.environment", fix=fix, **details)
     pip = [environment_python(folder), "-m", "pip", "--disable-pip-version-check"]
     keep = [] if settings.constraints is None else ["--constraint", settings.constraints]
     steps = [[*pip, "install", "--force-reinstall", "--no-deps", *ours]]

@@ -10,16 +10,14 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import attrs
+from packaging.requirements import Requirement
 
 from jackfield.abc import ABI_VERSIONS, KINDS
 from jackfield.errors import PluginError
 from jackfield.settings import structure
-
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
 
 PluginKind = Literal["engine", "rollout", "agent", "reward", "transfer_queue", "checkpoint_engine"]
 CapabilityLevel = Literal["full", "partial", "unsupported", "unverified"]
@@ -29,12 +27,6 @@ def invalid_manifest(message: str, where: str, **details: Any) -> PluginError:
     """Return the error of an invalid manifest or entry point."""
     fix = "correct the plugin's manifest and its entry point, then reinstall the plugin"
     return PluginError(message, code="plugin.manifest-invalid", where=where, fix=fix, **details)
-
-
-def _requirement(text: str) -> Requirement:
-    from packaging.requirements import Requirement  # late: most manifests need no parser
-
-    return Requirement(text)
 
 
 def _form(expected: str, parse: Callable[[str], object]) -> Any:
@@ -57,7 +49,7 @@ _is_module = _form("package.module", re.compile(_MODULE).fullmatch)
 _is_object = _form("package.module:Attribute", re.compile(rf"{_MODULE}:[^\W\d]\w*").fullmatch)
 _is_name = _form("lower-case letters, digits, '_' and '-'", re.compile("[a-z0-9_-]+").fullmatch)
 _is_version = _form("major.minor", re.compile(r"(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)").fullmatch)
-_is_requirement = _form('PEP 508, like "torch>=2.8"', _requirement)
+_is_requirement = _form('PEP 508, like "torch>=2.8"', Requirement)
 _is_date = _form("YYYY-MM-DD", datetime.date.fromisoformat)
 
 
@@ -112,12 +104,12 @@ class Manifest:
     def requirement(self, module: str) -> str:
         """Return the requirement in ``[env]`` that names a missing module, or the module's name."""
         top = module.partition(".")[0]
-        named = (text for text in self.env.requires if _requirement(text).name.replace("-", "_").lower() == top.lower())
+        named = (text for text in self.env.requires if Requirement(text).name.replace("-", "_").lower() == top.lower())
         return next(named, top)
 
     def missing(self, where: str) -> Iterator[PluginError]:
         """Yield errors for requirements of ``[env]`` that this interpreter's metadata does not meet."""
-        requirements = (_requirement(text) for text in self.env.requires)
+        requirements = (Requirement(text) for text in self.env.requires)
         unmet = [lack for each in requirements if not each.marker or each.marker.evaluate() for lack in _unmet(each)]
         for module in self.env.modules:
             if importlib.util.find_spec(module) is None:
@@ -139,11 +131,11 @@ def _unmet(requirement: Requirement) -> Iterator[tuple[str, str, str]]:
     if not requirement.specifier.contains(distribution.version, prereleases=True):
         yield str(requirement), f"{requirement.name} {distribution.version}", fix
     for text in distribution.requires or ():
-        marker = _requirement(text).marker
+        marker = Requirement(text).marker
         if marker is None or marker.evaluate({"extra": ""}):
             continue  # required without an extra
         if any(marker.evaluate({"extra": extra}) for extra in requirement.extras):
-            yield from _unmet(_requirement(text.partition(";")[0]))
+            yield from _unmet(Requirement(text.partition(";")[0]))
 
 
 def parse_manifest(content: bytes, *, source: str, kind: str, name: str) -> Manifest:
@@ -178,18 +170,14 @@ def check_abi(kind: str, abi: str, where: str) -> None:
     older = "the plugin" if major < host_major else "jackfield"
     fix = f"upgrade {older} to a release for {kind} ABI {max(abi, host, key=parse_version)} or later"
     fix += ": pip install --upgrade jackfield" if older == "jackfield" else ""
-    message, expected = (
-        f"the plugin was built for another version of the {kind} contract",
-        f"{kind} ABI {host_major}.0 to {host}",
-    )
-    raise PluginError(message, code="plugin.abi", where=where, expected=expected, found=abi, fix=fix)
+    details = {"where": where, "expected": f"{kind} ABI {host_major}.0 to {host}", "found": abi, "fix": fix}
+    raise PluginError(f"the plugin was built for another version of the {kind} contract", code="plugin.abi", **details)
 
 
 def require_capability(manifest: Manifest, capability: str, because: str) -> None:
-    """Check that a plugin has a capability. ``because`` names the need: ``"model.lora is set"``.
+    """Raise ``plugin.capability`` if a manifest does not declare a capability, or declares it ``unsupported``.
 
-    Raises:
-        PluginError: ``plugin.capability`` if the manifest does not declare it, or declares it ``unsupported``.
+    ``because`` names the need: ``"model.lora is set"``.
     """
     level = manifest.capabilities.get(capability)
     if level in ("full", "partial", "unverified"):

@@ -16,24 +16,21 @@ from jackfield.abc import CONTRACTS
 from jackfield.errors import PluginError
 
 #: Each flavour of method: how it is written, and the return annotations that make a plain function one.
-_FLAVOURS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "sync": ("def", ()),
-    "async": ("async def", ("Awaitable", "Coroutine")),
-    "async generator": ("async def with yield", ("AsyncGenerator", "AsyncIterator", "AsyncIterable")),
-    "generator": ("def with yield", ("Generator", "Iterator", "Iterable")),
-    "context manager": ("@contextlib.contextmanager", ("AbstractContextManager", "ContextManager")),
-    "async context manager": (
-        "@contextlib.asynccontextmanager",
-        ("AbstractAsyncContextManager", "AsyncContextManager"),
-    ),
-    "property": ("@property", ()),
+_FLAVOURS: dict[str, tuple[str, str]] = {
+    "sync": ("def", ""),
+    "async": ("async def", "Awaitable Coroutine"),
+    "async generator": ("async def with yield", "AsyncGenerator AsyncIterator AsyncIterable"),
+    "generator": ("def with yield", "Generator Iterator Iterable"),
+    "context manager": ("@contextlib.contextmanager", "AbstractContextManager ContextManager"),
+    "async context manager": ("@contextlib.asynccontextmanager", "AbstractAsyncContextManager AsyncContextManager"),
+    "property": ("@property", ""),
 }
-#: Flavours by code object. The decorators of contextlib return functions that share one code object.
 _TESTS = {
     "async": inspect.iscoroutinefunction,
     "async generator": inspect.isasyncgenfunction,
     "generator": inspect.isgeneratorfunction,
 }
+#: Flavours by code object. The decorators of contextlib return functions that share one code object.
 _CODES = {
     contextlib.contextmanager(lambda: iter(())).__code__: "context manager",
     contextlib.asynccontextmanager(lambda: None).__code__: "async context manager",  # type: ignore[arg-type, return-value]
@@ -69,41 +66,42 @@ def structure_problems(kind: str, cls: Any, where: str) -> Iterator[PluginError]
         fix = "define " + "; ".join(f"{name}{_bare(contract, name)}" for name in missing)
         yield PluginError(message, code="plugin.abstract-method", where=where, expected=expected, found=found, fix=fix)
     for name in public_members(contract):
-        for problem in () if name in missing else _problems(contract, cls, name):
+        if name not in missing and (problem := _problem(contract, cls, name)) is not None:
             place = f"{cls.__name__}.{name}"
             yield PluginError(f"{place} does not fit the contract", where=f"{where}, {place}", **problem)
 
 
-def _problems(contract: type, cls: type, name: str) -> Iterator[dict[str, str]]:
+def _problem(contract: type, cls: type, name: str) -> dict[str, str] | None:
     """Compare a member of a class with that of the contract."""
     wanted = flavour(contract, name)
     try:
         found = flavour(cls, name)
     except (ValueError, TypeError):  # a builtin without a signature
-        return
+        return None
     returnable = found == "sync" and wanted not in ("sync", "async")  # a plain function may return such an object
     if wanted != found and "property" in (wanted, found):
         fix = "define it as the contract does"
-        yield {"code": "plugin.signature", "expected": wanted, "found": found, "fix": fix}
-    elif wanted != found and not returnable:
+        return {"code": "plugin.signature", "expected": wanted, "found": found, "fix": fix}
+    if wanted != found and not returnable:
         expected, seen = (f"{each} ({_FLAVOURS[each][0]})" for each in (wanted, found))
         fix = f"write {name}{_bare(contract, name)} with {_FLAVOURS[wanted][0]}"
-        yield {"code": "plugin.sync-async", "expected": expected, "found": seen, "fix": fix}
-    elif wanted != "property" and (refusal := next(_refusals(contract, cls, name), None)):
-        expected = "(config, context)" if name == "__init__" else str(_bare(contract, name))
-        fix = "take the contract's parameters; others need a default"
-        yield {"code": "plugin.signature", "expected": f"{name}{expected}", "found": refusal, "fix": fix}
+        return {"code": "plugin.sync-async", "expected": expected, "found": seen, "fix": fix}
+    refusal = None if wanted == "property" else _refusal(contract, cls, name)
+    if refusal is None:
+        return None
+    expected = "(config, context)" if name == "__init__" else str(_bare(contract, name))
+    fix = "take the contract's parameters; others need a default"
+    return {"code": "plugin.signature", "expected": f"{name}{expected}", "found": refusal, "fix": fix}
 
 
-def _refusals(contract: type, cls: type, name: str) -> Iterator[str]:
-    """Yield why a class rejects calls that the contract allows: by position, by name, only required arguments.
+def _refusal(contract: type, cls: type, name: str) -> str | None:
+    """Return why a class rejects calls that the contract allows: by position, by name, only required arguments.
 
     Each argument is its parameter's name, which shows the parameter that receives it.
     """
     on_class = isinstance(inspect.getattr_static(contract, name), classmethod)
     if on_class and not isinstance(inspect.getattr_static(cls, name), classmethod | staticmethod):
-        yield f"{name} needs an instance, and is called on the class"
-        return
+        return f"{name} needs an instance, and is called on the class"
     accepted, wanted = _bare(cls, name), _bare(contract, name).parameters.values()
     plain = [each.name for each in wanted if each.kind is Parameter.POSITIONAL_OR_KEYWORD]
     by_name = [each.name for each in wanted if each.kind is Parameter.KEYWORD_ONLY]
@@ -114,11 +112,11 @@ def _refusals(contract: type, cls: type, name: str) -> Iterator[str]:
         try:
             bound = accepted.bind(*positional, **{each: each for each in named}).arguments
         except TypeError as error:
-            yield f"{name}{accepted}: {error}"
-            continue
+            return f"{name}{accepted}: {error}"
         for own, value in bound.items():
             if isinstance(value, str) and own != value and name != "__init__":  # its parameters' names may differ
-                yield f"{name}{accepted}: '{own}' is in the place of '{value}'"
+                return f"{name}{accepted}: '{own}' is in the place of '{value}'"
+    return None
 
 
 def public_members(cls: type) -> Iterator[str]:
@@ -151,7 +149,7 @@ def flavour(cls: type, name: str) -> str:
                 return found
         inner = getattr(inner, "__wrapped__", None)
     returns = annotation_text(inspect.signature(function).return_annotation).partition("[")[0].rpartition(".")[2]
-    return next((found for found, (_, names) in _FLAVOURS.items() if returns in names), "sync")
+    return next((found for found, (_, names) in _FLAVOURS.items() if returns in names.split()), "sync")
 
 
 def signature_of(cls: type, name: str) -> Signature:
