@@ -10,12 +10,12 @@ import attrs
 import torch
 
 from jackfield.abc.transfer_queue import TransferQueueContext
-from jackfield.clock import VirtualClock
 from jackfield.errors import DeadlineExceeded, QueueFull
 from jackfield.queue.meta import Batch, BatchMeta, GroupKey, Lineage, NewGroup, RolloutReport
 from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.queue.values import MemoryBackend, MemoryConfig, Values
 from jackfield.sdk.columns import column_from_rows, dense_column
+from jackfield_virtual_clock import VirtualClock
 
 
 class Memory(MemoryBackend):

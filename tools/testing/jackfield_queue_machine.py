@@ -40,7 +40,6 @@ from jackfield.abc.transfer_queue import (
     TransferQueueBackend,
     TransferQueueContext,
 )
-from jackfield.clock import VirtualClock
 from jackfield.errors import DeadlineExceeded, LeaseError, QueueError
 from jackfield.queue.meta import BatchMeta, GroupKey, NewGroup, RolloutReport, partition_of
 from jackfield.queue.records import State
@@ -49,6 +48,7 @@ from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.queue.values import MemoryBackend, MemoryConfig, Values
 from jackfield.sdk.columns import dense_column
 from jackfield_testing import refused
+from jackfield_virtual_clock import VirtualClock
 
 MAX_RETRIES = 50
 _CALL_SECONDS = 60.0

@@ -1,12 +1,11 @@
-"""The time source of all waits and deadlines of a run; simulations and tests use a :class:`VirtualClock`."""
+"""The time source of all waits and deadlines of a run."""
 
 from __future__ import annotations
 
 import asyncio
-import selectors
 import time
-from collections.abc import Awaitable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable
+from typing import TypeVar
 
 from jackfield.errors import DeadlineExceeded
 
@@ -63,42 +62,3 @@ async def _future(future: asyncio.Future[T], seconds: float, waiting_for: str) -
 def _too_late(seconds: float, waiting_for: str) -> DeadlineExceeded:
     fix = "look at why it did not answer, or raise the deadline"
     return DeadlineExceeded(f"waited {seconds:g} s for {waiting_for}", fix=fix)
-
-
-class VirtualClock(Clock):
-    """A clock that jumps to the next deadline as soon as every task waits.
-
-    Use :meth:`run` instead of :func:`asyncio.run`; ``asyncio.sleep`` and ``asyncio.timeout`` inside it also use
-    virtual time. Work in threads or other processes does not stop the clock.
-    """
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def time(self) -> float:
-        """Return the virtual seconds since the clock was created."""
-        return self.now
-
-    def run(self, main: Coroutine[Any, Any, T]) -> T:
-        """Run ``main`` to its end on virtual time and return its result."""
-        with asyncio.Runner(loop_factory=self.make_loop) as runner:
-            return runner.run(main)
-
-    def make_loop(self) -> asyncio.AbstractEventLoop:
-        """Create an event loop that runs on virtual time."""
-        loop = asyncio.SelectorEventLoop(_JumpingSelector(self))
-        loop.time = self.time  # type: ignore[method-assign]
-        return loop
-
-
-class _JumpingSelector(selectors.DefaultSelector):
-    """A selector that moves the virtual clock instead of waiting."""
-
-    def __init__(self, clock: VirtualClock) -> None:
-        super().__init__()
-        self._clock = clock
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is not None:
-            self._clock.now += max(timeout, 0.0)
-        return super().select(None if timeout is None else 0)

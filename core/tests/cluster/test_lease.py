@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from jackfield.clock import VirtualClock
 from jackfield.cluster.device import DeviceLease
 from jackfield.errors import DeadlineExceeded
+from jackfield_virtual_clock import VirtualClock
 
 
 def test_roles_take_turns_and_hand_over_once() -> None:

@@ -20,7 +20,6 @@ from jackfield.abc.rollout import (
     SamplingParams,
     ServerInfo,
 )
-from jackfield.clock import VirtualClock
 from jackfield.cluster.pool import ReplicaPool, WeightSource
 from jackfield.cluster.replica import Replica, Worker
 from jackfield.config import make_config
@@ -29,6 +28,7 @@ from jackfield.routing.router import Router
 from jackfield.weights import Replica as Receiver
 from jackfield.weights import SyncReport
 from jackfield_testing import refused
+from jackfield_virtual_clock import VirtualClock
 
 START, TRANSFER, DRAIN = 10.0, 5.0, 30.0
 

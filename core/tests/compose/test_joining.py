@@ -10,13 +10,13 @@ import pytest
 
 from jackfield.abc.rollout import BaseRolloutServer, ServerInfo, UpdateWeightsRequest, WeightReceipt, WorkerReceipt
 from jackfield.algorithms.settings import ResolvedAlgorithm
-from jackfield.clock import VirtualClock
 from jackfield.cluster.device import DeviceLease
 from jackfield.compose.builder import following
 from jackfield.config import make_config
 from jackfield.plugins import HookManager
 from jackfield.trainer import Role, WeightSubscriber
 from jackfield.weights import Replica, SyncReport
+from jackfield_virtual_clock import VirtualClock
 
 
 def replica(clock: VirtualClock, number: int) -> Any:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jackfield.clock import VirtualClock
 from jackfield.queue.transfer_queue import TransferQueue
+from jackfield_virtual_clock import VirtualClock
 
 
 @pytest.fixture

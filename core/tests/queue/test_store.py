@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from jackfield.clock import VirtualClock
 from jackfield.errors import QueueError
 from jackfield.queue import Lineage
 from jackfield.queue.records import State
 from jackfield.queue.store import STORE_FILE, Store, effective_acks, read_ledger
 from jackfield.queue.transfer_queue import TransferQueue
+from jackfield_virtual_clock import VirtualClock
 
 pytest.importorskip("torch")
 from jackfield_queue_bench import Bench, Memory

@@ -9,10 +9,10 @@ import attrs
 import pytest
 
 from jackfield.abc.rollout import GenerateRequest, HealthReport
-from jackfield.clock import VirtualClock
 from jackfield.errors import JackfieldError, RolloutError, WorkerLost
 from jackfield.routing.router import Router
 from jackfield_testing import refused
+from jackfield_virtual_clock import VirtualClock
 
 REQUEST = GenerateRequest(request_id="one", prompt_ids=(1,))
 

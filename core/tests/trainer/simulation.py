@@ -26,7 +26,7 @@ from jackfield.abc.transfer_queue import (
 )
 from jackfield.algorithms import LossSpec
 from jackfield.algorithms.settings import ResolvedAlgorithm
-from jackfield.clock import Clock, VirtualClock
+from jackfield.clock import Clock
 from jackfield.cluster.device import DeviceLease
 from jackfield.config import make_config
 from jackfield.data.tasks import Task
@@ -54,6 +54,7 @@ from jackfield.trainer import (
     Schedule,
     Trainer,
 )
+from jackfield_virtual_clock import VirtualClock
 
 
 class Inline(ThreadPoolExecutor):

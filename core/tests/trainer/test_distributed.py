@@ -12,7 +12,6 @@ import pytest
 from jackfield.abc.rollout import ServerInfo, UpdateWeightsRequest, WeightReceipt, WorkerReceipt
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.algorithms.settings import ResolvedAlgorithm
-from jackfield.clock import VirtualClock
 from jackfield.config import make_config
 from jackfield.errors import DeadlineExceeded, WeightsError
 from jackfield.plugins import HookManager
@@ -21,6 +20,7 @@ from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.trainer import Role, WeightSubscriber
 from jackfield.trainer.role import publish
 from jackfield.weights import Replica, SyncReport
+from jackfield_virtual_clock import VirtualClock
 
 pytest.importorskip("torch")
 

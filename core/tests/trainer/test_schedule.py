@@ -7,10 +7,10 @@ import itertools
 
 import pytest
 
-from jackfield.clock import VirtualClock
 from jackfield.errors import DeadlineExceeded, ScheduleError
 from jackfield.trainer import Progress, Schedule
 from jackfield.trainer.trainer import further_groups
+from jackfield_virtual_clock import VirtualClock
 
 
 @pytest.mark.parametrize(("k", "o"), list(itertools.product((1, 2, 3, 5), (0, 1, 2))))

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext, TopologyRequest
 from jackfield.abc.rollout import HealthReport, ServerInfo, UpdateWeightsRequest, WeightReceipt, WorkerReceipt
-from jackfield.clock import VirtualClock
 from jackfield.errors import WeightsError
 from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import PREFIX, HeldWeights, WeightReceiver, check_base
 from jackfield.weights import Replica, WeightSender, WeightSynchronizer
 from jackfield.weights.in_process import InProcessCheckpointEngine, InProcessConfig
 from jackfield.weights.sender import Blocks, delta_of
+from jackfield_virtual_clock import VirtualClock
 
 torch = pytest.importorskip("torch")
 

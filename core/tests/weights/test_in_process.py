@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext, ConnectRequest, Topology, TopologyRequest
-from jackfield.clock import VirtualClock
 from jackfield.errors import DeadlineExceeded, WeightsError
 from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import WeightReceiver
 from jackfield.weights import WeightSender, in_process
 from jackfield.weights.in_process import InProcessCheckpointEngine, InProcessConfig
+from jackfield_virtual_clock import VirtualClock
 
 torch = pytest.importorskip("torch")
 

@@ -12,9 +12,9 @@ import attrs
 import pytest
 
 from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, GenerateResult
-from jackfield.clock import VirtualClock
 from jackfield.errors import DeadlineExceeded, WeightsError
 from jackfield.weights import ReplicaProbe
+from jackfield_virtual_clock import VirtualClock
 
 LOG_PROBS = (-0.5, -1.5)
 

@@ -12,7 +12,6 @@ import pytest
 
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.abc.rollout import ServerInfo, UpdateWeightsRequest, WeightReceipt, WorkerReceipt
-from jackfield.clock import VirtualClock
 from jackfield.errors import WeightsError
 from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import WeightReceiver
@@ -20,6 +19,7 @@ from jackfield.weights import Replica, SyncReport, WeightSender, WeightSynchroni
 from jackfield.weights.in_process import InProcessCheckpointEngine, InProcessConfig
 from jackfield.weights.synchronizer import run_together
 from jackfield_testing import refused
+from jackfield_virtual_clock import VirtualClock
 
 torch = pytest.importorskip("torch")
 

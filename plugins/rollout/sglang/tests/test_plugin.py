@@ -13,12 +13,12 @@ import pytest
 
 from jackfield.abc.engine import ModelSpec
 from jackfield.abc.rollout import RolloutContext
-from jackfield.clock import VirtualClock
 from jackfield.errors import ConfigError, JackfieldError, PluginError, RolloutError
 from jackfield.plugins import load_plugin
 from jackfield_rollout_sglang.config import Config
 from jackfield_rollout_sglang.process import SglangProcess
 from jackfield_rollout_sglang.requests import launch_arguments, read_answer
+from jackfield_virtual_clock import VirtualClock
 
 
 def build(path: str, **settings: Any) -> Any:
