@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jackfield.plugins import discover
-from jackfield.plugins.certificates import FORMAT, find_certification, plugin_digest
+from jackfield_conformance.certificates import FORMAT, find_certification, plugin_digest
 from jackfield_conformance.commands.check import keep
 
 SCORING = """

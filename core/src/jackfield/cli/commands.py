@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sys
 import textwrap
 import time
 from asyncio import CancelledError
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -302,15 +304,21 @@ def plugins() -> None:
 @kind_option
 @json_option
 def list_plugins(kind: str | None, as_json: bool) -> None:
-    """List installed plugins, usable or not, without importing them."""
+    """List installed plugins, usable or not, without importing them.
+
+    Certificates of conformance are shown if jackfield-conformance, which verifies them, is installed.
+    """
     import attrs
 
     from jackfield.plugins import discover
-    from jackfield.plugins.certificates import find_certification
 
-    found, table = [], [("NAME", "KIND", "ABI", "DISTRIBUTION", "STATUS", "DESCRIPTION", "")]
+    certificates, found = None, []
+    with suppress(ModuleNotFoundError):
+        certificates = importlib.import_module("jackfield_conformance.certificates")
+    table = [("NAME", "KIND", "ABI", "DISTRIBUTION", "STATUS", "DESCRIPTION", "")]
     for record in discover().records(kind):
-        certificate, fields, shown, stale = find_certification(record), record.as_dict(), None, False
+        certificate = certificates.find_certification(record) if certificates else None
+        fields, shown, stale = record.as_dict(), None, False
         word, note = str(record.status), str(record.error or "")
         if certificate is not None:
             shown, stale = attrs.asdict(certificate), bool(certificate.stale)

@@ -44,22 +44,17 @@ def make_config(values: Any, overrides: Sequence[str] = ()) -> RunConfig:
     if isinstance(values, Mapping):
         for override in overrides:
             values = apply_override(_named(values), override)
-        values = {key: _nested(key, value) if key in KINDS else value for key, value in _named(values).items()}
+        values = _named(values)
+        for kind in KINDS:
+            if isinstance(values.get(kind), Mapping):  # a plugin's settings are given next to its name
+                settings = {"name": getattr(attrs.fields(RunConfig), kind).default.name, **values[kind]}
+                values[kind] = {"name": settings.pop("name"), "settings": settings}
     return resolve_defaults(structure(RunConfig, values))
 
 
 def _named(values: Mapping[str, Any]) -> dict[str, Any]:
     """Turn plugin sections that are only names into mappings, to which overrides can add."""
     return {key: {"name": value} if key in KINDS and isinstance(value, str) else value for key, value in values.items()}
-
-
-def _nested(kind: str, section: Any) -> Any:
-    """Move a plugin's settings, given next to its name, into the field ``settings``."""
-    if not isinstance(section, Mapping):
-        return section
-    settings = dict(section)
-    name = settings.pop("name", getattr(attrs.fields(RunConfig), kind).default.name)
-    return {"name": name, "settings": settings}
 
 
 #: The meaning of ``checkpoint_engine: auto`` by where replicas run; ``in_process`` reaches no other process.

@@ -17,8 +17,8 @@ import attrs
 
 from jackfield.errors import JackfieldError
 from jackfield.plugins import Manifest, PluginRecord, Registry, discover
-from jackfield.plugins.certificates import FORMAT, plugin_digest
 from jackfield.settings import structure
+from jackfield_conformance.certificates import FORMAT, plugin_digest
 from jackfield_conformance.registry import FIRST_BEHAVIOUR, PREFIXES, TIERS, Check, Outcome, Tier, checks, run_check
 from jackfield_conformance.subject import Subject
 

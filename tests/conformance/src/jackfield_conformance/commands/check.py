@@ -19,8 +19,8 @@ from jackfield.cli import json_option, report, show
 from jackfield.cli.commands import kind_option
 from jackfield.errors import JackfieldError, PluginError
 from jackfield.plugins import PluginRecord, discover
-from jackfield.plugins.certificates import certificate_folder, read_certificate
 from jackfield.plugins.interpreters import resolve_interpreter
+from jackfield_conformance.certificates import certificate_folder, read_certificate
 from jackfield_conformance.registry import TIERS
 
 

@@ -16,8 +16,8 @@ from jackfield.cli import deadline_option, json_option, report, show
 from jackfield.cli.commands import kind_option, stale_note
 from jackfield.errors import JackfieldError
 from jackfield.plugins import PluginRecord, discover
-from jackfield.plugins.certificates import find_certification
 from jackfield.plugins.interpreters import Introduction, look
+from jackfield_conformance.certificates import find_certification
 
 _MARKS = {"ok": "ok     ", "stale": "STALE  ", "problem": "PROBLEM"}
 

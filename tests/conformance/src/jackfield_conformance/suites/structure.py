@@ -11,8 +11,8 @@ import attrs
 
 from jackfield.errors import ConfigError, JackfieldError
 from jackfield.plugins import PluginRecord, Registry
-from jackfield.plugins.certificates import package_folder
 from jackfield.settings import structure
+from jackfield_conformance.certificates import package_folder
 from jackfield_conformance.reach import find_reaches
 from jackfield_conformance.registry import (
     EVERY_KIND,
