@@ -43,11 +43,9 @@ _EXAMPLE = '{"columns": {"prompt_ids": [1, 2], …}, "tags": {…}, "group": …
 
 
 def write_samples(file: Path, samples: Callable[[], Iterable[SavedSample]]) -> int:
-    """Write a JSONL or, by the file's suffix, a Parquet file; return the number of samples.
+    """Write a JSONL or, by the file's suffix, a Parquet file atomically; return the number of samples.
 
-    Args:
-        file: The file, which is replaced atomically.
-        samples: Returns the samples. It is called twice for Parquet, whose schema is written first.
+    ``samples`` is called twice for Parquet, whose schema is written first.
 
     Raises:
         QueueError: ``plugin.requirement`` if pyarrow is missing.
@@ -167,12 +165,9 @@ def saved_samples(folder: Path) -> Iterator[SavedSample]:
 
 
 def trace(key: str, checkpoint: Path | None, store: Path | None) -> dict[str, Any]:
-    """Return the ancestors of a sample as a tree of plain values.
+    """Return the ancestors of a sample, which may have left the queue, as a tree of plain values.
 
-    Args:
-        key: The key of the sample, which may have left the queue.
-        checkpoint: A checkpoint of the queue, which has its samples and their ancestors.
-        store: The store file of the run's queue, which has every derivation.
+    ``checkpoint`` has the queue's samples and their ancestors; the ``store`` file of the run has every derivation.
 
     Returns:
         ``key``, ``in_queue``, ``operation`` (None: not made from other samples, or unknown) and ``parents``.

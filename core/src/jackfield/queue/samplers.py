@@ -76,8 +76,11 @@ class Sequential(Sampler):
 
 
 @attrs.define(kw_only=True)
-class _Drawing(Sampler):
-    """The base of random samplers. Each call has a generator seeded with the seed and the number of the call."""
+class Random(Sampler):
+    """A sampler that draws groups uniformly, without replacement within a call.
+
+    Each call has a generator seeded with the seed and the number of the call.
+    """
 
     seed: int = option(0, help="seed of the random choices")
     _calls: int = attrs.field(default=0, init=False)
@@ -85,6 +88,11 @@ class _Drawing(Sampler):
     def _generator(self) -> random.Random:
         self._calls += 1
         return random.Random(f"{self.seed}/{self._calls}")
+
+    def sample(self, ready: Ready, count: int | None) -> Sequence[str]:
+        """Return ``count`` groups in a random order that does not depend on the order of ``ready``."""
+        names = sorted(ready)
+        return self._generator().sample(names, len(names) if count is None else min(count, len(names)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of calls."""
@@ -96,17 +104,7 @@ class _Drawing(Sampler):
 
 
 @attrs.define(kw_only=True)
-class Random(_Drawing):
-    """A sampler that draws groups uniformly, without replacement within a call."""
-
-    def sample(self, ready: Ready, count: int | None) -> Sequence[str]:
-        """Return ``count`` groups in a random order that does not depend on the order of ``ready``."""
-        names = sorted(ready)
-        return self._generator().sample(names, len(names) if count is None else min(count, len(names)))
-
-
-@attrs.define(kw_only=True)
-class Priority(_Drawing):
+class Priority(Random):
     """A sampler by priority: a tag's value minus a decay per use. Ties keep the order of ``ready``."""
 
     tag: str = option(
@@ -130,11 +128,9 @@ SAMPLERS: dict[str, Callable[..., Sampler]] = {"priority": Priority, "random": R
 
 
 def register_sampler(name: str, make: Callable[..., Sampler]) -> None:
-    """Register a sampler under ``name``.
+    """Register a sampler under the ``name`` that configurations use.
 
-    Args:
-        name: The name of the sampler in configurations.
-        make: An attrs class whose fields are the options, or a function that takes the options.
+    ``make`` is an attrs class whose fields are the options, or a function that takes the options.
 
     Raises:
         QueueError: ``queue.invalid`` if another sampler has the name.
@@ -151,10 +147,7 @@ class SamplerSpec:
     options: Mapping[str, Any] = option(factory=dict, help="the sampler's own settings")
 
     def make(self, where: str = "") -> Sampler:
-        """Create a sampler.
-
-        Args:
-            where: The path of the options, for error messages.
+        """Create a sampler. ``where`` is the path of the options, for error messages.
 
         Raises:
             QueueError: ``queue.invalid`` for an unknown name.

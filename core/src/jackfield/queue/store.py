@@ -75,16 +75,14 @@ class Store:
 
     def write(self, state: State) -> None:
         """Write the changes of one call in one transaction. After a failure no later call succeeds."""
-        head = next(state.rows()) if self.durable and self._head is not None else None
+        head = None if self._head is None or not self.durable else next(state.rows())
         is_new = head is not None and (bool(self.changed) or head != self._head)
         if self.coming or self.derived or is_new:
-            with self._writing():
-                if head is not None:
-                    living = [each for each in self.changed if each.batch.number in each.batch.partition.batches]
-                    gone = [(group.row_key(),) for group in self.changed.keys() - set(living)]
-                    self._db.executemany("delete from state where key = ?", gone)
-                    self._insert([head, *(group.row() for group in living)])
-                    self._head = head
+            changed = {} if head is None else self.changed
+            living = [group for group in changed if group.batch.number in group.batch.partition.batches]
+            rows = [] if head is None else [head, *(group.row() for group in living)]
+            self._write(rows, [group.row_key() for group in changed.keys() - set(living)])
+            self._head = head
         self.changed.clear()
 
     def begin(self, rows: Sequence[Row]) -> None:
@@ -92,13 +90,10 @@ class Store:
         self._head = rows[0]
         self.changed.clear()
         if self.durable:
-            with self._writing():
-                self._db.execute("delete from state")
-                self._insert(rows)
+            self._write(rows, None)
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Write ledger, lineage and the block's statements in one transaction."""
+    def _write(self, rows: Iterable[Row], gone: Iterable[str] | None) -> None:
+        """Write ledger, lineage and rows of the state in one transaction; without ``gone`` all other rows go."""
         end = self._end
         try:
             with _translated_errors(self.path), self._db as db:  # it commits or rolls back
@@ -108,17 +103,17 @@ class Store:
                     self._end = LedgerEnd(self._end.number + 1, _chained(self._end.digest, value))
                     row = (self._end.number, entry["event"], entry.get("step"), entry.get("consumer"), value)
                     db.execute("insert into ledger values(?, ?, ?, ?, ?, ?)", (*row, self._end.digest))
-                rows = [(key, made.operation, _encode(made.parents)) for key, made in self.derived.items()]
-                db.executemany("insert or replace into lineage values(?, ?, ?)", rows)
-                yield
+                made = [(key, each.operation, _encode(each.parents)) for key, each in self.derived.items()]
+                db.executemany("insert or replace into lineage values(?, ?, ?)", made)
+                if gone is None:
+                    db.execute("delete from state")
+                db.executemany("delete from state where key = ?", [(key,) for key in gone or ()])
+                db.executemany("insert or replace into state values(?, ?, ?)", [(*row, _digest(*row)) for row in rows])
         except BaseException as error:
             self._end, self._failure = end, error if isinstance(error, QueueError) else None
             raise
         self.coming.clear()
         self.derived.clear()
-
-    def _insert(self, rows: Iterable[Row]) -> None:
-        self._db.executemany("insert or replace into state values(?, ?, ?)", [(*row, _digest(*row)) for row in rows])
 
     def save(self, path: Path, rows: Sequence[Row], keys: Sequence[str]) -> None:
         """Write a checkpoint atomically: the rows of a state and the lineage of samples."""

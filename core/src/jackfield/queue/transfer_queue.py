@@ -190,25 +190,21 @@ class TransferQueue:
         for partition, keys in discarded.items():
             await self.backend.delete(DeleteRequest(partition=partition, keys=tuple(dict.fromkeys(keys))))
 
-    async def _discard_orphans(self) -> int:
-        """Delete samples of dead workers that only the backend knows; return their number.
+    async def flush(self) -> int:
+        """Delete all values that do not belong to a sample of the queue; return how many samples the queue never had.
 
-        The caller holds the lock.
+        These are the samples of workers that died before their report.
         """
-        found = 0
-        for partition, key in (await self.backend.keys(KeysRequest())).samples:
-            group = self._core.state.groups.get(group_of(key))
-            if not self._core.state.knows(key) and (group is None or group.is_made):
-                self._core.discard([key], partition)
-                found += 1
-        await self._forget_discarded()
-        return found
-
-    async def flush(self) -> None:
-        """Delete all values that do not belong to a sample of the queue."""
         self._core.require_open()
+        state, found = self._core.state, 0
         async with self._deleting:
-            await self._discard_orphans()
+            for partition, key in (await self.backend.keys(KeysRequest())).samples:
+                group = state.groups.get(group_of(key))
+                if not state.knows(key) and (group is None or group.is_made):
+                    self._core.discard([key], partition)
+                    found += 1
+            await self._forget_discarded()
+        return found
 
     # -- checkpoints
 
@@ -352,10 +348,9 @@ class TransferQueue:
     async def clear(self) -> None:
         """Delete everything, including the ledger and what a durable backend kept from an earlier run."""
         self._core.store.clear()
-        async with self._deleting:
-            before = self._core.state.samples or any(each.next_batch for each in self._core.state.partitions.values())
-            self._replace(State())
-            found = await self._discard_orphans()
-            if found or before:
-                self._core.record("clear", samples=found)
-            self._core.store.begin(list(self._core.state.rows()))
+        before = self._core.state.samples or any(each.next_batch for each in self._core.state.partitions.values())
+        self._replace(State())
+        found = await self.flush()
+        if found or before:
+            self._core.record("clear", samples=found)
+        self._core.store.begin(list(self._core.state.rows()))

@@ -133,13 +133,10 @@ def split(column: Column) -> tuple[str, list[memoryview]]:
 
 
 def join(name: str, cells: Sequence[Cell], memory: Callable[[int], torch.Tensor | None] | None = None) -> Column:
-    """Return cells as one column.
+    """Return cells as one column; ``name`` is the column's name for errors.
 
-    Args:
-        name: The name of the column, for errors.
-        cells: The cells of the samples, at least one.
-        memory: Returns uint8 ``[bytes]`` that already has the cells' bytes in order, or None if there is none. Without
-            it, or if it returns None, the bytes are copied.
+    ``memory`` returns uint8 ``[bytes]`` that already has the cells' bytes in order, or None if there is none. Without
+    it, or if it returns None, the bytes are copied.
 
     Raises:
         QueueError: ``queue.column`` for cells of different types, ``queue.invalid`` for no cells, ``queue.store`` for
@@ -156,9 +153,8 @@ def join(name: str, cells: Sequence[Cell], memory: Callable[[int], torch.Tensor 
     shape = (sum(lengths), *kind.shape)
     there = memory(sum(map(len, contents))) if memory is not None and kind.unit else None
     if there is None:
-        values = tensor_of(bytearray().join(contents if kind.unit else ()), kind.dtype, shape)
-    else:
-        values = there.view(dtype_of(kind.dtype)).reshape(shape)
+        there = tensor_of(bytearray().join(contents if kind.unit else ()))
+    values = there.view(dtype_of(kind.dtype)).reshape(shape)
     if kind.kind == "dense":
         return Column(values=values)
     return Column(values=values, offsets=offsets_of(lengths), encoding="json" if kind.kind == "json" else "tensor")
@@ -219,13 +215,11 @@ def unlike_types(message: str, types: Iterable[str], where: str | None = None) -
     return QueueError(message, code="queue.column", where=where, expected=expected, found=sorted(types))
 
 
-def tensor_of(content: bytearray, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-    """Return a tensor that uses ``content`` as its memory."""
+def tensor_of(content: bytearray) -> torch.Tensor:
+    """Return a uint8 tensor that uses ``content`` as its memory."""
     import torch
 
-    found = dtype_of(dtype)
-    values = torch.frombuffer(content, dtype=found) if content else torch.empty(0, dtype=found)
-    return values.reshape(tuple(shape))
+    return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 
 def dtype_of(name: str) -> Any:

@@ -37,22 +37,16 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 
 
 def dense_column(values: torch.Tensor) -> Column:
-    """Return a column whose samples have one shape.
-
-    Args:
-        values: The samples, ``[samples, ...]``, any dtype.
-    """
+    """Return a column whose samples have one shape: ``values[i]`` of ``[samples, ...]``, any dtype."""
     if values.dim() == 0:
         raise _invalid("a dense column needs one row per index of its first dimension", "[rows, ...]", "a scalar")
     return Column(values=values.detach().cpu().contiguous())
 
 
 def column_from_rows(rows: Sequence[torch.Tensor]) -> Column:
-    """Return a jagged column.
+    """Return a jagged column of rows ``[length, ...]``.
 
-    Args:
-        rows: Tensors ``[length, ...]``. Lengths may differ and be 0; dtypes and trailing shapes must be equal. No rows
-            give an empty float32 column.
+    Lengths may differ and be 0. No rows give an empty float32 column.
 
     Raises:
         QueueError: ``queue.invalid`` if dtypes or trailing shapes differ, or a row is a scalar.
@@ -80,7 +74,7 @@ def json_column(values: Sequence[object]) -> Column:
         texts = [_encode(value).encode() for value in values]
     except (TypeError, ValueError) as error:
         raise _invalid(f"a value cannot be written as JSON: {error}", "plain JSON values", error) from error
-    content = tensor_of(bytearray().join(texts), "uint8", (-1,))
+    content = tensor_of(bytearray().join(texts))
     return Column(values=content, offsets=offsets_of(map(len, texts)), encoding="json")
 
 

@@ -23,15 +23,11 @@ def jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
 
     if not rows:
         raise DataError("a jagged tensor needs one row at least", expected="rows [length, ...]", found="none")
-    first = rows[0]
     for index, row in enumerate(rows):
-        if row.dim() == 0 or row.dtype != first.dtype or row.shape[1:] != first.shape[1:]:
-            raise DataError(
-                f"row {index} does not fit",
-                expected=f"{first.dtype}, [length, *{list(first.shape[1:])}]",
-                found=f"{row.dtype}, {list(row.shape)}",
-            )
-    sizes = torch.tensor([row.shape[0] for row in rows], device=first.device)
+        if row.dim() == 0 or row.dtype != rows[0].dtype or row.shape[1:] != rows[0].shape[1:]:
+            expected = f"{rows[0].dtype}, [length, *{list(rows[0].shape[1:])}]"
+            raise DataError(f"row {index} does not fit", expected=expected, found=f"{row.dtype}, {list(row.shape)}")
+    sizes = torch.tensor([row.shape[0] for row in rows], device=rows[0].device)
     return torch.nested.nested_tensor_from_jagged(torch.cat(list(rows)), lengths=sizes)
 
 
@@ -52,10 +48,7 @@ def lengths(nested: torch.Tensor) -> torch.Tensor:
 def to_padded(nested: torch.Tensor, padding: float = 0, length: int | None = None) -> torch.Tensor:
     """Return ``[B, j, ...]`` as ``[B, T, ...]`` with ``padding`` on the right.
 
-    Args:
-        nested: A tensor of layout ``torch.jagged``.
-        padding: The value of positions after a row's end.
-        length: T; None: the length of the longest row.
+    T is ``length``, or without it the length of the longest row.
 
     Raises:
         DataError: If a row is longer than ``length``.
@@ -81,11 +74,9 @@ def from_padded(dense: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
     fits = dense.dim() >= 2 and lengths.shape == dense.shape[:1]
     if not fits or (len(lengths) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= dense.shape[1]):
-        raise DataError(
-            "lengths do not fit the padded tensor",
-            expected="[B, T, ...] and B lengths from 0 to T",
-            found=f"{list(dense.shape)} and {lengths.tolist()[:8]}",
-        )
+        found = f"{list(dense.shape)} and {lengths.tolist()[:8]}"
+        expected = "[B, T, ...] and B lengths from 0 to T"
+        raise DataError("lengths do not fit the padded tensor", expected=expected, found=found)
     sizes = lengths.to(dense.device, torch.int64)
     return torch.nested.nested_tensor_from_jagged(dense[_mask(sizes, dense.shape[1])], lengths=sizes)
 
