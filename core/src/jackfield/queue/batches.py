@@ -79,8 +79,10 @@ class Batches:
 
     def _until(self, batches: Sequence[BatchState], since: float, seconds: float) -> float:
         """Return the end of a wait, which restarts at each change of a batch and is infinite while one is leased."""
-        leased = any(batch.is_leased() for batch in batches)
-        return float("inf") if leased else max(since, *(batch.moved for batch in batches)) + seconds
+        held = [consumer.held for batch in batches for consumer in batch.partition.ends() if consumer.held]
+        made = [group for batch in batches if batch.is_complete for group in batch.groups]
+        is_leased = any(group in groups for groups in held for group in made)
+        return float("inf") if is_leased else max(since, *(batch.moved for batch in batches)) + seconds
 
     async def release_batches(self, explorer: str) -> tuple[Batch, ...]:
         """Release the unfinished batches of a dead explorer, so that they are handed out again.
@@ -112,8 +114,6 @@ class Batches:
             del self.clients[explorer]
             await self.release_batches(explorer)
         self.groups.leases.end(lambda consumer, hold: hold.client == client)
-
-    # -- groups to fill
 
     async def groups_to_fill(
         self, batch: Batch, deadline_seconds: float, *, until: Literal["final", "published"] = "final"
@@ -193,8 +193,6 @@ class Batches:
                 found=f"{self.core.state.samples} samples, {self.core.state.bytes} bytes",
                 fix="look at why consumers do not ack and commit, or raise max_samples, max_bytes or the deadline",
             ) from error
-
-    # -- room
 
     def _room(self) -> float:
         """Return how many samples fit in addition to those that exist or are being generated."""

@@ -35,8 +35,6 @@ class Controller:
     discarded: dict[str, list[str]] = attrs.field(factory=dict, init=False)  #: unused keys to delete, by partition
     deletion: asyncio.Task[None] | None = attrs.field(default=None, init=False)
 
-    # -- waits
-
     def require_open(self) -> None:
         if self.is_closed:
             raise QueueError("the TransferQueue is closed", code="queue.closed", fix="start() it, and close it last")
@@ -59,8 +57,6 @@ class Controller:
             raise DeadlineExceeded(f"{message} {describe()}", fix=fix) from None
         self.require_open()
 
-    # -- changes
-
     def touch(self, group: Group) -> None:
         """Record that a group has changed, so that it is stored and its batch's deadlines restart."""
         self.store.changed[group] = None
@@ -80,9 +76,6 @@ class Controller:
         """Schedule the deletion of values from the backend."""
         for key in keys:
             self.discarded.setdefault(partition or partition_of(key), []).append(key)
-
-
-# -- descriptions of what a consumer or an explorer waits for
 
 
 def missing(consumer: Consumer, number: int | None, count: int | None) -> str:

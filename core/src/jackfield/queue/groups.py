@@ -120,8 +120,6 @@ class Groups:
         finally:
             self._feeds = [each for each in self._feeds if each is not entry]
 
-    # -- drops and failures
-
     async def drop_groups(self, groups: Sequence[str], reason: str) -> None:
         """Drop and retry groups, unless an acking consumer has leased one. Groups that are gone are skipped.
 
@@ -217,8 +215,6 @@ class Groups:
         group.status, group.explorer = Status.VACANT, None
         self.core.touch(group)
         group.batch.offer()
-
-    # -- columns
 
     async def add_columns(self, target: BatchMeta | Sequence[str], written: Written) -> tuple[str, ...]:
         """Record that columns of samples are in the backend, and wake consumers whose columns are complete.

@@ -151,17 +151,14 @@ class _AppendingBackend(MemoryBackend):
         return result
 
     async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
-        """Make the samples that were put the folder's checkpoint."""
         self._append(self._pending)
         return self._archive.finish()
 
     async def restore(self, request: SnapshotRequest) -> SnapshotResult:
-        """Keep the existing samples."""
         self._append(read_archive(self._folder))
         return SnapshotResult(samples=len(self._cells), bytes=0)
 
     async def close(self) -> None:
-        """Remove files that are not part of a checkpoint."""
         self._archive.close()
 
 

@@ -67,8 +67,6 @@ class Leases:
                 self.core.record("ack", consumer=consumer.name, step=None, epoch=hold.epoch, keys=list(group.samples))
         self._finish([group])
 
-    # -- leasing
-
     async def lease_batch(self, consumer: str, batch: int, deadline_seconds: float = 600.0) -> BatchMeta:
         """Lease all groups of one batch that the consumer has not had, ordered by index, rollout and sequence.
 
@@ -188,8 +186,6 @@ class Leases:
             found.setdefault((consumer, lease.epoch), []).append(group)
         return found
 
-    # -- the end of leases
-
     async def release(self, meta: BatchMeta) -> None:
         """Release leased groups, which become ready again for the same consumer.
 
@@ -259,8 +255,6 @@ class Leases:
                     del group.uses[name]
                 self._return(self.core.state.consumers[name], group)
 
-    # -- deletion
-
     def _finish(self, groups: Iterable[Group]) -> list[str]:
         """Delete the published groups that every consumer is done with; return the keys of their samples."""
         done = []
@@ -297,8 +291,6 @@ class Leases:
         for key in keys:
             self.core.state.count(-1, -group.samples.pop(key).bytes)
         self.core.discard(keys)
-
-    # -- retirement
 
     def _retire_stale(self, consumer: Consumer, step: int | None, fresh: bool) -> None:
         """Retire groups that are too stale, permanently."""

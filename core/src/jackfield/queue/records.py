@@ -174,11 +174,6 @@ class BatchState:
         """Return whether each group is acked or consumed, so that none can be dropped any more."""
         return all(group.is_made and (group.status == Status.CONSUMED or group.is_acked()) for group in self.groups)
 
-    def is_leased(self) -> bool:
-        """Return whether all groups exist and an acking consumer has leased one of them."""
-        ends = [consumer.held for consumer in self.partition.ends() if consumer.held]
-        return bool(ends) and self.is_complete and any(group in held for group in self.groups for held in ends)
-
     def offer(self) -> None:
         """Offer the batch to the next claimant if groups are vacant and no iteration hands them out."""
         if self.failure is None and not self.readers and self.vacant():

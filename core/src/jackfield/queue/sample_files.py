@@ -139,9 +139,6 @@ def _is_numeric(value: Any) -> bool:
     return isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
 def saved_samples(folder: Path) -> Iterator[SavedSample]:
     """Read the samples that :meth:`~jackfield.queue.TransferQueue.checkpoint` wrote to ``folder``.
 
@@ -198,9 +195,6 @@ def trace(key: str, checkpoint: Path | None, store: Path | None) -> dict[str, An
     return ancestor(key, frozenset())
 
 
-# -- JSON lines --------------------------------------------------------------------------------------------------------
-
-
 def _write_lines(file: Path, samples: Callable[[], Iterable[SavedSample]]) -> int:
     count = 0
     with file.open("w", encoding="utf-8") as lines:
@@ -231,9 +225,6 @@ def _from_json(line: bytes) -> SavedSample:
     names = {field.name for field in attrs.fields(SavedSample)} - {"cells", "acked_by"}
     given = {name: record[name] for name in names & record.keys() if record[name] is not None}
     return SavedSample(cells=cells, acked_by=tuple(record.get("acked_by", ())), **given)
-
-
-# -- Parquet -----------------------------------------------------------------------------------------------------------
 
 
 def _write_parquet(file: Path, samples: Callable[[], Iterable[SavedSample]]) -> int:

@@ -32,7 +32,6 @@ class Ready:
         return len(self._groups)
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names of the groups."""
         return iter(self._groups)
 
     def tags(self, name: str) -> Mapping[str, Any]:
@@ -71,7 +70,6 @@ class Sequential(Sampler):
     """A sampler that takes groups in the order of batch and index."""
 
     def sample(self, ready: Ready, count: int | None) -> Sequence[str]:
-        """Return the first ``count`` groups."""
         return list(islice(ready, count))
 
 
@@ -95,11 +93,9 @@ class Random(Sampler):
         return self._generator().sample(names, len(names) if count is None else min(count, len(names)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of calls."""
         return {"calls": self._calls}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore the number of calls."""
         self._calls = int(saved["calls"])
 
 

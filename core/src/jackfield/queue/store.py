@@ -71,8 +71,6 @@ class Store:
         """The end of the ledger, or None for a ledger in memory."""
         return self._end if self.path is not None and self._db is not None else None
 
-    # -- writing
-
     def write(self, state: State) -> None:
         """Write the changes of one call in one transaction. After a failure no later call succeeds."""
         head = None if self._head is None or not self.durable else next(state.rows())
@@ -144,8 +142,6 @@ class Store:
         if connection is not None:
             connection.close()
 
-    # -- reading
-
     def rows(self) -> dict[str, str]:
         """Read the rows of the file's state by key.
 
@@ -211,9 +207,6 @@ class Store:
         self._end = self.check(end)
         with _translated_errors(self.path, "queue.ledger"):
             self._db.execute("delete from ledger where number > ?", (self._end.number,))
-
-
-# -- files of other processes
 
 
 @contextmanager
@@ -301,9 +294,6 @@ def uses(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, list[int |
                 steps = [*steps, entry["step"]] if entry["event"] == "ack" else steps[:-1]
                 mine |= {key: steps} if steps else {}
     return {name: keys for name, keys in found.items() if keys}
-
-
-# -- SQLite
 
 
 def _opened(path: Path | None) -> sqlite3.Connection:

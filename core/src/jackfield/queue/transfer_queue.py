@@ -130,8 +130,6 @@ class TransferQueue:
         self._core.store.close()
         await self.backend.close()
 
-    # -- ledger, failures and notices
-
     @property
     def ledger(self) -> list[dict[str, Any]]:
         """Every ack, commit, rollback, expiry, retirement, derivation, drop, release and loss, in order."""
@@ -173,8 +171,6 @@ class TransferQueue:
             await self._core.wait(until, lambda: f"a post of {topic!r}")
         return notice
 
-    # -- deletion
-
     async def _delete(self) -> None:
         """Delete values in the background. The next call raises a failure, which only leaves unneeded values."""
         while True:
@@ -205,8 +201,6 @@ class TransferQueue:
                     found += 1
             await self._forget_discarded()
         return found
-
-    # -- checkpoints
 
     @mutates
     async def checkpoint(self, folder: str | Path, again_from: Mapping[str, int] | None = None) -> None:

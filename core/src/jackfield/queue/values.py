@@ -121,7 +121,6 @@ class MemoryBackend(TransferQueueBackend):
         return self._kept
 
     async def put(self, request: PutRequest) -> PutResult:
-        """Store copies of the values."""
         stored = 0
         for key, cells in zip(request.keys, split_request(request), strict=True):
             kept = self._cells.setdefault((request.partition, key), {})
@@ -134,7 +133,6 @@ class MemoryBackend(TransferQueueBackend):
         return PutResult(bytes=stored)
 
     async def get(self, request: GetRequest) -> GetResult:
-        """Read copies of the values."""
         try:
             samples = [self._cells[request.partition, key] for key in request.keys]
         except KeyError as error:
@@ -146,12 +144,10 @@ class MemoryBackend(TransferQueueBackend):
         return GetResult(columns={name: join(name, [sample[name] for sample in samples]) for name in request.columns})
 
     async def keys(self, request: KeysRequest) -> KeysResult:
-        """List the samples of a partition, or of all."""
         wanted, found = request.partition, self._cells.items()
         return KeysResult(samples={place: tuple(cells) for place, cells in found if wanted in (None, place[0])})
 
     async def delete(self, request: DeleteRequest) -> DeleteResult:
-        """Delete samples; unknown keys are ignored."""
         removed = [self._cells.pop((request.partition, key), None) for key in request.keys]
         there = [cells for cells in removed if cells is not None]
         freed = sum(len(content) for cells in there for _, content in cells.values())
@@ -159,7 +155,6 @@ class MemoryBackend(TransferQueueBackend):
         return DeleteResult(samples=len(there), bytes=freed)
 
     async def stats(self) -> StatsResult:
-        """Count samples and bytes."""
         return StatsResult(samples=len(self._cells), bytes=self._bytes)
 
     async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
@@ -170,7 +165,6 @@ class MemoryBackend(TransferQueueBackend):
         return await asyncio.to_thread(write_archive, Path(request.folder), samples)
 
     async def restore(self, request: SnapshotRequest) -> SnapshotResult:
-        """Replace all samples with a checkpoint's."""
         restored, found = self._cells, list(read_archive(Path(request.folder)))
         restored.clear()
         for each in found:
@@ -181,5 +175,4 @@ class MemoryBackend(TransferQueueBackend):
         return SnapshotResult(samples=len(found), bytes=self._bytes)
 
     async def close(self) -> None:
-        """Drop all samples. Idempotent."""
         self._kept = None

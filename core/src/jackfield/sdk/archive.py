@@ -226,9 +226,6 @@ def _damaged(message: str, where: str, expected: str, found: object) -> QueueErr
     return QueueError(message, code="queue.store", where=where, expected=expected, found=found)
 
 
-# -- Arrow -------------------------------------------------------------------------------------------------------------
-
-
 def column_types(samples: Iterable[SavedSample]) -> dict[str, str | None]:
     """Return the type of each column's cells by name, or None if they differ."""
     found: dict[str, str | None] = {}
