@@ -60,7 +60,7 @@ class _Kept:
                 return False
         return True
 
-    def kill_unless_exited(self) -> None:
+    def kill(self) -> None:
         self._process.kill()
 
     def end(self) -> None:

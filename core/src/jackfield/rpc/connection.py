@@ -9,7 +9,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import suppress
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import attrs
 import msgspec
@@ -20,6 +20,7 @@ from jackfield.rpc import wire
 from jackfield.rpc.wire import Codec, Contract, Message, Method, Process
 
 T = TypeVar("T")
+Failure: TypeAlias = Literal["closed", "invalid", "silent"]
 
 _LEAVE_SECONDS = 5.0  #: time for a cancelled call to end at the other end
 MSGPACK = Codec()
@@ -50,6 +51,9 @@ class Connection(asyncio.Protocol):
     limit: int = attrs.field(default=wire.LIMIT, kw_only=True)  #: maximum bytes of a received message
     #: creates the error of calls after the end from its reason; None: ``rpc.lost``
     _lost_error: Callable[[str], JackfieldError] | None = attrs.field(default=None, kw_only=True)
+
+    #: called instead of :meth:`end` when the connection fails
+    _on_failure: Callable[[Failure, str], None] | None = attrs.field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         self.session = secrets.token_hex(8)
@@ -99,9 +103,12 @@ class Connection(asyncio.Protocol):
             self._bytes.clear()
             self.failed("invalid", f"broke the protocol: {error.message} ({error.found})")
 
-    def failed(self, why: Literal["closed", "invalid", "silent"], reason: str) -> None:
+    def failed(self, why: Failure, reason: str) -> None:
         """End a connection that was closed by the other end, received invalid data or heard no heartbeat."""
-        self.end(reason)
+        if self._on_failure is None:
+            self.end(reason)
+        else:
+            self._on_failure(why, reason)
 
     def send(self, message: Message) -> None:
         """Send a message, unless the connection has ended."""

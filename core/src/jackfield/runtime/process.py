@@ -177,7 +177,7 @@ class RolloutProcess(_Forwarding):
             return await self.remote().start()
         except BaseException as error:
             if not introduced and self._child is not None:
-                self._child.kill_unless_exited()  # it may never read the request to stop
+                self._child.kill()  # it may never read the request to stop
             await self.stop()
             if introduced or not isinstance(error, RolloutError):
                 raise

@@ -52,10 +52,8 @@ class ChildProcess(asyncio.SubprocessProtocol):
     _transport: asyncio.SubprocessTransport | None = attrs.field(default=None, init=False)
 
     def __attrs_post_init__(self) -> None:
-        limit, lost_error = self._limit, self._lost_error
-        self.connection = _Connection(
-            self._name, {}, self._clock, codec=Codec(self._codec), limit=limit, lost_error=lost_error, child=self
-        )
+        options: Any = {"codec": Codec(self._codec), "limit": self._limit, "lost_error": self._lost_error}
+        self.connection = Connection(self._name, {}, self._clock, on_failure=self._failed, **options)
         self._killed: str | None = None  #: why it was killed
         self._broke = False  #: whether it was killed for breaking the protocol
         self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -97,8 +95,7 @@ class ChildProcess(asyncio.SubprocessProtocol):
     def pid(self) -> int:
         """The id of the process."""
         assert self._transport is not None, "it was not started"
-        number: int = self._transport.get_pid()
-        return number
+        return int(self._transport.get_pid())
 
     @property
     def is_ending(self) -> bool:
@@ -116,9 +113,10 @@ class ChildProcess(asyncio.SubprocessProtocol):
         return "; it printed:\n" + "\n".join(lines) if lines else ""
 
     def kill(self) -> None:
-        """Kill the process group; the process is its leader."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        """Kill the process group, unless the process, its leader, has exited: then its id may be reused."""
+        if not self._exited:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     async def close(self, *, grace_seconds: float = 0.0) -> None:
         """Close the socket, wait ``grace_seconds`` for the process to exit, then kill it. Idempotent."""
@@ -129,36 +127,28 @@ class ChildProcess(asyncio.SubprocessProtocol):
         with suppress(DeadlineExceeded):
             if grace_seconds and not self._exited:
                 await self._clock.wait_for(asyncio.shield(self._gone), grace_seconds, f"{self._name} to end")
-        self.kill_unless_exited()
+        self.kill()
         with suppress(DeadlineExceeded):  # a grandchild of another session may hold its pipe
             await self._clock.wait_for(asyncio.shield(self._gone), _END_SECONDS, f"{self._name}, killed, to be gone")
         self._transport.close()
         if self._watching is not None:
             self._watching.cancel()
 
-    def kill_unless_exited(self) -> None:
-        """Kill the process group unless the process has exited, when its id may be reused."""
-        if not self._exited:
-            self.kill()
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport, even if the start is cancelled."""
         self._transport = cast(asyncio.SubprocessTransport, transport)
         self.connection.process = Process.of(self.pid)
 
-    def complain(self, complaint: str) -> None:
-        """Kill a process that broke the protocol."""
-        self._kill_for(f"was killed: it {complaint}", broke=True)
-
-    def _kill_for(self, reason: str, *, broke: bool) -> None:
+    def _failed(self, why: Literal["closed", "invalid", "silent"], reason: str) -> None:
+        """Kill a process that closed its socket without exiting, broke the protocol or is silent."""
+        if why == "closed":
+            if not self._exited and self.death is None:
+                how = "closed the descriptor of its socket, or wrote to it"
+                asyncio.get_running_loop().call_later(_DYING_SECONDS, self._failed, "invalid", how)
+            return
         if not (self._exited or self._killed):
-            self._killed, self._broke = reason, broke
-        self.kill_unless_exited()
-
-    def socket_closed(self, how: str) -> None:
-        """Kill a process that closed its socket without exiting."""
-        if not self._exited and self.death is None:
-            asyncio.get_running_loop().call_later(_DYING_SECONDS, self.complain, how)
+            self._killed, self._broke = f"was killed: it {reason}" if why == "invalid" else reason, why == "invalid"
+        self.kill()
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         """Keep the end of the output."""
@@ -174,8 +164,8 @@ class ChildProcess(asyncio.SubprocessProtocol):
 
     def process_exited(self) -> None:
         """Kill the process group and wait a moment for the last output."""
-        self._exited = True
         self.kill()
+        self._exited = True
         asyncio.get_running_loop().call_later(_DYING_SECONDS, self._end)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -186,34 +176,18 @@ class ChildProcess(asyncio.SubprocessProtocol):
 
     def _end(self) -> None:
         """End the connection and report how the process ended."""
-        self.death = self.death or f"{self._ended()}{self.output()}"
-        self.connection.end(self.death)
-
-    def _ended(self) -> str:
         code = None if self._transport is None else self._transport.get_returncode()
-        if self._killed is not None and not self._broke:
-            text = f"{self._name} ({self.connection.process}) {self._killed}"
-            logging.getLogger("jackfield").warning("%s", text)
+        how = f"ended with exit status {code}"
         if self._killed is not None and code == -signal.SIGKILL:
-            return self._killed
-        if code is not None and code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"ended with exit status {code}"
-
-
-@attrs.define(eq=False, slots=False)
-class _Connection(Connection):
-    """A connection that waits for the process to end, so that its error says how that happened."""
-
-    _child: ChildProcess = attrs.field(kw_only=True)
-
-    def failed(self, why: Literal["closed", "invalid", "silent"], reason: str) -> None:
-        if why == "closed":
-            self._child.socket_closed("closed the descriptor of its socket, or wrote to it")
-        elif why == "invalid":
-            self._child.complain(reason)
-        else:
-            self._child._kill_for(reason, broke=False)
+            how = self._killed
+        elif code is not None and code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        if self.death is None:
+            self.death = f"{how}{self.output()}"
+            if self._killed is not None and not self._broke:
+                text = f"{self._name} ({self.connection.process}) {self._killed}"
+                logging.getLogger("jackfield").warning("%s", text)
+        self.connection.end(self.death)
 
 
 def _append(file: Path, data: bytes) -> None:
