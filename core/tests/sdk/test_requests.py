@@ -10,18 +10,12 @@ import pytest
 
 from jackfield.abc.rollout import GenerateChunk, GenerateRequest, SamplingParams
 from jackfield.errors import RolloutError
-from jackfield.sdk.requests import Running, check_request, own_seed
+from jackfield.sdk.relay import Running, check_request
 
 
 def request(*prompt: int, **sampling: Any) -> GenerateRequest:
     with attrs.validators.disabled():  # as of a caller that does not know the ranges
         return GenerateRequest(request_id="some", prompt_ids=prompt, sampling=SamplingParams(**sampling))
-
-
-def test_requests_without_a_seed_get_one_of_their_own() -> None:
-    seeds = {own_seed(seed, replica, number) for seed in range(3) for replica in range(3) for number in range(50)}
-    assert 450 == len(seeds)
-    assert all(0 <= seed < 1 << 63 for seed in seeds)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +43,7 @@ def test_what_runs_keeps_its_tokens_and_ends_once() -> None:
 
     async def main() -> list[GenerateChunk]:
         chunks: asyncio.Queue[GenerateChunk | None] = asyncio.Queue()
-        running = Running(request(5), asyncio.get_running_loop().create_future(), chunks)
+        running = Running(request(5), stream=chunks)
         running.append([1, 2], [-0.1, -0.2], 3)
         running.append([], [], 4)
         running.append([7], [-0.3], 4)

@@ -7,7 +7,9 @@ import json
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import attrs
 
 from jackfield.abc.rollout import (
     AbortRequest,
@@ -28,12 +30,101 @@ from jackfield.abc.rollout import (
 )
 from jackfield.errors import JackfieldError, PluginError, RolloutError, WeightsError
 from jackfield.sdk.receiver import check_base
-from jackfield.sdk.requests import Running, check_request, own_seed
 
-__all__ = ["MEMORY", "InterruptingServer", "RelayServer"]
+__all__ = ["MEMORY", "InterruptingServer", "RelayServer", "Running", "check_request", "mixed"]
 
 MEMORY = ("weights", "kv_cache")  #: tags of the memory that sleep frees (:class:`~jackfield.abc.rollout.WakeUpRequest`)
 _GRACE_SECONDS = 10.0  #: time for an engine to notice that a transfer is over
+_MASK = (1 << 64) - 1
+_UNSEEDED = 0x5851F42D4C957F2D  #: separates the seeds of requests without a seed from those that callers choose
+
+_Reason: TypeAlias = Literal["stop", "length", "abort"]
+
+
+@attrs.define(eq=False)
+class Running:
+    """A running request with its tokens so far. The first call that ends it determines the result."""
+
+    request: GenerateRequest
+    seed: int = 0  #: the caller's, or one of its own
+    name: str = ""  #: unique among all requests of the server
+    stream: asyncio.Queue[GenerateChunk | None] | None = None
+    ended: asyncio.Future[None] = attrs.Factory(lambda: asyncio.get_running_loop().create_future())
+    token_ids: list[int] = attrs.Factory(list)
+    log_probs: list[float] = attrs.Factory(list)
+    weight_versions: list[int] = attrs.Factory(list)
+    finish_reason: _Reason | None = None
+    reading: asyncio.Task[None] | None = None  #: task that reads the engine's responses
+
+    def append(self, token_ids: list[int], log_probs: list[float], version: int) -> None:
+        """Append tokens that weights of ``version`` generated."""
+        self.token_ids += token_ids
+        self.log_probs += log_probs
+        self.weight_versions += [version] * len(token_ids)
+        if self.stream is not None and token_ids:
+            self.stream.put_nowait(GenerateChunk(**self._fields(-len(token_ids), None)))
+
+    def end(self, reason: _Reason) -> None:
+        """End the request, which has all its tokens."""
+        self.finish_reason = reason
+        if self.stream is not None:
+            self.stream.put_nowait(GenerateChunk(**self._fields(len(self.token_ids), reason)))
+            self.stream.put_nowait(None)
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        """Fail the request: it gets no more tokens."""
+        if not self.ended.done():
+            self.ended.set_exception(error)
+            self.ended.exception()  # mark it as retrieved: the caller may be gone
+        if self.stream is not None:
+            self.stream.put_nowait(None)
+
+    def result(self) -> GenerateResult:
+        """Return the result of ``generate``."""
+        return GenerateResult(**self._fields(0, self.finish_reason))
+
+    def _fields(self, first: int, reason: _Reason | None) -> dict[str, Any]:
+        lists = ("token_ids", "log_probs", "weight_versions")
+        tokens = {name: tuple(getattr(self, name)[first:]) for name in lists}
+        return {"request_id": self.request.request_id, **tokens, "finish_reason": reason}
+
+
+def mixed(seed: int) -> int:
+    """Return 63 bits that each depend on all bits of a seed (the finaliser of SplitMix64)."""
+    state = (seed + 0x9E3779B97F4A7C15) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (state ^ (state >> 31)) >> 1
+
+
+def check_request(request: GenerateRequest, vocabulary: int, max_model_len: int) -> None:
+    """Check that a model with ``vocabulary`` token ids and ``max_model_len`` can generate a request.
+
+    Raises:
+        RolloutError: ``rollout.request`` or ``rollout.context-length``, which names the request.
+    """
+
+    def refusal(found: str, expected: str, code: str = "rollout.request") -> RolloutError:
+        message = f"request {request.request_id!r} cannot be generated"
+        return RolloutError(message, code=code, where=request.request_id, expected=expected, found=found)
+
+    prompt = request.prompt_ids
+    if not prompt:
+        raise refusal("an empty prompt", "at least one token")
+    if min(prompt) < 0 or max(prompt) >= vocabulary:
+        wrong = next(token for token in prompt if not 0 <= token < vocabulary)
+        raise refusal(f"token id {wrong}", f"ids from 0 to {vocabulary - 1}")
+    if len(prompt) >= max_model_len:
+        expected = f"fewer than max_model_len = {max_model_len}"
+        raise refusal(f"a prompt of {len(prompt)} tokens", expected, "rollout.context-length")
+    if request.multi_modal_data:
+        raise refusal(f"multi_modal_data: {', '.join(request.multi_modal_data)}", "text alone")
+    try:
+        attrs.validate(request.sampling)  # the request may come from a process that does not check the ranges
+    except RolloutError as error:
+        raise refusal(f"{error.message}: {error.found}", str(error.expected)) from error
 
 
 class RelayServer(BaseRolloutServer):
@@ -68,12 +159,12 @@ class RelayServer(BaseRolloutServer):
         """Return why the engine does not respond (``the server is not running``); None: it does."""
 
     @abstractmethod
-    async def _hold(self) -> None:
-        """Stop decoding for an update."""
+    async def _hold(self, wait: bool = False) -> None:
+        """Stop decoding for a pause or an update; with ``wait``, once the requests that have tokens have ended."""
 
     @abstractmethod
     async def _release(self) -> None:
-        """Resume decoding after an update."""
+        """Resume decoding after a pause or an update."""
 
     @abstractmethod
     async def _receive(self, request: UpdateWeightsRequest) -> Any:
@@ -118,7 +209,11 @@ class RelayServer(BaseRolloutServer):
         if wanted is not None and wanted > version:
             message = f"request {name!r} needs newer weights"
             raise self._error(message, "rollout.stale", expected=wanted, found=version)
-        running = self._running[name] = Running(request, asyncio.get_running_loop().create_future(), stream)
+        self._requests += 1
+        seed = request.sampling.seed
+        if seed is None:  # it differs from those that callers choose
+            seed = mixed(mixed(mixed(self.context.seed + _UNSEEDED) + self.context.replica) + self._requests)
+        running = self._running[name] = Running(request, seed, f"{self._requests}-{name}", stream)
         running.reading = asyncio.create_task(self._read_or_fail(running), name=f"request {name}")
         return running
 
@@ -136,7 +231,7 @@ class RelayServer(BaseRolloutServer):
                 message = f"{self.engine_name} failed: {type(error).__name__}: {error}"
                 running.fail(self._error(message, "rollout.failed", fix=fix))
 
-    def _end(self, running: Running, reason: Literal["stop", "length", "abort"]) -> None:
+    def _end(self, running: Running, reason: _Reason) -> None:
         self._running.pop(running.request.request_id, None)
         running.end(reason)
 
@@ -166,6 +261,22 @@ class RelayServer(BaseRolloutServer):
         for each in chosen:
             each.fail(self._refusal() or self._error("the request was given up", "rollout.failed"))
         await asyncio.gather(*(self._leave(each) for each in chosen), return_exceptions=True)
+
+    async def pause(self, request: PauseRequest) -> PauseResult:
+        """Stop decoding; no forward pass runs once it returns."""
+        self._require_running()
+        self._paused = True
+        await self._hold(request.mode == "wait")
+        if request.mode == "abort":
+            await self._abort(self._begun())
+        return PauseResult(running=len(self._begun()))
+
+    async def resume(self, request: ResumeRequest) -> ResumeResult:
+        """Resume decoding after a pause."""
+        self._require_running()
+        self._paused = False
+        await self._release()
+        return ResumeResult(running=len(self._begun()))
 
     def _begin(self) -> Path:
         """Return the model's folder before the engine is started, and record the model's limits.
@@ -287,67 +398,36 @@ class InterruptingServer(RelayServer):
         self._interruptions = 0
 
     @abstractmethod
-    async def _part(self, running: Running, left: int, seed: int, name: str) -> bool:
-        """Generate the rest of a request. Return True if it has ended, False if it was interrupted.
+    async def _part(self, running: Running, left: int) -> bool:
+        """Generate up to ``left`` further tokens of a request, with its tokens so far appended to the prompt.
 
-        Args:
-            running: The request, whose tokens so far are appended to the prompt.
-            left: The maximum number of further tokens.
-            seed: The seed of the whole request.
-            name: A unique name of the request, for the engine.
+        Return True if the request has ended, False if it was interrupted.
         """
 
     @abstractmethod
     async def _interrupt(self) -> None:
         """Remove all running requests from the engine. No forward pass runs once it returns."""
 
-    async def _continue(self) -> None:
-        """Undo the effect of :meth:`_interrupt` on the engine."""
-        return
-
     async def _read(self, running: Running) -> None:
-        request, sampling = running.request, running.request.sampling
-        self._requests += 1
-        seed = sampling.seed
-        if seed is None:
-            seed = own_seed(self.context.seed, self.context.replica, self._requests)
-        name = f"{self._requests}-{request.request_id}"
-        budget = min(sampling.max_new_tokens, self._max_model_len - len(request.prompt_ids))
+        request = running.request
+        budget = min(request.sampling.max_new_tokens, self._max_model_len - len(request.prompt_ids))
         while True:
             await self._flows.wait()
             interruptions, left = self._interruptions, budget - len(running.token_ids)
             if not left:
                 self._end(running, "length")  # it was interrupted after its last token
                 return
-            if await self._part(running, left, seed, name):
+            if await self._part(running, left):
                 return
             if interruptions == self._interruptions:
                 raise self._error(f"{self.engine_name} gave request {request.request_id!r} up", "rollout.failed")
 
-    async def pause(self, request: PauseRequest) -> PauseResult:
-        """Stop decoding; no forward pass runs once it returns."""
-        self._require_running()
-        self._paused = True
+    async def _hold(self, wait: bool = False) -> None:
         self._flows.clear()
-        if request.mode == "wait":
+        if wait:
             await asyncio.gather(*(each.ended for each in self._begun()), return_exceptions=True)
-        await self._hold()
-        if request.mode == "abort":
-            await self._abort(self._begun())
-        return PauseResult(running=len(self._begun()))
-
-    async def resume(self, request: ResumeRequest) -> ResumeResult:
-        """Resume decoding after a pause."""
-        self._require_running()
-        self._paused = False
-        await self._release()
-        return ResumeResult(running=len(self._begun()))
-
-    async def _hold(self) -> None:
-        self._flows.clear()
         self._interruptions += 1
         await self._interrupt()
 
     async def _release(self) -> None:
-        await self._continue()
         self._flows.set()

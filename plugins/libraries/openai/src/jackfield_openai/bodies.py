@@ -16,7 +16,6 @@ import attrs
 from jackfield.abc.rollout import SamplingParams
 from jackfield.errors import RolloutError
 from jackfield.sdk import structure
-from jackfield.sdk.requests import shifted_seed
 from jackfield_openai.text import ClientError, ServedTokenizer, check_message, refused
 
 _COMPLETION_TOKENS = 16  #: OpenAI's default of completions
@@ -146,7 +145,7 @@ class Body(ABC):
             "top_k": None if self.top_k is None else max(self.top_k, 0),  # -1, too, means all
             "min_p": self.min_p,
             "ignore_eos": self.ignore_eos,
-            "seed": None if self.seed is None else shifted_seed(self.seed, choice),
+            "seed": None if self.seed is None else (self.seed + choice + _INT64) % (2 * _INT64) - _INT64,
         }
         try:
             return SamplingParams(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import attrs
@@ -10,7 +10,7 @@ import attrs
 from jackfield.abc.engine import ModelSpec
 from jackfield.abc.rollout import GenerateRequest, RolloutContext, SamplingParams
 from jackfield.errors import PluginError, RolloutError
-from jackfield.sdk.requests import mixed
+from jackfield.sdk.relay import Running, mixed
 from jackfield_rollout_sglang.config import Config
 
 _MASK_TOKENS = 4096  #: SGLang's own default of --sampling-mask-max-tokens
@@ -94,19 +94,17 @@ def _asks_for_mask(sampling: SamplingParams) -> bool:
     return sampling.temperature > 0 and sampling.log_probs == "processed" and filters
 
 
-def generate_body(
-    request: GenerateRequest, made: Sequence[int], left: int, seed: int, name: str, *, stream: bool, adapter: str | None
-) -> dict[str, Any]:
-    """Return the body of ``/generate`` for the rest of a request, which SGLang knows as ``name``.
+def generate_body(running: Running, left: int, adapter: str | None) -> dict[str, Any]:
+    """Return the body of ``/generate`` for the rest of a request, of up to ``left`` tokens.
 
-    ``made`` tokens exist already, from earlier weights or before a pause. ``seed`` is that of the whole request:
-    SGLang hashes it with each token's position. ``adapter`` is one that SGLang has loaded.
+    SGLang hashes the seed with each token's position. ``adapter`` is one that SGLang has loaded.
     """
+    request = running.request
     sampling = request.sampling
     greedy = sampling.temperature == 0
     body: dict[str, Any] = {
-        "rid": name,
-        "input_ids": [*request.prompt_ids, *made],
+        "rid": running.name,
+        "input_ids": [*request.prompt_ids, *running.token_ids],
         "sampling_params": {
             "max_new_tokens": left,
             "temperature": sampling.temperature,
@@ -118,10 +116,10 @@ def generate_body(
             "ignore_eos": sampling.ignore_eos,
             "skip_special_tokens": False,
             "no_stop_trim": True,
-            "sampling_seed": mixed(seed),
+            "sampling_seed": mixed(running.seed),
         },
         "return_logprob": True,
-        "stream": stream,
+        "stream": running.stream is not None,
     }
     if _asks_for_mask(sampling):
         body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}

@@ -9,7 +9,7 @@ from typing import Any
 
 from jackfield.abc.rollout import GenerateRequest, RolloutContext, ServerInfo, UpdateWeightsRequest
 from jackfield.errors import WeightsError
-from jackfield.sdk.requests import Running
+from jackfield.sdk.relay import Running
 from jackfield_huggingface.folders import WeightFolder
 from jackfield_huggingface.serving import FolderServer
 from jackfield_rollout_sglang.config import Config
@@ -67,18 +67,9 @@ class SglangServer(FolderServer):
     def _refuse(self, request: GenerateRequest) -> None:
         check_log_probs(request)
 
-    async def _part(self, running: Running, left: int, seed: int, name: str) -> bool:
+    async def _part(self, running: Running, left: int) -> bool:
         assert self._sglang is not None
-        version = self._version
-        body = generate_body(
-            running.request,
-            running.token_ids,
-            left,
-            seed,
-            name,
-            stream=running.stream is not None,
-            adapter=self._adapter,
-        )
+        version, body = self._version, generate_body(running, left, self._adapter)
         try:
             async with aclosing(self._sglang.generate(body)) as answers:
                 async for each in answers:
@@ -97,8 +88,9 @@ class SglangServer(FolderServer):
     async def _interrupt(self) -> None:
         await self._post("/pause_generation", {"mode": "abort"})
 
-    async def _continue(self) -> None:
+    async def _release(self) -> None:
         await self._post("/continue_generation", {})
+        await super()._release()
 
     async def _give_back(self, tags: list[str], level: int) -> None:
         await self._post("/flush_cache", None)

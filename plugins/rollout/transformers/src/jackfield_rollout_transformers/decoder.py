@@ -218,7 +218,7 @@ class Decoder:
         for sequence in prompts.sequences:
             sequence.length = len(sequence.context)
         table = RowTable.build(
-            [(one.request.sampling, one.seed, one.length, len(one.token_ids)) for one in prompts.sequences],
+            [(one.request.sampling, one.running.seed, one.length, len(one.token_ids)) for one in prompts.sequences],
             self._device,
         )
         modes = sum((sequence.modes for sequence in prompts.sequences), Modes())

@@ -10,7 +10,7 @@ import attrs
 
 from jackfield.abc.rollout import GenerateRequest
 from jackfield.errors import RolloutError
-from jackfield.sdk.requests import Running
+from jackfield.sdk.relay import Running
 from jackfield_rollout_transformers.sampling import Modes
 
 
@@ -19,7 +19,6 @@ class Sequence:
     """A running or waiting request, and its tokens so far. Its caller gets them by :meth:`feed`."""
 
     running: Running
-    seed: int
     limit: int  #: of generated tokens
     stop_ids: frozenset[int]
     stop_strings: StopStrings | None = None

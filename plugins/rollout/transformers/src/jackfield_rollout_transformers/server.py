@@ -30,20 +30,17 @@ from jackfield.abc.rollout import (
 from jackfield.errors import JackfieldError, RolloutError, WeightsError
 from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import open_receiver
-from jackfield.sdk.relay import MEMORY, RelayServer
-from jackfield.sdk.requests import Running
+from jackfield.sdk.relay import MEMORY, RelayServer, Running
 from jackfield_rollout_transformers.config import Config
 from jackfield_rollout_transformers.decode_loop import DecodeLoop
 from jackfield_rollout_transformers.decoder import Decoder, check_decoding, check_requests
 from jackfield_rollout_transformers.model import LoadedModel, load_decode, load_model
-from jackfield_rollout_transformers.sampling import mix
 from jackfield_rollout_transformers.sequence import Sequence, StopStrings
 from jackfield_rollout_transformers.weights import ModelWeights
 
 if TYPE_CHECKING:
     from jackfield_openai.endpoint import OpenAIEndpoint
 
-_UNSEEDED = 0x5851F42D4C957F2D  #: separates the seeds of requests without one from those that callers choose
 _LARGE_BYTES = 1 << 23  # a tensor from this size on is copied on the worker thread
 
 
@@ -61,7 +58,6 @@ class TransformersServer(RelayServer):
         self._task: asyncio.Task[None] | None = None  #: of the decode loop
         self._failure: Exception | None = None  #: of the decode loop
         self._sequences: dict[str, Sequence] = {}
-        self._unseeded = 0  #: requests without a seed so far
         self._updating: asyncio.Task[Any] | None = None
         self._endpoint: OpenAIEndpoint | None = None
         self._decode_text: Callable[[list[int]], str] | None = None
@@ -80,7 +76,7 @@ class TransformersServer(RelayServer):
             self._loop.decoder = Decoder(self._model, self.config)
             self._weights = ModelWeights(self._model)
             checks = check_requests(self._model, self.config.rows)
-            rows = [self._make_sequence(Running(each, asyncio.get_running_loop().create_future())) for each in checks]
+            rows = [self._make_sequence(Running(each)) for each in checks]
             await self._loop.in_thread(check_decoding, self._model, self._loop.decoder, rows)
             if self._stopped:
                 raise self._error("the server was stopped while it started", "rollout.stopped")
@@ -155,17 +151,13 @@ class TransformersServer(RelayServer):
 
     def _make_sequence(self, running: Running) -> Sequence:
         request, sampling = running.request, running.request.sampling
-        seed = sampling.seed
-        if seed is None:
-            seed = mix(mix(mix(self.context.seed + _UNSEEDED) + self.context.replica) + self._unseeded)
-            self._unseeded += 1
         own = frozenset() if sampling.ignore_eos else self._model.end_ids
         stop_strings = None
         if sampling.stop:
             assert self._decode_text is not None
             stop_strings = StopStrings(sampling.stop, self._decode_text, self._pieces)
         limit = min(sampling.max_new_tokens, self._model.max_model_len - len(request.prompt_ids))
-        return Sequence(running, seed, limit, own.union(sampling.stop_token_ids), stop_strings)
+        return Sequence(running, limit, own.union(sampling.stop_token_ids), stop_strings)
 
     def _made(self, sequence: Sequence) -> None:
         """Handle a sequence's new tokens or end after a hop."""
@@ -278,7 +270,7 @@ class TransformersServer(RelayServer):
         finally:
             self._updating = None
 
-    async def _hold(self) -> None:
+    async def _hold(self, wait: bool = False) -> None:
         """Do nothing: :meth:`_load` holds the loop itself."""
 
     async def _release(self) -> None:

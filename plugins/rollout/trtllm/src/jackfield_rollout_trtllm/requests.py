@@ -7,7 +7,7 @@ from typing import Any
 
 from jackfield.abc.rollout import GenerateRequest, RolloutContext
 from jackfield.errors import PluginError, RolloutError
-from jackfield.sdk.requests import mixed
+from jackfield.sdk.relay import mixed
 from jackfield_rollout_trtllm.config import Config
 
 EXTENSION = "jackfield_rollout_trtllm.worker.WorkerExtension"

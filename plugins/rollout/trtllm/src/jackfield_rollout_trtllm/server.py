@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from jackfield.abc.rollout import GenerateRequest, RolloutContext, ServerInfo, UpdateWeightsRequest
-from jackfield.sdk.requests import Running
+from jackfield.sdk.relay import Running
 from jackfield_huggingface.folders import WeightFolder
 from jackfield_huggingface.serving import FolderServer
 from jackfield_rollout_trtllm.config import Config
@@ -69,9 +69,9 @@ class TrtllmServer(FolderServer):
     def _refuse(self, request: GenerateRequest) -> None:
         check_sampling(request)
 
-    async def _part(self, running: Running, left: int, seed: int, name: str) -> bool:
+    async def _part(self, running: Running, left: int) -> bool:
         version, known, interruptions = self._version, 0, self._interruptions
-        arguments = sampling_arguments(running.request, left, seed + len(running.token_ids))
+        arguments = sampling_arguments(running.request, left, running.seed + len(running.token_ids))
         answer = self._llm.generate_async(
             [*running.request.prompt_ids, *running.token_ids], self._sampling_params(arguments), streaming=True
         )
@@ -80,7 +80,7 @@ class TrtllmServer(FolderServer):
         try:
             async for output in answer:
                 completion = output.outputs[0]
-                tokens, log_probs = new_tokens(completion, known, name)
+                tokens, log_probs = new_tokens(completion, known, running.name)
                 known += len(tokens)
                 running.append(tokens, log_probs, version)
                 if completion.finish_reason in ("stop", "length"):

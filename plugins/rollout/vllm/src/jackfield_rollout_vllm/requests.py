@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jackfield.abc.rollout import GenerateRequest
-from jackfield.sdk.requests import mixed
+from jackfield.sdk.relay import mixed
 
 _HOTTEST = 2.0  #: highest temperature that vLLM accepts; our logits processor does the rest
 

@@ -9,10 +9,6 @@ from typing import Any
 import attrs
 
 from jackfield.abc.rollout import (
-    PauseRequest,
-    PauseResult,
-    ResumeRequest,
-    ResumeResult,
     RolloutContext,
     ServerInfo,
     SleepRequest,
@@ -21,7 +17,7 @@ from jackfield.abc.rollout import (
     WorkerReceipt,
 )
 from jackfield.errors import JackfieldError, PluginError, WeightsError, rebuilt_error
-from jackfield.sdk.requests import Running, own_seed
+from jackfield.sdk.relay import Running
 from jackfield_huggingface.serving import SleepingServer
 from jackfield_rollout_vllm.config import Config
 from jackfield_rollout_vllm.requests import vllm_arguments
@@ -121,16 +117,11 @@ class VllmServer(SleepingServer):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        request = running.request
-        self._requests += 1
-        seed = request.sampling.seed
-        if seed is None:
-            seed = own_seed(self.context.seed, self.context.replica, self._requests)
-        arguments = vllm_arguments(request, seed, self._max_model_len)
+        arguments = vllm_arguments(running.request, running.seed, self._max_model_len)
         answers = self._engine.generate(
-            {"prompt_token_ids": list(request.prompt_ids)},
+            {"prompt_token_ids": list(running.request.prompt_ids)},
             SamplingParams(output_kind=RequestOutputKind.DELTA, **arguments),
-            f"{self._requests}-{request.request_id}",
+            running.name,
         )
         async for answer in answers:  # vLLM aborts what nobody reads
             part = answer.outputs[0]
@@ -145,27 +136,6 @@ class VllmServer(SleepingServer):
         await super()._abort(chosen)
         if chosen and self._engine is not None:
             await self._engine.is_paused()  # answers once vLLM has processed the aborts
-
-    # -- pausing and memory ----------------------------------------------------------------------------------------
-
-    async def pause(self, request: PauseRequest) -> PauseResult:
-        """Stop decoding; when it returns no forward pass runs."""
-        self._require_running()
-        if request.mode == "abort":
-            await self._engine.pause_generation(mode="keep", clear_cache=False)
-            self._paused = True
-            await self._abort([each for each in self._running.values() if each.token_ids])
-        else:
-            await self._engine.pause_generation(mode=request.mode, clear_cache=False)
-            self._paused = True
-        return PauseResult(running=sum(bool(each.token_ids) for each in self._running.values()))
-
-    async def resume(self, request: ResumeRequest) -> ResumeResult:
-        """Resume decoding after a pause."""
-        self._require_running()
-        self._paused = False
-        await self._engine.resume_generation()
-        return ResumeResult(running=sum(bool(each.token_ids) for each in self._running.values()))
 
     async def sleep(self, request: SleepRequest) -> SleepResult:
         """Release memory; only while paused or idle, and only on a GPU: ``plugin.capability`` on a CPU."""
@@ -188,10 +158,8 @@ class VllmServer(SleepingServer):
     async def _take_back(self, tags: list[str]) -> None:
         await self._engine.wake_up(tags)
 
-    # -- weights ---------------------------------------------------------------------------------------------------
-
-    async def _hold(self) -> None:
-        await self._engine.pause_generation(mode="keep", clear_cache=False)
+    async def _hold(self, wait: bool = False) -> None:
+        await self._engine.pause_generation(mode="wait" if wait else "keep", clear_cache=False)
 
     async def _release(self) -> None:
         await self._engine.resume_generation()
