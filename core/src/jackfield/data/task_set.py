@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import codecs
-import json
 import math
 import os
 import struct
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import msgspec
 import xxhash
 
 from jackfield.data.tasks import Task, TaskFormat, malformed, naming
@@ -47,10 +47,14 @@ class TaskSet(Sequence[Task]):
         self._path, self._format = Path(file), task_format
         self.answers = answers  #: whether each task has an answer to train on
         if not self._path.is_file():
-            found = "a folder" if self._path.is_dir() else "nothing"
-            details = {"where": str(file), "expected": "a JSONL file", "found": found}
-            fix = f"check the path; the working folder is {Path.cwd()}"
-            raise DataError("the task file does not exist", code="data.missing", **details, fix=fix)
+            raise DataError(
+                "the task file does not exist",
+                code="data.missing",
+                where=str(file),
+                expected="a JSONL file",
+                found="a folder" if self._path.is_dir() else "nothing",
+                fix=f"check the path; the working folder is {Path.cwd()}",
+            )
         self._offsets, self._lines = array.array("Q"), array.array("Q")
         self._file = os.open(file, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
@@ -73,7 +77,12 @@ class TaskSet(Sequence[Task]):
         with open(self._file, "rb", closefd=False) as file:
             for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), start=1):
                 with naming(f"{self._path}:{number}"):
-                    _check_line(line, number)
+                    if len(line) > LINE_BYTES:
+                        most, found = f"at most {LINE_BYTES >> 20} MiB", f"more than {LINE_BYTES} bytes"
+                        raise malformed("a line is too long", most, found)
+                    if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                        found = "a byte-order mark of UTF-16"
+                        raise malformed("the file is not UTF-8", "UTF-8", found, "save it as UTF-8")
                 content.update(line)
                 if line.strip():
                     self._offsets.append(self._end)
@@ -105,45 +114,17 @@ class TaskSet(Sequence[Task]):
         return task
 
     def _record(self, index: int) -> Any:
+        """Return a line's values, which every process can receive: finite numbers, 64-bit integers, texts in UTF-8."""
         start, ends = self._offsets[index], (*self._offsets[index + 1 : index + 2], self._end)
         text = os.pread(self._file, ends[0] - start, start)
         try:
-            return _parsed(text)
-        except (ValueError, RecursionError) as error:  # UnicodeError is a ValueError
+            record = msgspec.json.decode(text.removeprefix(codecs.BOM_UTF8))
+            msgspec.msgpack.encode(record)  # refuses larger integers
+        except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
             found = f"{type(error).__name__}: {error}"[:300]
-            raise malformed("a line is not JSON", "a JSON object in UTF-8", found) from None
-
-
-def _check_line(line: bytes, number: int) -> None:
-    """Refuse a line that is too long, or a file in UTF-16, before it is parsed."""
-    if len(line) > LINE_BYTES:
-        raise malformed("a line is too long", f"at most {LINE_BYTES >> 20} MiB", f"more than {LINE_BYTES} bytes")
-    if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise malformed("the file is not UTF-8", "UTF-8", "a byte-order mark of UTF-16", "save it as UTF-8")
-
-
-def _parsed(text: bytes) -> Any:
-    """Parse a JSON line with portable values: finite numbers, 64-bit integers, texts in UTF-8.
-
-    Raises:
-        ValueError, RecursionError: If the line is invalid.
-    """
-    value = json.loads(text.decode("utf-8-sig"), parse_constant=_finite, parse_float=_finite, parse_int=_integer)
-    if rb"\ud" in text.lower():
-        json.dumps(value, ensure_ascii=False).encode()  # refuse half of a surrogate pair
-    return value
-
-
-def _finite(text: str) -> float:
-    if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text[:40]} is not a finite number")
-    return number
-
-
-def _integer(text: str) -> int:
-    if len(text) > 20 or not -(2**63) <= (number := int(text)) < 2**64:
-        raise ValueError(f"the integer {text[:40]} does not fit into 64 bits; write it as a text")
-    return number
+            expected = "a JSON object in UTF-8 with finite numbers and integers of 64 bits"
+            raise malformed("a line is not JSON", expected, found) from None
+        return record
 
 
 @attrs.frozen
@@ -165,9 +146,8 @@ class SeededOrder:
         if position < 0:
             raise IndexError(f"position {position} is before the beginning")
         epoch, place = divmod(position, self.size)
-        return self._permute(place, epoch) if self.shuffle else place
-
-    def _permute(self, place: int, epoch: int) -> int:
+        if not self.shuffle:
+            return place
         rows = math.isqrt(self.size - 1) + 1
         columns = -(-self.size // rows)
         key = xxhash.xxh3_64_intdigest(f"{self.seed}:{epoch}".encode())

@@ -91,10 +91,15 @@ class TaskFormat:
             raise malformed("a line is not a JSON object", "a JSON object", type(record).__name__)
         for name in _RESERVED & record.keys():
             raise malformed(f"a field has the reserved name {name!r}", "another name", name, "rename the field")
-        answer = None if self.answer_key is None else unpacked(_lookup(record, self.answer_key))
+        answer = None if self.answer_key is None else _value(record, self.answer_key)
         messages, response, rejected = self._parts(record, answer)
         if rejected is not None:
-            check_preference(response, rejected)
+            texts = [
+                one[0]["content"] if isinstance(one, tuple) and len(one) == 1 else one for one in (response, rejected)
+            ]
+            if texts[0] == texts[1]:
+                found = repr(texts[0])[:200]
+                raise malformed("the two answers are the same", "two different answers", found, "leave the record out")
         number = record.get(self.id_key)
         if isinstance(number, bool) or not isinstance(number, str | int | None):
             raise malformed(f"field {self.id_key!r} is not an id", "a text or an integer", repr(number))
@@ -112,7 +117,7 @@ class TaskFormat:
     def _parts(self, record: dict[str, Any], answer: Any) -> tuple[Conversation, Answer | None, Answer | None]:
         """Return the prompt, the response and the rejected answer."""
         taught, rejected = (
-            None if key is None else read_answer(unpacked(_lookup(record, key)), key)
+            None if key is None else read_answer(_value(record, key), key)
             for key in (self.response_key, self.rejected_key)
         )
         if self.prompt_key is None and self.messages_key is None:
@@ -132,7 +137,7 @@ class TaskFormat:
         """Return the prompt's messages, and the answer's if the last message is the assistant's."""
         key = self.messages_key or self.prompt_key
         assert key is not None
-        value = unpacked(_lookup(record, key))
+        value = _value(record, key)
         if self.messages_key is None and isinstance(value, str):
             return ({"role": "user", "content": self.prompt_template.replace("{prompt}", value)},), None
         if self.messages_key is None and not isinstance(value, list):
@@ -144,23 +149,17 @@ class TaskFormat:
         return split(messages, key)
 
 
-def _lookup(record: dict[str, Any], path: str) -> Any:
-    if path in record:
-        return record[path]
+def _value(record: dict[str, Any], path: str) -> Any:
+    """Return a field; a text that holds messages (JSON, or Python's notation as in CSV files of pandas) is parsed.
+
+    A text counts as messages only if all of it is a list of objects, each with a known role and content.
+    """
     value: Any = record
-    for key in path.split("."):
+    for key in (path,) if path in record else path.split("."):
         if not isinstance(value, dict) or key not in value:
             fields = ", ".join(repr(name) for name in record) or "no fields"
             raise malformed(f"field {path!r} is missing", f"a field {path!r}", fields, _MISSING)
         value = value[key]
-    return value
-
-
-def unpacked(value: Any) -> Any:
-    """Return the messages in a text (JSON, or Python's notation as in CSV files of pandas), else the value.
-
-    A text counts as messages only if all of it is a list of objects, each with a known role and content.
-    """
     if not isinstance(value, str) or not _PACKED.match(value):
         return value
     for parse in (json.loads, ast.literal_eval):
@@ -197,16 +196,6 @@ def check_turn(answer: Answer | None) -> None:
             f"the roles {', '.join(roles) or '(none)'}",
             "where the answer repeats the whole conversation, set data.format.prompt_key to null",
         )
-
-
-def check_preference(better: Answer | None, worse: Answer) -> None:
-    """Refuse a preference between two equal answers."""
-    one, other = (
-        each[0]["content"] if isinstance(each, tuple) and len(each) == 1 else each for each in (better, worse)
-    )
-    if one == other:
-        found = repr(one)[:200]
-        raise malformed("the two answers are the same", "two different answers", found, "leave the record out")
 
 
 def split(messages: Conversation, key: str) -> tuple[Conversation, Conversation | None]:
@@ -257,13 +246,16 @@ def plain_text(value: Any) -> str:
 
 def is_conversation(value: Any) -> bool:
     """Return whether a value is a list of at least one message."""
-    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
-
-
-def _is_message(value: Any) -> bool:
-    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        return False
-    return isinstance(value.get("content"), str | list) or bool(value.get("tool_calls"))
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and (isinstance(message.get("content"), str | list) or message.get("tool_calls"))
+            for message in value
+        )
+    )
 
 
 def malformed(message: str, expected: str, found: str, fix: str = "correct the line, or leave it out") -> DataError:

@@ -49,10 +49,15 @@ class HuggingFaceChatTokenizer:
             expected = "a chat template in the tokenizer's folder (chat_template.jinja), or in the configuration"
             fix = "set data.chat_template to a Jinja template, or use an instruction-tuned model"
             raise self._refusal("data.no-chat-template", "the tokenizer has no chat template", expected, "neither", fix)
-        self._turn_end = self._find_turn_end()
+        # a base model's tokenizer often has another end token than its chat template uses (<|im_end|>)
+        text = self._render([_QUESTION, {"role": "assistant", "content": _ANSWER}], generation_prompt=False)
+        after = self._encode(text.partition(_ANSWER)[2])[:1]
+        special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+        self._turn_end = next((token for token in after if token in special), None)
         found = (self._turn_end, tokenizer.eos_token_id, *end_token_ids)
-        self._end_token_ids = tuple(dict.fromkeys(token for token in found if token is not None))
-        if not self._end_token_ids:
+        #: the token ids that end a turn of the model; :meth:`encode_response` adds the first one
+        self.end_token_ids: tuple[int, ...] = tuple(dict.fromkeys(token for token in found if token is not None))
+        if not self.end_token_ids:
             expected = "an end-of-text token of the tokenizer, or a special token after an answer in the template"
             fix = "set the tokenizer's eos_token"
             raise self._refusal("data.no-end-token", "no token ends the model's answer", expected, "neither", fix)
@@ -79,21 +84,18 @@ class HuggingFaceChatTokenizer:
                 str(name), local_files_only=local, trust_remote_code=trust_remote_code
             )
         except (OSError, ValueError) as error:
-            found = str(error).splitlines()[0] if str(error) else type(error).__name__
-            details = {
-                "expected": "a folder made by save_pretrained, or a name on the Hugging Face Hub",
-                "found": found,
-            }
-            fix = "check the path; save the tokenizer beside the model"
             raise DataError(
-                "the tokenizer cannot be loaded", code="data.missing", where=str(name), **details, fix=fix
+                "the tokenizer cannot be loaded",
+                code="data.missing",
+                where=str(name),
+                expected="a folder made by save_pretrained, or a name on the Hugging Face Hub",
+                found=str(error).splitlines()[0] if str(error) else type(error).__name__,
+                fix="check the path; save the tokenizer beside the model",
             ) from error
-        return cls(tokenizer, chat_template=chat_template, end_token_ids=_generation_end_tokens(Path(name)))
-
-    @property
-    def end_token_ids(self) -> tuple[int, ...]:
-        """The token ids that end a turn of the model. :meth:`encode_response` adds the first one."""
-        return self._end_token_ids
+        file = Path(name) / "generation_config.json"
+        ends = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        end_token_ids = (ends or ()) if isinstance(ends, list | None) else (int(ends),)
+        return cls(tokenizer, chat_template=chat_template, end_token_ids=end_token_ids)
 
     def encode_chat(self, messages: _Messages) -> tuple[int, ...]:
         """Return the tokens of a conversation up to the model's answer, from a cache if possible.
@@ -120,11 +122,11 @@ class HuggingFaceChatTokenizer:
                 "give a chat_template that renders every message without looking at later ones",
             )
         token_ids = self._encode(after[len(before) :].partition(_ANSWER)[2])
-        return token_ids[1:] if token_ids[:1] and token_ids[0] in self._end_token_ids else token_ids
+        return token_ids[1:] if token_ids[:1] and token_ids[0] in self.end_token_ids else token_ids
 
     def encode_response(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a target answer of supervised training, including the end token."""
-        return (*self._encode(text), self._end_token_ids[0])
+        return (*self._encode(text), self.end_token_ids[0])
 
     def encode_completion(self, messages: _Messages, completion: _Messages) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the tokens of target messages, as the template renders them after the prompt, and their mask.
@@ -141,14 +143,24 @@ class HuggingFaceChatTokenizer:
         whole = self._encode(text)
         mask = [0] * len(whole)
         for number, message in enumerate(completion):
-            if message["role"] == "assistant":
-                self._require_rendered(message, text)
-                start = self._prefix([*messages, *completion[:number]], whole, generation_prompt=True)
-                end = self._answer_end([*messages, *completion[: number + 1]], whole, start)
-                mask[start:end] = [1] * (end - start)
+            if message["role"] != "assistant":
+                continue
+            content = message.get("content")
+            if isinstance(content, str) and "".join(content.split()) not in "".join(text.split()):
+                problem = "the chat template leaves out a part of an answer"  # thinking, or a role it does not know
+                fix = "give another chat_template, or take that part out of the data"
+                expected = f"the answer {content[:200]!r}"
+                raise self._refusal("data.malformed", problem, expected, repr(text[-400:]), fix)
+            start = self._prefix([*messages, *completion[:number]], whole, generation_prompt=True)
+            if self._turn_end is None:
+                end = self._prefix([*messages, *completion[: number + 1]], whole, generation_prompt=False)
+            else:
+                ends = (place for place in range(start, len(whole)) if whole[place] in self.end_token_ids)
+                end = next(ends, len(whole) - 1) + 1
+            mask[start:end] = [1] * (end - start)
         prompt = len(self.encode_chat(messages))
         if self._turn_end is None:
-            return (*whole[prompt:], self._end_token_ids[0]), (*mask[prompt:], 1)
+            return (*whole[prompt:], self.end_token_ids[0]), (*mask[prompt:], 1)
         return whole[prompt:], tuple(mask[prompt:])
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -192,34 +204,6 @@ class HuggingFaceChatTokenizer:
             )
         return len(begin)
 
-    def _answer_end(self, messages: _Messages, whole: tuple[int, ...], start: int) -> int:
-        """Return the end of the last message's answer, which begins at token ``start``."""
-        if self._turn_end is None:
-            return self._prefix(messages, whole, generation_prompt=False)
-        ends = (place for place in range(start, len(whole)) if whole[place] in self._end_token_ids)
-        return next(ends, len(whole) - 1) + 1
-
-    def _require_rendered(self, message: Mapping[str, Any], text: str) -> None:
-        """Refuse a template that omits target text (thinking, or a role that it does not know)."""
-        content = message.get("content")
-        if isinstance(content, str) and "".join(content.split()) not in "".join(text.split()):
-            expected, fix = (
-                f"the answer {content[:200]!r}",
-                "give another chat_template, or take that part out of the data",
-            )
-            problem = "the chat template leaves out a part of an answer"
-            raise self._refusal("data.malformed", problem, expected, repr(text[-400:]), fix)
-
-    def _find_turn_end(self) -> int | None:
-        """Return the special token that closes an answer in the template (``<|im_end|>``), if any.
-
-        A base model's tokenizer often has another end token than its chat template uses.
-        """
-        text = self._render([_QUESTION, {"role": "assistant", "content": _ANSWER}], generation_prompt=False)
-        token_ids = self._encode(text.partition(_ANSWER)[2])
-        special = set(self.tokenizer.all_special_ids) - {self.tokenizer.unk_token_id}
-        return token_ids[0] if token_ids and token_ids[0] in special else None
-
 
 def encode_prompt(tokenizer: ChatTokenizer, task: Task, max_tokens: int | None) -> tuple[int, ...]:
     """Encode a task's prompt of at most ``max_tokens`` tokens (None: any number).
@@ -230,9 +214,13 @@ def encode_prompt(tokenizer: ChatTokenizer, task: Task, max_tokens: int | None) 
     with naming(task.place or f"task {task.id}"):
         token_ids = tokenizer.encode_chat(task.messages)
         if max_tokens is not None and len(token_ids) > max_tokens:
-            details = {"expected": f"at most {max_tokens} tokens", "found": f"{len(token_ids)} tokens"}
-            fix = "leave this task out of the data, or raise data.max_prompt_tokens or cluster.max_model_len"
-            raise DataError("a prompt has too many tokens", code="data.prompt-too-long", **details, fix=fix)
+            raise DataError(
+                "a prompt has too many tokens",
+                code="data.prompt-too-long",
+                expected=f"at most {max_tokens} tokens",
+                found=f"{len(token_ids)} tokens",
+                fix="leave this task out of the data, or raise data.max_prompt_tokens or cluster.max_model_len",
+            )
     return token_ids
 
 
@@ -263,14 +251,10 @@ def check_vocabulary(tokenizer: HuggingFaceChatTokenizer, model_vocabulary_size:
     """
     largest = max(tokenizer.tokenizer.get_vocab().values())  # includes added tokens
     if largest >= model_vocabulary_size:
-        message = "the tokenizer knows tokens that the model does not have"
-        fix = "use the tokenizer of this model, or resize the model's embeddings"
-        expected = f"token ids below {model_vocabulary_size}, the model's vocabulary size"
-        found = f"token ids up to {largest}"
-        raise DataError(message, code="data.vocabulary", expected=expected, found=found, fix=fix)
-
-
-def _generation_end_tokens(folder: Path) -> tuple[int, ...]:
-    file = folder / "generation_config.json"
-    value = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    return tuple(value or ()) if isinstance(value, list | None) else (int(value),)
+        raise DataError(
+            "the tokenizer knows tokens that the model does not have",
+            code="data.vocabulary",
+            expected=f"token ids below {model_vocabulary_size}, the model's vocabulary size",
+            found=f"token ids up to {largest}",
+            fix="use the tokenizer of this model, or resize the model's embeddings",
+        )
