@@ -73,7 +73,19 @@ class Checkpointer:
         """
         async with self.role.measure("checkpoint", "trainer", steps - 1):
             try:
-                saved = await self._write(steps, trainer, again_from)
+                folder = await asyncio.to_thread(self.store.begin, steps)
+                for role, engine in self.engines.items():
+                    await engine.save(str(folder / role), "native")
+                state = {
+                    "step": steps,
+                    "trainer": dict(trainer),
+                    "versions": {"jackfield": __version__, "python": platform.python_version()},
+                    "random": random_state() if again_from is None else self.random,
+                    **self.description,
+                }
+                not_begun = {} if again_from is None else {TRAIN: again_from}
+                await self.role.queue.checkpoint(folder / "queue", not_begun)
+                saved = await asyncio.to_thread(self.store.commit, steps, state)
             except (JackfieldError, OSError) as error:
                 free = shutil.disk_usage(self.store.folder.parent).free  # before the unfinished folder is removed
                 await asyncio.to_thread(shutil.rmtree, self.store.partial(steps), ignore_errors=True)
@@ -95,20 +107,6 @@ class Checkpointer:
         self.saved = steps
         self.role.hooks.checkpoint_saved(event=CheckpointSaved(step=steps, folder=str(saved.folder), bytes=saved.bytes))
 
-    async def _write(self, steps: int, trainer: Mapping[str, Any], again_from: int | None) -> Checkpoint:
-        folder = await asyncio.to_thread(self.store.begin, steps)
-        for role, engine in self.engines.items():
-            await engine.save(str(folder / role), "native")
-        state: dict[str, Any] = {
-            "step": steps,
-            "trainer": dict(trainer),
-            "versions": {"jackfield": __version__, "python": platform.python_version()},
-            "random": random_state() if again_from is None else self.random,
-            **self.description,
-        }
-        await self.role.queue.checkpoint(folder / "queue", {} if again_from is None else {TRAIN: again_from})
-        return await asyncio.to_thread(self.store.commit, steps, state)
-
     async def load(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Restore engines, queue and random state; return the trainer's own state.
 
@@ -124,7 +122,15 @@ class Checkpointer:
         for role, engine in self.engines.items():
             await engine.load(str(checkpoint.folder / role))
         await self.role.queue.restore(checkpoint.folder / "queue", checkpoint.step - 1)
-        load_random_state(state["random"])
+        version, words, gauss = state["random"]["python"]
+        random.setstate((version, tuple(words), gauss))
+        # states of libraries that this process has not loaded are left out
+        if "numpy" in state["random"] and "numpy" in sys.modules:
+            sys.modules["numpy"].random.set_state(state["random"]["numpy"])
+        if "torch" in state["random"] and "torch" in sys.modules:
+            torch = sys.modules["torch"]
+            words = list(base64.b64decode(state["random"]["torch"]))
+            torch.set_rng_state(torch.tensor(words, dtype=torch.uint8))
         self.saved = checkpoint.step
         return dict(state["trainer"])
 
@@ -141,17 +147,6 @@ def random_state() -> dict[str, Any]:
     if "torch" in sys.modules:
         state["torch"] = base64.b64encode(bytes(sys.modules["torch"].get_rng_state().tolist())).decode("ascii")
     return state
-
-
-def load_random_state(state: Mapping[str, Any]) -> None:
-    """Restore a :func:`random_state`, except for libraries that this process has not loaded."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    if "numpy" in state and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(state["numpy"])
-    if "torch" in state and "torch" in sys.modules:
-        torch = sys.modules["torch"]
-        torch.set_rng_state(torch.tensor(list(base64.b64decode(state["torch"])), dtype=torch.uint8))
 
 
 @attrs.frozen(kw_only=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import count
 from typing import Any, TypeAlias
 
 import attrs
@@ -93,7 +93,7 @@ class Explorer:
 
     async def _roll_out(self, key: GroupKey, task: Task, rollout: int, generates: bool) -> None:
         """Run a rollout on a worker, again if workers die, and report its outcome."""
-        config, attempts, sampling = self.role.config, count(), None
+        config, retries, sampling = self.role.config, itertools.count(), None
         if generates:
             seed = sampling_seed(config.seed_of(config.sampling), key.batch, key.index, key.retry, rollout)
             sampling = {**attrs.asdict(config.sampling, recurse=False), "seed": seed}
@@ -109,17 +109,16 @@ class Explorer:
             seconds=config.deadlines.rollout,
             expert=bool(self._groups),
         )
+
+        async def run() -> RolloutReport:
+            async with self.placement.hold("rollout") if generates else nullcontext():
+                return await _run(self.role, attrs.evolve(job, id=key.rollout(rollout, next(retries))))
+
         try:
-            report = await resubmitted(
-                lambda: self._make(attrs.evolve(job, id=key.rollout(rollout, next(attempts)))), f"sample {job.id}"
-            )
+            report = await resubmitted(run, f"sample {job.id}")
         except WorkerLost as error:
             report = RolloutReport(group=str(key), rollout=rollout, error=_summary(error))
         await self.role.queue.end_rollouts([report])
-
-    async def _make(self, job: RolloutJob) -> RolloutReport:
-        async with nullcontext() if job.sampling is None else self.placement.hold("rollout"):
-            return await _run(self.role, job)
 
 
 async def _run(role: Role, job: RolloutJob) -> RolloutReport:
@@ -153,9 +152,8 @@ class RewardPipeline:
     role: Role
     groups: int = attrs.field(default=0, init=False)  #: number of rewarded groups
     _scoring: dict[tuple[int, int], list[str]] = attrs.field(factory=dict, init=False)  #: keys by batch and index
-    _unscored: list[Sequence[Scored]] = attrs.field(
-        factory=list, init=False
-    )  #: the last groups in a row without any score
+    #: the last groups in a row without any score
+    _unscored: list[Sequence[Scored]] = attrs.field(factory=list, init=False)
 
     async def register(self) -> None:
         """Register the pipeline with the queue, and take over the leases of an earlier process."""
@@ -167,7 +165,13 @@ class RewardPipeline:
         """Score samples until cancelled."""
         queue, seconds = self.role.queue, self.role.config.deadlines.batch
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._score_early(tasks))
+
+            async def score_early() -> None:  # before groups are complete
+                async for keys in queue.new_samples(TRAIN):
+                    for group, mine in itertools.groupby(sorted(keys, key=_group_of), _group_of):
+                        tasks.create_task(self._begin(group, list(mine)))
+
+            tasks.create_task(score_early())
             while True:
                 try:
                     batch = await queue.lease_groups(REWARD, deadline_seconds=seconds)
@@ -191,15 +195,6 @@ class RewardPipeline:
     def _worker(self, group: str) -> RewardWorker:
         assert self.role.workers.rewards is not None
         return self.role.workers.rewards.of(group)
-
-    async def _score_early(self, tasks: asyncio.TaskGroup) -> None:
-        """Start to score samples before their groups are complete."""
-        async for keys in self.role.queue.new_samples(TRAIN):
-            groups: dict[str, list[str]] = {}
-            for key in keys:
-                groups.setdefault(_group_of(key), []).append(key)
-            for group, mine in groups.items():
-                tasks.create_task(self._begin(group, mine))
 
     async def _begin(self, group: str, keys: list[str]) -> None:
         """Start scores. Errors surface when the group is rewarded."""
@@ -241,7 +236,11 @@ class RewardPipeline:
         rewarding = self._worker(name).reward(TRAIN, group.keys, uncompared)
         scored, written = await self.role.clock.wait_for(rewarding, seconds, who)
         self._require_some_score(group, scored)
-        if self._gives_nothing(group, [each for each in scored if each.key not in uncompared]):
+        compared = [each for each in scored if each.key not in uncompared and each.error is None]
+        last = group.tags[0]["retry"] >= self.role.config.schedule.max_retries  # it is used as it is
+        complete = len(compared) == len(scored) - len(uncompared)
+        equal = len({each.score for each in compared}) == 1  # no gradient (DAPO, eq. 11)
+        if self.role.algorithm.dynamic_sampling and complete and equal and not last:
             await self.role.queue.drop_groups([name], "all rewards of the group are equal")
             return
         tags = tuple(metric_tags("reward", each.metrics) for each in scored if each.error is None)
@@ -270,13 +269,6 @@ class RewardPipeline:
                 found="\n".join(others) or frames or None,
                 fix="correct the reward; where it only needs longer, raise deadlines.reward or its number of workers",
             )
-
-    def _gives_nothing(self, group: BatchMeta, siblings: Sequence[Scored]) -> bool:
-        """Return whether to replace a group: equal rewards give no gradient (DAPO, eq. 11)."""
-        last = group.tags[0]["retry"] >= self.role.config.schedule.max_retries  # it is used as it is
-        if last or not self.role.algorithm.dynamic_sampling or any(each.error is not None for each in siblings):
-            return False
-        return bool(siblings) and len({each.score for each in siblings}) == 1
 
 
 def _group_of(key: str) -> str:
@@ -344,26 +336,30 @@ class Evaluator:
 
     async def _evaluate(self, task: Task, version: int) -> _Outcome:
         """Run and score a task. An error that concerns this task only becomes its outcome."""
-        key, config = f"{EVAL}/{version}/{task.id}", self.role.config
-        sampling, seconds = attrs.asdict(config.evaluation.sampling, recurse=False), config.deadlines.rollout
-        seed = config.seed_of(config.evaluation.sampling)
-        sampling["seed"] = sampling_seed(seed, "evaluation", version, task.id)
-        job = RolloutJob(id=key, partition=EVAL, group=key, task=task, sampling=sampling, seconds=seconds, last=True)
-        try:
-            return await resubmitted(lambda: self._attempt(job), f"sample {key}/0")
-        except WorkerLost as error:
-            return Scored(key=f"{key}/0", score=None, error=str(error)), None
+        group, config, workers = f"{EVAL}/{version}/{task.id}", self.role.config, self.role.workers
+        key, rewards = f"{group}/0", workers.rewards
+        assert rewards is not None
+        seed = sampling_seed(config.seed_of(config.evaluation.sampling), "evaluation", version, task.id)
+        sampling = {**attrs.asdict(config.evaluation.sampling, recurse=False), "seed": seed}
+        seconds, who = config.deadlines.rollout, f"the reward worker of held-out task {task.id}"
+        job = RolloutJob(
+            id=group, partition=EVAL, group=group, task=task, sampling=sampling, seconds=seconds, last=True
+        )
 
-    async def _attempt(self, job: RolloutJob) -> _Outcome:
-        workers, key, report = self.role.workers, f"{job.id}/0", await _run(self.role, job)
-        if not report.keys:
-            return Scored(key=key, score=None, error=report.error or "the agent loop returned no sequence"), None
-        assert workers.rewards is not None
-        rewards, who = workers.rewards.of(job.id), f"the reward worker of held-out task {job.task.id}"
-        longest = 2 * self.role.score_seconds * len(self.tasks)  # if all are scored one after the other
-        (scored,) = await self.role.clock.wait_for(rewards.score(EVAL, [key]), longest, who)
-        await rewards.forget([key])
-        return scored, {**report.tags[0], **metric_tags("reward", scored.metrics)}
+        async def outcome() -> _Outcome:
+            report = await _run(self.role, job)
+            if not report.keys:
+                return Scored(key=key, score=None, error=report.error or "the agent loop returned no sequence"), None
+            worker = rewards.of(group)
+            longest = 2 * self.role.score_seconds * len(self.tasks)  # if all are scored one after the other
+            (scored,) = await self.role.clock.wait_for(worker.score(EVAL, [key]), longest, who)
+            await worker.forget([key])
+            return scored, {**report.tags[0], **metric_tags("reward", scored.metrics)}
+
+        try:
+            return await resubmitted(outcome, f"sample {key}")
+        except WorkerLost as error:
+            return Scored(key=key, score=None, error=str(error)), None
 
 
 def _record(task: Task, scored: Scored, tags: Mapping[str, Any] | None, record: SampleRecord | None) -> SampleRecord:

@@ -354,7 +354,14 @@ class BatchSource:
         queue, schedule, seconds = self.role.queue, self.role.schedule, self.role.config.deadlines.batch
         leasing = asyncio.ensure_future(queue.lease_batch(CONSUMER, step, deadline_seconds=seconds))
         if may_stop and not (schedule.explores and step % schedule.sync_interval):
-            await self._or_stop(leasing)
+            stopped: asyncio.Future[Any] = asyncio.ensure_future(self.stop.wait())
+            try:
+                await asyncio.wait({leasing, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                stopped.cancel()
+                if self.stop.is_set() or not leasing.done():
+                    leasing.cancel()
+                    await asyncio.wait({leasing})
             if self.stop.is_set():
                 return None
         batch = await leasing
@@ -368,14 +375,3 @@ class BatchSource:
         for more in filter(None, mixed):
             batch = batch.joined(more)
         return batch
-
-    async def _or_stop(self, leasing: asyncio.Future[Any]) -> None:
-        """Wait for the lease or for a stop, whichever comes first. A stop cancels the lease."""
-        stopped: asyncio.Future[Any] = asyncio.ensure_future(self.stop.wait())
-        try:
-            await asyncio.wait({leasing, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stopped.cancel()
-            if self.stop.is_set() or not leasing.done():
-                leasing.cancel()
-                await asyncio.wait({leasing})
