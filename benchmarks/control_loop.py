@@ -45,18 +45,11 @@ from jackfield.runtime.ray.cluster import Cluster
 from jackfield.runtime.ray.store import remote_backend, store_services
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
-from jackfield.trainer import (
-    BatchSource,
-    Checkpointer,
-    CheckpointStore,
-    Evaluator,
-    Explorer,
-    LogProbCheck,
-    RewardPipeline,
-    Role,
-    RunWorkers,
-    Trainer,
-)
+from jackfield.trainer.checkpoint import Checkpointer, CheckpointStore
+from jackfield.trainer.log_prob_check import LogProbCheck
+from jackfield.trainer.role import Role, RunWorkers
+from jackfield.trainer.rollouts import Evaluator, Explorer, RewardPipeline
+from jackfield.trainer.trainer import BatchSource, Trainer
 from jackfield.weights import SyncReport
 
 RUNS = 8

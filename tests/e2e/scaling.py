@@ -19,7 +19,7 @@ import attrs
 
 from jackfield.compose import scale_replicas
 from jackfield.plugins import hookimpl
-from jackfield.trainer import Trainer
+from jackfield.trainer.trainer import Trainer
 
 
 @attrs.define

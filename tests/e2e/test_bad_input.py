@@ -22,7 +22,7 @@ import pytest
 import yaml
 
 from jackfield.queue import read_ledger
-from jackfield.trainer import CheckpointStore
+from jackfield.trainer.checkpoint import CheckpointStore
 from jackfield_commands import CommandServer, Completed
 
 from .conftest import metrics

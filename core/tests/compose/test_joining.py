@@ -14,7 +14,7 @@ from jackfield.cluster.device import DeviceLease
 from jackfield.compose.builder import following
 from jackfield.config import make_config
 from jackfield.plugins import HookManager
-from jackfield.trainer import Role, WeightSubscriber
+from jackfield.trainer.role import Role, WeightSubscriber
 from jackfield.weights import Replica, SyncReport
 from jackfield_virtual_clock import VirtualClock
 

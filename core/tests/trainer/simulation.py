@@ -41,19 +41,11 @@ from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
 from jackfield.sdk.columns import column_from_rows
-from jackfield.trainer import (
-    BatchSource,
-    Checkpointer,
-    CheckpointStore,
-    Evaluator,
-    Explorer,
-    LogProbCheck,
-    RewardPipeline,
-    Role,
-    RunWorkers,
-    Schedule,
-    Trainer,
-)
+from jackfield.trainer.checkpoint import Checkpointer, CheckpointStore
+from jackfield.trainer.log_prob_check import LogProbCheck
+from jackfield.trainer.role import Role, RunWorkers, Schedule
+from jackfield.trainer.rollouts import Evaluator, Explorer, RewardPipeline
+from jackfield.trainer.trainer import BatchSource, Trainer
 from jackfield_virtual_clock import VirtualClock
 
 

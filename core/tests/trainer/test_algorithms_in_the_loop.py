@@ -9,7 +9,7 @@ import pytest
 
 from jackfield.queue import BatchMeta, Lease
 from jackfield.runtime.samples import global_counts, mini_batches
-from jackfield.trainer import Schedule
+from jackfield.trainer.role import Schedule
 
 from .simulation import Simulation
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jackfield.errors import RunError
-from jackfield.trainer import CheckpointStore, open_checkpoint
+from jackfield.trainer.checkpoint import CheckpointStore, open_checkpoint
 
 
 def write(store: CheckpointStore, step: int, text: str = "weights") -> None:

@@ -17,8 +17,7 @@ from jackfield.errors import DeadlineExceeded, WeightsError
 from jackfield.plugins import HookManager
 from jackfield.queue import TransferQueue
 from jackfield.queue.values import MemoryBackend, MemoryConfig
-from jackfield.trainer import Role, WeightSubscriber
-from jackfield.trainer.role import publish
+from jackfield.trainer.role import Role, WeightSubscriber, publish
 from jackfield.weights import Replica, SyncReport
 from jackfield_virtual_clock import VirtualClock
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jackfield.errors import AgentError, DataError, JackfieldError, RolloutError
-from jackfield.trainer import Schedule
+from jackfield.trainer.role import Schedule
 
 from .simulation import Simulation
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jackfield.queue import Reuse
-from jackfield.trainer import Schedule
+from jackfield.trainer.role import Schedule
 
 from .simulation import Simulation
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jackfield.queue import Reuse, effective_acks, read_ledger
-from jackfield.trainer import Schedule
+from jackfield.trainer.role import Schedule
 
 from .simulation import DyingBackend, Simulation
 

@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from jackfield.errors import DeadlineExceeded, ScheduleError
-from jackfield.trainer import Progress, Schedule
+from jackfield.trainer.role import Progress, Schedule
 from jackfield.trainer.trainer import further_groups
 from jackfield_virtual_clock import VirtualClock
 

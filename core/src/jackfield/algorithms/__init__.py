@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from jackfield.algorithms.advantages import advantages
 from jackfield.algorithms.aggregation import aggregate
-from jackfield.algorithms.correction import Correction
 from jackfield.algorithms.divergences import distillation_loss, kl
 from jackfield.algorithms.losses import (
     VALUE_LOSS,
@@ -22,6 +21,7 @@ from jackfield.algorithms.losses import (
 from jackfield.algorithms.named import Algorithm, algorithm
 from jackfield.algorithms.registry import Part, names, part, register, register_part
 from jackfield.algorithms.shaping import (
+    Correction,
     Shaping,
     clip_rewards,
     dynamic_sampling_filter,

@@ -10,8 +10,7 @@ import attrs
 from attrs.validators import ge, gt, le, optional
 
 from jackfield.abc.engine import OptimizerSpec
-from jackfield.algorithms.correction import Correction
-from jackfield.algorithms.shaping import Shaping
+from jackfield.algorithms.shaping import Correction, Shaping
 from jackfield.errors import ConfigError
 from jackfield.settings import option
 

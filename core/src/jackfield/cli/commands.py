@@ -116,7 +116,7 @@ def checkpoint() -> None:
 def list_checkpoints(folder: Path, as_json: bool) -> None:
     """List checkpoints of the run in FOLDER, oldest first; mark those with missing files."""
     from jackfield.compose.folder import run_checkpoints
-    from jackfield.trainer import Checkpoint
+    from jackfield.trainer.checkpoint import Checkpoint
 
     rows: list[dict[str, Any]] = []
     lines = []

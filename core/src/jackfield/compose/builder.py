@@ -26,22 +26,11 @@ from jackfield.queue import GroupKey, Values
 from jackfield.queue.remote import connect_queue
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.runtime.workers import resubmitted
-from jackfield.trainer import (
-    FINISHED,
-    WEIGHTS,
-    BatchSource,
-    Checkpoint,
-    Checkpointer,
-    CheckpointStore,
-    Evaluator,
-    Explorer,
-    LogProbCheck,
-    RewardPipeline,
-    Role,
-    RunWorkers,
-    Trainer,
-    WeightSubscriber,
-)
+from jackfield.trainer.checkpoint import Checkpoint, Checkpointer, CheckpointStore
+from jackfield.trainer.log_prob_check import LogProbCheck
+from jackfield.trainer.role import FINISHED, WEIGHTS, Role, RunWorkers, WeightSubscriber
+from jackfield.trainer.rollouts import Evaluator, Explorer, RewardPipeline
+from jackfield.trainer.trainer import BatchSource, Trainer
 from jackfield.weights import Replica, ReplicaProbe, WeightSynchronizer
 
 _PROBE_PROMPT = 32  #: how many tokens of the first task's prompt the probe uses
@@ -69,7 +58,7 @@ class RunBuilder:
     async def execute(self, checkpoint: Checkpoint | None) -> int:
         """Run the role to its end, from a checkpoint if one is given, and close everything.
 
-        Return the value of :attr:`~jackfield.trainer.Role.progress`.
+        Return the value of :attr:`~jackfield.trainer.role.Role.progress`.
         """
         role, config = self.role, self.role.config
         async with AsyncExitStack() as self.stack, asyncio.TaskGroup() as self._loops:

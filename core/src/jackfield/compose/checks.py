@@ -37,7 +37,7 @@ from jackfield.queue.importing import ImportedSamples
 from jackfield.queue.sample_files import cell_of, read_samples, saved_samples, shape_of
 from jackfield.sdk.archive import SavedSample
 from jackfield.sdk.rotary import length_limits
-from jackfield.trainer import Role, RoleName
+from jackfield.trainer.role import Role, RoleName
 
 HEAVY = ("engine", "rollout")  #: kinds whose plugins import torch, which are imported last
 _PROBE_SECONDS = 30.0

@@ -27,7 +27,7 @@ from jackfield.queue.store import STORE_FILE, check_ledger
 from jackfield.runtime.engine_group import EngineGroup
 from jackfield.sdk.archive import NAME_FILE
 from jackfield.settings import flatten
-from jackfield.trainer import Checkpoint, CheckpointStore, open_checkpoint
+from jackfield.trainer.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
 
 T = TypeVar("T")
 

@@ -41,7 +41,7 @@ from jackfield.runtime.ray.cluster import Cluster, check_interpreter
 from jackfield.runtime.ray.store import remote_backend, store_services
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
-from jackfield.trainer import Role, RunWorkers
+from jackfield.trainer.role import Role, RunWorkers
 from jackfield.weights import WeightSender
 
 T = TypeVar("T")

@@ -224,7 +224,7 @@ def rollout_bound(config: RunConfig) -> float:
 
 
 def log_prob_check_options(config: RunConfig) -> dict[str, Any]:
-    """Return the bounds of :class:`~jackfield.trainer.LogProbCheck`.
+    """Return the bounds of :class:`~jackfield.trainer.log_prob_check.LogProbCheck`.
 
     The slack is the amount, in nats, by which filters may raise the log-probs of the remaining tokens. It is known for
     top-p, which keeps at least that share of the probability; for other filters it depends on the batch.

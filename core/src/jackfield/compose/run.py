@@ -32,7 +32,8 @@ from jackfield.plugins import Registry, discover
 from jackfield.plugins.hooks import RunEnded, RunStarted
 from jackfield.queue.remote import QueueServer
 from jackfield.runtime.workers import one_line
-from jackfield.trainer import Checkpoint, RoleName
+from jackfield.trainer.checkpoint import Checkpoint
+from jackfield.trainer.role import RoleName
 
 
 @attrs.frozen(kw_only=True)

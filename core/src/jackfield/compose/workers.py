@@ -32,7 +32,7 @@ from jackfield.runtime.engine_rank import EngineRank
 from jackfield.runtime.process import RolloutProcess
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
-from jackfield.trainer import Role, RunWorkers
+from jackfield.trainer.role import Role, RunWorkers
 from jackfield.weights import WeightSender
 
 _CRITIC_COLUMNS = ("returns", "values")  #: further columns that the critic's loss reads
