@@ -79,7 +79,17 @@ class ProgressDisplay(Observer):
                 if line.get("kind") == "evaluation":
                     self._remember(line, line["step"])
         if self.console.is_interactive and self.console.file.isatty():
-            self._bar = _make_bar(self.console)
+            from rich import progress
+            from rich.table import Column
+
+            # on a narrow terminal the metrics are cut, not the bar
+            metrics = progress.TextColumn(
+                "{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)
+            )
+            left = progress.TextColumn("{task.fields[left]}", markup=False, table_column=Column(no_wrap=True))
+            shown = (progress.SpinnerColumn(), progress.MofNCompleteColumn(), progress.BarColumn(bar_width=16))
+            columns = (*shown, progress.TimeElapsedColumn(), left, metrics)
+            self._bar = progress.Progress(*columns, console=self.console, refresh_per_second=4, expand=True)
             self._bar.add_task("first step", total=event.total_steps, completed=event.first_step, left="")
             self._bar.start()
 
@@ -136,17 +146,6 @@ class ProgressDisplay(Observer):
     def _best(self) -> str:
         score, step = max(self._scores, key=lambda each: (each[0], -each[1]))
         return f"{_number(score)} at step {step}"
-
-
-def _make_bar(console: Console) -> Progress:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-    from rich.table import Column
-
-    # on a narrow terminal the metrics are cut, not the bar
-    metrics = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1))
-    left = TextColumn("{task.fields[left]}", markup=False, table_column=Column(no_wrap=True))
-    columns = (SpinnerColumn(), MofNCompleteColumn(), BarColumn(bar_width=16), TimeElapsedColumn(), left, metrics)
-    return Progress(*columns, console=console, refresh_per_second=4, expand=True)
 
 
 def _number(value: float) -> str:

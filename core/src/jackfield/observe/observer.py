@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import attrs
-from attrs.validators import ge, in_
+from attrs.validators import ge
 
 from jackfield.clock import Clock
 from jackfield.errors import RunError
@@ -28,21 +28,19 @@ _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 class ObserveSettings:
     """Settings of what a run writes and shows."""
 
-    metrics_file: bool = option(True, help="write metrics.jsonl")
-    tensorboard: bool = option(True, help="write TensorBoard event files to tensorboard/")
-    sample_table: bool = option(True, help="write samples/train.jsonl, samples/eval.jsonl and samples/failed.jsonl")
-    timeline: bool = option(True, help="write trace.json, which Perfetto opens")
-    curve: bool = option(True, help="draw learning_curve.png at the end")
-    progress: bool = option(True, help="show progress: a bar on a terminal, text lines elsewhere")
-    samples_per_step: int = option(8, help="maximum samples in the sample table per step", validator=ge(0))
-    samples_per_evaluation: int = option(32, help="maximum samples in the sample table per evaluation", validator=ge(0))
+    metrics_file: bool = option(True, "write metrics.jsonl")
+    tensorboard: bool = option(True, "write TensorBoard event files to tensorboard/")
+    sample_table: bool = option(True, "write samples/train.jsonl, samples/eval.jsonl and samples/failed.jsonl")
+    timeline: bool = option(True, "write trace.json, which Perfetto opens")
+    curve: bool = option(True, "draw learning_curve.png at the end")
+    progress: bool = option(True, "show progress: a bar on a terminal, text lines elsewhere")
+    samples_per_step: int = option(8, "maximum samples in the sample table per step", ge(0))
+    samples_per_evaluation: int = option(32, "maximum samples in the sample table per evaluation", ge(0))
     progress_interval: float = option(
-        1.0, help="minimum seconds between progress lines without a terminal; 0: every step", validator=ge(0)
+        1.0, "minimum seconds between progress lines without a terminal; 0: every step", ge(0)
     )
     on_error: Literal["stop", "warn"] = option(
-        "stop",
-        help="if an observer fails: stop the run, or warn and continue without it",
-        validator=in_(("stop", "warn")),
+        "stop", "if an observer fails: stop the run, or warn and continue without it"
     )
 
 
@@ -120,7 +118,7 @@ class Observer:
         next(iter(self._files.values())).append(data)
 
     def go_on(self, earlier: Iterable[Mapping[str, Any]]) -> None:
-        """Start to count seconds, continuing those of the lines of an earlier process."""
+        """Start :meth:`seconds`, after those of the lines of an earlier process."""
         self._origin = self.clock.time() - max((float(line.get("time", 0)) for line in earlier), default=0.0)
 
     def seconds(self) -> float:
@@ -129,24 +127,18 @@ class Observer:
 
 
 def metrics_of(event: object) -> tuple[str, int, dict[str, float | int]] | None:
-    """Return kind (``step``, ``evaluation``, ``weights``), step and metrics of an event.
+    """Return kind (``step``, ``evaluation``, ``weights``), step and metrics of an event, as plain numbers.
 
-    Zero-dimensional arrays and tensors become plain numbers. A weight sync has its duration in seconds, the longest
-    pause of a replica in seconds, the number of replicas and the bytes sent.
+    A weight sync has its duration and the longest pause of a replica in seconds, and the bytes sent.
     """
-    metrics: Mapping[str, Any]
-    match event:
-        case StepEnded(step=step, metrics=metrics):
-            kind = "step"
-        case EvaluationEnded(step=step, metrics=metrics):
-            kind = "evaluation"
-        case WeightsSynced(version=step):
-            paused = max((receipt.paused_seconds for receipt in event.receipts), default=0.0)
-            sizes = {"replicas": len(event.receipts), "sent_bytes": event.sent_bytes}
-            kind, metrics = "weights", {"seconds": event.seconds, "paused_seconds": paused, **sizes}
-        case _:
-            return None
-    return kind, step, {name: _number(value) for name, value in metrics.items()}
+    if isinstance(event, WeightsSynced):
+        paused = max((receipt.paused_seconds for receipt in event.receipts), default=0.0)
+        sizes = {"replicas": len(event.receipts), "sent_bytes": event.sent_bytes}
+        return "weights", event.version, {"seconds": event.seconds, "paused_seconds": paused, **sizes}
+    if not isinstance(event, StepEnded | EvaluationEnded):
+        return None
+    kind = "step" if isinstance(event, StepEnded) else "evaluation"
+    return kind, event.step, {name: _number(value) for name, value in event.metrics.items()}
 
 
 def _number(value: Any) -> float | int:
@@ -158,18 +150,13 @@ def encode(line: Mapping[str, Any]) -> bytes:
 
     A number that is not finite becomes null, and its path is added to the list ``not_finite``. Other types become text.
     """
-    try:
-        text = json.dumps(line, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError):
-        not_finite: list[str] = []
-        plain = _strict(line, not_finite) | ({"not_finite": not_finite} if not_finite else {})
-        text = json.dumps(plain, ensure_ascii=False)
-    # a lone surrogate becomes its JSON escape
-    return text.translate(_LINE_ENDS).encode("utf-8", errors="backslashreplace") + b"\n"
+    not_finite: list[str] = []
+    plain = _strict(line, not_finite) | ({"not_finite": not_finite} if not_finite else {})
+    text = json.dumps(plain, ensure_ascii=False).translate(_LINE_ENDS)
+    return text.encode("utf-8", errors="backslashreplace") + b"\n"  # a lone surrogate becomes its JSON escape
 
 
 def _strict(value: Any, not_finite: list[str], path: str = "") -> Any:
-    """Return ``value`` in JSON types; non-finite numbers become None, listed by path."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, numbers.Real):

@@ -25,18 +25,16 @@ _RESERVED = frozenset({"kind", "not_finite", "step", "time"})
 
 
 class MetricsFile(Observer):
-    """Writes ``metrics.jsonl`` with one object per step, evaluation and weight sync.
+    """Writes ``metrics.jsonl`` with ``kind``, ``step``, ``time`` and metrics of each step, evaluation and weight sync.
 
-    Each has ``kind``, ``step``, ``time`` (seconds of work since the run's start, summed over its processes) and the
-    metrics. A NaN or an infinity is ``null``, and its name is in the list ``not_finite``. Each line is in the file when
-    the hook returns. A resumed run first drops the lines of steps after the restored one.
+    Each line is in the file when the hook returns. A resumed run first drops the lines of steps after the restored one.
     """
 
     name = "metrics file"
     output = "metrics.jsonl"
 
     def hear(self, event: object) -> None:
-        """Write a line; at the start, drop the lines of steps that a resumed run repeats."""
+        """Write a line, if the event has metrics."""
         if isinstance(event, RunStarted):
             cut_after(self.path, event.first_step)
             self.go_on(read_lines(self.path))
