@@ -1,8 +1,9 @@
 """The parts of algorithms, which are pure functions on tensors with names.
 
-Shapes are ``[B, T]`` over response tokens; ``response_mask`` (bool or float) is 1 on the model's own tokens. Losses are
-normalised by explicit *global* counts, so that they do not depend on micro-batches or the data-parallel size.
-Importing this package does not import torch.
+Tensors are float ``[B, T]`` over response tokens, unless a function says otherwise. ``response_mask`` (bool or float)
+is 1 on the model's own tokens. Losses are normalised by counts of the whole batch (all micro-batches, all ranks):
+``global_tokens`` on the mask and ``global_sequences``. The functions raise ``algorithm.unknown`` for a name,
+``algorithm.input``, and ``algorithm.not-finite``, which names the first row. The package does not import torch.
 """
 
 from __future__ import annotations

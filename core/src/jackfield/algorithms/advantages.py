@@ -36,19 +36,18 @@ def advantages(
 
     Args:
         name: The name of the estimator.
-        token_rewards: Float ``[B, T]``; a sequence-level reward is on any one token of its row. Rewards on
-            observation tokens count in the row's total, and are credited to the model token before them.
-        response_mask: Bool or float ``[B, T]``, 1 on the model's own tokens.
+        token_rewards: A sequence-level reward is on any one token of its row. Rewards on observation tokens count in
+            the row's total, and are credited to the model token before them.
+        response_mask: Bool or float.
         group_ids: Int ``[B]``, equal for the rollouts of one task; group-relative estimators need it.
-        **options: Options of the estimator and its other inputs: ``values`` float ``[B, T]`` of a critic,
-            ``rollout_ids`` int ``[B]`` (rows of one rollout are its steps), ``step_ids`` int ``[B]`` (order of steps in
-            a rollout), ``anchor_ids`` int ``[B]`` (equal for steps from the same state), ``reward_dimensions`` float
-            ``[B, D]``, ``baseline_rewards`` float ``[B]``, ``old_log_probs`` and ``sum_pi_squared`` float ``[B, T]``.
+        **options: Options of the estimator and its other inputs: ``values`` of a critic, ``rollout_ids`` int ``[B]``
+            (rows of one rollout are its steps), ``step_ids`` int ``[B]`` (order of steps in a rollout), ``anchor_ids``
+            int ``[B]`` (equal for steps from the same state), ``reward_dimensions`` float ``[B, D]``,
+            ``baseline_rewards`` float ``[B]``, ``old_log_probs`` and ``sum_pi_squared``.
 
     Returns:
-        ``(advantages, returns)``, float ``[B, T]``, 0 where the mask is 0. For estimators that compare whole responses,
-        the returns are the advantages. Errors are ``algorithm.unknown``, ``algorithm.input`` and
-        ``algorithm.not-finite`` (which names the first row).
+        ``(advantages, returns)``, 0 where the mask is 0. The returns of estimators that compare whole responses are the
+        advantages.
     """
     chosen = part("advantages", name)
     inputs, options = chosen.split(options)

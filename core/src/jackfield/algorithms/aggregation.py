@@ -27,15 +27,12 @@ def aggregate(
 
     Args:
         values: Float ``[B, T]``, or one per sequence, ``[B]``: then each sequence counts as one token.
-        mask: Bool or float ``[B, T]``. Positions of 0 do not count, even if their value is NaN.
+        mask: Positions of 0 do not count, even if their value is NaN.
         aggregation: ``token-mean``, ``token-sum``, ``seq-mean-token-{sum,sum-norm,mean}``.
-        global_tokens: Number of masked tokens in the whole batch.
-        global_sequences: Number of sequences in the whole batch.
-        length_norm: The constant of ``seq-mean-token-sum-norm``, the same for the whole run (Dr. GRPO: the longest
-            response that may be generated). None: the width T of ``values``, which is only correct if every part of
-            the batch is padded to the same width.
-
-    An unknown aggregation and a ``length_norm`` of 0 or less are refused (``algorithm.unknown``, ``algorithm.input``).
+        global_tokens, global_sequences: Counts of the whole batch.
+        length_norm: The constant of ``seq-mean-token-sum-norm``, above 0 and the same for the whole run (Dr. GRPO: the
+            longest response that may be generated). None: the width T of ``values``, which is only correct if every
+            part of the batch is padded to the same width.
     """
     if values.dim() == 1:
         values, mask, global_tokens = (values.unsqueeze(-1), mask.new_ones((len(values), 1)), global_sequences)

@@ -22,14 +22,11 @@ if TYPE_CHECKING:
 
 
 def kl(name: str, log_probs: Tensor, ref_log_probs: Tensor, *, old_log_probs: Tensor | None = None) -> Tensor:
-    """Estimate the KL per token, float ``[B, T]``, of log-probs ``[B, T]``.
+    """Estimate the KL per token of the policy's log-probs from the reference's.
 
-    Args:
-        name: ``k1``, ``k2``, ``k3``, ``abs``, ``low_var_kl``, the value of one of them with the gradient of k2
-            (``k1+``, ``k3+``, ``abs+``, ``low_var_kl+``), or ``k3_corrected``.
-        log_probs: Log-probs of the policy.
-        ref_log_probs: Log-probs of the reference.
-        old_log_probs: Log-probs of the behaviour policy, required by estimators that correct for it.
+    ``name`` is ``k1``, ``k2``, ``k3``, ``abs``, ``low_var_kl``, the value of one of them with the gradient of k2
+    (``k1+``, ``k3+``, ``abs+``, ``low_var_kl+``), or ``k3_corrected``, which needs the ``old_log_probs`` of the policy
+    that generated.
     """
     offered = {"log_probs": log_probs, "ref_log_probs": ref_log_probs, "old_log_probs": old_log_probs}
     value: Tensor = part("kl", name)(offered)
@@ -98,16 +95,9 @@ def distillation_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the share of these rows in the batch's distillation loss, and its metrics.
 
-    Args:
-        name: ``forward_kl``, ``reverse_kl`` or ``jsd``.
-        log_probs: The student's, normalised over the vocabulary, float ``[B, T, V]``, with gradients.
-        teacher_log_probs: The teacher's, float ``[B, T, V]``; -inf is a probability of 0.
-        response_mask: Bool or float ``[B, T]``.
-        aggregation: See :func:`jackfield.algorithms.aggregate`.
-        length_norm: The constant of ``seq-mean-token-sum-norm``.
-        **options: ``beta`` of ``jsd``, and the counts ``global_tokens`` and ``global_sequences``.
-
-    Errors are ``algorithm.unknown``, ``algorithm.input`` and ``algorithm.not-finite`` (which names the first row).
+    ``name`` is ``forward_kl``, ``reverse_kl`` or ``jsd`` (with the option ``beta``). The log-probs are normalised over
+    the vocabulary, float ``[B, T, V]``, the student's with gradients; a teacher's -inf is a probability of 0. Counts,
+    ``aggregation`` and ``length_norm`` are those of :func:`jackfield.algorithms.aggregate`.
     """
     chosen = part("distillation", name)
     counts, options = chosen.split(options)

@@ -41,24 +41,21 @@ def policy_loss(
 
     Args:
         name: The name of the loss; ``jackfield algorithms list`` shows all losses.
-        log_probs: Log-probs of the policy, float ``[B, T]``, with gradients.
-        response_mask: Bool or float ``[B, T]``. Where it is 0, the values of all tensors are ignored, even NaN.
-        global_tokens: Number of masked tokens in the whole batch (all micro-batches, all ranks).
-        global_sequences: Number of sequences in the whole batch.
-        aggregation: See :func:`aggregate`. A loss with one value per sequence (or pair) is a mean over sequences
-            (or pairs) in every mode except ``token-sum``.
-        length_norm: The constant of ``seq-mean-token-sum-norm``.
-        rollout_weights: Importance weights, float ``[B, T]``, 0 for excluded tokens: the weights of
+        log_probs: Log-probs of the policy, with gradients.
+        response_mask: Where it is 0, the values of all tensors are ignored, even NaN.
+        global_tokens, global_sequences: Counts of the whole batch.
+        aggregation, length_norm: See :func:`aggregate`. A loss with one value per sequence (or pair) is a mean over
+            sequences (or pairs) in every mode except ``token-sum``.
+        rollout_weights: Importance weights, 0 for excluded tokens: the weights of
             :meth:`jackfield.algorithms.Correction.weights`, multiplied by its mask.
         **options: Options of the loss and its other inputs: ``old_log_probs`` (of the policy before this batch),
             ``advantages``, ``ref_log_probs`` (of the reference) and ``rollout_log_probs`` (of the policy that
-            generated), float ``[B, T]``; ``expert_mask`` bool ``[B]`` (the rows that an expert wrote), ``group_ids``,
-            ``pair_ids`` int ``[B]``, ``rewards`` float ``[B]``; counts (``global_usual_tokens``, …); and the columns
-            of :func:`prepare`. Without these columns, the rows must be the whole batch.
+            generated); ``expert_mask`` bool ``[B]`` (the rows that an expert wrote), ``group_ids``, ``pair_ids`` int
+            ``[B]``, ``rewards`` float ``[B]``; counts (``global_usual_tokens``, …); and the columns of
+            :func:`prepare`. Without these columns, the rows must be the whole batch.
 
     Returns:
-        ``(loss, metrics)``: scalars; metrics are shares of batch means and are summed like the loss. Errors are
-        ``algorithm.unknown``, ``algorithm.input`` and ``algorithm.not-finite`` (which names the first row).
+        ``(loss, metrics)``: scalars; metrics are shares of batch means and are summed like the loss.
     """
     chosen = part("loss", name)
     inputs, options = chosen.split(options)
@@ -88,13 +85,8 @@ def prepare(name: str, *, log_probs: Tensor, response_mask: Tensor, **options: A
     """Compute the columns that the loss ``name`` needs from the whole batch.
 
     A loss that compares rows or tokens of the whole batch (:attr:`Part.whole_batch`) can only be split into
-    micro-batches if its rows have these columns. Pass them to :func:`policy_loss`.
-
-    Args:
-        name: The name of the loss.
-        log_probs: Log-probs of the policy right before the optimizer step, over the whole batch, ``[B, T]``.
-        response_mask: Bool or float ``[B, T]``.
-        **options: The same inputs and options as for :func:`policy_loss`.
+    micro-batches if its rows have these columns. Inputs and options are those of :func:`policy_loss`, over the whole
+    batch right before the optimizer step.
 
     Returns:
         Column name to tensor ``[B, T]`` or ``[B]``, without gradients. It is empty for a loss that can be split.
@@ -116,17 +108,9 @@ def value_loss(
     """Return the share of these rows in the batch's critic loss, and its metrics.
 
     It is max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2; without a clip (V - R)^2 / 2. PPO's value
-    loss as in OpenAI baselines (the paper has no clip). Everything is float ``[B, T]``.
-
-    Args:
-        values: Values of the critic, with gradients.
-        returns: Target values (:func:`jackfield.algorithms.advantages`).
-        response_mask: Bool or float.
-        old_values: Values of the critic before this batch's updates; required by ``clip``.
-        clip: Clip range of predictions around ``old_values``; None: off.
-        **averaging: The counts, ``aggregation`` and ``length_norm`` of :func:`aggregate`.
-
-    Errors are ``algorithm.input`` and ``algorithm.not-finite`` (which names the first row).
+    loss as in OpenAI baselines (the paper has no clip). ``values`` have gradients, ``returns`` are those of
+    :func:`jackfield.algorithms.advantages`, and ``old_values`` are the critic's before this batch's updates, which a
+    ``clip`` requires. ``averaging`` has the counts, ``aggregation`` and ``length_norm`` of :func:`aggregate`.
     """
     if clip is not None and old_values is None:
         raise ConfigError("a clipped value loss needs old_values", code="algorithm.input", fix="clip=None: no clipping")
@@ -162,15 +146,11 @@ def _clean(chosen: Part, inputs: Mapping[str, Any], mask: Tensor) -> dict[str, A
 
 @attrs.frozen(kw_only=True)
 class LossSpec:
-    """A loss as plain values that can be sent to the engine's ranks.
-
-    ``global_counts`` has the counts over the *whole* batch (all micro-batches, all ranks) that normalise the loss:
-    ``global_tokens`` and ``global_sequences``, and other counts that the loss needs.
-    """
+    """A loss as plain values that can be sent to the engine's ranks."""
 
     name: str
     options: Mapping[str, Any] = attrs.field(factory=dict)
-    global_counts: Mapping[str, int] = attrs.field(factory=dict)
+    global_counts: Mapping[str, int] = attrs.field(factory=dict)  #: of the whole batch, all that the loss needs
 
 
 def resolve_loss(spec: LossSpec) -> LossFunction:
@@ -185,8 +165,6 @@ def resolve_loss(spec: LossSpec) -> LossFunction:
 
     The name :data:`VALUE_LOSS` is the critic's loss, :func:`value_loss` of the model's values, with ``returns`` and
     the old ``values`` from the data.
-
-    An unknown loss or option is refused (``algorithm.unknown``, ``algorithm.input``).
     """
     if spec.name != VALUE_LOSS:
         return _ComposedLoss(spec)

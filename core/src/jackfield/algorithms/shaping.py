@@ -78,7 +78,6 @@ def kl_in_reward(
     observation tokens do not change. ``estimator`` is a name of :func:`jackfield.algorithms.kl`.
 
     Returns ``(token_rewards, kl)``: ``[B, T]``, and the mean KL per model token, a scalar, to adapt the coefficient.
-    Errors are ``algorithm.unknown``, ``algorithm.input`` and ``algorithm.not-finite`` (which names the first row).
     """
     require_shapes({"token_rewards": token_rewards}, response_mask.shape)
     tensors = clean({"log_probs": log_probs.detach(), "ref_log_probs": ref_log_probs.detach()}, response_mask)
@@ -198,10 +197,8 @@ class Correction:
         prod(rho)^(1 / length) or any rho is outside. ``batch_normalize`` divides by the mean weight of the accepted
         tokens, or of the sequences that have any, which needs the whole batch.
 
-        Args:
-            log_probs: Log-probs of pi_old (decoupled PPO) or pi (policy gradient), float ``[B, T]``.
-            rollout_log_probs: Log-probs of the policy that generated, float ``[B, T]``.
-            response_mask: Bool or float ``[B, T]``.
+        ``log_probs`` are those of pi_old (decoupled PPO) or pi (policy gradient), ``rollout_log_probs`` those of the
+        policy that generated.
 
         Returns:
             ``(weights, mask, diagnostics)``: float ``[B, T]`` without gradient, 0 where the response mask is 0; the
@@ -209,7 +206,7 @@ class Correction:
             change; scalars: ``mean``, ``std``, ``min``, ``max`` of the bounded weights, ``effective_sample_size``
             ((sum w)^2 / (n sum w^2)), ``fraction_high`` and ``fraction_low`` (ratios beyond the bounds),
             ``fraction_rejected`` (tokens), ``kl`` and ``kl_k3`` (of pi_rollout from pi: means of -log rho and of
-            rho - 1 - log rho), ``batch_norm``. Errors are ``algorithm.input`` and ``algorithm.not-finite``.
+            rho - 1 - log rho), ``batch_norm``.
         """
         tensors = {"log_probs": log_probs.detach(), "rollout_log_probs": rollout_log_probs.detach()}
         own, rollout = clean(tensors, response_mask).values()
