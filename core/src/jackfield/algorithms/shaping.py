@@ -217,22 +217,18 @@ class Correction:
         elif self.bound == "icepop":
             weights = raw.masked_fill((raw < self.lower) | (raw > self.upper), 0.0)
         weights = weights.masked_fill(~keep, 0.0)
-        accepted = self._accepted(logs, keep)
+        accepted = keep  # bool ``[B, T]``
+        if self.reject != "none":
+            levels = {"sequence-sum": "sequence", "sequence-mean": "geometric"}
+            ratio = _ratio(logs, keep, levels.get(self.reject, "token"))
+            inside = (ratio >= self.reject_low) & (ratio <= self.reject_high)
+            accepted = keep & ((inside | ~keep).all(-1, keepdim=True) if self.reject == "sequence-max" else inside)
         diagnostics = self._diagnostics(logs, raw, weights, keep, accepted)
         if self.batch_normalize:  # to a mean of 1 over accepted tokens or sequences; weights that are all 0 stay so
             parts = (weights, accepted) if self.level == "token" else (row_means(weights, accepted), accepted.any(-1))
             diagnostics["batch_norm"] = mean = masked_mean_std(*parts)[0].to(weights.dtype)
             weights = weights / mean.where(mean > 0, mean.new_ones(()))
         return weights, response_mask.masked_fill(~accepted, 0), diagnostics
-
-    def _accepted(self, logs: Tensor, keep: Tensor) -> Tensor:
-        """Return the accepted model tokens, bool ``[B, T]``."""
-        if self.reject == "none":
-            return keep
-        levels = {"sequence-sum": "sequence", "sequence-mean": "geometric"}
-        ratio = _ratio(logs, keep, levels.get(self.reject, "token"))
-        inside = (ratio >= self.reject_low) & (ratio <= self.reject_high)
-        return keep & ((inside | ~keep).all(-1, keepdim=True) if self.reject == "sequence-max" else inside)
 
     def _diagnostics(
         self, logs: Tensor, raw: Tensor, weights: Tensor, keep: Tensor, accepted: Tensor

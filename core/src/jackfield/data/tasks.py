@@ -120,9 +120,21 @@ class TaskFormat:
             None if key is None else read_answer(_value(record, key), key)
             for key in (self.response_key, self.rejected_key)
         )
-        if self.prompt_key is None and self.messages_key is None:
+        key = self.messages_key or self.prompt_key
+        if key is None:
             return implied_prompt(taught, rejected)
-        prompt, own = self._prompt(record)
+        value = _value(record, key)
+        own: Conversation | None = None
+        if self.messages_key is None and isinstance(value, str):
+            prompt: Conversation = ({"role": "user", "content": self.prompt_template.replace("{prompt}", value)},)
+        elif self.messages_key is None and not isinstance(value, list):
+            raise malformed(f"field {key!r} is not a text", "a text, or a list of messages", type(value).__name__)
+        else:
+            messages = read_conversation(value, key)
+            if self.prompt_template != "{prompt}":
+                expected, fix = "a text, as there is a prompt_template", "remove data.format.prompt_template"
+                raise malformed(f"field {key!r} is not a text", expected, "a list of messages", fix)
+            prompt, own = split(messages, key)
         if own is not None and taught is not None:
             found = f"messages that end with the assistant's, and {self.response_key!r}"
             raise malformed("a record has two answers to learn from", "one answer", found)
@@ -132,21 +144,6 @@ class TaskFormat:
         for each in (taught, rejected):
             check_turn(each)
         return prompt, taught, rejected
-
-    def _prompt(self, record: dict[str, Any]) -> tuple[Conversation, Conversation | None]:
-        """Return the prompt's messages, and the answer's if the last message is the assistant's."""
-        key = self.messages_key or self.prompt_key
-        assert key is not None
-        value = _value(record, key)
-        if self.messages_key is None and isinstance(value, str):
-            return ({"role": "user", "content": self.prompt_template.replace("{prompt}", value)},), None
-        if self.messages_key is None and not isinstance(value, list):
-            raise malformed(f"field {key!r} is not a text", "a text, or a list of messages", type(value).__name__)
-        messages = read_conversation(value, key)
-        if self.prompt_template != "{prompt}":
-            expected, fix = "a text, as there is a prompt_template", "remove data.format.prompt_template"
-            raise malformed(f"field {key!r} is not a text", expected, "a list of messages", fix)
-        return split(messages, key)
 
 
 def _value(record: dict[str, Any], path: str) -> Any:

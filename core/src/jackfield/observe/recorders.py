@@ -195,8 +195,7 @@ class Timeline(Observer):
         The trace of a resumed run continues where the last kept stage ended.
         """
         if isinstance(event, RunStarted):
-            going_on = event.first_step > 0 and self.path.exists()
-            kept = _stages(self.path.read_bytes(), event.first_step) if going_on else []
+            kept = _stages(self.path, event.first_step) if event.first_step > 0 else []
             self.go_on({"time": (stage["ts"] + stage["dur"]) / 1e6} for stage in kept)
             replace_file(self.path, b"[\n" + _metadata("process_name", 0, name=event.name) + _TAIL)
             self.open_file(self.path, _TAIL)
@@ -234,11 +233,11 @@ def _metadata(kind: str, track: int, **arguments: Any) -> bytes:
     return encode({"name": kind, "ph": "M", "pid": 1, "tid": track, "args": arguments}).rstrip()
 
 
-def _stages(trace: bytes, completed: int) -> list[dict[str, Any]]:
-    """Return an earlier trace's stages of completed steps, or none if it is damaged."""
+def _stages(trace: Path, completed: int) -> list[dict[str, Any]]:
+    """Return an earlier trace's stages of completed steps, or none if it is missing or damaged."""
     try:
-        events = [event for event in json.loads(trace) if event.get("ph") == "X"]
-    except ValueError:
+        events = [event for event in json.loads(trace.read_bytes()) if event.get("ph") == "X"]
+    except (FileNotFoundError, ValueError):
         return []
     done = [each["cat"] in ("trainer", "weights") and each["args"]["step"] < completed for each in events]
     return events[: max((index + 1 for index, is_done in enumerate(done) if is_done), default=0)]

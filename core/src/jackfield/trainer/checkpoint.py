@@ -60,16 +60,10 @@ class Checkpointer:
     async def save(self, steps: int, trainer: Mapping[str, Any], *, again_from: int | None = None) -> None:
         """Write a durable checkpoint after ``steps`` steps, whose acks become final.
 
-        Args:
-            steps: Number of completed steps.
-            trainer: The trainer's own state, as plain values.
-            again_from: The first batch to save as not begun; the random state is then that after the last step.
-                None saves everything as it is now.
-
-        Raises:
-            RunError: ``run.checkpoint-write`` if writing fails. Earlier checkpoints are not affected.
-            WorkerLost: If a rank or a storage unit dies during the save.
-            QueueError: ``queue.session`` if the queue's controller dies during the save.
+        ``trainer`` is the trainer's own state, as plain values. ``again_from`` is the first batch to save as not begun;
+        the random state is then that after the last step. None saves everything as it is now. If writing fails,
+        earlier checkpoints are not affected (``run.checkpoint-write``). The death of a rank, a storage unit or the
+        queue's controller raises its own error.
         """
         async with self.role.measure("checkpoint", "trainer", steps - 1):
             try:
@@ -111,12 +105,7 @@ class Checkpointer:
         """Restore engines, queue and random state; return the trainer's own state.
 
         The caller has verified the checkpoint (:meth:`CheckpointStore.newest`) and registered the queue's consumers,
-        and no worker has started yet.
-
-        Raises:
-            RunError: ``run.checkpoint-damaged`` if its ``state.json`` cannot be read.
-            EngineError: If an engine cannot read its part.
-            QueueError: If the queue cannot read its part, or the ledger is not the checkpoint's.
+        and no worker has started yet. Engines and queue raise their errors if they cannot read their parts.
         """
         state = checkpoint.state()
         for role, engine in self.engines.items():
@@ -163,11 +152,7 @@ class Checkpoint:
         return sum(size for size, _ in self.files.values())
 
     def state(self) -> dict[str, Any]:
-        """Read the ``state.json`` of the checkpoint.
-
-        Raises:
-            RunError: ``run.checkpoint-damaged`` if it cannot be read.
-        """
+        """Read the ``state.json`` of the checkpoint, or raise ``run.checkpoint-damaged``."""
         path = self.folder / _STATE
         try:
             return dict(json.loads(path.read_text(encoding="utf-8")))
@@ -234,8 +219,7 @@ class CheckpointStore:
     def checkpoints(self) -> dict[int, Checkpoint | RunError]:
         """Return checkpoints by step, oldest first, or the errors of visibly damaged ones.
 
-        Raises:
-            RunError: ``run.checkpoint-format`` if another version of Jackfield wrote one.
+        One that another version of Jackfield wrote raises ``run.checkpoint-format``.
         """
         return {step: _attempt(path, contents=False) for step, path in self.folders().items()}
 

@@ -14,7 +14,7 @@ import attrs
 
 from jackfield.errors import RunError
 from jackfield.queue import BatchMeta
-from jackfield.runtime.engine_rank import PREFIX, Comparison
+from jackfield.runtime.engine_rank import PREFIX
 from jackfield.trainer.role import Role
 
 _SAMPLE_FACTOR = 10.0  #: a single sample's mean distance may exceed the bound of the batch by this factor
@@ -57,11 +57,6 @@ class LogProbCheck:
         config, schedule = self.role.config, self.role.schedule
         first = config.critic.warmup_steps if self.role.algorithm.critic else 0  # the first step that trains the policy
         return step in (first, schedule.sync_interval) or schedule.is_due(config.log_prob_check.every, step)
-
-    def comparison(self, engine: str, version: int) -> Comparison:
-        """Return the comparison for ``version``; ``engine`` has the inference pass's log-probs."""
-        rollout = version if self.role.explores else None
-        return Comparison(engine=engine, version=rollout, slack=self.slack, dropout=self.dropout)
 
     def judge(self, update: Mapping[str, float], batch: BatchMeta, step: int, version: int) -> dict[str, float]:
         """Check the distances that an update measured; return its other metrics.

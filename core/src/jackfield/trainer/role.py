@@ -73,11 +73,7 @@ class Schedule(ScheduleConfig):
         return steps_done // every > (steps_done - interval) // every
 
     def check(self, step: int, oldest_version: int) -> int:
-        """Return the staleness of a batch, in steps.
-
-        Raises:
-            ScheduleError: ``schedule.staleness`` if it exceeds :attr:`max_staleness`.
-        """
+        """Return the staleness of a batch, in steps, or refuse more than :attr:`max_staleness`."""
         staleness = step - oldest_version
         if staleness > self.max_staleness:
             raise ScheduleError(
@@ -221,10 +217,8 @@ class Role:
 async def publish(role: Role, report: SyncReport | None, version: int) -> None:
     """Tell explorers in other processes how to load the trainer's weights of ``version``.
 
-    ``report`` comes from the newest weight sync. None means that the weights are those of the model's folder.
-
-    Raises:
-        WeightsError: ``weights.transfer`` if the checkpoint engine keeps no weights for workers that join later.
+    ``report`` comes from the newest weight sync. None means that the weights are those of the model's folder. A
+    checkpoint engine that keeps no weights for workers that join later is refused (``weights.transfer``).
     """
     if report is not None and (report.retained is None or report.kind == "delta"):
         raise WeightsError(
@@ -238,10 +232,7 @@ async def publish(role: Role, report: SyncReport | None, version: int) -> None:
 
 @attrs.define(kw_only=True, eq=False)
 class WeightSubscriber:
-    """Loads each published version into this process's replicas, then lets the explorer go on.
-
-    Receipts prove what the replicas have loaded.
-    """
+    """Loads each published version into this process's replicas, verifies the receipts, and lets the explorer go on."""
 
     role: Role
     replicas: Sequence[Replica]  #: the pool's own list, which changes as replicas come and go
@@ -251,9 +242,7 @@ class WeightSubscriber:
     async def run(self) -> None:
         """Follow the trainer until cancelled.
 
-        Raises:
-            WeightsError: ``weights.version`` if the trainer's version went back; otherwise as in a weight sync.
-            DeadlineExceeded: If a replica does not load in time; it is named.
+        Errors are ``weights.version`` if the trainer's version went back, and those of a weight sync.
         """
         number, queue = 0, self.role.queue
         while True:

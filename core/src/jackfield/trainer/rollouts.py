@@ -295,13 +295,9 @@ class Evaluator:
     async def evaluate(self, version: int) -> dict[str, float]:
         """Evaluate the weights that the replicas serve now, which are those of ``version``.
 
-        Returns:
-            ``score``: mean over the tasks that have one; ``failed``: fraction of tasks without one;
-            ``response_tokens``: mean length of the responses.
-
-        Raises:
-            RewardError: ``reward.too-many-failures`` if no task has a score.
-            JackfieldError: If a task fails for a reason that every task shares (``ends_the_run``).
+        Return ``score``, the mean over the tasks that have one, ``failed``, the fraction of tasks without one, and
+        ``response_tokens``, the mean length of the responses. A task that fails for a reason that every task shares
+        (``ends_the_run``) raises its error; if no task has a score, ``reward.too-many-failures`` is raised.
         """
         async with self.role.measure("evaluate", "trainer", version), self.placement.hold("rollout"):
             outcomes = await asyncio.gather(*(self._evaluate(task, version) for task in self.tasks))

@@ -18,6 +18,7 @@ from jackfield.errors import QueueError, RunError
 from jackfield.plugins.hooks import SamplesFailed, SamplesRecorded, StepEnded, WeightsSynced
 from jackfield.queue import BatchMeta, Reuse
 from jackfield.runtime.engine_group import EngineGroup
+from jackfield.runtime.engine_rank import Comparison
 from jackfield.runtime.samples import TRAIN, global_counts, mini_batches, oldest_version, own, said_metrics, trained
 from jackfield.runtime.workers import is_lost
 from jackfield.trainer.checkpoint import Checkpointer, random_state
@@ -252,10 +253,11 @@ class Trainer:
                 yield (role, index), part
 
     async def _actor_step(self, part: BatchMeta, step: Step, *, first: bool) -> Mapping[str, float]:
-        algorithm, comparison = self.role.algorithm, None
-        if first and self.log_prob_check.is_due(step.number):  # before the weights change
+        algorithm, check, comparison = self.role.algorithm, self.log_prob_check, None
+        if first and check.is_due(step.number):  # before the weights change
             engine = "old_log_probs" if algorithm.recompute_old_log_probs else "log_probs"
-            comparison = self.log_prob_check.comparison(engine, self.updated)
+            version = self.updated if self.role.explores else None
+            comparison = Comparison(engine=engine, version=version, slack=check.slack, dropout=check.dropout)
         if algorithm.prepares or (comparison is not None and comparison.engine == "log_probs"):
             await self.actor.compute_log_probs(part, "log_probs")
         if algorithm.prepares:
@@ -266,7 +268,7 @@ class Trainer:
         loss = LossSpec(name=algorithm.loss, options=options, global_counts=global_counts(part.tags))
         update = await self.actor.update(part, loss, comparison)
         if comparison is not None:
-            update = self.log_prob_check.judge(update, part, step.number, self.updated)
+            update = check.judge(update, part, step.number, self.updated)
         return _finite(update, "policy/loss", step)
 
     def _measured(self, step: Step) -> dict[str, float]:
@@ -345,11 +347,8 @@ class BatchSource:
     async def next(self, step: int, *, may_stop: bool) -> BatchMeta | None:
         """Lease the batch of a step (from 0). Return None if the run has to stop before it.
 
-        With ``may_stop``, a requested stop takes effect here if a checkpoint can be cut before this step.
-
-        Raises:
-            DeadlineExceeded: If the batch, or the groups that are mixed in, are not complete in time.
-            ScheduleError: ``schedule.staleness`` if the batch is staler than the schedule allows.
+        With ``may_stop``, a requested stop takes effect here if a checkpoint can be cut before this step. A batch that
+        is staler than the schedule allows is refused (``schedule.staleness``), one that is not complete in time, too.
         """
         queue, schedule, seconds = self.role.queue, self.role.schedule, self.role.config.deadlines.batch
         leasing = asyncio.ensure_future(queue.lease_batch(CONSUMER, step, deadline_seconds=seconds))
