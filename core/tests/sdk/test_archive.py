@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def test_rows_come_back_in_order_with_their_tags(tmp_path: Path) -> None:
 def test_a_checkpoint_that_is_broken_off_keeps_the_one_before_it(tmp_path: Path) -> None:
     write_archive(tmp_path, [row("a", 1.0)])
     files = sorted(tmp_path.iterdir())
-    with ArchiveWriter(tmp_path) as writer:
+    with closing(ArchiveWriter(tmp_path)) as writer:
         writer.add([row("b", 2.0)])
     assert [("a", [1.0], {"k": "a"})] == contents(tmp_path)
     assert files == sorted(tmp_path.iterdir())

@@ -45,10 +45,6 @@ class Batches:
 
         ``rollouts`` is the expected number of rollouts per group of a new batch, for backpressure. The deadline runs
         only while no batch changes and no consumer works with complete batches.
-
-        Raises:
-            DeadlineExceeded: If the deadline passes; it names an unfinished batch.
-            QueueError: ``queue.batch-failed`` if one of the batches has failed.
         """
         if groups < 1 or rollouts < 1 or not explorer:
             found = f"explorer {explorer!r}, {groups} groups, {rollouts} rollouts"
@@ -125,9 +121,8 @@ class Batches:
         runs only while the batch does not change and no consumer works with its groups.
 
         Raises:
-            DeadlineExceeded: If the deadline passes; it names the awaited rollouts, groups or consumers.
             QueueFull: If there was no room for a group in time.
-            QueueError: ``queue.batch-failed`` if a group was retried too often; also if the batch was released.
+            QueueError: If the batch was released.
         """
         partition = self.core.state.partition(batch.partition)
         state, since = partition.batches.get(batch.number), self.core.clock.time()

@@ -224,8 +224,7 @@ class Groups:
         Return the keys of samples that still exist. The values of the others are deleted.
 
         Raises:
-            LeaseError: If the lease is no longer valid.
-            QueueError: ``queue.unknown-sample``, or ``queue.column`` for a column that already exists.
+            QueueError: ``queue.column`` for a column that already exists.
         """
         keys = target.keys if isinstance(target, BatchMeta) else tuple(target)
         tags, columns = written.tags, frozenset(written.columns)

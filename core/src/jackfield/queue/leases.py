@@ -35,10 +35,8 @@ class Leases:
         registered with the same partition and columns, sampler and reuse are updated.
 
         Args:
-            name: The name of the consumer.
-            partition: The partition of its groups.
-            columns: The columns that it needs.
-            writes: The columns that it adds, if it is a stage.
+            name: The name of the consumer of groups of ``partition``.
+            columns: The columns that it needs; ``writes``: the columns that it adds, if it is a stage.
             sampler: Chooses among ready groups; None: in order. Checkpoints keep its state.
             reuse: How often :meth:`lease_groups` returns a group; None: once.
 
@@ -70,11 +68,8 @@ class Leases:
     async def lease_batch(self, consumer: str, batch: int, deadline_seconds: float = 600.0) -> BatchMeta:
         """Lease all groups of one batch that the consumer has not had, ordered by index, rollout and sequence.
 
-        It waits until the batch is complete and these groups are ready.
-
-        Raises:
-            DeadlineExceeded: If the deadline passes; it names missing groups, running rollouts and missing columns.
-            QueueError: If the batch has failed or was consumed, or there is no such group.
+        It waits until the batch is complete and these groups are ready. If the batch was consumed or there is no such
+        group, a QueueError is raised.
         """
         mine = self.core.state.consumer(consumer)
 
@@ -115,9 +110,6 @@ class Leases:
         Without ``groups``, lease all ready groups, at least one. With ``fresh``, also offer groups that the consumer
         has not used yet, and wait until there are enough; otherwise return at once as many used groups as there are.
         Cooldown and staleness are counted in steps of the trainer (``step``).
-
-        Raises:
-            DeadlineExceeded: If the deadline passes; it names running rollouts, missing columns and spent groups.
         """
         mine = self.core.state.consumer(consumer)
         wanted = (groups or 1) if fresh else 0
@@ -187,11 +179,7 @@ class Leases:
         return found
 
     async def release(self, meta: BatchMeta) -> None:
-        """Release leased groups, which become ready again for the same consumer.
-
-        Raises:
-            LeaseError: If the lease is no longer valid.
-        """
+        """Release leased groups, which become ready again for the same consumer."""
         for (consumer, _), groups in self.held(meta).items():
             for group in groups:
                 self._return(consumer, group)
@@ -224,11 +212,7 @@ class Leases:
         consumer.offer(group)
 
     async def ack(self, meta: BatchMeta, step: int | None = None) -> None:
-        """Ack leased groups. The ack becomes final with the commit of ``step``, or at once without a step.
-
-        Raises:
-            LeaseError: If the lease is no longer valid; then nothing is acked.
-        """
+        """Ack leased groups. The ack becomes final with the commit of ``step``, or at once without a step."""
         for (consumer, epoch), groups in self.held(meta).items():
             for group in groups:
                 group.uses.setdefault(consumer.name, Use()).steps.append(step)

@@ -55,13 +55,8 @@ class QueueServer(Server):
 async def connect_queue(file: Path, name: str, clock: Clock) -> tuple[TransferQueue, Connection]:
     """Connect to a served queue. Waits end at the deadlines of their calls or with the connection.
 
-    Args:
-        file: The address file of the server.
-        name: The name of this process, for the server's messages.
-        clock: Time source for all waits.
-
-    Returns:
-        The queue, and the connection, which the caller must close.
+    ``file`` is the server's address file, ``name`` the name of this process for the server's messages. The caller must
+    close the connection that is returned with the queue.
 
     Raises:
         QueueError: ``queue.unreachable`` if the file is missing; ``queue.session`` if no controller answers.
@@ -73,10 +68,8 @@ async def connect_queue(file: Path, name: str, clock: Clock) -> tuple[TransferQu
         raise QueueError(message, code="queue.unreachable", where=str(file), found=error.found, fix=fix) from error
 
     def lost(reason: str) -> QueueError:
-        message, fix = (
-            f"the connection to {_SERVER} is lost: it {reason}",
-            "start this process again, once `jackfield queue serve` runs",
-        )
+        message = f"the connection to {_SERVER} is lost: it {reason}"
+        fix = "start this process again, once `jackfield queue serve` runs"
         return QueueError(message, code="queue.session", where=str(address.process), fix=fix)
 
     connection = await connect(address, name, clock, {_SERVICE: QUEUE}, lost_error=lost)

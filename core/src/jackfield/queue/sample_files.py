@@ -50,17 +50,30 @@ def write_samples(file: Path, samples: Callable[[], Iterable[SavedSample]]) -> i
     Raises:
         QueueError: ``plugin.requirement`` if pyarrow is missing.
     """
+    count = 0
     with replacing(file) as partial:
-        return (_write_parquet if file.suffix == ".parquet" else _write_lines)(partial, samples)
+        if file.suffix == ".parquet":
+            import_pyarrow()
+            from pyarrow import parquet
+
+            types = column_types(samples())
+            with parquet.ParquetWriter(partial, to_arrow([], types).schema, use_dictionary=False) as writer:
+                for batch in batches(samples(), lambda sample: sample.bytes):
+                    writer.write_batch(to_arrow(batch, types))
+                    count += len(batch)
+            return count
+        with partial.open("w", encoding="utf-8") as lines:
+            for sample in samples():
+                count += 1
+                record = attrs.asdict(sample, recurse=False, filter=lambda field, _: field.name != "cells")
+                record["columns"] = {name: to_plain(cell) for name, cell in sample.cells.items()}
+                record["types"] = {name: text for name, (text, _) in sample.cells.items()}
+                lines.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
+    return count
 
 
 def read_samples(file: Path) -> Iterator[SavedSample]:
-    """Yield the samples of a JSONL or Parquet file.
-
-    Raises:
-        QueueError: ``queue.invalid`` if the file or one of its lines is invalid;
-            ``plugin.requirement`` if pyarrow is missing.
-    """
+    """Yield the samples of a JSONL or Parquet file; ``queue.invalid`` if the file or one of its lines is invalid."""
     if not file.is_file():
         raise QueueError("there is no such file of rows", where=str(file), expected="a .jsonl or .parquet file")
     return _read_parquet(file) if file.suffix == ".parquet" else _read_lines(file)
@@ -92,11 +105,7 @@ def to_plain(cell: Cell) -> Any:
 
 
 def from_plain(text: str, value: Any) -> Cell:
-    """Return the cell that :func:`to_plain` wrote.
-
-    Raises:
-        QueueError: ``queue.store`` if type and value do not match. Exceptions of torch propagate.
-    """
+    """Return the cell that :func:`to_plain` wrote; ``queue.store`` or an error of torch if type and value differ."""
     import torch
 
     kind = ColumnType.parse(text)
@@ -195,48 +204,21 @@ def trace(key: str, checkpoint: Path | None, store: Path | None) -> dict[str, An
     return ancestor(key, frozenset())
 
 
-def _write_lines(file: Path, samples: Callable[[], Iterable[SavedSample]]) -> int:
-    count = 0
-    with file.open("w", encoding="utf-8") as lines:
-        for sample in samples():
-            count += 1
-            record = attrs.asdict(sample, recurse=False, filter=lambda field, _: field.name != "cells")
-            record["columns"] = {name: to_plain(cell) for name, cell in sample.cells.items()}
-            record["types"] = {name: text for name, (text, _) in sample.cells.items()}
-            lines.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
-    return count
-
-
 def _read_lines(file: Path) -> Iterator[SavedSample]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 with _refusing(f"{file}, line {number}", _EXAMPLE):
-                    sample = _from_json(line)
+                    record = json.loads(line.decode("utf-8"))
+                    types = record.get("types", {})
+                    cells = {
+                        name: from_plain(types[name], each) if name in types else cell_of(name, each)
+                        for name, each in record["columns"].items()
+                    }
+                    names = {field.name for field in attrs.fields(SavedSample)} - {"cells", "acked_by"}
+                    given = {name: record[name] for name in names & record.keys() if record[name] is not None}
+                    sample = SavedSample(cells=cells, acked_by=tuple(record.get("acked_by", ())), **given)
                 yield sample
-
-
-def _from_json(line: bytes) -> SavedSample:
-    record = json.loads(line.decode("utf-8"))
-    columns, types = record["columns"], record.get("types", {})
-    cells = {
-        name: from_plain(types[name], each) if name in types else cell_of(name, each) for name, each in columns.items()
-    }
-    names = {field.name for field in attrs.fields(SavedSample)} - {"cells", "acked_by"}
-    given = {name: record[name] for name in names & record.keys() if record[name] is not None}
-    return SavedSample(cells=cells, acked_by=tuple(record.get("acked_by", ())), **given)
-
-
-def _write_parquet(file: Path, samples: Callable[[], Iterable[SavedSample]]) -> int:
-    import_pyarrow()
-    from pyarrow import parquet
-
-    types, count = column_types(samples()), 0
-    with parquet.ParquetWriter(file, to_arrow([], types).schema, use_dictionary=False) as writer:
-        for batch in batches(samples(), lambda sample: sample.bytes):
-            writer.write_batch(to_arrow(batch, types))
-            count += len(batch)
-    return count
 
 
 def _read_parquet(file: Path) -> Iterator[SavedSample]:

@@ -41,7 +41,11 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 @attrs.define(eq=False)
 class Store:
-    """The store file with one writer and any number of readers. It is opened at the first use."""
+    """The store file with one writer and any number of readers. It is opened at the first use.
+
+    Reading raises ``queue.invalid`` if the state differs from what was written, and ``queue.ledger`` at the first entry
+    of the ledger that does.
+    """
 
     path: Path | None  #: None: in memory
     durable: bool = attrs.field(default=False, kw_only=True)  #: after :meth:`begin` it has the state, too
@@ -61,8 +65,12 @@ class Store:
             if self.path is not None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
             with _translated_errors(self.path):
-                self._connection = _opened(self.path)
-                row = self._connection.execute("select number, digest from ledger order by number desc").fetchone()
+                place = self.path or ":memory:"
+                self._connection = db = sqlite3.connect(place, isolation_level=None, timeout=5.0)
+                if self.path is not None and db.execute("pragma journal_mode=wal").fetchone() != ("wal",):
+                    db.executescript("pragma locking_mode=exclusive; pragma journal_mode=wal")  # no shared memory
+                db.executescript("pragma synchronous=normal; pragma wal_autocheckpoint=4000;" + _SCHEMA)
+                row = db.execute("select number, digest from ledger order by number desc").fetchone()
                 self._end = LedgerEnd(*row) if row else LedgerEnd()
         return self._connection
 
@@ -143,11 +151,7 @@ class Store:
             connection.close()
 
     def rows(self) -> dict[str, str]:
-        """Read the rows of the file's state by key.
-
-        Raises:
-            QueueError: ``queue.invalid`` if a row differs from what was written.
-        """
+        """Read the rows of the file's state by key."""
         rows = {}
         with _translated_errors(self.path, "queue.invalid"):
             for key, value, digest in self._db.execute("select * from state"):
@@ -162,11 +166,7 @@ class Store:
         return {key: Lineage(operation, tuple(json.loads(parents))) for key, operation, parents in found}
 
     def entries(self, after: int = 0) -> Iterator[dict[str, Any]]:
-        """Yield the entries of the ledger after a number.
-
-        Raises:
-            QueueError: ``queue.ledger`` at the first entry that differs from what was written.
-        """
+        """Yield the entries of the ledger after a number."""
         return (entry for end, entry in self._entries() if end.number > after)
 
     def _entries(self) -> Iterator[tuple[LedgerEnd, dict[str, Any]]]:
@@ -184,11 +184,7 @@ class Store:
                 yield end, entry
 
     def check(self, end: LedgerEnd) -> LedgerEnd:
-        """Check the ledger against the end that a checkpoint recorded; return the end of its undamaged part.
-
-        Raises:
-            QueueError: ``queue.ledger`` if an entry up to that end was changed or is missing.
-        """
+        """Check the ledger up to the end that a checkpoint recorded; return the end of its undamaged part."""
         good, known = LedgerEnd(), LedgerEnd()
         try:
             for good, _ in self._entries():
@@ -249,11 +245,7 @@ def read_checkpoint(path: Path) -> tuple[State, dict[str, Lineage]]:
 
 
 def read_lineage(path: Path) -> dict[str, Lineage]:
-    """Read the lineage of samples that were made from others.
-
-    Raises:
-        QueueError: ``queue.ledger`` if the file is damaged.
-    """
+    """Read the lineage of samples that were made from others."""
     with _reading(path) as store:
         return store.lineage()
 
@@ -294,15 +286,6 @@ def uses(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, list[int |
                 steps = [*steps, entry["step"]] if entry["event"] == "ack" else steps[:-1]
                 mine |= {key: steps} if steps else {}
     return {name: keys for name, keys in found.items() if keys}
-
-
-def _opened(path: Path | None) -> sqlite3.Connection:
-    """Open a file for writing; None: a database in memory."""
-    db = sqlite3.connect(":memory:" if path is None else path, isolation_level=None, timeout=5.0)
-    if path is not None and db.execute("pragma journal_mode=wal").fetchone() != ("wal",):
-        db.executescript("pragma locking_mode=exclusive; pragma journal_mode=wal")  # needs no shared memory
-    db.executescript("pragma synchronous=normal; pragma wal_autocheckpoint=4000;" + _SCHEMA)
-    return db
 
 
 def _digest(key: str, value: str) -> str:

@@ -60,6 +60,11 @@ class TransferQueue:
 
     It holds metadata only: values go directly to a backend (:class:`~jackfield.queue.values.Values`).
     :mod:`jackfield.queue` describes groups, consumers and backpressure. All methods must be called on one event loop.
+
+    Raises (all methods): ``DeadlineExceeded`` if a wait ends at its deadline; it names the groups, rollouts, columns or
+    consumers that are missing. ``LeaseError`` (``queue.lease-epoch``) under a lease that has ended; then nothing has
+    changed. ``QueueError``: ``queue.closed``, ``queue.unknown-sample``, ``queue.unknown-consumer``,
+    ``queue.batch-failed`` for a batch in which a group was retried too often, and ``queue.store``.
     """
 
     claim_batch = _of("_batches", Batches.claim_batch)
@@ -92,10 +97,9 @@ class TransferQueue:
         max_bytes: int | None = None,
         max_retries: int = 8,
     ) -> None:
-        """
+        """Create a queue, whose values are in ``backend``.
+
         Args:
-            backend: The backend of the values.
-            clock: Time source for all waits.
             store: The file of ledger and state; None: in memory. ``durable`` saves the state at every call.
             max_samples: The number of samples at which producers wait; ``max_bytes``: the number of bytes.
             max_retries: The maximum number of retries of one index before the batch fails.
@@ -160,11 +164,7 @@ class TransferQueue:
         self._notices[topic] = Notice(1 if before is None else before.number + 1, dict(value))
 
     async def wait_notice(self, topic: str, after: int, deadline_seconds: float) -> Notice:
-        """Wait until a topic's newest notice has a number above ``after`` and return it; the first is 1.
-
-        Raises:
-            DeadlineExceeded: If none was posted in time.
-        """
+        """Wait until a topic's newest notice has a number above ``after`` and return it; the first is 1."""
         until = self._core.clock.time() + deadline_seconds
         self._core.require_open()
         while (notice := self._notices.get(topic)) is None or notice.number <= after:

@@ -16,6 +16,7 @@ import os
 import uuid
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -76,11 +77,7 @@ class SavedSample:
 
 
 def import_pyarrow() -> Any:
-    """Import and return the package pyarrow.
-
-    Raises:
-        QueueError: ``plugin.requirement`` if it is missing.
-    """
+    """Return the package pyarrow; ``plugin.requirement`` if it is missing."""
     try:
         import pyarrow
         import pyarrow.ipc
@@ -91,7 +88,7 @@ def import_pyarrow() -> Any:
 
 
 class ArchiveWriter:
-    """A context manager that writes a checkpoint, which becomes valid with :meth:`finish`."""
+    """A writer of a checkpoint, which becomes valid with :meth:`finish`. Close it afterwards."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -124,12 +121,6 @@ class ArchiveWriter:
         self._finished = True
         return SnapshotResult(samples=self._count, bytes=self._bytes)
 
-    def __enter__(self) -> ArchiveWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Remove obsolete files: this file if :meth:`finish` was not called, else the earlier ones."""
         self._file.close()
@@ -140,7 +131,7 @@ class ArchiveWriter:
 
 def write_archive(folder: Path, samples: Iterable[SavedSample]) -> SnapshotResult:
     """Write samples as the checkpoint of ``folder`` and replace the previous one."""
-    with ArchiveWriter(folder) as writer:
+    with closing(ArchiveWriter(folder)) as writer:
         writer.add(samples)
         return writer.finish()
 
@@ -255,14 +246,13 @@ def to_arrow(samples: Sequence[SavedSample], types: Mapping[str, str | None]) ->
 
 
 def from_arrow(batch: Any, foreign: Callable[[str, Any], Cell]) -> list[SavedSample]:
-    """Return the samples of a record batch.
+    """Return the samples of a record batch that :func:`to_arrow` or another program wrote.
 
-    Args:
-        batch: A batch that :func:`to_arrow` or another program wrote.
-        foreign: Converts a column name and a value to a cell, if the batch does not have the value's type.
+    ``foreign`` converts a column name and a value to a cell, if the batch does not have the value's type. Its errors
+    and those of pyarrow propagate.
 
     Raises:
-        QueueError: ``queue.store`` for damaged types and values. Exceptions of pyarrow and ``foreign`` propagate.
+        QueueError: ``queue.store`` for damaged types and values.
     """
     names = [name.removeprefix("columns.") for name in batch.schema.names if name.startswith("columns.")]
     cells = {name: _cells(batch, name, foreign) for name in names}
