@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import yaml
 
-from jackfield.config import PluginSection, RunConfig
+from jackfield.config.sections import PluginSection, RunConfig
 from jackfield.plugins import discover
 from jackfield.queue.samplers import SAMPLERS
 from jackfield.settings import range_of

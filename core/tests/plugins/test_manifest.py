@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jackfield.errors import PluginError
-from jackfield.plugins.manifest import Manifest, parse_manifest, require_capability
+from jackfield.plugins.manifest import Manifest, parse_manifest
 
 COMPLETE = """
 name = "fsdp"
@@ -89,14 +89,14 @@ def test_entry_point_and_manifest_have_to_agree(kind: str, name: str):
 
 
 def test_a_declared_capability_may_be_used():
-    require_capability(parse(COMPLETE), "lora", because="model.lora is set")
-    require_capability(parse(COMPLETE), "offload", because="placement is shared")
+    parse(COMPLETE).require("lora", because="model.lora is set")
+    parse(COMPLETE).require("offload", because="placement is shared")
 
 
 @pytest.mark.parametrize(("capability", "found"), [("value_head", "unsupported"), ("context_parallel", "lora (full)")])
 def test_an_undeclared_or_unsupported_capability_is_refused(capability: str, found: str):
     with pytest.raises(PluginError) as caught:
-        require_capability(parse(COMPLETE), capability, because="some setting asks for it")
+        parse(COMPLETE).require(capability, because="some setting asks for it")
     assert caught.value.code == "plugin.capability"
     assert "some setting asks for it" in str(caught.value)
     assert found in str(caught.value.found)

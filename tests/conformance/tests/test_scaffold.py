@@ -12,8 +12,9 @@ import pytest
 
 from jackfield.abc import ABI_VERSIONS, CONTRACTS, KINDS
 from jackfield.errors import PluginError
-from jackfield.plugins import GROUPS, discover
+from jackfield.plugins import discover
 from jackfield.plugins.manifest import parse_manifest
+from jackfield.plugins.registry import GROUPS
 from jackfield_conformance.commands.new import available_kinds, write_scaffold
 
 

@@ -18,16 +18,7 @@ from jackfield import __version__
 from jackfield.errors import JackfieldError, PluginError, RunError
 from jackfield.imports import own_process
 
-__all__ = [
-    "COMMANDS",
-    "LazyGroup",
-    "config_arguments",
-    "deadline_option",
-    "json_option",
-    "main",
-    "report",
-    "show",
-]
+__all__ = ["COMMANDS", "LazyGroup", "config_arguments", "deadline_option", "json_option", "main", "report", "show"]
 
 #: The object that implements each command, and the command's line in ``jackfield --help``.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -60,14 +51,13 @@ class LazyGroup(click.Group):
         module, _, attribute = self._lazy[cmd_name][0].partition(":")
         try:
             command: click.Command = getattr(importlib.import_module(module), attribute)
+            return command
         except ModuleNotFoundError as error:
             if error.name != "jackfield_conformance":
                 raise
-            details = {"where": sys.executable, "expected": "jackfield-conformance", "found": "not installed"}
-            message = f"jackfield {ctx.info_name} {cmd_name} needs jackfield-conformance"
-            fix = f"{sys.executable} -m pip install jackfield-conformance"
-            report(ctx, PluginError(message, fix=fix, **details), exit_code=2)
-        return command
+        details = {"where": sys.executable, "expected": "jackfield-conformance", "found": "not installed"}
+        message, fix = f"jackfield {ctx.info_name} {cmd_name} needs jackfield-conformance", f"{sys.executable} -m pip "
+        report(ctx, PluginError(message, fix=f"{fix}install jackfield-conformance", **details), exit_code=2)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing them."""

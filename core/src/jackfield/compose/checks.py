@@ -30,7 +30,7 @@ from jackfield.data.task_set import TaskSet
 from jackfield.data.tokens import HuggingFaceChatTokenizer, check_vocabulary, encode_answers, encode_prompt
 from jackfield.errors import ConfigError, EngineError, PluginError, PluginNotFound
 from jackfield.imports import collection_paused
-from jackfield.plugins import HookManager, Registry, require_capability
+from jackfield.plugins import HookManager, Registry
 from jackfield.plugins.interpreters import environment_python, look, resolve_interpreter
 from jackfield.queue import TransferQueue, Values, register_sampler
 from jackfield.queue.importing import ImportedSamples
@@ -119,7 +119,7 @@ def check_capabilities(config: RunConfig, registry: Registry, role: RoleName = "
         (role != "all", "checkpoint_engine", "retains_weights", "explorers come and go (--role)"),
     ):
         if needed:
-            require_capability(registry.find(kind, config.plugins[kind]), capability, because)
+            registry.find(kind, config.plugins[kind]).require(capability, because)
     if served and config.cluster.name != "inline":
         what = "a controller in a process of its own serves runs whose workers are in their own process"
         raise config.refusal("cluster.name", what, "inline, or no queue.address")

@@ -21,7 +21,7 @@ from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
 from jackfield.cluster.replica import Replica, Worker
 from jackfield.compose.checks import interpreters, load_tokenizer, prompt_limit
-from jackfield.config import PluginSection, RunConfig
+from jackfield.config.sections import PluginSection, RunConfig
 from jackfield.plugins import Registry
 from jackfield.queue import TransferQueue, Values
 from jackfield.queue.store import STORE_FILE

@@ -21,17 +21,7 @@ from jackfield.settings import apply_override, default_of, read_yaml, structure
 if TYPE_CHECKING:
     from jackfield.plugins import Registry
 
-__all__ = [
-    "PluginSection",
-    "RunConfig",
-    "as_plain",
-    "explain",
-    "load_config",
-    "make_config",
-    "plugin_settings",
-    "resolve_defaults",
-    "show",
-]
+__all__ = ["RunConfig", "as_plain", "explain", "load_config", "make_config", "plugin_settings", "show"]
 
 
 def load_config(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -7,18 +7,7 @@ plugin. :class:`HookManager` handles lifecycle events and the registration of sm
 from __future__ import annotations
 
 from jackfield.plugins.hooks import HookManager, hookimpl
-from jackfield.plugins.manifest import Manifest, require_capability
-from jackfield.plugins.registry import GROUPS, PluginRecord, Registry, discover, installed, load_plugin
+from jackfield.plugins.manifest import Manifest
+from jackfield.plugins.registry import PluginRecord, Registry, discover, installed, load_plugin
 
-__all__ = [
-    "GROUPS",
-    "HookManager",
-    "Manifest",
-    "PluginRecord",
-    "Registry",
-    "discover",
-    "hookimpl",
-    "installed",
-    "load_plugin",
-    "require_capability",
-]
+__all__ = ["HookManager", "Manifest", "PluginRecord", "Registry", "discover", "hookimpl", "installed", "load_plugin"]

@@ -119,6 +119,21 @@ class Manifest:
             found = f"{found} in {sys.executable}"
             yield PluginError(f"the plugin needs {needed}", where=where, expected=needed, found=found, fix=fix)
 
+    def require(self, capability: str, because: str) -> None:
+        """Raise ``plugin.capability`` if a capability is not declared, or declared ``unsupported``.
+
+        ``because`` names the need: ``"model.lora is set"``.
+        """
+        level = self.capabilities.get(capability)
+        if level in ("full", "partial", "unverified"):
+            return
+        declared = ", ".join(f"{name} ({value})" for name, value in sorted(self.capabilities.items()))
+        found = f"declared as {level}" if level else f"declared: {declared or 'none'}"
+        message = f"the {self.label} does not have the capability '{capability}'"
+        expected, fix = f"'{capability}', because {because}", f"choose another {self.kind}, or drop what asks for it"
+        details = {"where": self.label, "expected": expected, "found": found, "fix": fix}
+        raise PluginError(message, code="plugin.capability", **details)
+
 
 def _unmet(requirement: Requirement) -> Iterator[tuple[str, str, str]]:
     """Yield what a requirement and its extras lack: the need, what was found, and the fix."""
@@ -172,22 +187,6 @@ def check_abi(kind: str, abi: str, where: str) -> None:
     fix += ": pip install --upgrade jackfield" if older == "jackfield" else ""
     details = {"where": where, "expected": f"{kind} ABI {host_major}.0 to {host}", "found": abi, "fix": fix}
     raise PluginError(f"the plugin was built for another version of the {kind} contract", code="plugin.abi", **details)
-
-
-def require_capability(manifest: Manifest, capability: str, because: str) -> None:
-    """Raise ``plugin.capability`` if a manifest does not declare a capability, or declares it ``unsupported``.
-
-    ``because`` names the need: ``"model.lora is set"``.
-    """
-    level = manifest.capabilities.get(capability)
-    if level in ("full", "partial", "unverified"):
-        return
-    declared = ", ".join(f"{name} ({value})" for name, value in sorted(manifest.capabilities.items()))
-    found = f"declared as {level}" if level else f"declared: {declared or 'none'}"
-    fix = f"choose another {manifest.kind}, or drop what asks for it"
-    details = {"expected": f"'{capability}', because {because}", "found": found, "fix": fix}
-    message = f"the {manifest.label} does not have the capability '{capability}'"
-    raise PluginError(message, code="plugin.capability", where=manifest.label, **details)
 
 
 assert set(PluginKind.__args__) == set(KINDS)  # type: ignore[attr-defined]
