@@ -98,7 +98,7 @@ def test_an_interpreter_that_does_not_answer_costs_the_deadline_and_no_more(tmp_
 
 def test_a_child_that_leaves_a_grandchild_behind_is_not_waited_for(tmp_path: Path):
     result = run_child(script(tmp_path, "sleep 600 & echo done"), [], deadline=30)
-    assert (0, "done\n") == (result.returncode, result.stdout)
+    assert ("done\n", "exit code 0", False) == result
 
 
 def test_an_interpreter_without_jackfield_is_told_what_to_install(tmp_path: Path):
@@ -119,7 +119,7 @@ def test_an_old_python_is_refused(tmp_path: Path):
 def test_import_settings_of_this_interpreter_do_not_reach_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     other = script(tmp_path, "echo path=$PYTHONPATH safe=$PYTHONSAFEPATH")
-    assert "path= safe=1\n" == run_child(other, [], deadline=30).stdout
-    own = run_child(sys.executable, ["-c", "import sys; print(sys.path)"], deadline=30).stdout
+    assert "path= safe=1\n" == run_child(other, [], deadline=30)[0]
+    own = run_child(sys.executable, ["-c", "import sys; print(sys.path)"], deadline=30)[0]
     assert str(tmp_path) in own
     assert "''" not in own  # nor does the working directory

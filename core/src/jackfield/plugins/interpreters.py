@@ -79,25 +79,6 @@ class EnvironmentSettings:
 
 
 @attrs.frozen(kw_only=True)
-class ChildResult:
-    """The end of a child process and its output."""
-
-    returncode: int | None  #: None: it was killed at the deadline; negative: the number of a signal
-    stdout: str
-    stderr: str
-    seconds: float
-
-    @property
-    def ending(self) -> str:
-        """A description of the end, with the last line of stderr."""
-        how = f"exit code {self.returncode}" if self.returncode is not None else f"no end within {self.seconds:.1f} s"
-        if self.returncode is not None and self.returncode < 0:
-            how = f"killed by {signal.Signals(-self.returncode).name}"
-        lines = [line.strip() for line in self.stderr.splitlines() if line.strip()]
-        return ", ".join([how, *lines[-1:]])
-
-
-@attrs.frozen(kw_only=True)
 class Introduction:
     """A child process's report on an interpreter and a plugin in it."""
 
@@ -150,9 +131,11 @@ def environment_of(python: str) -> dict[str, str]:
     return environment
 
 
-def run_child(python: str, arguments: Sequence[str], deadline: float) -> ChildResult:
-    """Run an interpreter for at most ``deadline`` seconds. Raise a ``PluginError`` if it cannot be started."""
-    started = time.monotonic()
+def run_child(python: str, arguments: Sequence[str], deadline: float) -> tuple[str, str, bool]:
+    """Run an interpreter for at most ``deadline`` seconds. Raise a ``PluginError`` if it cannot be started.
+
+    Return the end of its output, how it ended with its last line on stderr, and whether it was too late.
+    """
     # files, not pipes: a grandchild that keeps a pipe open would delay the end
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         files: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": stderr}
@@ -160,19 +143,22 @@ def run_child(python: str, arguments: Sequence[str], deadline: float) -> ChildRe
             child = subprocess.Popen([python, *arguments], env=environment_of(python), start_new_session=True, **files)
         except OSError as error:
             raise _unusable(python, "cannot be started", f"{type(error).__name__}: {error}") from error
-        returncode: int | None = None
+        how, late = "", False
         try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                returncode = child.wait(deadline)
+            code = child.wait(deadline)
+            how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        except subprocess.TimeoutExpired:
+            how, late = f"no end within {deadline:.1f} s", True
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()  # it was killed, so this returns
-        seconds, texts = time.monotonic() - started, []
+        texts = []
         for file in (stdout, stderr):
             file.seek(max(0, file.seek(0, os.SEEK_END) - _KEPT_BYTES))
             texts.append(file.read().decode(errors="replace"))
-        return ChildResult(returncode=returncode, stdout=texts[0], stderr=texts[1], seconds=seconds)
+    lines = [line.strip() for line in texts[1].splitlines() if line.strip()]
+    return texts[0], ", ".join([how, *lines[-1:]]), late
 
 
 def look(
@@ -187,54 +173,49 @@ def look(
         importing: Also import the plugin there and check its structure and its hooks.
     """
     plugin = [] if record is None else [record.kind, record.name, *(["importing"] if importing else [])]
-    path = python or ""
+    path, started = python or "", time.monotonic()
     try:
         path = resolve_interpreter(python)
-        result = run_child(path, ["-c", _PROGRAM, *plugin], seconds)
+        output, ending, late = run_child(path, ["-c", _PROGRAM, *plugin], seconds)
     except PluginError as error:
         return Introduction(path=path, problem=error)
     said: dict[str, Any] = {"python": None, "versions": _UNKNOWN}
-    for line in result.stdout.splitlines():
+    for line in output.splitlines():
         with contextlib.suppress(ValueError):  # start-up files may print other lines
             fields = json.loads(line)
             said |= fields if isinstance(fields, dict) else {}
-    problem, versions = _unfit(path, said, result), said["versions"]
-    problems = () if problem or record is None else tuple(_problems(record, path, said, result))
-    answer = {"python": said["python"], "versions": versions, "seconds": result.seconds}
-    return Introduction(path=path, problem=problem, problems=problems, **answer)
-
-
-def _unfit(path: str, said: Mapping[str, Any], result: ChildResult) -> PluginError | None:
-    """Return the error that prevents Jackfield from running in an interpreter, if any."""
-    if said["python"] is None:
-        what = "did not answer in time" if result.returncode is None else "does not work"
-        return _unusable(path, what, result.ending)
     found = f"Python {said['python']}, jackfield {said['versions']['jackfield'] or '-'}"
-    if tuple(int(part) for part in said["python"].split(".")[:2]) < _OLDEST_PYTHON:
+    problem, problems = None, list[JackfieldError]()
+    if said["python"] is None:
+        problem = _unusable(path, "did not answer in time" if late else "does not work", ending)
+    elif tuple(int(part) for part in said["python"].split(".")[:2]) < _OLDEST_PYTHON:
         expected, fix = "Python {}.{} or later".format(*_OLDEST_PYTHON), "make the environment with a newer Python"
-        return _unusable(path, "is too old", found, expected=expected, fix=fix)
-    if said["versions"]["jackfield"] is None:
+        problem = _unusable(path, "is too old", found, expected=expected, fix=fix)
+    elif said["versions"]["jackfield"] is None:
         fix = f"{path} -m pip install jackfield"
-        return _unusable(path, "has no jackfield", found, expected="jackfield", fix=fix, code="plugin.requirement")
-    return None
+        problem = _unusable(path, "has no jackfield", found, expected="jackfield", fix=fix, code="plugin.requirement")
+    elif record is not None:
+        problems.extend(_problems(record, path, said, ending, late))
+    answer = {"python": said["python"], "versions": said["versions"], "seconds": time.monotonic() - started}
+    return Introduction(path=path, problem=problem, problems=tuple(problems), **answer)
 
 
 def _problems(
-    record: PluginRecord, path: str, said: Mapping[str, Any], result: ChildResult
+    record: PluginRecord, path: str, said: Mapping[str, Any], ending: str, late: bool
 ) -> Iterator[JackfieldError]:
     """Yield the problems of a plugin that a child reported, or the stage at which the child ended."""
     if "introduction" not in said:
         release = f"jackfield=={jackfield.__version__}"
-        found, fix = f"jackfield {said['versions']['jackfield']}; {result.ending}", f"{path} -m pip install {release}"
+        found, fix = f"jackfield {said['versions']['jackfield']}; {ending}", f"{path} -m pip install {release}"
         yield _unusable(path, "does not say what it would run", found, expected=release, fix=fix)
     elif "problems" in said:
         yield from refusals(record, said["introduction"], path)
         yield from (rebuilt(fields, path) for fields in said["problems"])
     else:
-        late, expected = result.returncode is None, "an import that ends, and leaves the interpreter alive"
         message = f"{said['stage']} did not end in time" if late else f"{said['stage']} ended the interpreter"
+        expected = "an import that ends, and leaves the interpreter alive"
         fix = "correct the plugin's module" + ("; raise --deadline if it is only slow" if late else "")
-        yield PluginImportError(message, where=record.label, expected=expected, found=result.ending, fix=fix)
+        yield PluginImportError(message, where=record.label, expected=expected, found=ending, fix=fix)
 
 
 def _unusable(path: str, what: str, found: str, **details: Any) -> PluginError:
