@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from jackfield.cluster.control import list_replicas, scale_replicas
-from jackfield.compose.run import RunResult, run, run_async
+from jackfield.compose.run import RunResult, run
 
-__all__ = ["RunResult", "list_replicas", "run", "run_async", "scale_replicas"]
+__all__ = ["RunResult", "list_replicas", "run", "scale_replicas"]

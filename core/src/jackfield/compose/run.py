@@ -78,20 +78,11 @@ def run(
     """
     stop = stop or Stop(config.checkpoint.grace_seconds)
     with asyncio.Runner() as runner:
-        return runner.run(stop.bounded(run_async(config, role=role, hooks=hooks, registry=registry, stop=stop)))
+        return runner.run(stop.bounded(_run(config, role, hooks, registry or discover(), stop)))
 
 
-async def run_async(
-    config: RunConfig,
-    *,
-    role: RoleName = "all",
-    hooks: Sequence[object] = (),
-    registry: Registry | None = None,
-    stop: Stop | None = None,
-) -> RunResult:
-    """Execute a run or a role in a running event loop; see :func:`run`."""
-    registry, clock, stop = registry or discover(), Clock(), stop or Stop(config.checkpoint.grace_seconds)
-    config = resolve_defaults(config).of_role(role)
+async def _run(config: RunConfig, role: RoleName, hooks: Sequence[object], registry: Registry, stop: Stop) -> RunResult:
+    clock, config = Clock(), resolve_defaults(config).of_role(role)
     folder, trains, checkpoint = Path(config.folder), role in ("all", "train"), None
     hooks = [*observers(config.observe, folder, clock=clock), *hooks]
     prepared, tasks = prepare(config, registry, hooks, role, clock)
