@@ -24,15 +24,10 @@ class Clock:
         await asyncio.sleep(seconds)
 
     async def wait_for(self, awaitable: Awaitable[T], seconds: float, waiting_for: str) -> T:
-        """Await ``awaitable`` for at most ``seconds``.
-
-        Args:
-            awaitable: A coroutine or future, which is cancelled at the deadline.
-            seconds: The deadline, counted from now.
-            waiting_for: A description of the awaited event, for the error.
+        """Await ``awaitable`` for at most ``seconds`` from now.
 
         Raises:
-            DeadlineExceeded: If the deadline passes.
+            DeadlineExceeded: The deadline passed. ``awaitable`` is cancelled, and the error names ``waiting_for``.
         """
         if isinstance(awaitable, asyncio.Future) and not isinstance(awaitable, asyncio.Task):
             return await _future(awaitable, seconds, waiting_for)

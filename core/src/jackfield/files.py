@@ -48,10 +48,8 @@ def replace_file(path: Path, content: bytes | str, *, mode: int = 0o666, durable
 class AppendFile:
     """A file with atomic appends: each is complete or absent, even after a kill or on a full disk.
 
-    Args:
-        path: The file, which is created if it does not exist.
-        tail: Bytes that end the file after every append (the bracket that closes a JSON array). A file that is not
-            empty must already end with them.
+    ``tail`` ends the file after every append (the bracket that closes a JSON array). A file that is not empty must
+    already end with it; a missing file is created.
     """
 
     def __init__(self, path: Path, tail: bytes = b"") -> None:

@@ -262,14 +262,10 @@ def load_tokenizer(config: RunConfig) -> HuggingFaceChatTokenizer:
 
 
 def check_tokens(config: RunConfig, tasks: Mapping[str, TaskSet]) -> None:
-    """Check that the tokenizer fits the model, prompts are short enough and answers render.
+    """Check that the tokenizer fits the model, prompts are short enough and answers render, or raise a ``DataError``.
 
     Only the longest of the texts that were checked on opening a file are tokenised here. If another line is wrong, the
     run fails when it gets there.
-
-    Raises:
-        DataError: ``data.missing``, ``data.no-chat-template``, ``data.vocabulary``, ``data.prompt-too-long``, or an
-            error of the template, with file and line.
     """
     tokenizer, limit, vocabulary = load_tokenizer(config), prompt_limit(config), read_model(config).get("vocab_size")
     if vocabulary is not None:

@@ -191,15 +191,11 @@ def find_queue(folder: Path) -> Path:
 
 
 def export_checkpoint(checkpoint: Checkpoint, out: Path, *, merge: bool = False) -> None:
-    """Write the actor's weights of a verified ``checkpoint`` as a Hugging Face folder.
+    """Write the actor's weights of a verified ``checkpoint`` to the empty or absent folder ``out``, for Hugging Face.
 
-    This needs the run's model folder for the model's shape and the tokenizer. The model must fit into one process on
-    this machine. ``out`` is empty or absent. ``merge`` writes base model and adapter as one model; without it only the
-    adapter is written, if one was trained.
-
-    Raises:
-        RunError: ``run.no-adapter`` if there is nothing to merge.
-        EngineError: If ``out`` is not empty, or the engine cannot load or save.
+    The model must fit into one process on this machine. Its shape and the tokenizer are those of the run's model
+    folder. ``merge`` writes base model and adapter as one model, or raises ``run.no-adapter``; without it only the
+    adapter is written, if one was trained. An ``EngineError`` is raised if the engine cannot load or save.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise EngineError("the folder for the model is not empty", where=str(out), expected="an empty or absent folder")

@@ -30,12 +30,9 @@ _EXACT_ENGINE_BOUND, _ROUNDED_ENGINE_BOUND = 0.001, 0.1
 
 
 def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm:
-    """Return the algorithm with every choice made that the configuration leaves open.
+    """Return the algorithm with every choice made that the configuration leaves open, or refuse the configuration.
 
     The manifest of the rollout plugin says whether its log-probs are exactly the engine's.
-
-    Raises:
-        ConfigError: If this run cannot use the algorithm, or a setting has no effect.
     """
     settings, chosen = config.algorithm, _algorithm(config)
     loss = part("loss", chosen.loss)

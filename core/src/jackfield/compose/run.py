@@ -127,10 +127,8 @@ async def _run(config: RunConfig, role: RoleName, hooks: Sequence[object], regis
 async def serve_queue(config: RunConfig) -> AsyncIterator[tuple[QueueServer, Path]]:
     """Serve the controller of a run's queue, and yield the server and the file with its address.
 
-    Raises:
-        PluginError: If the backend keeps values in a single process.
-        RunError: ``run.folder-in-use`` if the controller is already served.
-        QueueError: ``queue.store`` if the address is in use.
+    Raise a ``PluginError`` if the backend keeps values in a single process, ``run.folder-in-use`` if the controller is
+    already served, and ``queue.store`` if the address is in use.
     """
     registry, clock, folder = discover(), Clock(), Path(config.folder) / "queue"
     check_plugins(config.with_address(), registry)

@@ -303,8 +303,7 @@ class RunConfig:
     def of_role(self, role: str) -> RunConfig:
         """Return the configuration of a role, with the controller's address and its own folder.
 
-        Raises:
-            ConfigError: If roles cannot share the run, or must share it.
+        Refuse roles that cannot share the run, or must share it.
         """
         distributed = self.queue.rewards == "distributed"
         if role == "all":

@@ -171,10 +171,6 @@ class HookManager(pluggy.PluginManager):
     Args:
         hook_objects: Objects (or modules) with functions marked by ``hookimpl``; called in this order.
         manifests: The selected plugins; a ``hooks`` module that several of them name is registered once.
-
-    Raises:
-        PluginError: ``plugin.hooks`` if an object implements no hook, an unknown one, or one with wrong parameters;
-            ``plugin.import`` if a hooks module raises.
     """
 
     def __init__(self, hook_objects: Iterable[object] = (), manifests: Iterable[Manifest] = ()) -> None:

@@ -1,9 +1,8 @@
 """Interpreters in which plugins run: create, find and inspect them, and run them as children with a deadline.
 
-:func:`look` asks an interpreter, in one child process, for its versions, the plugin that it would run and missing
-requirements. A process that will load a plugin first reports the same (see :func:`introduce`), before it imports the
-plugin. A child has its own process group, which is killed with it, so that a plugin that hangs or leaves processes
-behind only costs its deadline.
+A process that will load a plugin first reports its versions and missing requirements, before it imports the plugin. A
+child has its own process group, which is killed with it, so that a plugin that hangs or leaves processes behind only
+costs its deadline.
 """
 
 from __future__ import annotations
@@ -164,13 +163,10 @@ def run_child(python: str, arguments: Sequence[str], deadline: float) -> tuple[s
 def look(
     python: str | None, record: PluginRecord | None = None, seconds: float = 30.0, *, importing: bool = False
 ) -> Introduction:
-    """Inspect an interpreter in one child process with a deadline.
+    """Inspect an interpreter, as for :func:`resolve_interpreter`, in one child process with a deadline.
 
-    Args:
-        python: The interpreter, as for :func:`resolve_interpreter`.
-        record: The plugin that is to run there, as it is installed here; None: inspect only the interpreter.
-        seconds: The deadline.
-        importing: Also import the plugin there and check its structure and its hooks.
+    ``record`` is the plugin that is to run there, as it is installed here; None: inspect only the interpreter. With
+    ``importing``, the plugin is also imported there, and its structure and hooks are checked.
     """
     plugin = [] if record is None else [record.kind, record.name, *(["importing"] if importing else [])]
     path, started = python or "", time.monotonic()
@@ -267,16 +263,13 @@ def create_environment(settings: EnvironmentSettings, folder: Path, installed: S
 
     If only distributions that are copied from here have changed, only these are installed again. An incomplete
     environment, or one with other settings, is created again; any other folder is not touched. The output of pip goes
-    to stderr.
+    to stderr. An error (``plugin.environment``) names the step that failed.
 
     Args:
         settings: The description of the environment.
         folder: The folder of the environment.
         installed: Distributions that are installed in the same way as in this interpreter.
         seconds: The deadline of the whole creation.
-
-    Raises:
-        PluginError: ``plugin.environment``, with the step that failed; ``plugin.interpreter``.
     """
     base = resolve_interpreter(settings.python, "environments.*.python")
     installed = _with_local(installed)

@@ -120,12 +120,9 @@ class PluginRecord:
         return check_settings_class(self.imported(self.usable().config), self.label)
 
     def build(self, settings: Mapping[str, Any], context: Any, where: str = "") -> Any:
-        """Build the plugin's object.
+        """Build the plugin's object from plain settings and the kind's context (``EngineContext``, …).
 
-        Args:
-            settings: Plain values of the plugin's own section of the configuration.
-            context: The kind's context (``EngineContext``, ``RolloutContext``, …).
-            where: The path of ``settings`` in the configuration, for a ``ConfigError``.
+        ``where`` is the path of ``settings`` in the configuration, for a ``ConfigError``.
         """
         return self.cls(structure(self.settings_class, settings, where), context)
 
@@ -147,8 +144,7 @@ class Registry:
     def resolve(self, name: str, kind: str | None = None) -> PluginRecord:
         """Return the record, usable or broken, of a plugin that a user named, possibly without its kind.
 
-        Raises:
-            PluginError: ``plugin.not-found``; ``plugin.ambiguous`` if plugins of several kinds have the name.
+        Raise ``plugin.not-found``, or ``plugin.ambiguous`` if plugins of several kinds have the name.
         """
         matches = [record for record in self.records(kind) if record.name == name]
         if not matches:
@@ -287,11 +283,8 @@ def introduce(kind: str, name: str) -> dict[str, Any]:
 def refusals(record: PluginRecord, said: Mapping[str, Any], python: str) -> Iterator[JackfieldError]:
     """Yield why a process of the interpreter ``python``, which :func:`introduce` described, cannot run a plugin.
 
-    The versions must be equal, because settings are checked here and used there, and the manifest that is read here
-    must apply there.
-
-    Yields:
-        ``plugin.handshake``, ``plugin.requirement``, or the error of the manifest's check there.
+    The versions must be equal, because settings are checked here and used there (``plugin.handshake``), and the
+    manifest that is read here must apply there (``plugin.requirement``, or the error of its check).
     """
     wanted = {"jackfield": jackfield.__version__, "abi": ABI_VERSIONS[record.kind], "plugin": record.identity()}
     different = [name for name in wanted if said.get(name) != wanted[name] and (name != "plugin" or said.get(name))]

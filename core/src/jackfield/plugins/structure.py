@@ -49,8 +49,7 @@ def check_settings_class(cls: Any, where: str) -> type:
 def structure_problems(kind: str, cls: Any, where: str) -> Iterator[PluginError]:
     """Yield all violations of a kind's contract by a class, without running any of its code.
 
-    Yields:
-        ``plugin.not-a-subclass``, ``plugin.abstract-method``, ``plugin.sync-async`` or ``plugin.signature``.
+    They are ``plugin.not-a-subclass``, ``plugin.abstract-method``, ``plugin.sync-async`` or ``plugin.signature``.
     """
     contract = CONTRACTS[kind]
     if not (inspect.isclass(cls) and issubclass(cls, contract)):
