@@ -52,7 +52,7 @@ def run(
     if address is not None:
         overrides = (*overrides, "cluster.name=ray", f"cluster.ray.address={address}")
     config = load_config(file, overrides)
-    from jackfield.compose.stopping import Stop
+    from jackfield.compose.builder import Stop
 
     stop = Stop(config.checkpoint.grace_seconds)
     try:

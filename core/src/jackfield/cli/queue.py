@@ -168,8 +168,8 @@ def serve(file: str, overrides: tuple[str, ...]) -> None:
 
     They use the same FILE. Ctrl-C or SIGTERM ends the command, which then reports the requests that it refused.
     """
+    from jackfield.compose.builder import Stop
     from jackfield.compose.run import serve_queue
-    from jackfield.compose.stopping import Stop
     from jackfield.config import load_config
 
     config = load_config(file, overrides)

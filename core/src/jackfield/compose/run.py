@@ -12,7 +12,7 @@ from pathlib import Path
 import attrs
 
 from jackfield.clock import Clock
-from jackfield.compose.builder import RunBuilder
+from jackfield.compose.builder import RunBuilder, Stop
 from jackfield.compose.checks import check_plugins, hooks_of, prepare
 from jackfield.compose.folder import (
     DISK_ERRORS,
@@ -22,7 +22,6 @@ from jackfield.compose.folder import (
     storage_error,
     storage_errors,
 )
-from jackfield.compose.stopping import Stop
 from jackfield.compose.workers import WorkerFactory
 from jackfield.config import RunConfig, as_plain, resolve_defaults, show
 from jackfield.errors import ConfigError, JackfieldError, RunError, WorkerLost

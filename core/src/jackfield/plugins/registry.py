@@ -146,39 +146,36 @@ class Registry:
 
         Raise ``plugin.not-found``, or ``plugin.ambiguous`` if plugins of several kinds have the name.
         """
-        matches = [record for record in self.records(kind) if record.name == name]
-        if not matches:
-            raise self._not_found(kind, name)
+        candidates = self.records(kind)
+        matches = [record for record in candidates if record.name == name]
         kinds = list(dict.fromkeys(record.kind for record in matches))
         if len(kinds) > 1:
             message, fix = f"plugins of several kinds have the name '{name}'", f"say which: --kind {kinds[0]}"
             raise PluginError(message, code="plugin.ambiguous", expected="one kind", found=", ".join(kinds), fix=fix)
-        return matches[0]  # if there are several, each is broken
-
-    def load(self, kind: str, name: str) -> PluginRecord:
-        """Import a plugin and check its structure. Raise a ``PluginError`` if it cannot be used."""
-        record = self.resolve(name, kind)
-        record.cls, record.settings_class  # noqa: B018 - the first use imports and checks them
-        return record
-
-    def _not_found(self, kind: str | None, name: str) -> PluginNotFound:
+        if matches:
+            return matches[0]  # if there are several, each is broken
         if kind is not None and kind not in KINDS:
             expected = "one of " + ", ".join(KINDS)
-            return PluginNotFound(f"there is no kind of plugin '{kind}'", expected=expected, found=repr(kind))
-        candidates = self.records(kind)
+            raise PluginNotFound(f"there is no kind of plugin '{kind}'", expected=expected, found=repr(kind))
         usable = [record.name for record in candidates if record.error is None]
         broken = [f"{each.name} ([{each.error.code}] {each.error.message})" for each in candidates if each.error]
         others = sorted({record.kind for record in self._records if record.name == name})
         hint = did_you_mean(name, [record.name for record in candidates])
         hint += f" (there is a {', '.join(others)} of this name)" if others else ""
         noun = kind or "plugin"
-        return PluginNotFound(
+        raise PluginNotFound(
             f"no {noun} '{name}' is installed{hint}",
             expected=f"a distribution that provides the {noun} '{name}'",
             found=f"installed: {', '.join(usable) or 'none'}" + (f"; broken: {', '.join(broken)}" if broken else ""),
             fix="correct the name, or install it (by convention: pip install "
             f"jackfield-{_DISTRIBUTION_WORD.get(noun, noun)}-{name}); `jackfield plugins list` shows what is there",
         )
+
+    def load(self, kind: str, name: str) -> PluginRecord:
+        """Import a plugin and check its structure. Raise a ``PluginError`` if it cannot be used."""
+        record = self.resolve(name, kind)
+        record.cls, record.settings_class  # noqa: B018 - the first use imports and checks them
+        return record
 
 
 def discover(path: Sequence[str] | None = None) -> Registry:
