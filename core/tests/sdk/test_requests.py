@@ -8,14 +8,23 @@ from typing import Any
 import attrs
 import pytest
 
-from jackfield.abc.rollout import GenerateChunk, GenerateRequest, SamplingParams
+from jackfield.abc.engine import ModelSpec
+from jackfield.abc.rollout import GenerateChunk, GenerateRequest, RolloutContext, SamplingParams
 from jackfield.errors import RolloutError
-from jackfield.sdk.relay import Running, check_request
+from jackfield.sdk.relay import RelayServer, Running
 
 
 def request(*prompt: int, **sampling: Any) -> GenerateRequest:
     with attrs.validators.disabled():  # as of a caller that does not know the ranges
         return GenerateRequest(request_id="some", prompt_ids=prompt, sampling=SamplingParams(**sampling))
+
+
+def server() -> RelayServer:
+    """A server of a model with 64 token ids and 10 positions; it has no engine."""
+    cls: Any = type("Server", (RelayServer,), dict.fromkeys(RelayServer.__abstractmethods__))
+    made: RelayServer = cls(None, RolloutContext(model=ModelSpec(path="")))
+    made._vocabulary, made._max_model_len = 64, 10
+    return made
 
 
 @pytest.mark.parametrize(
@@ -33,7 +42,7 @@ def request(*prompt: int, **sampling: Any) -> GenerateRequest:
 )
 def test_a_bad_request_is_refused_by_name(refused: GenerateRequest, found: str) -> None:
     with pytest.raises(RolloutError) as caught:
-        check_request(refused, 64, 10)
+        server()._check(refused)
     code = "rollout.context-length" if len(refused.prompt_ids) >= 10 else "rollout.request"
     assert (code, "some", found) == (caught.value.code, caught.value.where, caught.value.found)
 

@@ -1,4 +1,4 @@
-"""Base classes of rollout servers that relay requests and updates to an inference engine."""
+"""Base class of rollout servers that relay requests and updates to an inference engine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import attrs
+import xxhash
 
 from jackfield.abc.rollout import (
     AbortRequest,
@@ -31,12 +32,10 @@ from jackfield.abc.rollout import (
 from jackfield.errors import JackfieldError, PluginError, RolloutError, WeightsError
 from jackfield.sdk.receiver import check_base
 
-__all__ = ["MEMORY", "InterruptingServer", "RelayServer", "Running", "check_request", "mixed"]
+__all__ = ["MEMORY", "RelayServer", "Running", "mixed"]
 
 MEMORY = ("weights", "kv_cache")  #: tags of the memory that sleep frees (:class:`~jackfield.abc.rollout.WakeUpRequest`)
 _GRACE_SECONDS = 10.0  #: time for an engine to notice that a transfer is over
-_MASK = (1 << 64) - 1
-_UNSEEDED = 0x5851F42D4C957F2D  #: separates the seeds of requests without a seed from those that callers choose
 
 _Reason: TypeAlias = Literal["stop", "length", "abort"]
 
@@ -91,40 +90,9 @@ class Running:
         return {"request_id": self.request.request_id, **tokens, "finish_reason": reason}
 
 
-def mixed(seed: int) -> int:
-    """Return 63 bits that each depend on all bits of a seed (the finaliser of SplitMix64)."""
-    state = (seed + 0x9E3779B97F4A7C15) & _MASK
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-    return (state ^ (state >> 31)) >> 1
-
-
-def check_request(request: GenerateRequest, vocabulary: int, max_model_len: int) -> None:
-    """Check that a model with ``vocabulary`` token ids and ``max_model_len`` can generate a request.
-
-    Raises:
-        RolloutError: ``rollout.request`` or ``rollout.context-length``, which names the request.
-    """
-
-    def refusal(found: str, expected: str, code: str = "rollout.request") -> RolloutError:
-        message = f"request {request.request_id!r} cannot be generated"
-        return RolloutError(message, code=code, where=request.request_id, expected=expected, found=found)
-
-    prompt = request.prompt_ids
-    if not prompt:
-        raise refusal("an empty prompt", "at least one token")
-    if min(prompt) < 0 or max(prompt) >= vocabulary:
-        wrong = next(token for token in prompt if not 0 <= token < vocabulary)
-        raise refusal(f"token id {wrong}", f"ids from 0 to {vocabulary - 1}")
-    if len(prompt) >= max_model_len:
-        expected = f"fewer than max_model_len = {max_model_len}"
-        raise refusal(f"a prompt of {len(prompt)} tokens", expected, "rollout.context-length")
-    if request.multi_modal_data:
-        raise refusal(f"multi_modal_data: {', '.join(request.multi_modal_data)}", "text alone")
-    try:
-        attrs.validate(request.sampling)  # the request may come from a process that does not check the ranges
-    except RolloutError as error:
-        raise refusal(f"{error.message}: {error.found}", str(error.expected)) from error
+def mixed(*numbers: int) -> int:
+    """Return 63 bits that each depend on all bits of the numbers, as a seed."""
+    return xxhash.xxh3_64_intdigest(repr(numbers).encode()) >> 1
 
 
 class RelayServer(BaseRolloutServer):
@@ -201,35 +169,56 @@ class RelayServer(BaseRolloutServer):
     def _submit(self, request: GenerateRequest, stream: asyncio.Queue[GenerateChunk | None] | None = None) -> Running:
         if (refusal := self._refusal()) is not None:
             raise refusal
-        check_request(request, self._vocabulary, self._max_model_len)
+        self._check(request)
         self._refuse(request)
-        name, wanted, version = request.request_id, request.minimum_weight_version, self._version
-        if name in self._running:
-            raise self._error(f"request {name!r} is running already", "rollout.request")
-        if wanted is not None and wanted > version:
-            message = f"request {name!r} needs newer weights"
-            raise self._error(message, "rollout.stale", expected=wanted, found=version)
+        name, seed = request.request_id, request.sampling.seed
         self._requests += 1
-        seed = request.sampling.seed
-        if seed is None:  # it differs from those that callers choose
-            seed = mixed(mixed(mixed(self.context.seed + _UNSEEDED) + self.context.replica) + self._requests)
+        if seed is None:
+            seed = mixed(self.context.seed, self.context.replica, self._requests)
         running = self._running[name] = Running(request, seed, f"{self._requests}-{name}", stream)
         running.reading = asyncio.create_task(self._read_or_fail(running), name=f"request {name}")
         return running
+
+    def _check(self, request: GenerateRequest) -> None:
+        """Raise if the model cannot generate the request, or it is not its turn."""
+        name, prompt, wanted = request.request_id, request.prompt_ids, request.minimum_weight_version
+
+        def refusal(found: str, expected: str, code: str = "rollout.request") -> RolloutError:
+            message = f"request {name!r} cannot be generated"
+            return self._error(message, code, where=name, expected=expected, found=found)
+
+        if not prompt:
+            raise refusal("an empty prompt", "at least one token")
+        if min(prompt) < 0 or max(prompt) >= self._vocabulary:
+            wrong = next(token for token in prompt if not 0 <= token < self._vocabulary)
+            raise refusal(f"token id {wrong}", f"ids from 0 to {self._vocabulary - 1}")
+        if len(prompt) >= self._max_model_len:
+            expected = f"fewer than max_model_len = {self._max_model_len}"
+            raise refusal(f"a prompt of {len(prompt)} tokens", expected, "rollout.context-length")
+        if request.multi_modal_data:
+            raise refusal(f"multi_modal_data: {', '.join(request.multi_modal_data)}", "text alone")
+        try:
+            attrs.validate(request.sampling)  # the request may come from a process that does not check the ranges
+        except RolloutError as error:
+            raise refusal(f"{error.message}: {error.found}", str(error.expected)) from error
+        if name in self._running:
+            raise self._error(f"request {name!r} is running already", "rollout.request")
+        if wanted is not None and wanted > self._version:
+            message = f"request {name!r} needs newer weights"
+            raise self._error(message, "rollout.stale", expected=wanted, found=self._version)
 
     async def _read_or_fail(self, running: Running) -> None:
         try:
             await self._read(running)
         except Exception as error:
-            self._running.pop(running.request.request_id, None)
-            down, fix = self._down(), f"see what {self.engine_name} has printed"
+            failure, down, fix = error, self._down(), f"see what {self.engine_name} has printed"
             if down is not None:
-                running.fail(self._error(down, "rollout.stopped", fix=fix))
-            elif isinstance(error, RolloutError | PluginError):
-                running.fail(error)
-            else:
+                failure = self._error(down, "rollout.stopped", fix=fix)
+            elif not isinstance(error, RolloutError | PluginError):
                 message = f"{self.engine_name} failed: {type(error).__name__}: {error}"
-                running.fail(self._error(message, "rollout.failed", fix=fix))
+                failure = self._error(message, "rollout.failed", fix=fix)
+            self._running.pop(running.request.request_id, None)
+            running.fail(failure)
 
     def _end(self, running: Running, reason: _Reason) -> None:
         self._running.pop(running.request.request_id, None)
@@ -278,8 +267,8 @@ class RelayServer(BaseRolloutServer):
         await self._release()
         return ResumeResult(running=len(self._begun()))
 
-    def _begin(self) -> Path:
-        """Return the model's folder before the engine is started, and record the model's limits.
+    def _begin(self) -> None:
+        """Record the model's limits, before the engine is started.
 
         Raises ``engine.model`` if there is no model, ``rollout.stopped`` for a second start.
         """
@@ -297,7 +286,6 @@ class RelayServer(BaseRolloutServer):
         positions = int(text.get("max_position_embeddings") or self.context.max_model_len or 0)
         self._vocabulary = int(text.get("vocab_size") or 0)
         self._max_model_len = min(self.context.max_model_len or positions, positions)
-        return folder
 
     async def health(self) -> HealthReport:
         """Report whether the replica can serve, and its load."""
@@ -381,53 +369,3 @@ class RelayServer(BaseRolloutServer):
             seconds, paused = self._clock.time() - began, self._clock.time() - paused
         replica, version, receipts = self.context.replica, request.version, tuple(workers)
         return WeightReceipt(version=version, replica=replica, workers=receipts, seconds=seconds, paused_seconds=paused)
-
-
-class InterruptingServer(RelayServer):
-    """A replica that removes all requests from its engine at a pause or an update.
-
-    The rest of each request is generated afterwards, with its tokens so far appended to the prompt. So one known
-    weight version generates each of the engine's responses, and no old KV cache is used. A stop string that begins
-    before an interruption and ends after it is not found.
-    """
-
-    def __init__(self, config: Any, context: RolloutContext) -> None:
-        super().__init__(config, context)
-        self._flows = asyncio.Event()  #: set while requests may be sent to the engine
-        self._flows.set()
-        self._interruptions = 0
-
-    @abstractmethod
-    async def _part(self, running: Running, left: int) -> bool:
-        """Generate up to ``left`` further tokens of a request, with its tokens so far appended to the prompt.
-
-        Return True if the request has ended, False if it was interrupted.
-        """
-
-    @abstractmethod
-    async def _interrupt(self) -> None:
-        """Remove all running requests from the engine. No forward pass runs once it returns."""
-
-    async def _read(self, running: Running) -> None:
-        request = running.request
-        budget = min(request.sampling.max_new_tokens, self._max_model_len - len(request.prompt_ids))
-        while True:
-            await self._flows.wait()
-            interruptions, left = self._interruptions, budget - len(running.token_ids)
-            if not left:
-                self._end(running, "length")  # it was interrupted after its last token
-                return
-            if await self._part(running, left):
-                return
-            if interruptions == self._interruptions:
-                raise self._error(f"{self.engine_name} gave request {request.request_id!r} up", "rollout.failed")
-
-    async def _hold(self, wait: bool = False) -> None:
-        self._flows.clear()
-        if wait:
-            await asyncio.gather(*(each.ended for each in self._begun()), return_exceptions=True)
-        self._interruptions += 1
-        await self._interrupt()
-
-    async def _release(self) -> None:
-        self._flows.set()

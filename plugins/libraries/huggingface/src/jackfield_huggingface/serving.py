@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from jackfield.abc.rollout import (
-    GenerateRequest,
+    RolloutContext,
     SleepRequest,
     SleepResult,
     UpdateWeightsRequest,
@@ -16,7 +17,7 @@ from jackfield.abc.rollout import (
     WorkerReceipt,
 )
 from jackfield.errors import ConfigError, JackfieldError, PluginError, WeightsError
-from jackfield.sdk.relay import MEMORY, InterruptingServer, RelayServer
+from jackfield.sdk.relay import MEMORY, RelayServer, Running
 from jackfield_huggingface.folders import ReceivedWeights, WeightFolder
 
 
@@ -92,18 +93,57 @@ class SleepingServer(RelayServer):
         return WakeUpResult(awake=tuple(tag for tag in MEMORY if tag in self._awake))
 
 
-class FolderServer(SleepingServer, InterruptingServer):
-    """A replica whose engine reads new weights from a folder, with any number of workers."""
+class FolderServer(SleepingServer):
+    """A replica whose engine reads new weights from a folder, with any number of workers.
+
+    All requests are removed from the engine at a pause or an update. The rest of each request is generated afterwards,
+    with its tokens so far appended to the prompt. So one known weight version generates each of the engine's responses,
+    and no old KV cache is used. A stop string that begins before an interruption and ends after it is not found.
+    """
 
     _weight_folder: WeightFolder
+
+    def __init__(self, config: Any, context: RolloutContext) -> None:
+        super().__init__(config, context)
+        self._flows = asyncio.Event()  #: set while requests may be sent to the engine
+        self._flows.set()
+        self._interruptions = 0
+
+    @abstractmethod
+    async def _part(self, running: Running, left: int) -> bool:
+        """Generate up to ``left`` tokens after the prompt and the tokens so far; return False if interrupted."""
+
+    @abstractmethod
+    async def _interrupt(self) -> None:
+        """Remove all running requests from the engine. No forward pass runs once it returns."""
 
     @abstractmethod
     async def _read_folder(self, request: UpdateWeightsRequest, folder: str) -> None:
         """Let the engine load the weights in a folder, and drop cached prefixes."""
 
-    @abstractmethod
-    def _refuse(self, request: GenerateRequest) -> None:
-        """Raise if the engine does not support what a valid request asks for."""
+    async def _read(self, running: Running) -> None:
+        request = running.request
+        budget = min(request.sampling.max_new_tokens, self._max_model_len - len(request.prompt_ids))
+        while True:
+            await self._flows.wait()
+            interruptions, left = self._interruptions, budget - len(running.token_ids)
+            if not left:
+                self._end(running, "length")  # it was interrupted after its last token
+                return
+            if await self._part(running, left):
+                return
+            if interruptions == self._interruptions:
+                raise self._error(f"{self.engine_name} gave request {request.request_id!r} up", "rollout.failed")
+
+    async def _hold(self, wait: bool = False) -> None:
+        self._flows.clear()
+        if wait:
+            await asyncio.gather(*(each.ended for each in self._begun()), return_exceptions=True)
+        self._interruptions += 1
+        await self._interrupt()
+
+    async def _release(self) -> None:
+        self._flows.set()
 
     async def _receive(self, request: UpdateWeightsRequest) -> ReceivedWeights:
         """Receive weights into a folder while the engine decodes."""
