@@ -506,10 +506,8 @@ async def controller(rows: int) -> dict[str, Any]:
     async def rollout(values: Values, key: GroupKey, number: int, columns: dict[str, Column]) -> RolloutReport:
         tags = {"prompt_tokens": 100, "response_tokens": 200 + number}
         name = key.sample(number, 0)
-        written = await values.put("train", [name], columns)
-        return RolloutReport(
-            group=str(key), rollout=number, keys=(name,), columns=written.columns, sizes=written.sizes, tags=(tags,)
-        )
+        written = await values.put("train", [name], columns, [tags])
+        return RolloutReport(group=str(key), rollout=number, keys=(name,), written=written)
 
     batches, before = max(1, rows // 256), resident_bytes()
     began = time.process_time()

@@ -261,7 +261,14 @@ class Controller:
                     raise
                 continue
             await self.queue.end_rollouts(
-                [RolloutReport(group=str(group), rollout=rollout, keys=(key,), columns=("ids",), sizes=tuple(sizes))]
+                [
+                    RolloutReport(
+                        group=str(group),
+                        rollout=rollout,
+                        keys=(key,),
+                        written=Written(columns=("ids",), sizes=tuple(sizes)),
+                    )
+                ]
             )
             self.note("put", keys=[key])
             return

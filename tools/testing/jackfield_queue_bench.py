@@ -80,10 +80,8 @@ class Bench:
             derived = {} if made is None else {"operation": made.operation, "parents": list(made.parents)}
             shown = ({**tags, **derived},) * samples
             written = await self.values.put(GroupKey.of(group).partition, keys, columns, shown)
-            report = attrs.evolve(
-                report, keys=keys, columns=written.columns, sizes=written.sizes, tags=(tags,) * samples,
-                lineage={} if made is None else dict.fromkeys(keys, made),
-            )  # fmt: skip
+            lineage = {} if made is None else dict.fromkeys(keys, made)
+            report = attrs.evolve(report, keys=keys, written=written, lineage=lineage)
         await self.queue.end_rollouts([report])
         return keys
 

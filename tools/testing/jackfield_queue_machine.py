@@ -339,10 +339,8 @@ class QueueMachine(RuleBasedStateMachine):
         keys = tuple(GroupKey.of(group.key).sample(rollout, sequence) for sequence in range(len(samples)))
         columns = {"x", "y"} if all(samples) else {"x"}
         written = self.put(keys, columns)
-        return RolloutReport(
-            group=group.key, rollout=rollout, keys=keys, columns=written.columns, sizes=written.sizes,
-            tags=tuple({"n": index} for index in range(len(keys))),
-        )  # fmt: skip
+        written = attrs.evolve(written, tags=tuple({"n": index} for index in range(len(keys))))
+        return RolloutReport(group=group.key, rollout=rollout, keys=keys, written=written)
 
     def put(self, keys: tuple[str, ...], columns: set[str]) -> Any:
         values = [self.value + index for index in range(len(keys))]

@@ -10,7 +10,7 @@ import attrs
 import pytest
 
 from jackfield.errors import DeadlineExceeded, QueueError
-from jackfield.queue.meta import Batch, GroupKey, Lineage, NewGroup, RolloutReport
+from jackfield.queue.meta import Batch, GroupKey, Lineage, NewGroup, RolloutReport, Written
 
 torch = pytest.importorskip("torch")
 
@@ -184,7 +184,7 @@ def test_a_dead_explorers_batch_is_handed_out_again_with_the_same_attempts(run: 
         with pytest.raises(QueueError):
             await anext(bench.queue.groups_to_fill(batch, 5))
         assert lost == await bench.queue.end_rollouts(
-            [RolloutReport(group=half, rollout=0, keys=lost, columns=("ids",), sizes=(24,))]
+            [RolloutReport(group=half, rollout=0, keys=lost, written=Written(columns=("ids",), sizes=(24,)))]
         ), "a late report changes nothing"
         with pytest.raises(QueueError):
             await bench.open(keys[2])
@@ -214,7 +214,7 @@ def test_a_place_takes_one_group_and_a_rollout_ends_once(run: Run) -> None:
                 await call
             assert refused.value.code in ("queue.invalid", "queue.unknown-sample")
         first = await bench.end(group, 0)
-        repeated = RolloutReport(group=group, rollout=0, keys=(*first, f"{group}/0r1/0"), columns=(), sizes=(0, 0))
+        repeated = RolloutReport(group=group, rollout=0, keys=(*first, f"{group}/0r1/0"), written=Written(sizes=(0, 0)))
         assert (f"{group}/0r1/0",) == await bench.queue.end_rollouts([repeated]), "of a worker that made it again"
         assert first == await bench.end(group, 0)
         await bench.end(group, 1)
@@ -298,7 +298,7 @@ def test_what_samples_were_made_of_is_remembered(run: Run) -> None:
         group, sample = await bench.open(key, 1), key.sample(0, 0)
         written = await bench.values.put("train", [sample], bench.columns(1))
         lineage = {sample: Lineage("rewrite", ("file:1",)), "file:1": Lineage("import", ("file",))}
-        report = RolloutReport(group=group, rollout=0, keys=(sample,), columns=("ids",), sizes=written.sizes)
+        report = RolloutReport(group=group, rollout=0, keys=(sample,), written=written)
         await bench.queue.end_rollouts([attrs.evolve(report, lineage=lineage)])
         meta = await bench.lease(0)
         assert ("rewrite", ["file:1"]) == (meta.tags[0]["operation"], meta.tags[0]["parents"])

@@ -69,8 +69,8 @@ class Groups:
         if group is None or group.is_made or report.rollout in group.ended:
             known = {} if group is None else group.samples
             return tuple(key for key in report.keys if key not in known)  # dropped, or reported before
-        columns, tags = frozenset(report.columns), report.tags or ({},) * len(report.keys)
-        for key, size, own in zip(report.keys, report.sizes, tags, strict=True):
+        columns, tags = frozenset(report.written.columns), report.written.tags or ({},) * len(report.keys)
+        for key, size, own in zip(report.keys, report.written.sizes, tags, strict=True):
             if (made := report.lineage.get(key)) is not None:  # tags show the lineage
                 own = {**own, "operation": made.operation, "parents": list(made.parents)}
             group.samples[key] = Sample(report.rollout, own, columns, size)
@@ -248,7 +248,7 @@ class Groups:
                 sample.bytes += written.sizes[index]
                 self.core.state.count(0, written.sizes[index])
             sample.columns = wider.setdefault(sample.columns, sample.columns | columns)
-            if tags is not None:
+            if tags:
                 sample.tags = {**sample.tags, **tags[index]}
         for group in dict.fromkeys(group for group in groups if group is not None):
             self.leases.changed(group)

@@ -106,10 +106,7 @@ class ImportedSamples:
         columns = {name: join(name, [cell]) for name, cell in sample.cells.items()}
         tags = {**sample.tags, "operation": _WHO, "parents": [parent]}
         written = await self.values.put(self.partition, [key], columns, [tags])
-        report = RolloutReport(
-            group=str(group), rollout=rollout, keys=(key,), columns=written.columns, sizes=written.sizes,
-            tags=(sample.tags,), lineage=lineage,
-        )  # fmt: skip
+        report = RolloutReport(group=str(group), rollout=rollout, keys=(key,), written=written, lineage=lineage)
         await self.queue.end_rollouts([report])
 
 

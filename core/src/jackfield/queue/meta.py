@@ -98,26 +98,24 @@ class NewGroup:
 
 
 @attrs.frozen(kw_only=True)
+class Written:
+    """The columns of samples that a worker has written to the backend, without the values."""
+
+    columns: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()  #: bytes of each sample's new values
+    tags: tuple[Mapping[str, Any], ...] = ()  #: tags of each sample; empty: none
+
+
+@attrs.frozen(kw_only=True)
 class RolloutReport:
     """The end of a rollout. The values of its samples are already in the backend."""
 
     group: str
     rollout: int
     keys: tuple[str, ...] = ()
-    columns: tuple[str, ...] = ()
-    sizes: tuple[int, ...] = ()  #: bytes of each sample's values
-    tags: tuple[Mapping[str, Any], ...] = ()
+    written: Written = Written()
     error: str | None = None  #: why it failed; a failed rollout has no samples
     lineage: Mapping[str, Lineage] = attrs.field(factory=dict)  #: of its samples, and of parents in other queues
-
-
-@attrs.frozen(kw_only=True)
-class Written:
-    """The columns that a worker has written to the backend, without the values."""
-
-    columns: tuple[str, ...]
-    sizes: tuple[int, ...]  #: bytes of each sample's new values
-    tags: tuple[Mapping[str, Any], ...] | None = None  #: tags to add to each sample
 
 
 @attrs.frozen

@@ -82,7 +82,7 @@ class Values:
             await self._backend.put(PutRequest(partition=partition, keys=tuple(keys), columns=columns))
         if keys and tags is not None and self._shows_tags:
             await self._backend.put_tags(TagsRequest(partition=partition, keys=tuple(keys), tags=tuple(tags)))
-        return Written(columns=tuple(columns), sizes=sizes, tags=None if tags is None else tuple(tags))
+        return Written(columns=tuple(columns), sizes=sizes, tags=tuple(tags or ()))
 
     async def write(self, meta: BatchMeta, columns: Mapping[str, Column]) -> Written:
         """Write columns of a batch; see :meth:`put`."""

@@ -67,9 +67,7 @@ class AgentWorker:
         keys = tuple(f"{job.id}/{number}" for number in range(len(tags)))
         put = partial(self._values.put, job.partition, keys, columns, tags)
         written = await resubmitted(put, f"sample {job.id}", is_lost)  # a retry puts samples on the remaining units
-        return RolloutReport(
-            group=job.group, rollout=job.rollout, keys=keys, columns=written.columns, sizes=written.sizes, tags=tags
-        )
+        return RolloutReport(group=job.group, rollout=job.rollout, keys=keys, written=written)
 
     async def _sequences(self, job: RolloutJob) -> tuple[Sequence[AgentSequence], dict[str, Any]]:
         """Run an agent loop, or copy answers; return sequences and additional tags for each."""

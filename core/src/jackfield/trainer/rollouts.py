@@ -350,7 +350,7 @@ class Evaluator:
             longest = 2 * self.role.score_seconds * len(self.tasks)  # if all are scored one after the other
             (scored,) = await self.role.clock.wait_for(worker.score(EVAL, [key]), longest, who)
             await worker.forget([key])
-            return scored, {**report.tags[0], **metric_tags("reward", scored.metrics)}
+            return scored, {**report.written.tags[0], **metric_tags("reward", scored.metrics)}
 
         try:
             return await resubmitted(outcome, f"sample {key}")
