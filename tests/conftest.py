@@ -64,7 +64,7 @@ def make_task_module() -> ModuleType:
 def made(make_task_module: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's files: three sets of problems, and a model that knows nothing."""
     folder = tmp_path_factory.mktemp("made")
-    make_task_module.make_task(folder, seed=5, sizes={"held_out": 240, "demonstrations": 1200, "problems": 1000})
+    make_task_module.make_task(folder, seed=5, sizes={"held_out": 64, "demonstrations": 1200, "problems": 200})
     return folder
 
 

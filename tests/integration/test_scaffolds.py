@@ -43,12 +43,15 @@ def install(folder: Path, project: Path) -> None:
 @pytest.mark.parametrize("kind", available_kinds())
 def test_a_scaffold_is_certified_at_birth(kind: str, tmp_path: Path, do: Do) -> None:
     """Written, built and installed by pip, listed, its own tests run, checked, and listed as certified."""
+    (tmp_path / "certificates").mkdir()
     do(tmp_path, "plugins", "new", kind, "newborn")
     project = tmp_path / f"jackfield-{kind}-newborn"
     install(tmp_path, project)
     own = ("-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(project), str(project / "tests"))
     do(tmp_path, *own, program="pytest")
-    assert "WARNING" not in do(tmp_path, "plugins", "check", "newborn")
+    certificate = str(tmp_path / "certificates" / f"{kind}-newborn.json")
+    check = ("--plugin", f"{kind}:newborn", "--certificate", certificate)
+    assert "WARNING" not in do(tmp_path, *check, program="jackfield_conformance")
     [row] = [row for row in json.loads(do(tmp_path, "plugins", "list", "--json")) if row["name"] == "newborn"]
     assert (kind, "ok") == (row["kind"], row["status"])
     assert "full" == row["certified"]["level"]
@@ -63,6 +66,7 @@ def test_a_wheel_brings_its_certificate_along(tmp_path: Path, do: Do) -> None:
     install(tmp_path, project)
     certificate = project / "src" / package / "certificate.json"
     do(tmp_path, "plugins", "check", "newborn", "--certificate", str(certificate))
+    assert "local" == certified(tmp_path, do)["source"]
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     install(elsewhere, project)

@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -154,9 +155,9 @@ def _growth_under_attack(process: psutil.Process) -> dict[tuple[str, str], int]:
     for door in doors:
         for name, beginning in BEGINNINGS.items():
             before = process.memory_info().rss
-            with contextlib.ExitStack() as open_ones:
-                for _ in range(CONNECTIONS):
-                    open_ones.enter_context(_flood(door, beginning))
+            with contextlib.ExitStack() as open_ones, ThreadPoolExecutor(CONNECTIONS) as strangers:
+                for stranger in strangers.map(_flood, [door] * CONNECTIONS, [beginning] * CONNECTIONS):
+                    open_ones.enter_context(stranger)
                 growth = process.memory_info().rss - before
             if growth > BOUND:
                 grown[str(door[1]), name] = growth

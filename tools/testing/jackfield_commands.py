@@ -171,7 +171,8 @@ class CommandServer:
         """Start ``PROGRAM ARGUMENTS``, with further variables of the environment, in a working folder.
 
         Args:
-            program: ``jackfield``, ``pytest``, or ``ray workers`` (see ``jackfield_ray_forks``).
+            program: ``jackfield``, ``jackfield_conformance``, ``pytest``, or ``ray workers`` (see
+                ``jackfield_ray_forks``).
             output: a file for standard output and error together; default: a file for each.
 
         Raises:
@@ -324,13 +325,24 @@ def _pytest(arguments: list[str]) -> int:
     return int(pytest.main(arguments))
 
 
+def _conformance(arguments: list[str]) -> int:
+    from jackfield_conformance.__main__ import main
+
+    return main(arguments)
+
+
 def _ray_workers(arguments: list[str]) -> int:
     import jackfield_ray_forks
 
     return jackfield_ray_forks.serve(*arguments)
 
 
-_PROGRAMS = {"jackfield": _jackfield, "pytest": _pytest, "ray workers": _ray_workers}
+_PROGRAMS = {
+    "jackfield": _jackfield,
+    "jackfield_conformance": _conformance,
+    "pytest": _pytest,
+    "ray workers": _ray_workers,
+}
 
 
 def serve(imports: Sequence[str]) -> None:

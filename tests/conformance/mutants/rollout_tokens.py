@@ -398,7 +398,7 @@ MUTANTS = (
     mutant(DropsTheStopToken, "the stop token is left out", "030", "032"),
     mutant(KnowsOneStopToken, "all stop tokens but the first are ignored", "030"),
     mutant(IgnoresTheEnd, "the model's end token does not end", "031"),
-    mutant(NeverIgnoresTheEnd, "ignore_eos is ignored", "011", "025", "032", "059", "072"),
+    mutant(NeverIgnoresTheEnd, "ignore_eos is ignored", "011", "025", "032", "059"),
     mutant(IgnoringTheEndIgnoresStops, "past an ignored end token, stop tokens do not end", "032"),
     mutant(OneIsTwo, "a limit of one token yields two", "033"),
     mutant(LongerThanTheModel, "max_model_len does not end a request", "034"),

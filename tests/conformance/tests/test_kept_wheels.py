@@ -6,13 +6,12 @@ They are those of ``examples/plugins_from_docs`` at that time. A change that a w
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from jackfield_commands import CommandServer
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -28,19 +27,20 @@ KINDS = {
 
 
 @pytest.mark.parametrize("wheel", KEPT, ids=lambda wheel: wheel.name.split("-")[0].removeprefix("jackfield_"))
-def test_a_plugin_that_was_built_for_1_0_is_certified(wheel: Path, tmp_path: Path) -> None:
+def test_a_plugin_that_was_built_for_1_0_is_certified(wheel: Path, tmp_path: Path, jackfield: CommandServer) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     short = wheel.name.split("-")[0].removeprefix("jackfield_")
     name, kind = short.partition("_")[2], KINDS[short]
     certificate = tmp_path / "certificate.json"
-    command = [sys.executable, "-m", "jackfield_conformance", "--plugin", f"{kind}:{name}"]
-    command += ["--certificate", str(certificate)]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
+    done = jackfield(
+        *("--plugin", f"{kind}:{name}", "--certificate", str(certificate)),
+        program="jackfield_conformance",
+        environment={"PYTHONPATH": str(tmp_path / "site"), "PYTHONDONTWRITEBYTECODE": "1"},
+        folder=tmp_path,
+        seconds=280,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert 0 == done.code, done.out + done.error
     assert "full" == json.loads(certificate.read_text(encoding="utf-8"))["level"]
 
 

@@ -95,6 +95,20 @@ class Reader:
             self._changed.clear()
             await self._changed.wait()
 
+    async def drained(self, server: BaseRolloutServer) -> int:
+        """Read what a paused server made before the pause, however late the stream brings it; the number of tokens.
+
+        Each request for the health asks the server once more over the way that the stream takes. The stream is empty
+        when three in a row bring nothing. A server that does not stop reaches the end of the request instead.
+        """
+        count, unchanged = len(self.token_ids), 0
+        while unchanged < 3 and not self._task.done():
+            await server.health()
+            await breathe()
+            unchanged = unchanged + 1 if count == len(self.token_ids) else 0
+            count = len(self.token_ids)
+        return count
+
     async def result(self) -> GenerateResult:
         """Wait for the end; raises what the stream raised."""
         await self._task

@@ -184,8 +184,7 @@ async def paused_is_paused(subject: Subject, server: BaseRolloutServer) -> None:
     await reader.at_least(3)
     await server.pause(PauseRequest())
     with standing_still("a forward pass runs although the server is paused"):
-        await breathe()
-        count = len(reader.token_ids)
+        count = await reader.drained(server)
         await breathe()
     assert count == len(reader.token_ids), "tokens come although the server is paused"
     await server.resume(ResumeRequest())

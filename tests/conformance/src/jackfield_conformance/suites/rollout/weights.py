@@ -144,8 +144,7 @@ async def updates_do_not_resume(subject: Subject, server: BaseRolloutServer) -> 
     reader = Reader(server, greedy("kept", LONG))
     await reader.at_least(3)
     await server.pause(PauseRequest())
-    await breathe()
-    count = len(reader.token_ids)
+    count = await reader.drained(server)
     await push(subject, server, 2)
     with standing_still("an update has started a paused server"):
         await breathe()
