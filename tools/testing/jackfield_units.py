@@ -1,8 +1,9 @@
 """One pytest session over many interpreters: the tests of each package in its own environment, in one summary.
 
-A *unit* is some test files with the interpreter that runs them. The session starts up to ``--places`` units at a time,
-in the order of the file, each as a pytest process of its own (a fork of one that has imported torch: see
-``jackfield_commands``), and shows their reports as if it had run the tests::
+A *unit* is some test files with the interpreter that runs them. The session starts ``--places`` units at a time, and a
+few more while processors are idle, because tests wait for processes much of their time. Each unit is a pytest process
+of its own (a fork of one that has imported torch: see ``jackfield_commands``), in the order of the file. The session
+shows their reports as if it had run the tests::
 
     python -m pytest -p jackfield_units --units=build/tests/units.json
 
@@ -30,6 +31,9 @@ import pytest
 
 from jackfield_commands import IMPORTS, CommandServer, ServerEnded
 
+MORE = 4  #: units that run beside those of ``--places`` while they leave processors idle
+BUSY = 80.0  #: percent of all processors from which no unit is added
+
 #: Where a unit's process writes its reports; unset in the session that starts the units.
 REPORTS = "JACKFIELD_TEST_REPORTS"
 
@@ -49,7 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare the options of the session."""
     group = parser.getgroup("units", "tests in several interpreters")
     group.addoption("--units", type=Path, help="JSON file with the units to run")
-    group.addoption("--places", type=int, default=3, help="units that run at a time")
+    group.addoption("--places", type=int, default=3, help="units that run at a time; more where processors are idle")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -106,6 +110,8 @@ class Session:
         self._units = [Unit(**unit) for unit in json.loads(path.read_text(encoding="utf-8"))]
         self._servers: dict[str, CommandServer] = {}
         self._starting = threading.Lock()
+        self._running: set[str] = set()
+        self._entering = threading.Lock()
         self._costs: dict[str, dict[str, float]] = {}
 
     @pytest.hookimpl(tryfirst=True)
@@ -117,9 +123,9 @@ class Session:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Run all units, and show the reports of each when it has ended."""
-        with ThreadPoolExecutor(self._config.option.places) as pool:
+        with ThreadPoolExecutor(self._config.option.places + MORE) as pool:
             try:
-                started = {pool.submit(self._run, unit): unit for unit in self._units}
+                started = {pool.submit(self._run_in_turn, unit): unit for unit in self._units}
                 for done in as_completed(started):
                     self._show(session, started[done], *done.result())
             finally:
@@ -133,6 +139,19 @@ class Session:
         """Show the conformance tables that the units' processes have printed."""
         for line in conformance_lines(self._folder / f"{unit.name}.log" for unit in self._units):
             terminalreporter.write_line(line)
+
+    def _run_in_turn(self, unit: Unit) -> tuple[int, float]:
+        """Run one unit as soon as there is a place, or as the running ones leave processors idle."""
+        import psutil  # not in every unit's environment
+
+        with self._entering:
+            while len(self._running) >= self._config.option.places and psutil.cpu_percent(2.0) > BUSY:
+                pass
+            self._running.add(unit.name)
+        try:
+            return self._run(unit)
+        finally:
+            self._running.discard(unit.name)
 
     def _run(self, unit: Unit) -> tuple[int, float]:
         """Run one unit in a process of its own; its exit code and its seconds."""
