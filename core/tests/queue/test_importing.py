@@ -11,9 +11,8 @@ from weakref import WeakSet
 
 import pytest
 
-from jackfield.queue import importing
-from jackfield.queue.importing import ImportedSamples
-from jackfield.queue.sample_files import cell_of, read_samples, saved_samples, write_samples
+from jackfield.queue import sample_files
+from jackfield.queue.sample_files import ImportedSamples, cell_of, read_samples, saved_samples, write_samples
 from jackfield.sdk.archive import BATCH_ROWS, ArchiveWriter, SavedSample
 from jackfield.sdk.cells import join
 
@@ -104,12 +103,12 @@ def test_an_import_holds_no_more_rows_than_are_read_together(
                 assert living_tensors() - tensors < 10
             yield row
 
-    monkeypatch.setattr(importing, "ArchiveWriter", Writer)
-    monkeypatch.setattr(importing, "read_samples", read)
+    monkeypatch.setattr(sample_files, "ArchiveWriter", Writer)
+    monkeypatch.setattr(sample_files, "read_samples", read)
     tensors = living_tensors()
     for times in (1, 2):
         written.clear()
-        assert count == asyncio.run(importing.import_file(file, folder, "human"))
+        assert count == asyncio.run(sample_files.import_file(file, folder, "human"))
         assert times * list(range(count)) == written
     assert most <= 2 * together + 2
     assert 2 * count == len(list(saved_samples(folder)))

@@ -113,8 +113,8 @@ def ledger(folder: Path, as_json: bool) -> None:
 def trace(folder: Path, key: str, as_json: bool) -> None:
     """Print the provenance of the sample KEY as a tree, from checkpoint and ledger."""
     from jackfield.compose.folder import find_queue
-    from jackfield.queue.sample_files import trace as find_ancestors
     from jackfield.queue.store import find_store
+    from jackfield.queue.store import trace as find_ancestors
 
     store, checkpoint = find_store(folder), None
     try:
@@ -155,7 +155,7 @@ def import_(file: Path, folder: Path, partition: str) -> None:
 
     FOLDER is created if needed, and no run's checkpoint is changed. Runs read it by mixing.expert or mixing.human.
     """
-    from jackfield.queue.importing import import_file
+    from jackfield.queue.sample_files import import_file
 
     count = asyncio.run(import_file(file, folder, partition))
     click.echo(f"{count} samples in {folder}")

@@ -33,8 +33,7 @@ from jackfield.imports import collection_paused
 from jackfield.plugins import HookManager, Registry
 from jackfield.plugins.interpreters import environment_python, look, resolve_interpreter
 from jackfield.queue import TransferQueue, Values, register_sampler
-from jackfield.queue.importing import ImportedSamples
-from jackfield.queue.sample_files import cell_of, read_samples, saved_samples, shape_of
+from jackfield.queue.sample_files import ImportedSamples, cell_of, read_samples, saved_samples, shape_of
 from jackfield.sdk.archive import SavedSample
 from jackfield.sdk.rotary import length_limits
 from jackfield.trainer.role import Role, RoleName

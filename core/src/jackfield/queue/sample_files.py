@@ -1,4 +1,4 @@
-"""Samples in checkpoints, and in JSONL and Parquet files for users and other programs.
+"""Samples in checkpoints, and in JSONL and Parquet files for users and other programs: export and import.
 
 A JSONL line or a Parquet record has a sample's key, group, task, tags and columns. Files that the queue wrote have each
 column's type, and a round trip is bit-exact. Files of other programs may have the columns only; their types then
@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,12 +18,18 @@ from typing import Any
 
 import attrs
 
-from jackfield.errors import QueueError
+from jackfield.abc.transfer_queue import PutRequest, PutResult, SnapshotRequest, SnapshotResult, TransferQueueContext
+from jackfield.clock import Clock
+from jackfield.errors import DeadlineExceeded, QueueError
 from jackfield.files import replacing
-from jackfield.queue.meta import Lineage, group_of
-from jackfield.queue.store import STORE_FILE, VALUES_FOLDER, read_checkpoint, read_lineage
+from jackfield.queue.meta import Batch, GroupKey, Lineage, NewGroup, RolloutReport, group_of
+from jackfield.queue.store import STORE_FILE, VALUES_FOLDER, read_checkpoint
+from jackfield.queue.transfer_queue import TransferQueue
+from jackfield.queue.values import MemoryBackend, MemoryConfig, Values
 from jackfield.sdk.archive import (
+    BATCH_BYTES,
     BATCH_ROWS,
+    ArchiveWriter,
     SavedSample,
     batches,
     column_types,
@@ -34,12 +41,13 @@ from jackfield.sdk.archive import (
 from jackfield.sdk.cells import Cell, ColumnType, join, split
 from jackfield.sdk.columns import column_from_rows, dense_column, json_column, rows_of
 
+_WHO = "import"
+_SECONDS = 600.0  #: deadline of a wait for room in the queue
+
 #: Dtypes of well-known columns, for files without types.
 _KNOWN = {"prompt_ids": "int64", "response_ids": "int64", "response_mask": "bool", "task": "json"}
 _FLOATS = ("rollout_log_probs", "reward", "reward_dimensions", "old_log_probs", "ref_log_probs", "values", "advantages")
 _KNOWN |= dict.fromkeys((*_FLOATS, "returns"), "float32")
-
-_EXAMPLE = '{"columns": {"prompt_ids": [1, 2], …}, "tags": {…}, "group": …, "task": …}'
 
 
 def write_samples(file: Path, samples: Callable[[], Iterable[SavedSample]]) -> int:
@@ -170,45 +178,12 @@ def saved_samples(folder: Path) -> Iterator[SavedSample]:
         )
 
 
-def trace(key: str, checkpoint: Path | None, store: Path | None) -> dict[str, Any]:
-    """Return the ancestors of a sample, which may have left the queue, as a tree of plain values.
-
-    ``checkpoint`` has the queue's samples and their ancestors; the ``store`` file of the run has every derivation.
-
-    Returns:
-        ``key``, ``in_queue``, ``operation`` (None: not made from other samples, or unknown) and ``parents``.
-
-    Raises:
-        QueueError: ``queue.unknown-sample`` if neither has the sample; ``queue.ledger``, ``queue.invalid`` if damaged.
-    """
-    derived: dict[str, Lineage] = {} if store is None else read_lineage(store)
-    living: set[str] = set()
-    if checkpoint is not None:
-        saved, lineage = read_checkpoint(checkpoint / STORE_FILE)
-        derived |= lineage
-        living = saved.keys()
-    if key not in derived and key not in living and not any(key in made.parents for made in derived.values()):
-        where = ", ".join(str(each) for each in (checkpoint, store) if each is not None)
-        raise QueueError(f"the sample {key!r} is unknown", code="queue.unknown-sample", where=where)
-
-    def ancestor(key: str, below: frozenset[str]) -> dict[str, Any]:
-        made = derived.get(key)
-        parents = () if made is None or key in below else made.parents  # an imported sample may have its parent's key
-        return {
-            "key": key,
-            "operation": None if made is None else made.operation,
-            "in_queue": key in living,
-            "parents": [ancestor(parent, below | {key}) for parent in parents],
-        }
-
-    return ancestor(key, frozenset())
-
-
 def _read_lines(file: Path) -> Iterator[SavedSample]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                with _refusing(f"{file}, line {number}", _EXAMPLE):
+                example = '{"columns": {"prompt_ids": [1, 2], …}, "tags": {…}, "group": …, "task": …}'
+                with _refusing(f"{file}, line {number}", example):
                     record = json.loads(line.decode("utf-8"))
                     types = record.get("types", {})
                     cells = {
@@ -247,3 +222,148 @@ def _refusing(where: str, expected: str) -> Iterator[None]:
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, QueueError) as error:
         found = f"{type(error).__name__}: {error}"
         raise QueueError("a record is no row of a queue", where=where, expected=expected, found=found) from error
+
+
+@attrs.define(eq=False)
+class ImportedSamples:
+    """The samples of a file or of a queue's folder, imported as one batch of published groups.
+
+    Samples of one group form one group again, each as a rollout of its own. A sample's parent is ``ORIGIN:KEY``, or
+    ``ORIGIN`` if it had no key, and the parent's lineage is kept. Samples are read one by one; only the names of their
+    groups stay in memory. Lost samples are imported again.
+    """
+
+    queue: TransferQueue  #: a started queue
+    values: Values  #: of the queue's backend
+    partition: str  #: the partition that gets the samples
+    read: Callable[[], Iterable[SavedSample]]  #: reads all samples, each time in the same order
+    origin: str  #: the file or folder of the samples
+    complete: Callable[[SavedSample], SavedSample] = lambda sample: sample  #: adds missing columns to a sample
+    _sizes: Counter[object] = attrs.field(factory=Counter, init=False)  # group sizes in the order of first samples
+
+    async def put(self) -> int:
+        """Put all samples and return their number."""
+        batch = await self._claim()
+        while batch is not None and not batch.vacant:  # of an earlier import, offered again after a restore
+            batch = await self._claim()
+        if batch is not None:
+            await self._fill(batch)
+        return sum(self._sizes.values())
+
+    async def keep(self) -> None:
+        """Put groups again whose samples were lost with a part of the store. It runs until it is cancelled."""
+        while True:
+            with suppress(DeadlineExceeded):
+                batch = await self._claim(below=1)
+                if batch is None:
+                    return  # all its groups were consumed
+                await self._fill(batch)
+
+    async def _claim(self, below: int | None = None) -> Batch | None:
+        """Claim the batch of these samples. Return None if there are none, or no group is left to put."""
+        if not self._sizes:
+            self._sizes = Counter(_group_of(sample, number) for number, sample in enumerate(self.read()))
+        if not (groups := len(self._sizes)):
+            return None
+        return await self.queue.claim_batch(self.partition, _WHO, groups, below=below, deadline_seconds=_SECONDS)
+
+    async def _fill(self, batch: Batch) -> None:
+        """Fill the vacant places of a batch, as many at a time as there is room for."""
+        places = {group: place for place, group in enumerate(self._sizes)}
+        async for keys in self.queue.groups_to_fill(batch, _SECONDS, until="published"):
+            wanted, opened = {key.index: key for key in keys}, Counter[int]()
+            for number, sample in enumerate(self.read()):
+                place = places[name := _group_of(sample, number)]
+                if place not in wanted:
+                    continue
+                if not opened[place]:
+                    task = sample.task if sample.task is not None else f"row-{place}"
+                    new = NewGroup(key=wanted[place], task_id=task, rollouts=self._sizes[name])
+                    await self.queue.open_groups([new])
+                await self._put(wanted[place], opened[place], self.complete(sample))
+                opened[place] += 1
+
+    async def _put(self, group: GroupKey, rollout: int, sample: SavedSample) -> None:
+        key, parent = group.sample(rollout, 0), f"{self.origin}:{sample.key}" if sample.key else self.origin
+        lineage = {key: Lineage(_WHO, (parent,))}
+        if "operation" in sample.tags and "parents" in sample.tags:
+            lineage[parent] = Lineage(sample.tags["operation"], tuple(sample.tags["parents"]))
+        columns = {name: join(name, [cell]) for name, cell in sample.cells.items()}
+        tags = {**sample.tags, "operation": _WHO, "parents": [parent]}
+        written = await self.values.put(self.partition, [key], columns, [tags])
+        report = RolloutReport(group=str(group), rollout=rollout, keys=(key,), written=written, lineage=lineage)
+        await self.queue.end_rollouts([report])
+
+
+def _group_of(sample: SavedSample, number: int) -> object:
+    return number if sample.group is None else (sample.partition, sample.group)
+
+
+class _AppendingBackend(MemoryBackend):
+    """A backend that appends whole samples to a folder's checkpoint; only column names stay in memory.
+
+    The folder's previous checkpoint stays valid until :meth:`checkpoint`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(MemoryConfig(), TransferQueueContext())
+        self._folder, self._archive = folder, ArchiveWriter(folder)
+        self._pending: list[SavedSample] = []  #: samples that are not in the file yet, at most one batch
+
+    def _append(self, samples: Iterable[SavedSample]) -> None:
+        """Append samples to the file, and keep the names of their columns."""
+
+        def appended() -> Iterator[SavedSample]:
+            for sample in samples:
+                yield sample
+                self._cells[sample.partition, sample.key] = dict.fromkeys(sample.cells, ("", b""))
+
+        self._archive.add(appended())
+        self._bytes = 0
+
+    async def put(self, request: PutRequest) -> PutResult:
+        """Append samples to the file. Each sample is put once, with all its columns."""
+        result = await super().put(request)
+        for key in request.keys:
+            cells = self._cells[request.partition, key]
+            self._pending.append(SavedSample(partition=request.partition, key=key, cells=cells))
+        if len(self._pending) >= BATCH_ROWS or self._bytes >= BATCH_BYTES:
+            self._append(self._pending)
+            self._pending = []
+        return result
+
+    async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
+        self._append(self._pending)
+        return self._archive.finish()
+
+    async def restore(self, request: SnapshotRequest) -> SnapshotResult:
+        self._append(read_archive(self._folder))
+        return SnapshotResult(samples=len(self._cells), bytes=0)
+
+    async def close(self) -> None:
+        self._archive.close()
+
+
+async def import_file(file: Path, folder: Path, partition: str) -> int:
+    """Put the samples of a JSONL or Parquet file into a folder's checkpointed queue; return their number.
+
+    The file may be larger than memory: values are copied batch by batch; tags and keys stay in memory.
+
+    Raises:
+        QueueError: If the file is not a file of samples, or the folder holds something other than a queue.
+    """
+    is_kept = (folder / STORE_FILE).is_file()
+    if not is_kept and folder.is_dir() and any(folder.iterdir()):
+        raise QueueError("the folder holds something else than a queue", where=str(folder), expected=STORE_FILE)
+    backend = _AppendingBackend(folder / VALUES_FOLDER)
+    queue = TransferQueue(backend, Clock())
+    await queue.start()
+    try:
+        if is_kept:
+            await queue.restore(folder)
+        imported = ImportedSamples(queue, Values(backend), partition, lambda: read_samples(file), str(file))
+        count = await imported.put()
+        await queue.checkpoint(folder)
+    finally:
+        await queue.close()
+    return count

@@ -244,12 +244,6 @@ def read_checkpoint(path: Path) -> tuple[State, dict[str, Lineage]]:
         return State.load(store.rows()), store.lineage()
 
 
-def read_lineage(path: Path) -> dict[str, Lineage]:
-    """Read the lineage of samples that were made from others."""
-    with _reading(path) as store:
-        return store.lineage()
-
-
 def find_store(folder: Path) -> Path | None:
     """Return the store file of a run's queue, given the folder of the run or of its queue."""
     return next((path for path in (folder / "queue" / STORE_FILE, folder / STORE_FILE) if path.is_file()), None)
@@ -266,6 +260,42 @@ def read_ledger(folder: Path) -> Iterator[dict[str, Any]]:
         raise _damaged(folder / "queue" / STORE_FILE, "the ledger of a run", "no file")
     with _reading(path) as store:
         yield from store.entries()
+
+
+def trace(key: str, checkpoint: Path | None, store: Path | None) -> dict[str, Any]:
+    """Return the ancestors of a sample, which may have left the queue, as a tree of plain values.
+
+    ``checkpoint`` has the queue's samples and their ancestors; the ``store`` file of the run has every derivation.
+
+    Returns:
+        ``key``, ``in_queue``, ``operation`` (None: not made from other samples, or unknown) and ``parents``.
+
+    Raises:
+        QueueError: ``queue.unknown-sample`` if neither has the sample; ``queue.ledger``, ``queue.invalid`` if damaged.
+    """
+    derived, living = dict[str, Lineage](), set[str]()
+    if store is not None:
+        with _reading(store) as ledger:
+            derived = ledger.lineage()
+    if checkpoint is not None:
+        saved, lineage = read_checkpoint(checkpoint / STORE_FILE)
+        derived |= lineage
+        living = saved.keys()
+    if key not in derived and key not in living and not any(key in made.parents for made in derived.values()):
+        where = ", ".join(str(each) for each in (checkpoint, store) if each is not None)
+        raise QueueError(f"the sample {key!r} is unknown", code="queue.unknown-sample", where=where)
+
+    def ancestor(key: str, below: frozenset[str]) -> dict[str, Any]:
+        made = derived.get(key)
+        parents = () if made is None or key in below else made.parents  # an imported sample may have its parent's key
+        return {
+            "key": key,
+            "operation": None if made is None else made.operation,
+            "in_queue": key in living,
+            "parents": [ancestor(parent, below | {key}) for parent in parents],
+        }
+
+    return ancestor(key, frozenset())
 
 
 def effective_acks(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int | None]]:
