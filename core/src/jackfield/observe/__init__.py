@@ -1,8 +1,7 @@
 """Observers of a run: metrics, TensorBoard, samples, timeline, curves and progress.
 
 Observers are independent listeners on the lifecycle hooks of :mod:`jackfield.plugins.hooks`, and nothing depends on
-them. A run makes them with :func:`observers` and registers each with its plugin manager.
-``docs/reference/run_folder.md`` describes the files.
+them. ``docs/reference/run_folder.md`` describes the files.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jackfield.clock import Clock
-from jackfield.errors import PluginError
 from jackfield.observe.display import LearningCurve, ProgressDisplay, plot_learning_curve
-from jackfield.observe.observer import Observer, ObserveSettings
+from jackfield.observe.observer import Observer, ObserveSettings, missing_package
 from jackfield.observe.recorders import (
     MetricsFile,
     SampleTables,
@@ -35,18 +33,10 @@ def observers(
 ) -> list[object]:
     """Make the observers of a run, to be registered with its plugin manager in any order.
 
-    Args:
-        settings: Selects the observers and configures them.
-        folder: The run's folder, which need not exist yet. Nothing is written before ``run_started``.
-        console: Console for progress and warnings; standard error by default.
-        clock: The clock in which ``StageEnded`` gives times; real time by default.
-
-    Returns:
-        Objects with methods marked ``hookimpl``. If one fails, it raises a :class:`RunError` that names it (it only
-        prints the error with ``on_error="warn"``, or at the run's end) and stops listening.
-
-    Raises:
-        PluginError: ``plugin.requirement`` if a setting needs a package that is not installed.
+    The run's folder need not exist yet; nothing is written before ``run_started``. The console for progress and
+    warnings is standard error by default. The clock is that of ``StageEnded``. An observer that fails raises a
+    :class:`RunError` that names it (it only prints the error with ``on_error="warn"``, or at the run's end) and stops
+    listening. A setting that needs a package that is not installed is refused (``plugin.requirement``).
     """
     from rich.console import Console as RichConsole
 
@@ -66,12 +56,8 @@ def observers(
     for make, setting, package in chosen:
         if getattr(settings, setting):
             if package is not None and importlib.util.find_spec(package) is None:
-                raise PluginError(
-                    f"{package} is not installed",
-                    where=f"observe.{setting}",
-                    expected=f"the package {package}, which observe.{setting} needs",
-                    fix=f"install jackfield[train], or set observe.{setting}=false",
-                )
+                where = f"observe.{setting}"
+                raise missing_package(package, where, where, f", or set {where}=false")
             made.append(make(settings, folder, report, time))
     if settings.progress:  # hooks are called in reverse order, so its summary comes after the other files
         made.insert(0, ProgressDisplay(settings, folder, report, time, screen))

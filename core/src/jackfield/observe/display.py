@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from jackfield.errors import PluginError
 from jackfield.files import replace_file
-from jackfield.observe.observer import Observer, metrics_of, read_lines
+from jackfield.observe.observer import Observer, metrics_of, missing_package, read_lines
 from jackfield.plugins.hooks import EvaluationEnded, RunEnded, RunStarted, SamplesFailed, StepEnded
 
 if TYPE_CHECKING:
@@ -160,6 +159,7 @@ def _duration(seconds: float) -> str:
 _SCORE, _REWARD, _LOSS = "score", "reward/mean", "policy/loss"
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6a3d9a", "#8c564b")
 _QUIET = "#8a8f98"
+_EMPTY: dict[str, Any] = {"ha": "center", "va": "center", "color": _QUIET}
 _NOTE: dict[str, Any] = {"xytext": (5, 4), "textcoords": "offset points", "color": _QUIET, "fontsize": 9}
 
 
@@ -263,48 +263,44 @@ def _is_finite(value: Any) -> bool:
 
 def _draw(curves: Sequence[_Curve], png: Path, title: str, target: float | None) -> None:
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        import matplotlib
         from matplotlib.figure import Figure
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
         from matplotlib.lines import Line2D
     except ImportError as error:
-        raise PluginError(
-            "matplotlib cannot be imported",
-            expected="the package matplotlib, which draws learning curves",
-            found=str(error),
-            fix="install jackfield[train]",
-        ) from error
-
-    figure = Figure(figsize=(12.0, 7.0), dpi=100, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
-    FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(2, 2, height_ratios=(1.15, 1.0))
-    figure.suptitle(_plain(title), fontsize=15, fontweight="bold")
-    steps, seconds = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
-    _draw_scores(steps, curves, 0, "trainer steps", target)
-    _draw_scores(seconds, curves, 1, "seconds since the start", target)
-    # the moving mean covers about a tenth of the longest curve, an odd number of steps from 1 to 51
-    longest = max(len(one.reward) or len(one.loss) for one in curves)
-    window = 2 * min(25, longest // 20) + 1
-    _draw_training(figure.add_subplot(grid[1, :]), curves, window)
-    style = {"linewidth": 2, "marker": "o", "markersize": 4}
-    handles = [Line2D([], [], color=one.colour, label=_plain(one.label), **style) for one in curves]
-    if longest:
-        handles.append(Line2D([], [], color="black", linewidth=0.9, alpha=0.35, label="each step"))
-        handles.append(Line2D([], [], color="black", linewidth=2, label=f"mean of {window} steps around"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 6), frameon=False)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png")
+        raise missing_package("matplotlib", "drawing learning curves") from error
+    style = {"axes.axisbelow": True, "axes.grid": True, "grid.color": "#e3e6ea", "axes.titlelocation": "left"}
+    style |= {"axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 12}
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(12.0, 7.0), dpi=100, layout="constrained")
+        figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
+        figure.suptitle(_plain(title), fontsize=15, fontweight="bold")
+        rows = [["steps", "seconds"], ["training", "training"]]
+        axes = figure.subplot_mosaic(rows, height_ratios=(1.15, 1.0))
+        _draw_scores(axes["steps"], curves, 0, "trainer steps", target)
+        _draw_scores(axes["seconds"], curves, 1, "seconds since the start", target)
+        # the moving mean covers about a tenth of the longest curve, an odd number of steps from 1 to 51
+        longest = max(len(one.reward) or len(one.loss) for one in curves)
+        window = 2 * min(25, longest // 20) + 1
+        _draw_training(axes["training"], curves, window)
+        line = {"linewidth": 2, "marker": "o", "markersize": 4}
+        handles = [Line2D([], [], color=one.colour, label=_plain(one.label), **line) for one in curves]
+        if longest:
+            handles.append(Line2D([], [], color="black", linewidth=0.9, alpha=0.35, label="each step"))
+            handles.append(Line2D([], [], color="black", linewidth=2, label=f"mean of {window} steps around"))
+        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 6), frameon=False)
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png")
     replace_file(png, picture.getvalue())
 
 
 def _draw_scores(axes: Axes, curves: Sequence[_Curve], unit: int, x_label: str, target: float | None) -> None:
     """Draw scores over steps (unit 0) or seconds (unit 1)."""
     drawn = [one for one in curves if one.score]
-    empty = None if drawn else "no evaluation was recorded"
-    _dress(axes, x_label, "score on held-out tasks", f"Evaluation over {('steps', 'seconds')[unit]}", empty)
+    axes.set(xlabel=x_label, ylabel="score on held-out tasks", title=f"Evaluation over {('steps', 'seconds')[unit]}")
     if all(0 <= point[2] <= 1 for one in drawn for point in one.score):
         axes.set_ylim(-0.02, 1.04)
     if not drawn:
+        axes.text(0.5, 0.5, "no evaluation was recorded", transform=axes.transAxes, **_EMPTY)
         return
     for one in drawn:
         x, y = [point[unit] for point in one.score], [point[2] for point in one.score]
@@ -331,25 +327,15 @@ def _draw_scores(axes: Axes, curves: Sequence[_Curve], unit: int, x_label: str, 
 
 def _draw_training(axes: Axes, curves: Sequence[_Curve], window: int) -> None:
     quantity = "reward" if any(one.reward for one in curves) else "loss"
-    series = [(one.colour, one.reward if quantity == "reward" else one.loss) for one in curves]
-    empty = None if any(points for _, points in series) else "no step was recorded"
-    _dress(axes, "trainer steps", f"mean {quantity} of the batch", f"Training {quantity}", empty)
-    if empty is None:
-        for colour, points in series:
-            x, y = [point[0] for point in points], [point[1] for point in points]
-            axes.plot(x, y, color=colour, linewidth=0.9, alpha=0.28)
-            axes.plot(x, _moving_mean(y, window), color=colour, linewidth=2)
-        axes.margins(x=0.02)
-
-
-def _dress(axes: Axes, x_label: str, y_label: str, title: str, empty: str | None) -> None:
-    """Label axes; ``empty`` is shown if there are no curves."""
-    axes.set_title(title, fontsize=12, loc="left")
-    axes.set(xlabel=x_label, ylabel=y_label, axisbelow=True)
-    axes.grid(color="#e3e6ea", linewidth=0.8)
-    axes.spines[["top", "right"]].set_visible(False)
-    if empty is not None:
-        axes.text(0.5, 0.5, empty, transform=axes.transAxes, ha="center", va="center", color=_QUIET)
+    axes.set(xlabel="trainer steps", ylabel=f"mean {quantity} of the batch", title=f"Training {quantity}")
+    for one in curves:
+        points = one.reward if quantity == "reward" else one.loss
+        x, y = [point[0] for point in points], [point[1] for point in points]
+        axes.plot(x, y, color=one.colour, linewidth=0.9, alpha=0.28)
+        axes.plot(x, _moving_mean(y, window), color=one.colour, linewidth=2)
+    axes.margins(x=0.02)
+    if not any(one.reward or one.loss for one in curves):
+        axes.text(0.5, 0.5, "no step was recorded", transform=axes.transAxes, **_EMPTY)
 
 
 def _moving_mean(values: Sequence[float], window: int) -> list[float]:

@@ -15,7 +15,7 @@ import attrs
 from attrs.validators import ge
 
 from jackfield.clock import Clock
-from jackfield.errors import RunError
+from jackfield.errors import PluginError, RunError
 from jackfield.files import AppendFile, replacing
 from jackfield.plugins.hooks import EvaluationEnded, RunEnded, StepEnded, WeightsSynced, hookimpl
 from jackfield.settings import option
@@ -124,6 +124,12 @@ class Observer:
     def seconds(self) -> float:
         """Return the seconds of work since the start of the run, summed over its processes."""
         return self.clock.time() - self._origin
+
+
+def missing_package(package: str, user: str, where: str | None = None, instead: str = "") -> PluginError:
+    """Return the error for a package that is not installed and that ``user`` needs."""
+    expected, fix = f"the package {package}, which {user} needs", f"install jackfield[train]{instead}"
+    return PluginError(f"{package} is not installed", where=where, expected=expected, fix=fix)
 
 
 def metrics_of(event: object) -> tuple[str, int, dict[str, float | int]] | None:
