@@ -26,7 +26,8 @@ KINDS: dict[str, tuple[str, str]] = {
     "advantages": (
         "Advantages",
         "$R_i$ is the sum of row $i$'s rewards. A row alone in its group gets 0 from every estimator that compares "
-        "rows. Rewards on observation tokens count for the row, and as credit of the model token before them.",
+        "rows; verl and Trinity-RFT give it its raw score. Rewards on observation tokens count for the row, and as "
+        "credit of the model token before them.",
     ),
     "loss": (
         "Policy losses",

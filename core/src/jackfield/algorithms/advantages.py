@@ -1,8 +1,8 @@
 """Advantage estimators: per token, per response relative to the rollouts of one task, and per step of a rollout.
 
-Estimators per response use the total reward of each row. A group of one cannot be compared: its advantage is 0. Scores
-are compared in float64, so that equal rewards differ from their mean by far less than any eps. For multi-step agents
-the rows of one rollout are its steps.
+Estimators per response use the total reward of each row. A group of one cannot be compared: its advantage is 0 (verl
+and Trinity-RFT give it its raw score). Scores are compared in float64, so that equal rewards differ from their mean by
+far less than any eps. For multi-step agents the rows of one rollout are its steps.
 """
 
 from __future__ import annotations
@@ -178,9 +178,8 @@ def _grpo(
     R_i (1 - rank_penalty * rank_i / G), where rank_i is 0 for the group's least likely response; it needs
     ``old_log_probs``. The scope is ``group``, except with ``std="batch"``, which needs the whole batch.
 
-    Differs: verl and Trinity-RFT give a group of one its raw score; here it gets 0, having nothing to compare with.
-    With a rank penalty, Trinity-RFT mixes raw rewards and penalised statistics; here mean, std and numerator all use
-    the penalised rewards.
+    Differs: With a rank penalty, Trinity-RFT mixes raw rewards and penalised statistics; here mean, std and numerator
+    all use the penalised rewards.
     """
     groups, scores = x.groups, x.scores
     if rank_penalty:
@@ -200,10 +199,7 @@ def _ranks(keys: Tensor, groups: Groups) -> Tensor:
 
 @register("advantages", "dr_grpo", "group", "group_ids")
 def _dr_grpo(x: Inputs) -> Estimate:
-    """A_i = R_i - mean_group(R). [Dr. GRPO, arXiv:2503.20783]
-
-    Differs: verl and Trinity-RFT give a group of one its raw score; here it gets 0, having nothing to compare with.
-    """
+    """A_i = R_i - mean_group(R). [Dr. GRPO, arXiv:2503.20783]"""
     return x.groups.relative(x.scores)
 
 
@@ -226,10 +222,7 @@ def _grpo_passk(x: Inputs, *, normalize_by_std: bool = True, eps: Epsilon = 1e-6
 
 @register("advantages", "rloo", "group", "group_ids")
 def _rloo(x: Inputs) -> Estimate:
-    """A_i = R_i - mean_{j != i}(R_j). [Ahmadian et al., arXiv:2402.14740; Kool et al., 2019]
-
-    Differs: verl and Trinity-RFT give a group of one its raw score; here it gets 0, having nothing to compare with.
-    """
+    """A_i = R_i - mean_{j != i}(R_j). [Ahmadian et al., arXiv:2402.14740; Kool et al., 2019]"""
     factor = x.groups.sizes / (x.groups.sizes - 1).clamp(min=1)  # from R_i - mean(R) to the mean of the others
     return x.groups.relative(x.scores) * factor
 
@@ -239,8 +232,6 @@ def _opo(x: Inputs) -> Estimate:
     """A_i = R_i - sum_j(l_j R_j) / sum_j(l_j), l the number of model tokens of a response. [OPO, arXiv:2505.23585]
 
     A group of empty responses has no tokens to give an advantage to.
-
-    Differs: verl and Trinity-RFT give a group of one its raw score; here it gets 0, having nothing to compare with.
     """
     groups, scores = x.groups, x.scores
     lengths = (x.response_mask != 0).sum(-1).double()
@@ -255,8 +246,7 @@ def _gpg(x: Inputs, *, f_norm: Positive = 1.0) -> Estimate:
 
     alpha compensates for the groups without a gradient; it is 1 if there are only such groups.
 
-    Differs: verl and Trinity-RFT give a group of one its raw score; here it gets 0, having nothing to compare with.
-    verl counts rows with a score other than 0 instead of rows whose group is not uniform.
+    Differs: verl counts rows with a score other than 0 instead of rows whose group is not uniform.
     """
     groups, scores = x.groups, x.scores
     mixed = groups.maxima(scores) + groups.maxima(-scores) > 0
@@ -273,8 +263,7 @@ def _gdpo(
 
     ``reward_dimensions`` is float ``[B, D]``; only the shape and dtype of ``token_rewards`` are used.
 
-    Differs: verl and Trinity-RFT give a group of one its raw score; here it gets 0, having nothing to compare with.
-    verl normalises over tokens, which weighs long responses; the paper's batch statistics are over responses.
+    Differs: verl normalises over tokens, which weighs long responses; the paper's batch statistics are over responses.
     """
     groups, dimensions = x.groups, x.reward_dimensions.shape[1]
     if weights is not None and len(weights) != dimensions:
@@ -302,8 +291,6 @@ def _topr(x: Inputs, *, baseline: float = 0.0) -> Estimate:
 def _asymre(x: Inputs, *, baseline_shift: float = -0.1) -> Estimate:
     """A_i = R_i - (mean_group(R) + baseline_shift): below the mean, so that good responses weigh more. [Asymmetric
     REINFORCE, arXiv:2506.20520]
-
-    Differs: Trinity-RFT gives a group of one its raw score; here it gets 0.
     """
     return (x.groups.relative(x.scores) - baseline_shift).masked_fill(x.groups.alone, 0.0)
 
@@ -314,8 +301,6 @@ def _opmd(x: Inputs, *, baseline: Literal["mean", "log_avg_exp"] = "mean", tau: 
     report, arXiv:2505.17826, appendix A.1 and A.3]
 
     The loss ``opmd`` needs ``mean``. ``log_avg_exp`` is tau log Z of appendix A.1, which ``opmd_kimi`` needs.
-
-    Differs: Trinity-RFT gives a group of one its raw score; both baselines of one reward are that reward, so 0.
     """
     groups, scores = x.groups, x.scores
     if baseline == "mean":

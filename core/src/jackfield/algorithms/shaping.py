@@ -191,11 +191,9 @@ class Correction:
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Compute importance weights and the mask of accepted tokens.
 
-        Levels: ``sequence`` is prod(rho) on each token, ``geometric`` prod(rho)^(1 / length). Bounds: ``truncate`` is
-        min(w, upper) (TIS). Rejection (MIS): ``token`` rejects tokens whose rho is outside of [reject_low,
-        reject_high]; ``sequence-sum``, ``sequence-mean`` and ``sequence-max`` reject whole sequences whose prod(rho),
-        prod(rho)^(1 / length) or any rho is outside. ``batch_normalize`` divides by the mean weight of the accepted
-        tokens, or of the sequences that have any, which needs the whole batch.
+        ``truncate`` is min(w, upper) (TIS). ``sequence-sum``, ``sequence-mean`` and ``sequence-max`` reject sequences
+        whose prod(rho), prod(rho)^(1 / length) or any rho is outside of the bounds (MIS). ``batch_normalize`` divides
+        by the mean weight of the accepted tokens, or of the sequences that have any, which needs the whole batch.
 
         ``log_probs`` are those of pi_old (decoupled PPO) or pi (policy gradient), ``rollout_log_probs`` those of the
         policy that generated.
