@@ -44,7 +44,7 @@ def test_a_resumed_run_replaces_the_later_steps(make_run):
     assert {"train/loss": [(1, 1.0), (2, 2.0), (3, 300.0)]} == read(third.folder)
 
 
-def test_a_run_that_begins_anew_replaces_everything(make_run):
+def test_a_run_that_starts_again_replaces_everything(make_run):
     first = make_run(tensorboard=True).start()
     first.evaluate(0, score=0.5)
     first.step(1, loss=1.0)

@@ -85,7 +85,7 @@ def test_a_resumed_run_cuts_later_and_torn_lines_and_goes_on_in_time(make_run):
     assert ["metrics.jsonl"] == [path.name for path in second.folder.iterdir()]
 
 
-def test_a_run_that_begins_anew_keeps_nothing(make_run):
+def test_a_run_that_starts_again_keeps_nothing(make_run):
     make_run(metrics_file=True).start().evaluate(0, score=0.5)
     run = make_run(metrics_file=True).start()
 

@@ -23,10 +23,10 @@ def equal_at_first() -> Callable[[str, int], str]:
     asked: Counter[str] = Counter()
 
     def answer(task: str, seed: int) -> str:
-        slot, attempt = task.split("-")[2:]
-        if slot == "1" and attempt == "0":
+        index, retry = task.split("-")[2:]
+        if index == "1" and retry == "0":
             return "a"
-        if slot == "2" and attempt in "01":
+        if index == "2" and retry in "01":
             return "b"
         asked[task] += 1
         return "ab"[asked[task] % 2]
@@ -34,7 +34,7 @@ def equal_at_first() -> Callable[[str, int], str]:
     return answer
 
 
-def test_groups_of_equal_rewards_are_replaced_inside_their_ticket() -> None:
+def test_groups_of_equal_rewards_are_replaced_inside_their_batch() -> None:
     run = simulate(answer=equal_at_first(), replaces_equal_groups=True, max_retries=3)
     for step, (batch, _) in enumerate(run.actor.updates):
         assert [f"task-{step}-0-0", f"task-{step}-1-1", f"task-{step}-2-2", f"task-{step}-3-0"] == sorted(
@@ -51,7 +51,7 @@ def test_without_dynamic_sampling_they_stay() -> None:
     assert {"0"} == {tags["task"].split("-")[-1] for batch, _ in run.actor.updates for tags in batch.tags}
 
 
-def test_a_slot_that_never_differs_is_taken_as_it_is_in_the_end() -> None:
+def test_a_group_whose_rewards_never_differ_is_used_after_the_last_retry() -> None:
     """Its samples have no gradient, but a run that has learnt its task continues."""
     run = simulate(answer=lambda task, seed: "a", replaces_equal_groups=True, max_retries=2)
     assert 3 == len(run.actor.updates)
@@ -59,7 +59,7 @@ def test_a_slot_that_never_differs_is_taken_as_it_is_in_the_end() -> None:
     assert {0.0} == {value for row in run.actor.advantages for value in row}
 
 
-def test_a_greedy_run_is_a_baseline_and_not_trained_on() -> None:
+def test_a_greedy_rollout_is_a_baseline_and_not_trained_on() -> None:
     run = simulate(answer=lambda task, seed: "a", greedy_baseline=True, advantages="remax", groups=2, runs=3)
     assert 3 * 2 == run.temperatures.count(0.0), "one for each group"
     assert 3 * 2 * 3 == run.temperatures.count(1.0)
@@ -71,7 +71,7 @@ def test_a_greedy_run_is_a_baseline_and_not_trained_on() -> None:
 
 
 @pytest.mark.parametrize("mini", [1, 2])
-def test_an_experts_rows_stand_in_every_mini_batch_and_are_counted_apart(mini: int) -> None:
+def test_every_mini_batch_has_samples_of_the_expert_with_their_own_counts(mini: int) -> None:
     run = simulate(experts=3, groups=2, runs=2, mini_batches=mini, steps=2)
     experts = [sum(bool(tags.get("expert")) for tags in batch.tags) for batch, _ in run.actor.updates]
     assert {1: [3, 3], 2: [2, 1, 2, 1]}[mini] == experts
@@ -83,7 +83,7 @@ def test_an_experts_rows_stand_in_every_mini_batch_and_are_counted_apart(mini: i
             counts["global_usual_tokens"],
         )
     names = {tags["task"] for batch, _ in run.actor.updates for tags in batch.tags if tags.get("expert")}
-    assert {f"expert-{ticket}-{index}" for ticket in range(2) for index in (2, 3, 4)} == names
+    assert {f"expert-{batch}-{index}" for batch in range(2) for index in (2, 3, 4)} == names
     assert (0, 0) == (run.samples_left, run.recorder.steps[0].metrics["staleness/max"])
 
 
@@ -130,7 +130,7 @@ def test_mini_batches_keep_groups_together_where_asked() -> None:
     assert ["aaXZ", "bbY"] == ["".join(part.groups) for part in parts]
 
 
-def test_counts_are_of_all_rows_and_of_both_kinds() -> None:
+def test_counts_are_of_all_samples_and_of_both_kinds() -> None:
     assert {
         "global_tokens": 6,
         "global_sequences": 3,

@@ -103,7 +103,7 @@ def test_each_posted_version_comes_to_the_replicas_before_the_explorer_goes_on()
     run(test)
 
 
-def test_a_version_that_a_restored_trainer_makes_anew_is_fetched_again() -> None:
+def test_a_version_that_a_restored_trainer_publishes_again_is_loaded_again() -> None:
     async def test(bench: Bench) -> None:
         following = asyncio.ensure_future(bench.subscriber.run())
         for transfer in ("before", "after"):
@@ -115,7 +115,7 @@ def test_a_version_that_a_restored_trainer_makes_anew_is_fetched_again() -> None
     run(test)
 
 
-def test_weights_that_went_while_they_were_fetched_are_followed_by_newer_ones() -> None:
+def test_weights_that_are_removed_during_the_transfer_are_followed_by_newer_ones() -> None:
     async def test(bench: Bench) -> None:
         async def newer() -> None:
             bench.server.asked = None

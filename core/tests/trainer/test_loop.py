@@ -18,13 +18,13 @@ def simulate(steps: int = 6, k: int = 1, o: int = 0, **settings: object) -> Simu
 
 
 @pytest.mark.parametrize(("k", "o", "shared"), list(itertools.product((1, 2, 3), (0, 1, 2), (False, True))))
-def test_each_step_trains_on_its_own_ticket_and_staleness_reaches_but_never_passes_the_bound(
+def test_each_step_trains_on_its_own_batch_and_staleness_reaches_but_never_passes_the_bound(
     k: int, o: int, shared: bool
 ) -> None:
     run = simulate(steps=9, k=k, o=o, shared=shared, generate_seconds=1.0)
-    tickets = [{key.split("/")[1] for key in batch.keys} for batch, _ in run.actor.updates]
+    batches = [{key.split("/")[1] for key in batch.keys} for batch, _ in run.actor.updates]
     assert 9 == len(run.actor.updates)
-    assert all(len(ticket) == 1 for ticket in tickets), tickets
+    assert all(len(batch) == 1 for batch in batches), batches
     staleness = [
         step - min(tags["weight_version_min"] for tags in batch.tags)
         for step, (batch, _) in enumerate(run.actor.updates)
@@ -53,14 +53,14 @@ def test_colocated_one_step_off_hides_the_wait_for_rewards() -> None:
     assert one_off.recorder.ended_at[-1] <= 12 * (10 + 6 + 1) + 8 + 10
 
 
-def test_who_waits_for_room_in_the_queue_leaves_the_devices_to_the_trainer() -> None:
+def test_an_explorer_that_waits_for_queue_capacity_does_not_hold_the_devices() -> None:
     """The trainer's acks make room in the queue."""
     run = simulate(steps=6, o=2, shared=True, max_samples=9, generate_seconds=1.0, update_seconds=20.0)
     assert 6 == len(run.actor.updates)
-    assert 6 * 21 + 7 > run.recorder.ended_at[-1], "nobody waited for a deadline"
+    assert 6 * 21 + 7 > run.recorder.ended_at[-1], "no wait reached its deadline"
 
 
-def test_advantages_compare_the_runs_of_one_task() -> None:
+def test_advantages_compare_the_rollouts_of_one_task() -> None:
     run = simulate(steps=2, runs=2)
     for batch, loss in run.actor.updates:
         counts = (loss.global_counts["global_tokens"], loss.global_counts["global_sequences"])
@@ -84,8 +84,8 @@ def test_mini_batches_have_their_own_global_counts() -> None:
 
 
 @pytest.mark.parametrize(("letter", "reason"), [("x", "cannot score an x"), ("s", "waited 100 s for the reward")])
-def test_a_sample_without_a_reward_is_named_and_its_group_made_again(letter: str, reason: str) -> None:
-    """A failed or late score is never a score of 0; the group is made again in the same batch."""
+def test_a_sample_without_a_reward_is_named_and_its_group_retried(letter: str, reason: str) -> None:
+    """A failed or late score is never a score of 0; the group is retried in the same batch."""
     bad = ("task-1-2-0", "task-1-2-1")
     run = simulate(steps=3, answer=lambda task, seed: letter if task in bad else "ab"[seed % 2])
     assert 3 == len(run.actor.updates)
@@ -121,7 +121,7 @@ def test_a_reward_that_always_fails_ends_the_run_soon(letter: str, reason: str, 
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_only_what_another_attempt_may_cure_is_attempted_again(raised: Exception, code: str) -> None:
+def test_only_errors_that_a_retry_may_cure_lead_to_a_retry(raised: Exception, code: str) -> None:
     error = failure(max_retries=2, failure=raised)
     assert code == error.code
     assert str(raised.args[0]) in str(error)

@@ -48,12 +48,12 @@ def check(run: Simulation) -> int:
 
 
 @pytest.mark.parametrize("first", range(0, 30, 10))
-def test_every_step_trains_on_a_full_batch_though_parts_of_the_store_die(first: int) -> None:
+def test_every_step_trains_on_a_full_batch_when_parts_of_the_store_die(first: int) -> None:
     lost = sum(check(simulate(seed)) for seed in range(first, first + 10))
     assert lost > 20, "parts died with rows that were needed"
 
 
-def test_checkpoints_and_replay_go_without_lost_rows(tmp_path: Path) -> None:
+def test_checkpoints_and_replay_leave_out_lost_samples(tmp_path: Path) -> None:
     """Restored samples have their values."""
     for seed in range(10):
         settings = {"folder": tmp_path / str(seed), "checkpoint_every": 1, "replay": Reuse(max_uses=2)}

@@ -33,8 +33,8 @@ def trained(folder: Path) -> list[tuple[int | None, int, int, int]]:
         if entry["event"] == "ack" and entry["consumer"] == "trainer":
             assert not set(entry["keys"]) & effective_acks(entries[:index]).get("trainer", {}).keys()
     for key, step in effective_acks(entries)["trainer"].items():
-        _, ticket, slot, _, run, _ = key.split("/")
-        used.append((step, int(ticket), int(slot), int(run.partition("r")[0])))
+        _, batch, index, _, rollout, _ = key.split("/")
+        used.append((step, int(batch), int(index), int(rollout.partition("r")[0])))
     return used
 
 
@@ -53,7 +53,9 @@ def test_every_sample_is_used_once_by_its_own_step(tmp_path: Path, k: int, o: in
             resumed[simulate(folder, k, o, draw.uniform(5, 150), **settings).first_step > 0] += 1
         run = simulate(folder, k, o, None, **settings)
         resumed[run.first_step > 0] += 1
-        expected = [(step, step, slot, run) for step in range(STEPS) for slot in range(GROUPS) for run in range(RUNS)]
+        expected = [
+            (step, step, index, rollout) for step in range(STEPS) for index in range(GROUPS) for rollout in range(RUNS)
+        ]
         assert expected == sorted(trained(folder))
         assert 0 == run.samples_left
     assert resumed[True] > 1, "some starts went on from a checkpoint"
@@ -71,7 +73,7 @@ def test_what_is_replayed_does_not_depend_on_kills(tmp_path: Path, o: int) -> No
             simulate(folder, 1, o, draw.uniform(30, 150), replay=reuse)
         assert simulate(folder, 1, o, None, replay=reuse).first_step > 0 or not number
     whole, *killed = [sorted(trained_last(folder)) for folder in folders]
-    assert any(step > ticket for step, ticket, *_ in whole)
+    assert any(step > batch for step, batch, *_ in whole)
     for each in killed:
         assert whole == each
 
@@ -80,9 +82,9 @@ def trained_last(folder: Path) -> list[tuple[int, int, int, int]]:
     """Return step, batch, group index and rollout of the last use of all samples not taken back."""
     used = []
     for key, step in effective_acks(read_ledger(folder))["trainer"].items():
-        _, ticket, slot, _, run, _ = key.split("/")
+        _, batch, index, _, rollout, _ = key.split("/")
         assert step is not None
-        used.append((step, int(ticket), int(slot), int(run.partition("r")[0])))
+        used.append((step, int(batch), int(index), int(rollout.partition("r")[0])))
     return used
 
 
@@ -114,17 +116,17 @@ def test_a_durable_queue_keeps_what_was_made_since_the_checkpoint(tmp_path: Path
     assert sum(kept) > 0
 
 
-def test_restored_tickets_that_are_complete_and_rewarded_hold_nobody_up(tmp_path: Path) -> None:
+def test_restored_batches_that_are_complete_and_rewarded_delay_no_consumer(tmp_path: Path) -> None:
     """The next batches are complete when the checkpoint is cut; the run then lasts longer than every deadline."""
     settings = {"generate_seconds": 0.5, "update_seconds": 150.0}
     simulate(tmp_path, 1, 2, 720.0, **settings)
     again = simulate(tmp_path, 1, 2, None, **settings)
     assert 2 == again.first_step
     assert STEPS == len({step for step, *_ in trained(tmp_path)})
-    assert STEPS - 2 - 2 == len(again.seeds) // (GROUPS * RUNS), "two tickets came with the checkpoint"
+    assert STEPS - 2 - 2 == len(again.seeds) // (GROUPS * RUNS), "two batches came with the checkpoint"
 
 
-def test_a_restored_ticket_that_loses_a_group_is_completed(tmp_path: Path) -> None:
+def test_a_restored_batch_that_loses_a_group_is_completed(tmp_path: Path) -> None:
     """Rewards were pending at the checkpoint, and one of them fails afterwards."""
     settings = {
         "generate_seconds": 0.5,

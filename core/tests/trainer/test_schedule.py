@@ -14,16 +14,16 @@ from jackfield_virtual_clock import VirtualClock
 
 
 @pytest.mark.parametrize(("k", "o"), list(itertools.product((1, 2, 3, 5), (0, 1, 2))))
-def test_every_ticket_can_start_and_none_is_staler_than_the_bound(k: int, o: int) -> None:
+def test_every_batch_can_start_and_none_is_staler_than_the_bound(k: int, o: int) -> None:
     """An explorer that starts each batch as early as allowed meets the bound exactly and never starves."""
     schedule = Schedule(steps=40, sync_interval=k, sync_offset=o)
     version, started, staleness = 0, {}, []
     for step in range(schedule.steps):
-        for ticket in range(len(started), schedule.steps):
-            if not schedule.may_start(ticket, version):
+        for batch in range(len(started), schedule.steps):
+            if not schedule.may_start(batch, version):
                 break
-            started[ticket] = version
-        assert step in started, "the trainer would wait for a ticket that may not start"
+            started[batch] = version
+        assert step in started, "the trainer would wait for a batch that may not start"
         staleness.append(schedule.check(step, started[step]))
         if schedule.syncs_after(step):
             version = step + 1

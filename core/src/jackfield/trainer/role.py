@@ -249,7 +249,7 @@ class WeightSubscriber:
             try:
                 notice = await queue.wait_notice(WEIGHTS, number, self.role.config.deadlines.batch)
             except DeadlineExceeded:
-                continue  # whoever needs newer weights has its own deadline
+                continue  # consumers of newer weights have their own deadlines
             number, published = notice.number, structure(SyncReport, notice.value, WEIGHTS, WeightsError)
             try:
                 async with self.role.measure("load_weights", "weights", published.version):
