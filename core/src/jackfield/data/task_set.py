@@ -29,16 +29,9 @@ class TaskSet(Sequence[Task]):
     """The tasks of a JSONL file, which may have blank lines and be larger than memory.
 
     A task takes 16 bytes of memory, and an access is one ``pread``; the file stays open. :attr:`digest` shows changes.
-
-    Args:
-        file: The path of the file.
-        task_format: The conversion of records to tasks; GSM8K's format by default.
-        limit: Use only this many first tasks.
-        answers: Refuse records without an answer to train on.
-
-    Raises:
-        DataError: ``data.missing``, ``data.empty``, ``data.malformed``. The first 64 MiB of lines are checked here,
-            also for duplicate ids; later lines when they are used.
+    Only the first ``limit`` tasks are used. With ``answers``, records without an answer to train on are refused. Errors
+    are ``data.missing``, ``data.empty`` and ``data.malformed``. The first 64 MiB of lines are checked here, also for
+    duplicate ids; later lines when they are used.
     """
 
     def __init__(

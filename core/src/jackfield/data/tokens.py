@@ -28,14 +28,9 @@ _CACHED_CHATS = 4096
 class HuggingFaceChatTokenizer:
     """A :class:`jackfield.abc.agent.ChatTokenizer` over a tokenizer of the transformers library.
 
-    Args:
-        tokenizer: A loaded tokenizer.
-        chat_template: A Jinja template that replaces the tokenizer's own.
-        end_token_ids: End tokens in addition to the tokenizer's and the template's (from a generation config).
-
-    Raises:
-        DataError: ``data.no-chat-template``; ``data.malformed`` if the template cannot render a plain question;
-            ``data.no-end-token`` if neither template, tokenizer nor argument gives a token that ends an answer.
+    ``chat_template`` is a Jinja template that replaces the tokenizer's own; without either, ``data.no-chat-template``
+    is raised, and ``data.malformed`` if it cannot render a plain question. ``end_token_ids`` are end tokens in addition
+    to the tokenizer's and the template's; without any, ``data.no-end-token`` is raised.
     """
 
     def __init__(
@@ -69,12 +64,9 @@ class HuggingFaceChatTokenizer:
     def load(
         cls, name: str | Path, *, chat_template: str | None = None, trust_remote_code: bool = False
     ) -> HuggingFaceChatTokenizer:
-        """Load the tokenizer of a model folder (or of a model on the Hub).
+        """Load the tokenizer of a model folder (or of a model on the Hub), or raise ``data.missing``.
 
         The end tokens of the folder's generation config are also used.
-
-        Raises:
-            DataError: ``data.missing`` if there is no such tokenizer; the constructor's errors.
         """
         from transformers import AutoTokenizer
 
@@ -134,10 +126,8 @@ class HuggingFaceChatTokenizer:
         The mask is 1 on the assistant's text, including the token that ends its turn, and 0 on tool results, turn
         headers and text that the template puts after the last turn. ``messages`` is the prompt; the last message of
         ``completion`` is the assistant's.
-
-        Raises:
-            DataError: ``data.not-append-only`` if the tokens of the prompt, or of the turns before an answer, are not
-                a prefix of the whole; ``data.malformed`` if the template refuses the messages or omits one.
+        Errors are ``data.not-append-only`` if the tokens of the prompt, or of the turns before an answer, are not a
+        prefix of the whole, and ``data.malformed`` if the template refuses the messages or omits one.
         """
         text = self._render([*messages, *completion], generation_prompt=False)
         whole = self._encode(text)
@@ -206,11 +196,7 @@ class HuggingFaceChatTokenizer:
 
 
 def encode_prompt(tokenizer: ChatTokenizer, task: Task, max_tokens: int | None) -> tuple[int, ...]:
-    """Encode a task's prompt of at most ``max_tokens`` tokens (None: any number).
-
-    Raises:
-        DataError: ``data.prompt-too-long``; ``data.malformed`` if the template refuses the messages.
-    """
+    """Encode a task's prompt of at most ``max_tokens`` tokens (None: any number), else ``data.prompt-too-long``."""
     with naming(task.place or f"task {task.id}"):
         token_ids = tokenizer.encode_chat(task.messages)
         if max_tokens is not None and len(token_ids) > max_tokens:
@@ -225,11 +211,7 @@ def encode_prompt(tokenizer: ChatTokenizer, task: Task, max_tokens: int | None) 
 
 
 def encode_answers(tokenizer: HuggingFaceChatTokenizer, task: Task) -> list[tuple[Sequence[int], Sequence[int]]]:
-    """Encode a task's answer and its rejected answer, if any; return tokens and mask of each.
-
-    Raises:
-        DataError: If the task has no answer; errors of :meth:`HuggingFaceChatTokenizer.encode_completion`.
-    """
+    """Encode a task's answer and its rejected answer, if any; return tokens and mask of each."""
     encoded: list[tuple[Sequence[int], Sequence[int]]] = []
     with naming(task.place or f"task {task.id}"):
         if task.response is None:
@@ -246,8 +228,7 @@ def encode_answers(tokenizer: HuggingFaceChatTokenizer, task: Task) -> list[tupl
 def check_vocabulary(tokenizer: HuggingFaceChatTokenizer, model_vocabulary_size: int) -> None:
     """Raise ``data.vocabulary`` if the tokenizer has token ids that the model's embedding lacks.
 
-    A model may have more embedding rows than the tokenizer has tokens, since rows are often padded to round
-    numbers.
+    A model may have more embedding rows than the tokenizer has tokens.
     """
     largest = max(tokenizer.tokenizer.get_vocab().values())  # includes added tokens
     if largest >= model_vocabulary_size:

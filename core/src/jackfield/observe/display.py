@@ -203,15 +203,11 @@ def plot_learning_curve(
 
     Args:
         metrics_files: One ``metrics.jsonl`` per curve. A sequence of files makes one curve of consecutive phases (a
-            warm-up, then reinforcement learning), whose steps and seconds are added up.
+            warm-up, then reinforcement learning), whose steps and seconds are added up. A missing file is an error.
         png: The image file, which is replaced atomically. Its folder is created.
         title: Title of the image.
         labels: Legend labels, one per curve. By default, the folder names that distinguish the curves.
         target: A score to mark with a dashed line.
-
-    Raises:
-        PluginError: ``plugin.requirement`` if matplotlib is not installed.
-        FileNotFoundError: If a metrics file does not exist.
     """
     runs = [[entry] if isinstance(entry, Path) else list(entry) for entry in metrics_files]
     folders = [paths[-1].resolve().parent for paths in runs]

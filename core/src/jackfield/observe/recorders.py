@@ -89,8 +89,8 @@ class TensorBoardFiles(Observer):
 class SampleTables(Observer):
     """Writes ``samples/PARTITION.jsonl`` (train, eval) and ``samples/failed.jsonl``.
 
-    A sample has ``step``, ``key``, ``prompt``, ``response``, ``reward``, ``response_ids``, ``response_mask``,
-    ``mask_text`` (the mask in words) and ``tags``; a failed one has ``step``, ``key`` and ``reason``.
+    A sample has ``step``, ``mask_text`` (the mask in words) and the fields of :class:`SampleRecord`; a failed one has
+    ``step``, ``key`` and ``reason``.
     """
 
     name = "sample table"
@@ -120,12 +120,7 @@ class SampleTables(Observer):
 
 
 def read_samples(path: Path, step: int | None = None) -> list[dict[str, Any]]:
-    """Read the samples of a sample table.
-
-    Args:
-        path: A file that :class:`SampleTables` wrote. A missing file has no samples.
-        step: Read samples of this step only; -1 means the last step in the file. None reads all.
-    """
+    """Read the samples of a sample table, all or those of a step; -1 is the last one. A missing file has none."""
     rows = list(read_lines(path))
     if step == -1:
         step = max((row["step"] for row in rows), default=None)
@@ -133,13 +128,7 @@ def read_samples(path: Path, step: int | None = None) -> list[dict[str, Any]]:
 
 
 def render_samples(samples: Sequence[Mapping[str, Any] | SampleRecord], console: Console, title: str = "") -> None:
-    """Print samples as a table: key, prompt, response, reward and mask.
-
-    Args:
-        samples: Samples from :func:`read_samples`, or the records of an event.
-        console: Console to print to.
-        title: A line above the table.
-    """
+    """Print samples of :func:`read_samples` or of an event as a table: key, prompt, response, reward and mask."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text

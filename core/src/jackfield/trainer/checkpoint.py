@@ -163,11 +163,9 @@ class Checkpoint:
 def open_checkpoint(folder: Path, part: str = "", *, contents: bool = True) -> Checkpoint:
     """Open the checkpoint in a folder, and compare its files with its manifest.
 
-    ``part`` limits the comparison to files below it. Without ``contents``, only sizes are compared, not digests.
-
-    Raises:
-        RunError: ``run.no-checkpoint`` if there is no such folder; ``run.checkpoint-damaged`` if a file differs (the
-            first is named); ``run.checkpoint-format`` if another version of Jackfield wrote it.
+    ``part`` limits the comparison to files below it. Without ``contents``, only sizes are compared, not digests. Errors
+    are ``run.no-checkpoint``, ``run.checkpoint-damaged``, which names the first file that differs, and
+    ``run.checkpoint-format`` if another version of Jackfield wrote it.
     """
     if not folder.is_dir():
         raise RunError("there is no checkpoint", code="run.no-checkpoint", where=str(folder), expected="a folder")
@@ -227,12 +225,8 @@ class CheckpointStore:
         """Return the newest undamaged checkpoint, and log a warning for newer damaged ones.
 
         With ``part``, only that folder has to be undamaged. ``check`` may raise to refuse the checkpoint before
-        anything is changed. If it accepts, newer damaged folders are renamed, which frees their names. Without
-        ``check`` nothing is renamed.
-
-        Raises:
-            RunError: ``run.checkpoint-damaged`` if all checkpoints are damaged; ``run.checkpoint-format`` if another
-                version of Jackfield wrote one.
+        anything is changed. If it accepts, newer damaged folders are renamed, which frees their names. Errors are
+        ``run.checkpoint-damaged`` if all are damaged, and ``run.checkpoint-format``.
         """
         damaged: dict[Path, RunError] = {}
         for step, path in reversed(self.folders().items()):

@@ -61,11 +61,8 @@ class LogProbCheck:
     def judge(self, update: Mapping[str, float], batch: BatchMeta, step: int, version: int) -> dict[str, float]:
         """Check the distances that an update measured; return its other metrics.
 
-        Distances become metrics at scheduled steps only, so that a resumed run has the same metrics as one that was
-        not interrupted.
-
-        Raises:
-            RunError: ``run.log-probs``, with the likely causes, if a distance exceeds its bound.
+        A distance beyond its bound is refused with the likely causes (``run.log-probs``). Distances become metrics at
+        scheduled steps only, so that a resumed run has the same metrics as one that was not interrupted.
         """
         self._begun = True
         found = {name.removeprefix(PREFIX): value for name, value in update.items() if name.startswith(PREFIX)}

@@ -322,11 +322,16 @@ class Evaluator:
         shown = outcomes[: self.role.config.observe.samples_per_evaluation]
         keys = [scored.key for scored, found in shown if found is not None]
         records = {record.key: record for record in await self.role.records(EVAL, keys, [{}] * len(keys))}
-        pairs = zip(self.tasks, shown, strict=False)
-        samples = tuple(_record(task, *outcome, records.get(outcome[0].key)) for task, outcome in pairs)
+        samples = []
+        for task, (scored, found) in zip(self.tasks, shown, strict=False):
+            key, error = f"{EVAL}/{task.id}", {} if scored.error is None else {"error": scored.error}
+            empty = SampleRecord(key=key, prompt="", response="", reward=None, response_ids=(), response_mask=())
+            shown_tags = {"task": task.id, "ground_truth": task.ground_truth, **said(found or {}), **error}
+            record = records.get(scored.key, empty)
+            samples.append(attrs.evolve(record, key=key, reward=scored.score, tags=shown_tags))
         await self.role.workers.backend.delete(DeleteRequest(partition=EVAL, keys=tuple(tags)))
         hooks = self.role.hooks
-        hooks.samples_recorded(event=SamplesRecorded(step=version, partition=EVAL, samples=samples))
+        hooks.samples_recorded(event=SamplesRecorded(step=version, partition=EVAL, samples=tuple(samples)))
         hooks.evaluation_ended(event=EvaluationEnded(step=version, metrics=metrics))
         return metrics
 
@@ -356,11 +361,3 @@ class Evaluator:
             return await resubmitted(outcome, f"sample {key}")
         except WorkerLost as error:
             return Scored(key=key, score=None, error=str(error)), None
-
-
-def _record(task: Task, scored: Scored, tags: Mapping[str, Any] | None, record: SampleRecord | None) -> SampleRecord:
-    """Return the record of an evaluated task; its texts are empty if there is no sample."""
-    key, error = f"{EVAL}/{task.id}", {} if scored.error is None else {"error": scored.error}
-    empty = SampleRecord(key=key, prompt="", response="", reward=None, response_ids=(), response_mask=())
-    shown = {"task": task.id, "ground_truth": task.ground_truth, **said(tags or {}), **error}
-    return attrs.evolve(record or empty, key=key, reward=scored.score, tags=shown)
