@@ -13,7 +13,6 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
-import platform
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -265,7 +264,6 @@ def introduce(kind: str, name: str) -> dict[str, Any]:
 
     ``problems`` has the errors of the check of the plugin's manifest and the missing requirements.
     """
-    found = {"pid": os.getpid(), "python": platform.python_version(), "jackfield": jackfield.__version__}
     plugin, problems = None, list[JackfieldError]()
     try:
         record = discover().resolve(name, kind)
@@ -273,8 +271,8 @@ def introduce(kind: str, name: str) -> dict[str, Any]:
         problems.extend(record.usable().missing(record.label))
     except JackfieldError as error:
         problems.append(error)
-    described = [error_fields(problem) for problem in problems]
-    return {**found, "abi": ABI_VERSIONS.get(kind), "plugin": plugin, "problems": described}
+    found = {"jackfield": jackfield.__version__, "abi": ABI_VERSIONS.get(kind), "plugin": plugin}
+    return {**found, "problems": [error_fields(problem) for problem in problems]}
 
 
 def refusals(record: PluginRecord, said: Mapping[str, Any], python: str) -> Iterator[JackfieldError]:
@@ -333,8 +331,5 @@ def import_module(module: str, manifest: Manifest, where: str) -> ModuleType:
 
 
 def _missing(what: str, where: str, found: str = "nothing there") -> PluginError:
-    message, fix = (
-        f"the manifest names the {what}, which does not exist",
-        "correct the manifest, or reinstall the plugin",
-    )
+    message, fix = f"the manifest names the {what}, which does not exist", "correct the manifest, or reinstall it"
     return PluginError(message, code="plugin.object-missing", where=where, expected=what, found=found, fix=fix)
