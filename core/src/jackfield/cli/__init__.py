@@ -36,7 +36,7 @@ _JSON = "jackfield.json"
 
 
 class LazyGroup(click.Group):
-    """A click group that imports a command when it is called."""
+    """A click group that imports a command when it is called, and prints errors as text or JSON."""
 
     def __init__(self, *, commands: Mapping[str, tuple[str, str]], **options: Any) -> None:
         super().__init__(**options)
@@ -63,10 +63,6 @@ class LazyGroup(click.Group):
         """List the commands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in self._lazy.items()])
-
-
-class _Main(LazyGroup):
-    """The top-level group, which prints errors as text or JSON."""
 
     def invoke(self, ctx: click.Context) -> Any:
         own_process()
@@ -124,7 +120,7 @@ def json_option(command: click.decorators.FC) -> click.decorators.FC:
     return click.option("--json", "as_json", is_flag=True, callback=remember, help="Print JSON.")(command)
 
 
-@click.group("jackfield", cls=_Main, commands=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group("jackfield", cls=LazyGroup, commands=COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="jackfield")
 def main() -> None:
     """Reinforcement-learning post-training of language models, built from plugins."""

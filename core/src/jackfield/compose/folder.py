@@ -20,7 +20,7 @@ import attrs
 from jackfield.abc.engine import BaseEngine, EngineContext, LoadCheckpointRequest, SaveCheckpointRequest
 from jackfield.config import RunConfig, as_plain, make_config
 from jackfield.data.task_set import TaskSet
-from jackfield.errors import EngineError, JackfieldError, RunError
+from jackfield.errors import EngineError, JackfieldError, RunError, WorkerLost
 from jackfield.files import replace_file, seal, unseal
 from jackfield.plugins import discover
 from jackfield.queue.store import STORE_FILE, check_ledger
@@ -229,6 +229,8 @@ async def export_model(actor: EngineGroup, model: Path) -> None:
         partial.replace(model)
     except (OSError, JackfieldError) as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, WorkerLost):
+            raise  # the error names the process that ended; the disk is not at fault
         what, code = "the trained model could not be written", "run.checkpoint-write"
         found = error.message if isinstance(error, JackfieldError) else f"{type(error).__name__}: {error}"
         raise RunError(what, code=code, where=str(model), found=found, fix=_ROOM) from error

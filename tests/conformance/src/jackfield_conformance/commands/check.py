@@ -15,9 +15,10 @@ from typing import Any
 
 import click
 
-from jackfield.cli import json_option, report, show
+from jackfield.cli import deadline_option, json_option, report, show
 from jackfield.cli.commands import kind_option
 from jackfield.errors import JackfieldError, PluginError
+from jackfield.files import replace_file
 from jackfield.plugins import PluginRecord, discover
 from jackfield.plugins.interpreters import resolve_interpreter
 from jackfield_conformance.certificates import certificate_folder, read_certificate
@@ -40,13 +41,7 @@ from jackfield_conformance.registry import TIERS
     metavar="FILE",
     help="Write the JSON certificate here, too.",
 )
-@click.option(
-    "--deadline",
-    type=click.FloatRange(min=0, min_open=True),
-    default=1800.0,
-    show_default=True,
-    help="Seconds for all checks together; each has a deadline of its own.",
-)
+@deadline_option(1800.0, "Seconds for all checks together; each has a deadline of its own.")
 @json_option
 @click.pass_context
 def check(
@@ -117,12 +112,9 @@ def run_checks(
 
 def keep(certificate: Mapping[str, Any]) -> Path:
     """Write a certificate where ``find_certification`` looks, in the place of an older one of the plugin."""
-    folder = certificate_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{certificate['kind']}-{certificate['plugin']}.json"
-    scratch = file.with_suffix(f".{os.getpid()}.tmp")
-    scratch.write_text(json.dumps(certificate, indent=2) + "\n", encoding="utf-8")
-    return scratch.replace(file)
+    file = certificate_folder() / f"{certificate['kind']}-{certificate['plugin']}.json"
+    replace_file(file, json.dumps(certificate, indent=2) + "\n")
+    return file
 
 
 def _run(command: list[str], deadline: float, record: PluginRecord) -> int:

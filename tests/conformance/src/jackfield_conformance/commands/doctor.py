@@ -7,7 +7,7 @@ deadline, so that one that hangs, crashes or ends the process is named and reach
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import click
@@ -57,24 +57,23 @@ def doctor(
     """
     interpreters: dict[str, dict[str, Any]] = {}
     plugins: list[dict[str, Any]] = []
+    echo: Callable[[str], None] = (lambda text: None) if as_json else click.echo
     try:
         records, own = ([], {}) if pythons else _chosen(names, kind, file)
         for python in pythons:
-            _tell(interpreters, look(python, seconds=deadline), as_json)
+            _tell(interpreters, look(python, seconds=deadline), echo)
         for record in records:
-            found = _examine(record, own, deadline)
-            if found is not None:
-                _tell(interpreters, found, as_json)
-            problems = _problems(record, found)
-            plugins.append(_plugin(record, found, problems))
-            if not as_json:
-                click.echo("\n".join(_lines(record, plugins[-1], problems)))
+            found = None
+            if record.error is None and record.manifest is not None:
+                found = look(own.get(record.kind, record.manifest.env.python), record, deadline, importing=True)
+                _tell(interpreters, found, echo)
+            plugins.append(_report(record, found, echo))
     except Exception as error:  # the doctor itself failed, which is not a problem that it found
         report(ctx, error, exit_code=2)
     ill = sum(bool(each["problems"]) for each in plugins)
     healthy = not ill and not any(each["problems"] for each in interpreters.values())
-    status = "ok" if healthy else "problems"
     summary = [f"{len(plugins)} plugins, {ill} with problems"] if plugins else []
+    status = "ok" if healthy else "problems"
     show({"status": status, "interpreters": [*interpreters.values()], "plugins": plugins}, summary)
     ctx.exit(0 if healthy else 1)
 
@@ -97,58 +96,43 @@ def _chosen(
     return [record for record in records if not names or (record.kind, record.name) in chosen], own
 
 
-def _examine(record: PluginRecord, own: Mapping[str, str], deadline: float) -> Introduction | None:
-    """Try a plugin; return None if its record is already broken."""
-    if record.error is not None or record.manifest is None:
-        return None
-    return look(own.get(record.kind, record.manifest.env.python), record, deadline, importing=True)
-
-
-def _tell(interpreters: dict[str, dict[str, Any]], found: Introduction, as_json: bool) -> None:
+def _tell(interpreters: dict[str, dict[str, Any]], found: Introduction, echo: Callable[[str], None]) -> None:
     """Report on an interpreter, the first time that it is seen."""
     if found.path in interpreters:
         return
+    status = "ok" if found.problem is None else "problem"
     interpreters[found.path] = {
         "path": found.path,
-        "status": "ok" if found.problem is None else "problem",
+        "status": status,
         "python": found.python,
         "versions": dict(found.versions),
         "seconds": round(found.seconds, 3),
         "problems": [] if found.problem is None else [found.problem.as_dict()],
     }
-    if not as_json:
-        versions = ", ".join(f"{name} {version or '-'}" for name, version in found.versions.items())
-        mark = _MARKS["ok" if found.problem is None else "problem"]
-        click.echo(f"{mark} interpreter {found.path}: Python {found.python or '-'}, {versions}")
-        if found.problem is not None:
-            click.echo(textwrap.indent(str(found.problem), "    "))
+    versions = ", ".join(f"{name} {version or '-'}" for name, version in found.versions.items())
+    echo(f"{_MARKS[status]} interpreter {found.path}: Python {found.python or '-'}, {versions}")
+    if found.problem is not None:
+        echo(textwrap.indent(str(found.problem), "    "))
 
 
-def _problems(record: PluginRecord, found: Introduction | None) -> list[JackfieldError]:
-    if found is None:
-        return [] if record.error is None else [record.error]
-    return [found.problem] if found.problem is not None else [*found.problems]
-
-
-def _plugin(record: PluginRecord, found: Introduction | None, problems: list[JackfieldError]) -> dict[str, Any]:
-    """Return the JSON-ready report on a plugin."""
+def _report(record: PluginRecord, found: Introduction | None, echo: Callable[[str], None]) -> dict[str, Any]:
+    """Print and return the JSON-ready report on a plugin; ``found`` is None if its record is already broken."""
+    problems: list[JackfieldError] = [] if record.error is None else [record.error]
+    if found is not None:
+        problems = [found.problem] if found.problem is not None else [*found.problems]
     certification = find_certification(record)
     stale = certification.stale if certification else ""
+    status = "problem" if problems else "stale" if stale else "ok"
+    tried = f", {found.seconds:.1f} s" if found else ""
+    echo(f"{_MARKS[status]} {record.label}, ABI {record.abi or '-'}{tried}")
+    for note in [*map(str, problems), *([stale_note(record, stale)] if stale else [])]:
+        echo(textwrap.indent(note, "    "))
     return {
         **{name: getattr(record, name) for name in ("name", "kind", "abi", "distribution", "version")},
-        "status": "problem" if problems else "stale" if stale else "ok",
+        "status": status,
         "stale": stale,
         "python": found.path if found else None,
         "versions": dict(found.versions) if found else {},
         "seconds": round(found.seconds, 3) if found else 0.0,
         "problems": [problem.as_dict() for problem in problems],
     }
-
-
-def _lines(record: PluginRecord, plugin: Mapping[str, Any], problems: list[JackfieldError]) -> Iterator[str]:
-    tried = f", {plugin['seconds']:.1f} s" if plugin["python"] else ""
-    yield f"{_MARKS[plugin['status']]} {record.label}, ABI {record.abi or '-'}{tried}"
-    notes = [str(problem) for problem in problems]
-    if plugin["stale"]:
-        notes.append(stale_note(record, plugin["stale"]))
-    yield from (textwrap.indent(note, "    ") for note in notes)
