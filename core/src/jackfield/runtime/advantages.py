@@ -41,26 +41,42 @@ class AdvantageWorker:
         algorithm, target = self._algorithm, trained(batch)
         assert algorithm.advantages is not None
         rows = await self._read(own(target))
-        baselines = await self._baselines(batch, rows.batch)
-        metrics = _reward_statistics(rows.token_rewards)
-        token_rewards = self._shaped(rows, kl_coefficient, metrics)
+        totals = rows.token_rewards.sum(-1)
+        metrics = {
+            "reward/mean": float(totals.mean()),
+            "reward/std": float(totals.std()) if len(totals) > 1 else 0.0,
+            "reward/min": float(totals.min()),
+            "reward/max": float(totals.max()),
+        }
+        token_rewards, inputs = self._shaped(rows, kl_coefficient, metrics), await self._inputs(batch, rows)
         with naming_samples(rows.batch):
             estimated, returns = advantages(
                 algorithm.advantages,
                 token_rewards=token_rewards,
                 response_mask=rows.mask,
-                **self._inputs(rows, baselines),
+                **inputs,
                 **algorithm.advantages_options,
             )
         metrics["advantages/abs_mean"] = float(estimated.abs().mean())
-        whole = _Whole(target, rows)
-        columns = {"advantages": whole.jagged(estimated), "returns": whole.jagged(returns)}
+        generated = rows.sizes.new_tensor([not is_expert(tags) for tags in target.tags]).bool()
+        sizes = rows.sizes.new_tensor([int(tags["response_tokens"]) for tags in target.tags])
+        sizes[generated] = rows.sizes
+
+        def column(values: torch.Tensor, experts: float = 0.0) -> Column:
+            whole = rows.token_rewards.new_full((len(sizes), max(int(sizes.max()), values.shape[1])), experts)
+            whole[generated, : values.shape[1]] = values.float()
+            return from_nested(from_padded(whole, sizes))
+
+        columns = {"advantages": column(estimated), "returns": column(returns)}
         if algorithm.correction is not None:
-            columns["rollout_weights"] = whole.jagged(self._weights(rows, metrics), experts=1.0)
+            old, rollout = rows.padded("old_log_probs"), rows.padded("rollout_log_probs")
+            weights, kept, diagnostics = algorithm.correction.weights(old, rollout, rows.mask)
+            columns["rollout_weights"] = column(weights.masked_fill(kept == 0, 0.0), experts=1.0)
+            metrics |= {f"correction/{name}": float(value) for name, value in diagnostics.items()}
         if "rewards" in algorithm.loss_columns:
-            columns["rewards"] = dense_column(whole.spread(rows.token_rewards.sum(-1)))
+            columns["rewards"] = dense_column(totals.new_zeros(len(sizes)).masked_scatter(generated, totals))
         if algorithm.mixes:
-            columns["expert_mask"] = dense_column(~whole.own)
+            columns["expert_mask"] = dense_column(~generated)
         return metrics, await self._values.write(target, columns)
 
     async def prepare(self, batch: BatchMeta) -> Written:
@@ -107,51 +123,37 @@ class AdvantageWorker:
             names.add("prompt_ids")
         return _Responses(batch, await self._values.read(batch, sorted(names)))
 
-    async def _baselines(self, batch: BatchMeta, rows: BatchMeta) -> torch.Tensor | None:
-        """Return ``[B]``, the rewards of the groups' greedy rollouts; None without them."""
-        import torch
-
-        found = where(batch, is_baseline)
-        if not found:
-            return None
-        greedy = _Responses(found, await self._values.read(found, ("response_mask", "reward")))
-        totals = dict.fromkeys(found.groups, 0.0)
-        for group, total in zip(found.groups, greedy.token_rewards.sum(-1).tolist(), strict=True):
-            totals[group] += total
-        return torch.tensor([totals[group] for group in rows.groups])
-
-    def _inputs(self, rows: _Responses, baselines: torch.Tensor | None) -> dict[str, Any]:
+    async def _inputs(self, batch: BatchMeta, rows: _Responses) -> dict[str, Any]:
         """Return all inputs for estimators in addition to rewards; each takes what it needs."""
-        import torch
-
         tags, columns, old = rows.batch.tags, rows.columns, self._algorithm.old_log_probs
         offered: dict[str, Any] = {
             "group_ids": _numbers(rows.batch.groups),
-            "rollout_ids": torch.tensor([int(one.get("rollout", 0)) for one in tags]),
-            "step_ids": torch.tensor([int(one.get("step_id", 0)) for one in tags]),
-            "baseline_rewards": baselines,
+            "rollout_ids": rows.sizes.new_tensor([int(one.get("rollout", 0)) for one in tags]),
+            "step_ids": rows.sizes.new_tensor([int(one.get("step_id", 0)) for one in tags]),
         }
-        if "values" in columns:
-            offered["values"] = rows.padded("values")
+        offered |= {
+            name: rows.padded(key) for name, key in {"values": "values", "old_log_probs": old}.items() if key in columns
+        }
         if "prompt_ids" in columns:  # a step's state is the context that the model saw
             prompts = to_nested(columns["prompt_ids"]).unbind()
             offered["anchor_ids"] = _numbers([tuple(prompt.tolist()) for prompt in prompts])
         if "reward_dimensions" in columns:
             offered["reward_dimensions"] = to_padded(to_nested(columns["reward_dimensions"]))
-        if old in columns:
-            offered["old_log_probs"] = rows.padded(old)
+        if greedy := where(batch, is_baseline):
+            baselines = _Responses(greedy, await self._values.read(greedy, ("response_mask", "reward")))
+            totals = dict.fromkeys(greedy.groups, 0.0)
+            for group, total in zip(greedy.groups, baselines.token_rewards.sum(-1).tolist(), strict=True):
+                totals[group] += total
+            offered["baseline_rewards"] = rows.token_rewards.new_tensor([totals[group] for group in rows.batch.groups])
         return offered
 
     def _shaped(self, rows: _Responses, kl_coefficient: float, metrics: dict[str, float]) -> torch.Tensor:
         """Return shaped token rewards; changes of a response's reward go to its last token."""
-        import torch
-
         algorithm, rewards = self._algorithm, rows.token_rewards
         if algorithm.shaping.active:
             totals = rewards.sum(-1)
             change = algorithm.shaping.shape(totals, rows.sizes) - totals
-            rewards = rewards.clone()
-            rewards[torch.arange(len(rewards)), rows.sizes - 1] += change
+            rewards = rewards.scatter_add(1, rows.last, change.unsqueeze(-1))
         if algorithm.kl_in_reward is not None:
             old, reference = rows.padded(algorithm.old_log_probs), rows.padded("ref_log_probs")
             rewards, mean = kl_in_reward(
@@ -162,15 +164,6 @@ class AdvantageWorker:
             metrics["reward/shaped_mean"] = float(rewards.sum(-1).mean())
         return rewards
 
-    def _weights(self, rows: _Responses, metrics: dict[str, float]) -> torch.Tensor:
-        """Return importance weights for the policy that generated; rejected tokens have weight 0."""
-        assert self._algorithm.correction is not None
-        weights, kept, diagnostics = self._algorithm.correction.weights(
-            rows.padded("old_log_probs"), rows.padded("rollout_log_probs"), rows.mask
-        )
-        metrics |= {f"correction/{name}": float(value) for name, value in diagnostics.items()}
-        return weights.masked_fill(kept == 0, 0.0)
-
 
 class _Responses:
     """Columns of samples, padded on request."""
@@ -180,6 +173,7 @@ class _Responses:
         nested = to_nested(columns["response_mask"])
         self.mask = to_padded(nested)  #: bool ``[B, T]``
         self.sizes = lengths(nested)  #: int64 ``[B]``
+        self.last = (self.sizes - 1).clamp(min=0).unsqueeze(-1)  #: int64 ``[B, 1]``: each response's last token
         self.token_rewards = self._rewards()  #: float32 ``[B, T]``
 
     def padded(self, name: str) -> torch.Tensor:
@@ -188,43 +182,12 @@ class _Responses:
 
     def _rewards(self) -> torch.Tensor:
         """Return token rewards; a sample's scalar reward is placed on the last token."""
-        import torch
-
-        rewards, rows = self.columns["reward"], torch.arange(len(self.mask))
-        dense = torch.zeros(self.mask.shape)
+        rewards = self.columns["reward"]
+        dense = rewards.values.new_zeros(self.mask.shape)
         if rewards.offsets is None:
-            dense[rows, self.sizes - 1] = rewards.values
-            return dense
-        per_token = self.padded("reward")
-        single = rewards.offsets.diff() == 1
-        dense[~single] = per_token[~single]
-        dense[rows[single], self.sizes[single] - 1] = per_token[single, 0]
-        return dense
-
-
-class _Whole:
-    """All samples of a batch that are trained on, the policy's and an expert's, in order."""
-
-    def __init__(self, batch: BatchMeta, rows: _Responses) -> None:
-        import torch
-
-        self.own = torch.tensor([not is_expert(tags) for tags in batch.tags])  #: bool ``[B]``
-        self._sizes = torch.tensor([int(tags["response_tokens"]) for tags in batch.tags])
-        self._sizes[self.own] = rows.sizes
-
-    def spread(self, values: torch.Tensor, experts: float = 0.0) -> torch.Tensor:
-        """Expand values of own samples, float32 ``[own, ...]``, to all: ``[B, ...]``."""
-        whole = values.new_full((len(self.own), *values.shape[1:]), experts)
-        whole[self.own] = values
-        return whole
-
-    def jagged(self, values: torch.Tensor, experts: float = 0.0) -> Column:
-        """Make a column from ``[own, T]``; tokens of an expert get the value ``experts``."""
-        import torch
-
-        longer = max(int(self._sizes.max()) - values.shape[1], 0)
-        wide = torch.nn.functional.pad(values.float(), (0, longer))
-        return from_nested(from_padded(self.spread(wide, experts), self._sizes))
+            return dense.scatter(1, self.last, rewards.values.unsqueeze(-1))
+        per_token, single = self.padded("reward"), (rewards.offsets.diff() == 1).unsqueeze(-1)
+        return dense.scatter(1, self.last, per_token[:, :1]).where(single, per_token)
 
 
 def _numbers(names: Sequence[Any]) -> torch.Tensor:
@@ -233,13 +196,3 @@ def _numbers(names: Sequence[Any]) -> torch.Tensor:
 
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return torch.tensor([numbers[name] for name in names])
-
-
-def _reward_statistics(token_rewards: torch.Tensor) -> dict[str, float]:
-    totals = token_rewards.sum(-1)
-    return {
-        "reward/mean": float(totals.mean()),
-        "reward/std": float(totals.std()) if len(totals) > 1 else 0.0,
-        "reward/min": float(totals.min()),
-        "reward/max": float(totals.max()),
-    }
