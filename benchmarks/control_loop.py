@@ -38,11 +38,10 @@ from jackfield.queue import BatchMeta, GroupKey, TransferQueue, Values, Written
 from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.rpc import Address, Service, stub
 from jackfield.runtime.agent_worker import AgentWorker
-from jackfield.runtime.engine_group import EngineGroup
-from jackfield.runtime.engine_rank import EngineRank
-from jackfield.runtime.ray.actors import Actor, WorkerSpec, connect_worker
-from jackfield.runtime.ray.cluster import Cluster
-from jackfield.runtime.ray.store import remote_backend, store_services
+from jackfield.runtime.engine import EngineGroup, EngineRank
+from jackfield.runtime.ray_actor import connect_worker
+from jackfield.runtime.ray_cluster import Actor, Cluster, WorkerSpec
+from jackfield.runtime.ray_store import remote_backend, store_services
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
 from jackfield.trainer.checkpoint import Checkpointer, CheckpointStore
@@ -139,7 +138,8 @@ def make_agents(backend: TransferQueueBackend) -> AgentWorker:
 
 def make_rewards(backend: TransferQueueBackend) -> RewardWorker:
     reward = Reward(None, RewardContext())
-    return RewardWorker(Values(backend), reward, Tokenizer(), Clock(), score_seconds=SECONDS)
+    config = make_config({"model": {"path": "none"}, "deadlines": {"reward": SECONDS}}, ())
+    return RewardWorker(Values(backend), reward, Tokenizer(), Clock(), config)
 
 
 async def serve_store(stack: AsyncExitStack) -> Mapping[str, Service]:
@@ -180,7 +180,7 @@ async def ray_workers(stack: AsyncExitStack) -> RunWorkers:
 
     async def started(name: str, make: Any) -> Actor:
         actor = await cluster.start(WorkerSpec(name=name, make=lambda: make))
-        await actor.make()
+        await cluster.make(actor)
         return actor
 
     store = await started("store", serve_store)

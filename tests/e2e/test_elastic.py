@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jackfield.abc.rollout import GenerateRequest, GenerateResult
-from jackfield.routing.router import Generates, Router
+from jackfield.routing import Replica, Router
 
 from .conftest import Run
 from .scaling import Scaler
@@ -41,11 +41,11 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> None:
             begun.set()
         return await generate(server, request)
 
-    async def wait(router: Router, servers: Mapping[int, Generates], seconds: float) -> int:
-        leaving.update(router._routes.keys() - servers.keys())
-        if leaving and not any(router._routes[number].running for number in leaving):
+    async def wait(router: Router, replicas: Mapping[int, Replica], seconds: float) -> int:
+        leaving.update(router._replicas.keys() - replicas.keys())
+        if leaving and not any(router._running[router._replicas[number]] for number in leaving):
             await begun.wait()
-        return await route(router, servers, seconds)
+        return await route(router, replicas, seconds)
 
     monkeypatch.setattr(TransformersServer, "generate", note)
     monkeypatch.setattr(Router, "route", wait)

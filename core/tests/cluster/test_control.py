@@ -20,8 +20,8 @@ from jackfield.cli import main
 from jackfield.clock import Clock
 from jackfield.cluster.control import list_replicas, scale_replicas, serve_control, serve_metrics
 from jackfield.cluster.pool import ReplicaPool
-from jackfield.cluster.replica import ReplicaState
 from jackfield.errors import ConfigError, JackfieldError, RunError
+from jackfield.routing import ReplicaState
 from jackfield.rpc import Address, Server
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
 from jackfield.abc.rollout import BaseRolloutServer, ServerInfo, SleepRequest, WakeUpRequest
 from jackfield.cluster.device import SharedDevice
 from jackfield.cluster.pool import ReplicaPool
 from jackfield.errors import WorkerLost
-from jackfield.runtime.engine_group import EngineGroup
+from jackfield.runtime.engine import EngineGroup
 from jackfield.weights import Replica, ReplicaProbe
 
 
@@ -81,9 +81,9 @@ class FakeProbe:
     def __init__(self, log: list[str]) -> None:
         self.log = log
 
-    async def ask(self, servers: Mapping[int, Any], version: int) -> list[str]:
-        self.log.append(f"asks {list(servers)} with {version}")
-        if any(server.dead for server in servers.values()):
+    async def ask(self, replicas: Sequence[Replica], version: int) -> list[str]:
+        self.log.append(f"asks {[each.number for each in replicas]} with {version}")
+        if any(each.server.dead for each in replicas):  # type: ignore[attr-defined]
             raise WorkerLost("a replica died")
         return ["answer"]
 

@@ -21,11 +21,9 @@ from jackfield.abc.rollout import (
     ServerInfo,
 )
 from jackfield.cluster.pool import ReplicaPool, WeightSource
-from jackfield.cluster.replica import Replica, Worker
 from jackfield.config import make_config
 from jackfield.errors import ConfigError, JackfieldError, RolloutError, RunError, WeightsError, WorkerLost
-from jackfield.routing.router import Router
-from jackfield.weights import Replica as Receiver
+from jackfield.routing import Replica, Router
 from jackfield.weights import SyncReport
 from jackfield_testing import refused
 from jackfield_virtual_clock import VirtualClock
@@ -89,7 +87,7 @@ class World:
         self.room = 9
         self.servers: dict[int, Server] = {}
         self.routers: list[Router] = []
-        self.workers: dict[int, Worker] = {}
+        self.replicas: dict[int, Replica] = {}
         self.place, self.lives, self.syncs = place, list[Server](), list[int]()
         self.syncing: Callable[[int], Coroutine[Any, Any, None]] | None = None
         self.failing: Callable[[int], None] = lambda number: None
@@ -105,13 +103,14 @@ class World:
 
     # -- places
 
-    async def start(self, number: int) -> Worker:
+    async def start(self, replica: Replica) -> None:
+        number = replica.number
         if len(self.servers.keys() | {number}) > self.room:
             raise RunError("the cluster has no room", code="cluster.unavailable")
         self.servers[number] = Server(self, number)
         self.lives.append(self.servers[number])
-        self.workers[number] = Worker(self.servers[number], self.place)  # type: ignore[arg-type]
-        return self.workers[number]
+        replica.server, replica.place = self.servers[number], self.place  # type: ignore[assignment]
+        self.replicas[number] = replica
 
     async def end(self, number: int) -> None:
         assert self.servers.pop(number).stopped
@@ -130,7 +129,7 @@ class World:
         yield
         self.note("free")
 
-    async def load(self, replica: Receiver) -> None:
+    async def load(self, replica: Replica) -> None:
         await self.clock.sleep(TRANSFER)
         self.failing(replica.info.replica)
         self.note(f"{replica.info.replica} has weights")
@@ -173,9 +172,9 @@ class World:
         """Let a replica's process end."""
         self.servers[number].dead = True
         if self.place == "cluster":
-            self.workers[number].lose(WorkerLost(f"rollout replica {number} died", where=f"rollout replica {number}"))
+            self.replicas[number].lose(WorkerLost(f"rollout replica {number} died", where=f"rollout replica {number}"))
         else:
-            self.workers[number].lose(RolloutError("its process has ended", code="rollout.stopped", found="SIGKILL"))
+            self.replicas[number].lose(RolloutError("its process has ended", code="rollout.stopped", found="SIGKILL"))
 
     @property
     def members(self) -> list[int]:

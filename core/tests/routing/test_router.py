@@ -10,7 +10,7 @@ import pytest
 
 from jackfield.abc.rollout import GenerateRequest, HealthReport
 from jackfield.errors import JackfieldError, RolloutError, WorkerLost
-from jackfield.routing.router import Router
+from jackfield.routing import Replica, Router
 from jackfield_testing import refused
 from jackfield_virtual_clock import VirtualClock
 
@@ -31,12 +31,17 @@ class FakeReplica:
         return "a sample"
 
     async def health(self) -> HealthReport:
-        raise NotImplementedError
+        return HealthReport(healthy=True)
 
 
-async def routed(clock: VirtualClock, *replicas: FakeReplica) -> Router:
+async def route(router: Router, clock: VirtualClock, *servers: FakeReplica) -> int:
+    replicas = [Replica(each, number=n, clock=clock) for n, each in enumerate(servers)]  # type: ignore[arg-type]
+    return await router.route(dict(enumerate(replicas)), 0.0)
+
+
+async def routed(clock: VirtualClock, *servers: FakeReplica) -> Router:
     router = Router(clock)
-    await router.route(dict(enumerate(replicas)), 0.0)  # type: ignore[arg-type]
+    await route(router, clock, *servers)
     return router
 
 
@@ -95,7 +100,7 @@ def test_requests_wait_for_a_replica_that_serves() -> None:
         waiting = asyncio.gather(*(router.of_one_rollout()(REQUEST) for _ in range(2)))
         await clock.sleep(50.0)
         assert not waiting.done()
-        assert 0 == await router.route({0: second}, 0.0)  # type: ignore[dict-item]
+        assert 0 == await route(router, clock, second)
         await waiting
 
     clock.run(main())

@@ -13,7 +13,7 @@ from jackfield.algorithms import LossSpec
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, EngineError
 from jackfield.queue import BatchMeta, Lease, Written
-from jackfield.runtime.engine_group import EngineGroup, combined, shares
+from jackfield.runtime.engine import EngineGroup, combined, shares
 
 
 class FakeRank:
@@ -122,7 +122,7 @@ def test_ranks_of_one_data_parallel_rank_get_the_same_rows_and_one_answers_for_t
         metrics = await made.update(whole, LOSS)
         assert {"policy/loss": 1.0 + 3.0} == metrics
         assert ranks[0].got == ranks[1].got != ranks[2].got == ranks[3].got
-        await made.compute_log_probs(whole, "old_log_probs")
+        await made.compute("log_probs", whole, "old_log_probs")
         assert sorted(whole.keys) == sorted(key for keys in queue.announced for key in keys)
 
     asyncio.run(main())

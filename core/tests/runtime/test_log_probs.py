@@ -7,8 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from jackfield.queue import BatchMeta, Lease
-from jackfield.runtime.engine_group import combined
-from jackfield.runtime.engine_rank import PREFIX, Comparison, distances
+from jackfield.runtime.engine import PREFIX, Comparison, combined, distances
 from jackfield.sdk.jagged import jagged
 
 LENGTHS = (3, 1, 4, 2, 5)

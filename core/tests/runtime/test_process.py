@@ -23,6 +23,7 @@ import pytest
 
 from jackfield.abc.engine import ModelSpec
 from jackfield.abc.rollout import (
+    BaseRolloutServer,
     GenerateRequest,
     PauseRequest,
     RolloutContext,
@@ -39,7 +40,8 @@ from jackfield.errors import (
     WeightsError,
 )
 from jackfield.plugins import PluginRecord, discover
-from jackfield.runtime.process import RolloutProcess
+from jackfield.rpc import stub
+from jackfield.runtime.process import ROLLOUT, RolloutProcess
 
 SERVER = '''
 import asyncio, os, subprocess, sys
@@ -232,7 +234,7 @@ def test_errors_keep_their_class_and_code(elsewhere: Elsewhere) -> None:
         assert ("weights.missing", "7") == (lost.value.code, lost.value.where)
         with pytest.raises(RolloutError) as unsent:
             await server.generate(attrs.evolve(request(5), multi_modal_data={"image": object()}))
-        assert "rollout.request" == unsent.value.code
+        assert ("rollout.request", "rollout replica 3, generate some") == (unsent.value.code, unsent.value.where)
 
     started(elsewhere, use)
 
@@ -263,11 +265,10 @@ def test_what_is_cancelled_here_ends_there(elsewhere: Elsewhere) -> None:
 
 def test_a_call_has_a_deadline_that_names_the_replica(elsewhere: Elsewhere) -> None:
     async def use(server: RolloutProcess) -> None:
-        server._seconds = 0.05
+        late_server = stub(server._child.connection, "worker", ROLLOUT, BaseRolloutServer, 0.05)  # type: ignore
         with pytest.raises(DeadlineExceeded) as late:
-            await server.generate(request(4))
+            await late_server.generate(request(4))
         assert "rollout replica 3" in late.value.message
-        server._seconds = 20.0
         assert 1 == (await server.health()).running, "what nobody waits for is cancelled there"
 
     started(elsewhere, use)

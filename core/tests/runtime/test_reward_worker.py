@@ -12,6 +12,7 @@ import torch
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.clock import Clock
+from jackfield.config import make_config
 from jackfield.queue import Values
 from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.runtime.reward_worker import RewardWorker, Scored
@@ -47,7 +48,9 @@ class Judge(RewardAgent):
         return scores
 
 
-def reward(answers: Sequence[str], apart: Sequence[int] = (), **settings: Any) -> tuple[Judge, Any, dict[str, Any]]:
+def reward(
+    answers: Sequence[str], uncompared: Sequence[int] = (), retries: int = 0, **settings: Any
+) -> tuple[Judge, Any, dict[str, Any]]:
     """Score a group; return each sample's outcome, and the columns of the samples with a score."""
 
     async def main() -> tuple[tuple[Scored, ...], dict[str, Any]]:
@@ -58,8 +61,11 @@ def reward(answers: Sequence[str], apart: Sequence[int] = (), **settings: Any) -
         task = {"data_source": "", "ground_truth": "", "extra_info": {}, "reward": None}
         columns = {"prompt_ids": tokens, "response_ids": tokens, "task": json_column([task] * len(keys))}
         await rows.put("train", keys, columns)
-        worker = RewardWorker(rows, judge, Letters(), Clock(), score_seconds=5.0, **settings)  # type: ignore[arg-type]
-        scored, written = await worker.reward("train", keys, [keys[index] for index in apart])
+        config = make_config(
+            {"model": {"path": "none"}, "schedule": {"reward_retries": retries}, "algorithm": settings}, ()
+        )
+        worker = RewardWorker(rows, judge, Letters(), Clock(), config)  # type: ignore[arg-type]
+        scored, written = await worker.reward("train", keys, [keys[index] for index in uncompared])
         good = [one.key for one in scored if one.error is None]
         found = await rows.get("train", good, written.columns) if good else {}
         return scored, {name: [row.tolist() for row in rows_of(column)] for name, column in found.items()}
@@ -85,24 +91,24 @@ def test_a_sample_is_tried_again_under_its_own_key() -> None:
 
 
 def test_a_failed_score_becomes_the_mean_of_its_group_where_asked() -> None:
-    _, scored, columns = reward(["a", "x", "abc"], fill_failed=True, dimensions=["score", "vowels"])
+    _, scored, columns = reward(["a", "x", "abc"], shaping={"fill_failed": True}, reward_dimensions=["score", "vowels"])
     assert [1.0, 2.0, 3.0] == [one.score for one in scored]
     assert {"reward": [[1.0], [2.0], [3.0]], "reward_dimensions": [[1.0, 1.0], [2.0, 1.0], [3.0, 1.0]]} == columns
 
 
 def test_a_group_without_any_score_stays_failed() -> None:
-    _, scored, columns = reward(["x", "x"], fill_failed=True)
+    _, scored, columns = reward(["x", "x"], shaping={"fill_failed": True})
     assert ([None, None], {}) == ([one.score for one in scored], columns)
 
 
 def test_rows_that_stand_apart_are_scored_and_not_compared() -> None:
-    judge, scored, columns = reward(["a", "ab", "abcd"], apart=[2], fill_failed=True)
+    judge, scored, columns = reward(["a", "ab", "abcd"], uncompared=[2], shaping={"fill_failed": True})
     assert [1.0, 2.0] == judge.seen
     assert ([1.0, 2.0, 4.0], [[1.0], [2.0], [4.0]]) == ([one.score for one in scored], columns["reward"])
 
 
 @pytest.mark.parametrize("dimension", ["colour", "Length"])
 def test_a_score_without_one_of_the_rewards_has_failed_by_name(dimension: str) -> None:
-    _, scored, _ = reward(["a"], dimensions=["score", dimension])
+    _, scored, _ = reward(["a"], reward_dimensions=["score", dimension])
     assert f"no metric {dimension}" in scored[0].error
     assert "length, vowels" in scored[0].error or "vowels, length" in scored[0].error

@@ -101,10 +101,7 @@ class FakeActor:
         self.updates: list[tuple[BatchMeta, LossSpec]] = []
         self.advantages: list[list[float]] = []
 
-    async def compute_log_probs(self, batch: BatchMeta, column: str) -> None:
-        raise AssertionError("not asked for")
-
-    async def compute_values(self, batch: BatchMeta, column: str) -> None:
+    async def compute(self, kind: str, batch: BatchMeta, column: str) -> None:
         raise AssertionError("not asked for")
 
     async def update(self, batch: BatchMeta, loss: LossSpec, comparison: object = None) -> Mapping[str, float]:
@@ -176,10 +173,8 @@ class FakeCritic:
         self.queue = queue
         self.updates: list[tuple[BatchMeta, LossSpec]] = []
 
-    async def compute_log_probs(self, batch: BatchMeta, column: str) -> None:
-        raise AssertionError("not asked for")
-
-    async def compute_values(self, batch: BatchMeta, column: str) -> None:
+    async def compute(self, kind: str, batch: BatchMeta, column: str) -> None:
+        assert "values" == kind
         rows = [torch.full((tags["response_tokens"],), 0.5) for tags in batch.tags]
         written = await Values(self.queue.backend).write(batch, {column: column_from_rows(rows)})
         await self.queue.add_columns(batch, written)
@@ -352,10 +347,10 @@ class Simulation:
         values = Values(backend)
         agents = Workers([AgentWorker(values, FakeTokenizer(), clock, lambda _: FakeAgent(self))])
         reward = FakeReward(clock, self.reward_seconds)
-        scorer = RewardWorker(values, reward, FakeTokenizer(), clock, score_seconds=self.score_deadline)
         self.synchronizer = FakeSynchronizer(clock, self.sync_seconds)
         self.actor = FakeActor(queue, clock, self.update_seconds)
         role = self._role(hooks)
+        scorer = RewardWorker(values, reward, FakeTokenizer(), clock, role.config)
         role.queue = queue
         role.workers = RunWorkers(
             backend=backend,

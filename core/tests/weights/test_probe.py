@@ -13,7 +13,7 @@ import pytest
 
 from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, GenerateResult
 from jackfield.errors import DeadlineExceeded, WeightsError
-from jackfield.weights import ReplicaProbe
+from jackfield.weights import Replica, ReplicaProbe
 from jackfield_virtual_clock import VirtualClock
 
 LOG_PROBS = (-0.5, -1.5)
@@ -65,9 +65,9 @@ def check(*replicas: FakeReplica, stops: bool = True, versions: Sequence[int] = 
     )  # fmt: skip
 
     async def main() -> None:
-        servers = cast(dict[int, BaseRolloutServer], dict(enumerate(replicas)))
+        asked = [Replica(cast(BaseRolloutServer, each), number=number) for number, each in enumerate(replicas)]
         for version in versions:
-            await probe.check(servers, version)
+            await probe.check(asked, version)
 
     clock.run(main())
     return reported, engine

@@ -7,14 +7,14 @@ read.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 from jackfield.clock import Clock
 from jackfield.cluster.pool import ReplicaPool
-from jackfield.cluster.replica import ReplicaState
 from jackfield.errors import ConfigError, DeadlineExceeded, RpcError, RunError
+from jackfield.routing import ReplicaState
 from jackfield.rpc import Address, Contract, Server, Service, connect, stub
 
 _FILE = "control.json"
@@ -37,14 +37,9 @@ _METRICS = {
 async def serve_control(
     folder: Path, pool: ReplicaPool, clock: Clock, heartbeat_seconds: float = 30.0, metrics_port: int | None = None
 ) -> AsyncIterator[None]:
-    """Serve the replicas of a run to ``jackfield replicas``.
+    """Serve the replicas of a run to ``jackfield replicas``, and their metrics at ``metrics_port`` if it is given.
 
-    Args:
-        folder: Folder of the run, where the address is written.
-        pool: The run's replicas.
-        clock: Time source for all waits and deadlines.
-        heartbeat_seconds: Silence after which a client is dead.
-        metrics_port: Port for :func:`serve_metrics`, whose address is also written. None serves no metrics.
+    The addresses of both are written into the run's folder.
     """
     server = Server("the run", {"replicas": Service(target=pool, contract=_CONTRACT)}, clock, heartbeat_seconds)
     async with AsyncExitStack() as stack:
@@ -71,17 +66,11 @@ def scale_replicas(folder: Path, count: int, *, seconds: float = 3600.0) -> list
     """Add or remove replicas of the run that is active in ``folder`` until it has ``count``.
 
     It returns when new replicas serve with the engine's weights, or surplus ones have ended. If the run is in this
-    process, call it in another thread.
-
-    Args:
-        folder: Folder of the run.
-        count: Number of replicas.
-        seconds: Time to wait. The run continues to scale after a timeout.
+    process, call it in another thread. The run continues to scale after a timeout.
 
     Raises:
         RunError: ``run.not-running`` if no run is active; ``cluster.unavailable`` if there is no room.
         ConfigError: If ``count`` is less than 1.
-        JackfieldError: If a replica cannot be added.
         DeadlineExceeded: If it takes longer than ``seconds``.
     """
     return _ask(Path(folder), seconds, lambda remote: remote.scale(count))
@@ -118,14 +107,10 @@ def _ask(
 
 @asynccontextmanager
 async def serve_metrics(pool: ReplicaPool, port: int) -> AsyncIterator[str]:
-    """Serve Prometheus metrics, labelled with replica numbers. Yield the address.
-
-    Args:
-        pool: The run's replicas.
-        port: Port on loopback; 0 chooses a free one.
+    """Serve Prometheus metrics, labelled with replica numbers, on loopback. Yield the address.
 
     Raises:
-        ConfigError: ``config.invalid-value`` if the port is in use.
+        ConfigError: ``config.invalid-value`` if the port is in use. Port 0 chooses a free one.
     """
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -133,7 +118,15 @@ async def serve_metrics(pool: ReplicaPool, port: int) -> AsyncIterator[str]:
         with suppress(asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError, TimeoutError):
             async with asyncio.timeout(_SCRAPE_SECONDS):
                 await reader.readuntil(b"\r\n\r\n")
-                body = _text(await pool.states()).encode()
+                states, lines = await pool.states(), list[str]()
+                for name, (kind, about) in _METRICS.items():
+                    full, field = f"jackfield_rollout_{name}", name.removesuffix("_total")
+                    lines += [f"# HELP {full} {about}", f"# TYPE {full} {kind}"]
+                    for each in states:
+                        value = each.state == "serving" if name == "healthy" else getattr(each, field)
+                        if value is not None:
+                            lines.append(f'{full}{{replica="{each.replica}"}} {float(value)}')
+                body = "\n".join([*lines, ""]).encode()
                 writer.write(f"{_HEAD}Content-Length: {len(body)}\r\n\r\n".encode() + body)
                 await writer.drain()
         writer.close()
@@ -147,15 +140,3 @@ async def serve_metrics(pool: ReplicaPool, port: int) -> AsyncIterator[str]:
         yield f"http://{_HOST}:{server.sockets[0].getsockname()[1]}/metrics"
     finally:
         server.close()
-
-
-def _text(states: Sequence[ReplicaState]) -> str:
-    lines = []
-    for name, (kind, about) in _METRICS.items():
-        full = f"jackfield_rollout_{name}"
-        lines += [f"# HELP {full} {about}", f"# TYPE {full} {kind}"]
-        for state in states:
-            value = state.state == "serving" if name == "healthy" else getattr(state, name.removesuffix("_total"))
-            if value is not None:
-                lines.append(f'{full}{{replica="{state.replica}"}} {float(value)}')
-    return "\n".join([*lines, ""])

@@ -12,17 +12,9 @@ from jackfield.abc.rollout import SleepRequest, WakeUpRequest
 from jackfield.clock import Clock
 from jackfield.cluster.pool import ReplicaPool
 from jackfield.errors import JackfieldError
-from jackfield.routing.router import LOST
-from jackfield.runtime.engine_group import EngineGroup
-from jackfield.weights import ProbeAnswer, Replica, ReplicaProbe, SyncReport
-
-
-@attrs.frozen(eq=False)
-class _Turn:
-    """A request for the lease."""
-
-    role: str
-    joins: bool
+from jackfield.routing import LOST, Replica
+from jackfield.runtime.engine import EngineGroup
+from jackfield.weights import ProbeAnswer, ReplicaProbe, SyncReport
 
 
 @attrs.define(eq=False)
@@ -40,7 +32,7 @@ class DeviceLease:
     _role: str | None = attrs.field(default=None, init=False)  #: the role that holds the lease, or held it last
     _holders: int = attrs.field(default=0, init=False)
     _resident: str | None = attrs.field(default=None, init=False)  #: the role whose state is on the devices
-    _waiting: list[_Turn] = attrs.field(factory=list, init=False)
+    _waiting: dict[object, str] = attrs.field(factory=dict, init=False)  #: roles of the requests, in order
     _changed: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)
     _handing_over: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)
 
@@ -55,45 +47,42 @@ class DeviceLease:
         Raises:
             DeadlineExceeded: If another role holds the devices for too long; it is named.
         """
-        turn, who = _Turn(role, joins), f"the devices, for {role}, while {self._role} holds them"
-        self._waiting.append(turn)
+        request = object()
+
+        def is_granted() -> bool:
+            """Return whether no other role holds the lease or waited before."""
+            first = next(each for each, other in self._waiting.items() if each is request or other != role)
+            free = not self._holders or self._role == role
+            return free and (first is request or (joins and self._holders > 0))
+
+        async def acquire() -> None:
+            while not is_granted():
+                await self._changed.wait()
+            self._role = role
+            self._holders += 1
+
+        self._waiting[request], who = role, f"the devices, for {role}, while {self._role} holds them"
         try:
-            await self._clock.wait_for(self._acquire(turn), self._seconds, who)
+            await self._clock.wait_for(acquire(), self._seconds, who)
         finally:
-            self._waiting.remove(turn)
+            del self._waiting[request]
             self._wake()
         try:
-            await self._bring_in(role)
+            async with self._handing_over:
+                before = self._resident
+                if before != role and self._hand_over is not None:
+                    what = f"the hand-over of devices from {before} to {role}"
+                    await self._clock.wait_for(self._hand_over(before, role), self._seconds, what)
+                self._resident = role
             yield
         finally:
             self._holders -= 1
             self._wake()
 
-    async def _acquire(self, turn: _Turn) -> None:
-        while not self._may_hold(turn):
-            await self._changed.wait()
-        self._role = turn.role
-        self._holders += 1
-
-    def _may_hold(self, turn: _Turn) -> bool:
-        """Return whether to grant a request: no other role holds the lease or waited before."""
-        if self._holders and self._role != turn.role:
-            return False
-        first = next(each for each in self._waiting if each is turn or each.role != turn.role)
-        return first is turn or (turn.joins and self._holders > 0)
-
     def _wake(self) -> None:
         """Let all waiting requests check again whether they are granted."""
         self._changed.set()
         self._changed = asyncio.Event()
-
-    async def _bring_in(self, role: str) -> None:
-        async with self._handing_over:
-            before = self._resident
-            if before != role and self._hand_over is not None:
-                what = f"the hand-over of devices from {before} to {role}"
-                await self._clock.wait_for(self._hand_over(before, role), self._seconds, what)
-            self._resident = role
 
 
 @attrs.define(eq=False)
@@ -113,22 +102,22 @@ class SharedDevice:
         """Move engines off or back, and let replicas sleep or wake up, when the role changes."""
         if before == "rollout":
             await self._pool.each(lambda server: server.sleep(SleepRequest(level=1)))
-        elif before == "train":
-            await self._move("cpu")
+        if role == "train" or before == "train":
+            device = self._device if role == "train" else "cpu"
+            await asyncio.gather(*(engine.to(device) for engine in self._engines))
         if role == "train":
-            await self._move(self._device)
             answers, self._answers = self._answers, []
             if self._probe is not None and answers:
                 await self._probe.compare(answers)
         else:
-            await self._wake_up(WakeUpRequest())
+            await self._pool.each(lambda server: server.wake_up(WakeUpRequest()))
             version, self._unasked = self._unasked, None
             if version is not None:
                 await self.ask(self._pool.members, version)
 
     async def sync(self, version: int) -> SyncReport:
         """Sync weights while engines hold the device; replicas allocate only their weights."""
-        await self._wake_up(WakeUpRequest(tags=("weights",)))
+        await self._pool.each(lambda server: server.wake_up(WakeUpRequest(tags=("weights",))))
         report = await self._pool.sync(version)
         self._unasked = version
         return report
@@ -137,15 +126,8 @@ class SharedDevice:
         """Let live replicas with ``version`` answer the probe, while they have the device."""
         if self._probe is None:
             return
-        servers = {replica.info.replica: replica.server for replica in replicas}
         try:
-            self._answers += await self._probe.ask(servers, version)
+            self._answers += await self._probe.ask(replicas, version)
         except JackfieldError as error:
             if error.code not in LOST:
                 raise
-
-    async def _move(self, device: str) -> None:
-        await asyncio.gather(*(engine.to(device) for engine in self._engines))
-
-    async def _wake_up(self, request: WakeUpRequest) -> None:
-        await self._pool.each(lambda server: server.wake_up(request))

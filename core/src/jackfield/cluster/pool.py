@@ -13,10 +13,9 @@ import attrs
 
 from jackfield.abc.rollout import BaseRolloutServer
 from jackfield.clock import Clock
-from jackfield.cluster.replica import Replica, ReplicaState, State, Worker
 from jackfield.config import RunConfig
-from jackfield.errors import ConfigError, JackfieldError, RolloutError, RunError, WorkerLost
-from jackfield.weights import Replica as Receiver
+from jackfield.errors import ConfigError, JackfieldError, RunError, WorkerLost
+from jackfield.routing import Replica, ReplicaState, State
 from jackfield.weights import SyncReport
 
 _STOP_SECONDS = 60.0
@@ -26,25 +25,21 @@ _LOG = logging.getLogger("jackfield")
 class Places(Protocol):
     """Where replicas run: in this process, in other processes, or in a cluster."""
 
-    async def start(self, number: int) -> Worker:
-        """Make a replica's server without starting it; if the replica has died, a new one.
-
-        Raises:
-            JackfieldError: If there is no room, or making it fails. Nothing of a new replica is left then.
-        """
+    async def start(self, replica: Replica) -> None:
+        """Make a replica's server without starting it. If that fails, nothing of a new replica is left."""
 
     async def end(self, number: int) -> None:
         """Release the process and the place of a replica that has been stopped."""
 
     async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
-        """Tell all agents which replicas serve (see :class:`jackfield.routing.router.Router`)."""
+        """Tell all agents which replicas serve (see :class:`jackfield.routing.Router`)."""
 
 
 @attrs.frozen(kw_only=True)
 class WeightSource:
     """Functions that bring the engine's weights to replicas."""
 
-    load: Callable[[Receiver], Awaitable[None]]  #: sends them to one replica, with a receipt, inside ``hold``
+    load: Callable[[Replica], Awaitable[None]]  #: sends them to one replica, with a receipt, inside ``hold``
     #: blocks training and weight syncs, and gives replicas the device
     hold: Callable[[], AbstractAsyncContextManager[None]]
     sync: Callable[[int], Awaitable[SyncReport]] | None = None  #: sends a version to all members, if it is this process
@@ -66,19 +61,19 @@ class ReplicaPool:
     _clock: Clock
     source: WeightSource | None = attrs.field(default=None, init=False)  #: None until the run has begun
     replicas: dict[int, Replica] = attrs.field(factory=dict, init=False)
-    members: list[Receiver] = attrs.field(factory=list, init=False)  #: replicas that get every version, by number
+    members: list[Replica] = attrs.field(factory=list, init=False)  #: replicas that get every version, by number
     _scaling: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)
     _loading: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)
     _tasks: asyncio.TaskGroup | None = attrs.field(default=None, init=False)
+    _keepers: dict[int, asyncio.Task[None]] = attrs.field(factory=dict, init=False)  #: restart a replica that dies
     _scalings: set[asyncio.Task[list[ReplicaState]]] = attrs.field(factory=set, init=False)
-
-    # -- start and end of the run
 
     async def start(self, count: int) -> None:
         """Start the first replicas in order, with the weights of the model's folder."""
         for number in range(count):
-            await self._begin(self._new(number))
-            self._set(self.replicas[number], "serving")
+            replica = self.replicas[number] = Replica(number=number, clock=self._clock)
+            await self._begin(replica)
+            self._set(replica, "serving")
         await self._route()
 
     async def keep(self) -> None:
@@ -103,10 +98,7 @@ class ReplicaPool:
         self.members.clear()
         while self.replicas:
             replica = self.replicas.pop(max(self.replicas))
-            if hasattr(replica, "worker"):
-                await self._stop(replica)
-
-    # -- during the run
+            await self._stop(replica)
 
     async def sync(self, version: int) -> SyncReport:
         """Send a version to all members, and again without those that die meanwhile.
@@ -117,11 +109,11 @@ class ReplicaPool:
         source = self._connected()
         assert source.sync is not None, "this process has the engine"
         while self.members or source.posts:
-            workers = [(each, each.worker) for each in self.replicas.values() if each.state != "starting"]
+            replicas = [each for each in self.replicas.values() if each.state != "starting"]
             try:
                 return await source.sync(version)
             except JackfieldError:
-                if not await self._remove_lost(workers):
+                if not await self._remove_lost(replicas):
                     raise
         return SyncReport(version=version, receipts=(), seconds=0.0, paused_seconds=0.0, bytes=0)
 
@@ -133,22 +125,18 @@ class ReplicaPool:
         """
 
         async def called(replica: Replica) -> None:
-            worker = replica.worker
             try:
-                await call(worker.server)
+                await call(replica.server)
             except Exception as error:
-                if not await self._remove_lost([(replica, worker)], error):
+                if not await self._remove_lost([replica], error):
                     raise
 
-        await asyncio.gather(*(called(self.replicas[each.info.replica]) for each in self.members))
+        await asyncio.gather(*map(called, self.members))
 
     async def scale(self, count: int) -> list[ReplicaState]:
         """Add or remove replicas until there are ``count``; concurrent requests take turns.
 
         Scaling continues if the caller is cancelled.
-
-        Returns:
-            The resulting state of all replicas.
 
         Raises:
             ConfigError: If ``count`` is less than 1.
@@ -167,7 +155,7 @@ class ReplicaPool:
         async with self._scaling:
             self._connected()
             free = (number for number in itertools.count() if number not in self.replicas)
-            new = [self._new(next(free)) for _ in range(count - len(self.replicas))]
+            new = list(itertools.islice(free, max(count - len(self.replicas), 0)))
             added = await asyncio.gather(*map(self._add, new), return_exceptions=True)
             for failed in filter(None, added):
                 raise failed
@@ -179,17 +167,11 @@ class ReplicaPool:
         """Return the state of each replica, ordered by number."""
         return list(await asyncio.gather(*(replica.describe() for _, replica in sorted(self.replicas.items()))))
 
-    # -- one replica's life
-
-    def _new(self, number: int) -> Replica:
-        replica = self.replicas[number] = Replica(number, self._clock)
-        return replica
-
     async def _begin(self, replica: Replica) -> None:
         """Make and start a server for a replica."""
-        replica.worker = await self._places.start(replica.number)
+        await self._places.start(replica)
         starting, seconds = f"{replica.name} ({self._config.rollout.name}) to start", self._config.deadlines.start
-        replica.info = await self._clock.wait_for(replica.worker.server.start(), seconds, starting)
+        replica.info = await self._clock.wait_for(replica.server.start(), seconds, starting)
 
     async def _join(self, replica: Replica) -> None:
         """Start a replica's server, load the engine's current weights, then route requests to it."""
@@ -200,55 +182,48 @@ class ReplicaPool:
             if source.takes_turns:  # without the hold there is no room
                 await self._begin(replica)
             async with self._loading:
-                await source.load(Receiver(replica.worker.server, replica.info))
+                await source.load(replica)
                 self._set(replica, "serving")
                 await self._route()
 
     def _watch(self, replica: Replica) -> None:
         if self._tasks is not None:
-            replica.keeper = self._tasks.create_task(self._keep(replica), name=f"{replica.name}, its restarts")
+            self._keepers[replica.number] = self._tasks.create_task(self._keep(replica))
 
     async def _keep(self, replica: Replica) -> None:
-        """Restart one replica whenever it dies."""
-        lost = await asyncio.shield(replica.worker.lost)
-        while True:
-            self._set(replica, "restarting")
-            await self._route(0.0)  # its requests go elsewhere, or wait until a replica serves
-            self._count(replica, lost)
-            await self._stop(replica)
-            try:
-                await self._join(replica)
-                lost = await asyncio.shield(replica.worker.lost)
-            except JackfieldError as error:  # it may have died while it joined
-                if not (isinstance(error, WorkerLost) or await replica.is_lost(replica.worker, error)):
-                    raise
-                lost = error
-
-    def _count(self, replica: Replica, lost: JackfieldError) -> None:
-        """Count a restart.
+        """Start a replica again whenever it dies.
 
         Raises:
             JackfieldError: If no restart is left. It says how the replica died.
         """
-        if replica.worker.restartable and replica.restarts < self._config.cluster.replica_restarts:
-            replica.restarts += 1
+        lost = await asyncio.shield(replica.lost)
+        while True:
+            self._set(replica, "restarting")
+            await self._route(0.0)  # its requests go elsewhere, or wait until a replica serves
+            restarts, most = replica.restarts, self._config.cluster.replica_restarts
+            if replica.place == "here" or (restarts >= most and isinstance(lost, WorkerLost)):
+                raise lost
+            if restarts >= most:
+                fix = "look at what the server printed; cluster.replica_restarts allows more"
+                raise replica.stopped(f"died again after {restarts} restarts", lost, fix) from lost
             _LOG.warning("%s died and is started again: %s", replica.name, lost)
-            return
-        if isinstance(lost, WorkerLost) or not replica.worker.restartable:
-            raise lost
-        raise RolloutError(
-            f"{replica.name} died again after {replica.restarts} restarts",
-            code="rollout.stopped",
-            where=f"replica {replica.number}",
-            expected="a replica that answers until the run ends",
-            found=lost,
-            fix="look at what the server printed; cluster.replica_restarts allows more",
-        ) from lost
+            await self._stop(replica)
+            replica = Replica(number=replica.number, clock=self._clock, state="restarting", restarts=restarts + 1)
+            self.replicas[replica.number] = replica
+            try:
+                await self._join(replica)
+                lost = await asyncio.shield(replica.lost)
+            except JackfieldError as error:  # it may have died while it joined
+                if not (replica.server is None or isinstance(error, WorkerLost) or await replica.is_lost(error)):
+                    raise
+                lost = error
 
     async def _stop(self, replica: Replica) -> None:
         """Stop a server. If it cannot be stopped, it ends with its process or with the run's."""
+        if not replica.server:
+            return
         try:
-            stopping = replica.worker.server.stop()
+            stopping = replica.server.stop()
             await self._clock.wait_for(stopping, _STOP_SECONDS, f"{replica.name} to stop")
         except WorkerLost:
             return  # it has ended
@@ -257,16 +232,15 @@ class ReplicaPool:
 
     async def _end(self, replica: Replica) -> None:
         """Stop a replica and remove everything that belongs to it."""
-        if replica.keeper is not None:
-            replica.keeper.cancel()
-        self.replicas.pop(replica.number, None)
-        if hasattr(replica, "worker"):
-            await self._stop(replica)
+        if keeper := self._keepers.pop(replica.number, None):
+            keeper.cancel()
+        replica = self.replicas.pop(replica.number, replica)
+        await self._stop(replica)
+        if replica.server is not None:
             await self._places.end(replica.number)
 
-    # -- adding and removing
-
-    async def _add(self, replica: Replica) -> None:
+    async def _add(self, number: int) -> None:
+        replica = self.replicas[number] = Replica(number=number, clock=self._clock)
         try:
             await self._join(replica)
         except BaseException:
@@ -286,7 +260,7 @@ class ReplicaPool:
                 self._set(replica, "draining")
             moved = await self._route()
             async with self._connected().hold():
-                self.members[:] = [each for each in self.members if each.info.replica not in before]
+                self.members[:] = [each for each in self.members if each.number not in before]
         except BaseException:
             for replica in replicas:
                 self._set(replica, before[replica.number])
@@ -294,29 +268,26 @@ class ReplicaPool:
                 await self._route()
             raise
         await asyncio.gather(*map(self._end, replicas))
-        numbers = ", ".join(map(str, sorted(before)))
-        again = "%d of their requests were generated again elsewhere"
-        _LOG.info(f"rollout replicas %s were removed, {again}", numbers, moved)
-
-    # -- shared parts
+        what = "rollout replicas %s were removed, %d of their requests were generated again elsewhere"
+        _LOG.info(what, ", ".join(map(str, sorted(before))), moved)
 
     def _set(self, replica: Replica, state: State) -> None:
         """Change a replica's state, and update the members accordingly."""
         replica.state = state
         members = [each for _, each in sorted(self.replicas.items()) if each.state in ("serving", "draining")]
-        self.members[:] = [Receiver(each.worker.server, each.info) for each in members]
+        self.members[:] = members
 
     async def _route(self, seconds: float | None = None) -> int:
         """Tell the agents which replicas serve; return the number of requests that were moved."""
         served = {number: replica for number, replica in self.replicas.items() if replica.state == "serving"}
         return await self._places.route(served, self._config.deadlines.drain if seconds is None else seconds)
 
-    async def _remove_lost(self, workers: Sequence[tuple[Replica, Worker]], error: Exception | None = None) -> bool:
+    async def _remove_lost(self, replicas: Sequence[Replica], error: Exception | None = None) -> bool:
         """Drop members that have died and can be restarted; return whether there were any."""
-        asked = [each for each in workers if each[1].restartable]
-        lost = await asyncio.gather(*(replica.is_lost(worker, error) for replica, worker in asked))
-        for (replica, worker), dead in zip(asked, lost, strict=True):
-            if dead and replica.worker is worker and replica.state == "serving":
+        asked = [each for each in replicas if each.place != "here" and each.server is not None]
+        lost = await asyncio.gather(*(replica.is_lost(error) for replica in asked))
+        for replica, dead in zip(asked, lost, strict=True):
+            if dead and replica.state == "serving":
                 self._set(replica, "restarting")
         return any(lost)
 

@@ -27,7 +27,7 @@ from jackfield.data.task_set import SeededOrder, TaskSet
 from jackfield.data.tasks import Task
 from jackfield.queue import GroupKey, Values
 from jackfield.queue.remote import connect_queue
-from jackfield.runtime.engine_group import EngineGroup
+from jackfield.runtime.engine import EngineGroup
 from jackfield.runtime.workers import resubmitted
 from jackfield.trainer.checkpoint import Checkpoint, Checkpointer, CheckpointStore
 from jackfield.trainer.log_prob_check import LogProbCheck

@@ -24,7 +24,7 @@ from jackfield.errors import EngineError, JackfieldError, RunError, WorkerLost
 from jackfield.files import replace_file, seal, unseal
 from jackfield.plugins import discover
 from jackfield.queue.store import STORE_FILE, check_ledger
-from jackfield.runtime.engine_group import EngineGroup
+from jackfield.runtime.engine import EngineGroup
 from jackfield.sdk.archive import NAME_FILE
 from jackfield.settings import flatten
 from jackfield.trainer.checkpoint import Checkpoint, CheckpointStore, open_checkpoint

@@ -7,35 +7,32 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 
 from jackfield.abc.agent import AgentContext, AgentLoopBase
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
-from jackfield.abc.engine import EngineContext, ModelSpec
+from jackfield.abc.engine import EngineContext
 from jackfield.abc.reward import RewardAgent, RewardContext
 from jackfield.abc.rollout import BaseRolloutServer, RolloutContext, SamplingParams
 from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueContext
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
-from jackfield.cluster.replica import Replica, Worker
 from jackfield.compose.checks import interpreters, load_tokenizer, prompt_limit
 from jackfield.config.sections import PluginSection, RunConfig
 from jackfield.plugins import Registry
 from jackfield.queue import TransferQueue, Values
 from jackfield.queue.store import STORE_FILE
-from jackfield.routing.router import Router
+from jackfield.routing import Replica, Router
 from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
-from jackfield.runtime.engine_rank import EngineRank
+from jackfield.runtime.engine import EngineRank
 from jackfield.runtime.process import RolloutProcess
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
 from jackfield.trainer.role import Role, RunWorkers
 from jackfield.weights import WeightSender
-
-_CRITIC_COLUMNS = ("returns", "values")  #: further columns that the critic's loss reads
 
 
 @attrs.frozen(kw_only=True)
@@ -62,34 +59,31 @@ class WorkerFactory:
     config: RunConfig
     registry: Registry
     clock: Clock
-    _agent: AgentWorker = attrs.field(init=False)  #: the agent worker of an inline run
+    router: Router = attrs.field(init=False)  #: sends the requests of the agent worker that was made here
 
     async def make(self, role: Role, stack: AsyncExitStack) -> RunWorkers:
         """Make the workers of a role, again after each recovery. ``stack`` ends them."""
-        self._use_one_compute_thread(stack)
-        address = self.config.queue.address
-        backend = self.backend(None if address is None else Path(address).parent)
-        values, scores = Values(backend), role.scores or role.evaluates
-        self._agent = self.agent_worker(values, role.generates, request_prefix=self.config.name)
-        return RunWorkers(
-            backend=backend,
-            ranks={engine: [self.engine_rank(values, engine, role.algorithm, stack)] for engine in role.engines},
-            agents=Workers([self._agent]),
-            rewards=Workers([await self.reward_worker(values, stack)]) if scores else None,
-            estimator=AdvantageWorker(values, role.algorithm),
-            replicas=self.config.cluster.replicas if role.generates else 0,
-            places=self,
-        )
-
-    def _use_one_compute_thread(self, stack: AsyncExitStack) -> None:
-        """Run engine and replicas in one thread, because they would compete for cores."""
         import torch
 
+        # one thread for engine and replicas, which would compete for cores
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         if self.config.cluster.threads is not None:
             torch.set_num_threads(self.config.cluster.threads)
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jackfield-compute")
         asyncio.get_running_loop().set_default_executor(pool)  # the loop shuts it down when it closes
+        address = self.config.queue.address
+        backend = self.backend(None if address is None else Path(address).parent)
+        values, scores = Values(backend), role.scores or role.evaluates
+        agent = self.agent_worker(values, role.generates, request_prefix=self.config.name)
+        return RunWorkers(
+            backend=backend,
+            ranks={engine: [self.engine_rank(values, engine, role.algorithm, stack)] for engine in role.engines},
+            agents=Workers([agent]),
+            rewards=Workers([await self.reward_worker(values, stack)]) if scores else None,
+            estimator=AdvantageWorker(values, role.algorithm),
+            replicas=self.config.cluster.replicas if role.generates else 0,
+            places=self,
+        )
 
     def _plugin(self, kind: str, context: Any) -> Any:
         chosen: PluginSection = getattr(self.config, kind)
@@ -121,9 +115,13 @@ class WorkerFactory:
         """Make an engine's rank without loading the model, with a weight sender if an actor's."""
         config, actor, sender = self.config, role == "actor", None
         shared: Any = {"rank": place.rank, "world_size": place.world_size, "device": config.cluster.device}
+        model = config.model
+        if not actor:  # only actors have adapters, and critics have value heads
+            path = (config.critic.path if role == "critic" else None) or model.path
+            model = attrs.evolve(model, lora=None, value_head=role == "critic", path=path)
         context = EngineContext(
             role=role,  # type: ignore[arg-type]
-            model=self._model(role),
+            model=model,
             optimizer={"actor": config.optimizer, "critic": config.critic.optimizer}.get(role),
             local_rank=place.local_rank,
             init_method=place.init_method,
@@ -138,46 +136,37 @@ class WorkerFactory:
             sending = CheckpointEngineContext(end="sender", host=place.host, deadline_seconds=seconds, **shared)
             transport = self._plugin("checkpoint_engine", sending)
             sender = WeightSender(transport, engine.get_per_tensor_param, block_bytes=blocks)
-        columns = {"actor": algorithm.loss_columns, "critic": _CRITIC_COLUMNS}.get(role, ())
+        columns = {"actor": algorithm.loss_columns, "critic": ("returns", "values")}.get(role, ())
         renamed = algorithm.renamed if actor else {}
         rank = EngineRank(engine, values, loss_columns=columns, renamed=renamed, sender=sender)
         stack.push_async_callback(rank.close)
         return rank
 
-    def _model(self, role: str) -> ModelSpec:
-        """Return a role's model: only actors have adapters, and critics have value heads."""
-        model, critic = self.config.model, role == "critic"
-        if role == "actor":
-            return model
-        path = (self.config.critic.path if critic else None) or model.path
-        return attrs.evolve(model, lora=None, value_head=critic, path=path)
-
-    async def start(self, number: int) -> Worker:
+    async def start(self, replica: Replica) -> None:
         """Make a replica's server, here or in its own interpreter, without starting it."""
         config, python = self.config, interpreters(self.config, self.registry).get("rollout")
         if python is None:
-            return Worker(self.rollout_server(number))
+            replica.server = self.rollout_server(replica.number)
+            return
         deadlines, threads = config.deadlines, config.cluster.threads
         server = RolloutProcess(
             config.rollout.settings,
-            self._rollout_context(number),
+            self._rollout_context(replica.number),
             record=self.registry.resolve(config.rollout.name, "rollout"),
             python=python,
             seconds=max(deadlines.rollout, deadlines.start, deadlines.sync),
-            log=Path(config.folder) / f"replica-{number}.log",
+            log=Path(config.folder) / f"replica-{replica.number}.log",
             environment={} if threads is None else {"OMP_NUM_THREADS": str(threads)},
             heartbeat_seconds=deadlines.heartbeat,
         )
-        worker = Worker(server, "process")
-        server.on_lost = worker.lose
-        return worker
+        server.on_lost, replica.server, replica.place = replica.lose, cast(Any, server), "process"
 
     async def end(self, number: int) -> None:
         """Do nothing: replicas of an inline run have no places to release."""
 
     async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
         """Route the agents' requests to these replicas."""
-        return await self._agent.route(replicas, seconds)
+        return await self.router.route(replicas, seconds)
 
     def rollout_server(self, replica: int, *, host: str = "127.0.0.1") -> BaseRolloutServer:
         """Make a replica's server in this process, without starting it."""
@@ -198,12 +187,12 @@ class WorkerFactory:
 
     def agent_worker(self, values: Values, generates: bool, *, request_prefix: str) -> AgentWorker:
         """Make a worker that runs agents, or copies given answers without ``generates``."""
-        tokenizer, limit, router = load_tokenizer(self.config), prompt_limit(self.config), Router(self.clock)
+        tokenizer, limit, self.router = load_tokenizer(self.config), prompt_limit(self.config), Router(self.clock)
         self.registry.load("agent", self.config.agent.name)
 
         def make_agent(asks: Callable[[SamplingParams], None]) -> AgentLoopBase:
             context = AgentContext(
-                generate=router.of_one_rollout(asks),
+                generate=self.router.of_one_rollout(asks),
                 tokenizer=tokenizer,
                 clock=self.clock,
                 request_prefix=request_prefix,
@@ -213,7 +202,7 @@ class WorkerFactory:
             return agent
 
         make = make_agent if generates else None
-        return AgentWorker(values, tokenizer, self.clock, make, max_prompt_tokens=limit, router=router)
+        return AgentWorker(values, tokenizer, self.clock, make, max_prompt_tokens=limit)
 
     async def reward_worker(self, values: Values, stack: AsyncExitStack, number: int = 0) -> RewardWorker:
         """Make a worker and start its reward agent, which logs into the folder ``logs``."""
@@ -227,15 +216,6 @@ class WorkerFactory:
         except BaseException:
             await agent.close()
             raise
-        worker = RewardWorker(
-            values,
-            agent,
-            load_tokenizer(config),
-            self.clock,
-            score_seconds=deadlines.reward,
-            retries=config.schedule.reward_retries,
-            dimensions=config.algorithm.reward_dimensions,
-            fill_failed=config.algorithm.shaping.fill_failed,
-        )
+        worker = RewardWorker(values, agent, load_tokenizer(config), self.clock, config)
         stack.push_async_callback(worker.close)
         return worker

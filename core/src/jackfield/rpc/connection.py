@@ -209,12 +209,17 @@ class Connection(asyncio.Protocol):
             return (self._next(number) if member == "next" else self._close(number)), member
         service = wire.known(self.services, name, "service")
         method = wire.known(service.contract.methods, member, "method")
-        arguments = self._codec.decode(call.arguments, method.arguments, call.method)
+        try:
+            arguments = self._codec.decode(call.arguments, method.arguments, call.method)
+        except JackfieldError as error:  # of a validator: name the call
+            about = wire.subject(self._codec.decode(call.arguments, list[Any], call.method))
+            error.where = f"{about}, {error.where}" if about else error.where
+            raise
         work = getattr(service.target, member)(**msgspec.structs.asdict(arguments))
         if method.streams:
             self._iterations[call.id] = work
             work = asyncio.sleep(0)
-        return work, f"{call.method} {wire.subject(arguments)}".rstrip()
+        return work, f"{call.method} {wire.subject(msgspec.structs.astuple(arguments))}".rstrip()
 
     async def _next(self, number: int) -> list[Any]:
         """Return a list with the next item of an iteration; it is empty at the end."""
@@ -253,7 +258,12 @@ class Connection(asyncio.Protocol):
         if self.lost.done():
             raise self.error()
         number = number or _new_number()
-        self.send(wire.Call(number, method, msgspec.Raw(self._codec.encode(arguments)), seconds))
+        try:
+            content = self._codec.encode(arguments)
+        except RpcError as error:
+            error.where = f"{self.name}, {what}"
+            raise
+        self.send(wire.Call(number, method, msgspec.Raw(content), seconds))
         answer: asyncio.Future[wire.Reply] = asyncio.get_running_loop().create_future()
         self._asked[number] = what, answer
 
@@ -310,7 +320,7 @@ def stub(connection: Connection, service: str, contract: Contract, cls: type[T],
         def call(*arguments: Any, **keywords: Any) -> Any:
             made = method.arguments(*arguments, **keywords)
             limit = seconds + float(getattr(made, "deadline_seconds", 0.0))
-            what = f"{method.name} {wire.subject(made)}".rstrip()
+            what = f"{method.name} {wire.subject(msgspec.structs.astuple(made))}".rstrip()
             if method.streams:
                 return connection.iterate(name, made, limit, method.result, what)
             return connection.call(name, made, limit, method.result, what, undo=undo or None)

@@ -238,10 +238,12 @@ def known(choices: Mapping[str, T], name: str, what: str) -> T:
     return choices[name]
 
 
-def subject(arguments: msgspec.Struct) -> str:
+def subject(arguments: Iterable[Any]) -> str:
     """Return the subject of a call for error messages, such as ``train/3/0/1``."""
-    for argument in msgspec.structs.astuple(arguments):
-        found = next((getattr(argument, name) for name in _SUBJECTS if hasattr(argument, name)), argument)
+    for argument in arguments:
+        fields = {name: getattr(argument, name) for name in _SUBJECTS if hasattr(argument, name)}
+        fields = argument if isinstance(argument, dict) else fields
+        found = next((fields[name] for name in _SUBJECTS if name in fields), argument)
         if isinstance(found, tuple | list) and found and isinstance(found[0], str):
             return found[0] + (f" and {len(found) - 1} more" if len(found) > 1 else "")
         if isinstance(found, str | int):

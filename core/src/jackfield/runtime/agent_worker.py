@@ -19,7 +19,6 @@ from jackfield.data.tokens import encode_answers, encode_prompt
 from jackfield.errors import AgentError, ConfigError, DataError, JackfieldError, PluginError, described
 from jackfield.plugins.hooks import SampleRecord
 from jackfield.queue import RolloutReport, Values
-from jackfield.routing.router import Generates, Router
 from jackfield.runtime.samples import metric_tags, not_finite, sequence_columns, sequence_tags
 from jackfield.runtime.workers import is_lost, resubmitted
 from jackfield.sdk.columns import rows_of
@@ -51,7 +50,6 @@ class AgentWorker:
     _make_agent: Callable[[Callable[[SamplingParams], None]], AgentLoopBase] | None
     #: for samples that copy the data's answers; agents find their limit in their context
     _max_prompt_tokens: int | None = attrs.field(default=None, kw_only=True)
-    _router: Router | None = attrs.field(default=None, kw_only=True)  #: sends the agents' requests to replicas
 
     async def run(self, job: RolloutJob) -> RolloutReport:
         """Run a rollout, or copy the task's answers, and write the samples to the backend.
@@ -105,11 +103,6 @@ class AgentWorker:
             )
             for token_ids, mask in encode_answers(self._tokenizer, task)  # type: ignore[arg-type]
         ]
-
-    async def route(self, servers: Mapping[int, Generates], seconds: float) -> int:
-        """Send the agents' requests to these replicas from now on (see :meth:`Router.route`)."""
-        assert self._router is not None, "a worker without replicas runs no agents"
-        return await self._router.route(servers, seconds)
 
     async def prompt_ids(self, task: Task, most: int) -> tuple[int, ...]:
         """Return the first ``most`` tokens of a task's prompt, within the prompt's limit."""

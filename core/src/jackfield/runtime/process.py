@@ -1,4 +1,4 @@
-"""A rollout server in its own process and interpreter: stub and main program.
+"""A process that makes and serves a worker, and a rollout server in such a process and its own interpreter.
 
 ``python -m jackfield.runtime.process FD PARENT`` serves the socket ``FD``, of which only ``PARENT`` has the other end.
 When that end closes for any reason, the process ends together with all processes that it has started.
@@ -7,17 +7,20 @@ When that end closes for any reason, the process ends together with all processe
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import pickle
 import select
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 
@@ -31,36 +34,58 @@ from jackfield.abc.rollout import (
     ServerInfo,
 )
 from jackfield.clock import Clock
-from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RolloutError
-from jackfield.imports import own_process
+from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RolloutError, RpcError
+from jackfield.imports import collection_paused, own_process
 from jackfield.plugins.interpreters import environment_of, resolve_interpreter
 from jackfield.plugins.registry import PluginRecord, introduce, load_plugin, refusals
 from jackfield.rpc import Connection, Contract, Service, stub
 from jackfield.sdk.child import ChildProcess
 
-_ORPHAN_SECONDS = 10.0  #: for the server to stop what it has started, once its owner is gone
+_ORPHAN_SECONDS = 10.0  #: for the worker to stop what it has started, once its owner is gone
 _STOP_SECONDS = 30.0
 _END_SECONDS = 15.0  #: for the process to exit by itself, once its socket is closed
-_OWN = ("start", "stop", "health", "generate", "generate_stream")  #: methods that do more than forward the call
+
+#: Makes a worker and returns its services; the stack is closed when the worker has to end.
+MakeServices: TypeAlias = Callable[[AsyncExitStack], Awaitable[Mapping[str, Service]]]
 
 
 class Host:
-    """The service of a new process; it makes a rollout server and serves that, too."""
+    """The service of a process that makes a worker and serves it, too. Another worker can follow its end."""
 
     def __init__(self) -> None:
         self.services = {"host": Service(target=self, contract=HOST)}
+        self._lock, self._stack = asyncio.Lock(), AsyncExitStack()
 
     async def introduce(self, kind: str, name: str) -> dict[str, Any]:
         """Return which installation of jackfield and which plugin this interpreter has."""
         return introduce(kind, name)
 
-    async def make(self, name: str, settings: dict[str, Any], context: RolloutContext) -> None:
-        """Make a rollout server from its plugin, without starting it."""
-        server = load_plugin("rollout", name).build(settings, context, "rollout")
-        self.services["worker"] = Service(target=server, contract=ROLLOUT)
+    async def make(self, make: bytes) -> None:
+        """Make the worker by a pickled :data:`MakeServices`."""
+        async with self._lock:
+            gc.unfreeze()  # imports were frozen together with an earlier worker
+            gc.collect()
+            with collection_paused():
+                self.services |= await pickle.loads(make)(self._stack)  # noqa: S301, it comes from the run
+
+    async def end(self) -> None:
+        """End the worker, if there is one, and close its resources."""
+        async with self._lock:
+            for name in self.services.keys() - {"host"}:
+                del self.services[name]
+            await self._stack.aclose()
 
 
 HOST, ROLLOUT = Contract(Host), Contract(BaseRolloutServer)
+
+
+async def _make_rollout(
+    name: str, settings: Mapping[str, Any], context: RolloutContext, stack: AsyncExitStack
+) -> Mapping[str, Service]:
+    """Make a rollout server from its plugin, without starting it."""
+    server = load_plugin("rollout", name).build(settings, context, "rollout")
+    stack.push_async_callback(server.stop)
+    return {"worker": Service(target=server, contract=ROLLOUT)}
 
 
 async def _serve(descriptor: int) -> None:
@@ -69,9 +94,8 @@ async def _serve(descriptor: int) -> None:
     await asyncio.get_running_loop().create_connection(lambda: connection, sock=socket.socket(fileno=descriptor))
     await connection.lost
     await connection.close()
-    if "worker" in host.services:
-        with suppress(DeadlineExceeded):
-            await Clock().wait_for(host.services["worker"].target.stop(), _ORPHAN_SECONDS, "the server to stop")
+    with suppress(DeadlineExceeded):
+        await Clock().wait_for(host.end(), _ORPHAN_SECONDS, "the worker to end")
 
 
 def _end_with(parent: int, descriptor: int) -> None:
@@ -99,24 +123,13 @@ def main(descriptor: int, parent: int) -> None:
         os.killpg(0, signal.SIGKILL)
 
 
-def _forwarded(name: str) -> Callable[..., Any]:
-    async def call(self: RolloutProcess, *arguments: Any) -> Any:
-        return await getattr(self.remote(), name)(*arguments)
-
-    return call
-
-
-_Forwarding: Any = type(
-    "_Forwarding", (BaseRolloutServer,), {each.name: _forwarded(each.name) for each in ROLLOUT if each.name not in _OWN}
-)
-
-
 @attrs.define(eq=False, slots=False)
-class RolloutProcess(_Forwarding):
+class RolloutProcess:
     """A replica that runs in another process, which is started and stopped with it.
 
-    All methods raise the replica's errors with the same class and code, ``rollout.stopped`` if its process has ended
-    (the error says how), and a ``DeadlineExceeded`` that names the replica.
+    It has the methods of :class:`~jackfield.abc.rollout.BaseRolloutServer`, which raise the replica's errors with the
+    same class and code, ``rollout.stopped`` if its process has ended (the error says how), and a ``DeadlineExceeded``
+    that names the replica.
     """
 
     config: Mapping[str, Any]  #: plain settings of the plugin
@@ -133,19 +146,36 @@ class RolloutProcess(_Forwarding):
         self._name = f"rollout replica {self.context.replica}"
         self._python = resolve_interpreter(self._python, self._name)
         self._child: ChildProcess | None = None
+        self._server: BaseRolloutServer | None = None
         self._used = self._stopped = False
         self.on_lost: Callable[[JackfieldError], None] = lambda error: None  #: called with how the process ended
 
-    def remote(self, seconds: float | None = None) -> BaseRolloutServer:
-        """Return a stub of the server in the process, whose calls have a deadline of ``seconds``.
+    def __getattr__(self, name: str) -> Any:
+        """Return a method of the server in the process.
 
         Raises:
             RolloutError: ``rollout.stopped`` if it has not been started.
         """
-        if self._child is None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._started(), name)
+
+    def _started(self) -> BaseRolloutServer:
+        if self._server is None:
             raise self._gone("was not started")
-        seconds = self._seconds if seconds is None else seconds
-        return stub(self._child.connection, "worker", ROLLOUT, BaseRolloutServer, seconds)  # type: ignore[type-abstract]
+        return self._server
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Generate one sample. Cancelling the call aborts the request."""
+        with _refusing():
+            return await self._started().generate(request)
+
+    async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        """Generate a sample and yield its tokens; closing the iterator aborts the request."""
+        with _refusing():
+            async with aclosing(self._started().generate_stream(request)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    yield chunk
 
     def _gone(self, how: str) -> RolloutError:
         process = None if self._child is None else self._child.connection.process
@@ -173,8 +203,11 @@ class RolloutProcess(_Forwarding):
             introduced = True
             for problem in refusals(self._record, found, self._python):
                 raise problem
-            await host.make(self._record.name, dict(self.config), self.context)
-            return await self.remote().start()
+            make = partial(_make_rollout, self._record.name, self.config, self.context)
+            await host.make(pickle.dumps(make))
+            server: Any = BaseRolloutServer
+            self._server = stub(connection, "worker", ROLLOUT, server, self._seconds)
+            return await self._server.start()
         except BaseException as error:
             if not introduced and self._child is not None:
                 self._child.kill()  # it may never read the request to stop
@@ -196,31 +229,14 @@ class RolloutProcess(_Forwarding):
         command = [self._python, "-m", "jackfield.runtime.process"]
         return await self._child.start(command, {**environment_of(self._python), **self._environment})
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate one sample. Cancelling the call aborts the request."""
-        with self._refusing(request):
-            return await self.remote().generate(request)
-
-    async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
-        """Generate a sample and yield its tokens; closing the iterator aborts the request."""
-        with self._refusing(request):
-            async with aclosing(self.remote().generate_stream(request)) as chunks:  # type: ignore[type-var]
-                async for chunk in chunks:
-                    yield chunk
-
-    @contextmanager
-    def _refusing(self, request: GenerateRequest) -> Iterator[None]:
-        """Name the request in decoding errors, and refuse one that cannot be encoded."""
-        name = request.request_id
+    async def health(self) -> HealthReport:
+        """Report whether the replica can serve, and its load; or how its process ended."""
         try:
-            yield
-        except JackfieldError as error:
-            if error.code == "rpc.value":
-                details: Any = {"expected": "plain values, and integers of 64 bits", "found": error.found}
-                raise RolloutError(error.message, code="rollout.request", where=name, **details) from error
-            if error.code == "rollout.request" and name not in str(error):
-                error.where = f"{name}, {error.where}"
-            raise
+            return await self._started().health()
+        except RolloutError as error:
+            if error.code != "rollout.stopped":
+                raise
+            return HealthReport(healthy=False, detail=f"{error.message}: {error.found or ''}")
 
     async def stop(self) -> None:
         """Stop the server, and end its process and all processes that it has started."""
@@ -229,18 +245,21 @@ class RolloutProcess(_Forwarding):
             return
         try:
             with suppress(JackfieldError):
-                await self.remote(_STOP_SECONDS).stop()
+                await stub(self._child.connection, "host", HOST, Host, _STOP_SECONDS).end()
         finally:
             await self._child.close(grace_seconds=_END_SECONDS)
 
-    async def health(self) -> HealthReport:
-        """Report whether the replica can serve, and its load; or how its process ended."""
-        try:
-            return await self.remote().health()
-        except RolloutError as error:
-            if error.code != "rollout.stopped":
-                raise
-            return HealthReport(healthy=False, detail=f"{error.message}: {error.found or ''}")
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Refuse a request that cannot be encoded."""
+    try:
+        yield
+    except RpcError as error:
+        if error.code != "rpc.value":
+            raise
+        details: Any = {"expected": "plain values, and integers of 64 bits", "found": error.found}
+        raise RolloutError(error.message, code="rollout.request", where=error.where, **details) from error
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from jackfield.abc.agent import ChatTokenizer
 from jackfield.abc.reward import RewardAgent, ScoreRequest, ScoreResult
 from jackfield.algorithms import fill_failed
 from jackfield.clock import Clock
+from jackfield.config import RunConfig
 from jackfield.errors import DeadlineExceeded, RewardError, described
 from jackfield.queue import Values, Written
 from jackfield.runtime.samples import not_finite
@@ -30,7 +31,7 @@ class Scored:
 
     key: str
     score: float | None  #: None if scoring failed
-    error: str | None  #: why scoring failed
+    error: str | None = None  #: why scoring failed
     metrics: Mapping[str, float] = attrs.field(factory=dict)  #: metrics that the reward reports
 
     @classmethod
@@ -38,7 +39,7 @@ class Scored:
         """Extract from a result what the controller needs."""
         if result.status != "ok":
             return cls(key=key, score=None, error=f"reward {result.status}: {result.error}")
-        return cls(key=key, score=result.score, error=None, metrics=dict(result.metrics))
+        return cls(key=key, score=result.score, metrics=dict(result.metrics))
 
 
 @attrs.define(eq=False)
@@ -49,11 +50,7 @@ class RewardWorker:
     _agent: RewardAgent  #: an agent that has been started
     _tokenizer: ChatTokenizer  #: of the model
     _clock: Clock
-    _score_seconds: float = attrs.field(kw_only=True)  #: deadline of one call of the agent
-    _retries: int = attrs.field(default=0, kw_only=True)  #: further attempts to score a sample before it fails
-    #: names of the metrics in the column ``reward_dimensions``; ``score`` is the score itself
-    _dimensions: Sequence[str] = attrs.field(default=(), kw_only=True)
-    _fill_failed: bool = attrs.field(default=False, kw_only=True)  #: replace failed scores by their group's mean
+    _config: RunConfig
     _scores: dict[str, asyncio.Task[ScoreResult]] = attrs.field(factory=dict, init=False)
     _turns: AbstractAsyncContextManager[Any] = attrs.field(init=False)
 
@@ -75,34 +72,39 @@ class RewardWorker:
         return tuple(map(Scored.of, keys, results))
 
     async def reward(
-        self, partition: str, keys: Sequence[str], apart: Sequence[str] = ()
+        self, partition: str, keys: Sequence[str], uncompared: Sequence[str] = ()
     ) -> tuple[tuple[Scored, ...], Written]:
         """Write ``reward`` for the samples of one group that have a score, and forget the scores.
 
         Args:
             partition: Partition of the group.
             keys: All samples of the group, in the order of its rollouts. Samples without a score are scored now.
-            apart: Keys that the group's post-processing leaves out: expert samples and greedy rollouts.
+            uncompared: Keys that the group's post-processing leaves out: expert samples and greedy rollouts.
 
         Returns:
             The outcome of each sample, and what was written for the samples with a score, both in order.
         """
+        algorithm = self._config.algorithm
+        dimensions = algorithm.reward_dimensions  #: metrics in ``reward_dimensions``; ``score`` is the score itself
         results = dict(zip(keys, await asyncio.gather(*self._scoring(partition, keys)), strict=True))
         await self.forget(keys)
-        siblings = [key for key in keys if key not in apart]
+        siblings = [key for key in keys if key not in uncompared]
         processed = self._agent.post_process_scores([results[key] for key in siblings])
-        for key, result in zip(siblings, _filled(processed) if self._fill_failed else processed, strict=True):
-            results[key] = _checked(result, key, self._dimensions)
+        if algorithm.shaping.fill_failed:
+            processed = _filled(processed)
+        for key, result in zip(siblings, processed, strict=True):
+            results[key] = _checked(result, key, dimensions)
         good = {key: result for key, result in results.items() if result.status == "ok"}
         columns = {"reward": _column([result.token_scores or (result.score,) for result in good.values()])}
-        if self._dimensions:
-            columns["reward_dimensions"] = _column([self._compared(result) for result in good.values()])
+        if dimensions:  # 0 for a sample whose reward the agent loop has computed
+            columns["reward_dimensions"] = _column(
+                [
+                    [_total(each) if name == "score" else each.metrics.get(name, 0.0) for name in dimensions]
+                    for each in good.values()
+                ]
+            )
         written = await self._values.put(partition, list(good), columns)
         return tuple(map(Scored.of, results.keys(), results.values())), written
-
-    def _compared(self, result: ScoreResult) -> list[float]:
-        """Return one number per reward dimension; 0 for a sample that was not scored."""
-        return [_total(result) if name == "score" else result.metrics.get(name, 0.0) for name in self._dimensions]
 
     async def forget(self, keys: Sequence[str]) -> None:
         """Drop scores that are no longer needed, and cancel those in progress."""
@@ -117,53 +119,49 @@ class RewardWorker:
 
     def _scoring(self, partition: str, keys: Sequence[str]) -> list[asyncio.Task[ScoreResult]]:
         """Return the tasks that score samples; start those that are missing or failed."""
-        missing = [key for key in keys if key not in self._scores or _is_failed(self._scores[key])]
-        if missing:
-            reading = asyncio.ensure_future(self._read(partition, missing))
+
+        def is_missing(scoring: asyncio.Task[ScoreResult] | None) -> bool:
+            return scoring is None or (scoring.done() and (scoring.cancelled() or scoring.exception() is not None))
+
+        async def read() -> dict[str, tuple[Any, ...]]:
+            columns = await self._values.get(partition, missing, REWARD_INPUTS)
+            rows = zip(*(rows_of(columns[name]) for name in REWARD_INPUTS), strict=True)
+            return dict(zip(missing, rows, strict=True))
+
+        if missing := [key for key in keys if is_missing(self._scores.get(key))]:
+            reading = asyncio.ensure_future(read())
             self._scores |= {key: asyncio.ensure_future(self._score(key, reading)) for key in missing}
         return [self._scores[key] for key in keys]
 
-    async def _read(self, partition: str, keys: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-        columns = await self._values.get(partition, keys, REWARD_INPUTS)
-        return dict(zip(keys, zip(*(rows_of(columns[name]) for name in REWARD_INPUTS), strict=True), strict=True))
-
     async def _score(self, key: str, reading: asyncio.Future[dict[str, tuple[Any, ...]]]) -> ScoreResult:
+        """Score with a deadline for each attempt. A failure becomes a status, never a score."""
         prompt_ids, response_ids, task = (await asyncio.shield(reading))[key]
         if task["reward"] is not None:
             return ScoreResult(score=float(task["reward"]))
-        response = response_ids.tolist()
-        request = ScoreRequest(
-            data_source=task["data_source"],
-            solution_str=self._tokenizer.decode(response),
-            ground_truth=task["ground_truth"],
-            extra_info=task["extra_info"],
-            prompt_str=self._tokenizer.decode(prompt_ids.tolist()),
-            response_ids=tuple(response),
-            idempotency_key=key,
-            deadline_seconds=self._score_seconds,
-        )
+        response, seconds = response_ids.tolist(), self._config.deadlines.reward
         async with self._turns:
-            for retry in range(self._retries + 1):
-                result = await self._call(attrs.evolve(request, retry=retry))
+            for retry in range(self._config.schedule.reward_retries + 1):
+                request = ScoreRequest(
+                    data_source=task["data_source"],
+                    solution_str=self._tokenizer.decode(response),
+                    ground_truth=task["ground_truth"],
+                    extra_info=task["extra_info"],
+                    prompt_str=self._tokenizer.decode(prompt_ids.tolist()),
+                    response_ids=tuple(response),
+                    idempotency_key=key,
+                    retry=retry,
+                    deadline_seconds=seconds,
+                )
+                try:
+                    scoring = self._agent.compute_score(request)
+                    result = _checked(await self._clock.wait_for(scoring, seconds, f"the reward of sample {key}"), key)
+                except DeadlineExceeded as error:
+                    result = ScoreResult(status="timeout", error=error.message)
+                except Exception as error:
+                    result = ScoreResult(status="failed", error=described(error))
                 if result.status == "ok":
                     break
         return result
-
-    async def _call(self, request: ScoreRequest) -> ScoreResult:
-        """Score with a deadline for each attempt. A failure becomes a status, never a score."""
-        key = request.idempotency_key
-        try:
-            calling = self._agent.compute_score(request)
-            result = await self._clock.wait_for(calling, self._score_seconds, f"the reward of sample {key}")
-        except DeadlineExceeded as error:
-            return ScoreResult(status="timeout", error=error.message)
-        except Exception as error:
-            return ScoreResult(status="failed", error=described(error))
-        return _checked(result, key)
-
-
-def _is_failed(scoring: asyncio.Task[ScoreResult]) -> bool:
-    return scoring.done() and (scoring.cancelled() or scoring.exception() is not None)
 
 
 def _checked(result: ScoreResult, key: str, dimensions: Sequence[str] = ()) -> ScoreResult:

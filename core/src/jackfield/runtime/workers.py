@@ -27,12 +27,10 @@ class Workers(Generic[T]):
         return self._workers[xxhash.xxh3_64_intdigest(subject.encode()) % len(self._workers)]
 
 
-def _is_dead(error: JackfieldError) -> bool:
-    return isinstance(error, WorkerLost)
-
-
 async def resubmitted(
-    work: Callable[[], Awaitable[T]], what: str, may_repeat: Callable[[JackfieldError], bool] = _is_dead
+    work: Callable[[], Awaitable[T]],
+    what: str,
+    may_repeat: Callable[[JackfieldError], bool] = lambda error: isinstance(error, WorkerLost),
 ) -> T:
     """Run work, and again from its beginning if it is lost: :data:`ATTEMPTS` times in all.
 

@@ -136,14 +136,14 @@ def write_archive(folder: Path, samples: Iterable[SavedSample]) -> SnapshotResul
         return writer.finish()
 
 
-def batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield items in order, in batches for a store: at most 500 items or about 32 MiB each."""
+def batches(items: Iterable[T], size: Callable[[T], int], most: int = BATCH_BYTES) -> Iterator[list[T]]:
+    """Yield items in order, in batches for a store: at most 500 items or about ``most`` bytes each."""
     batch: list[T] = []
     total = 0
     for item in items:
         batch.append(item)
         total += size(item)
-        if total >= BATCH_BYTES or len(batch) >= BATCH_ROWS:
+        if total >= most or len(batch) >= BATCH_ROWS:
             yield batch
             batch, total = [], 0
     if batch:

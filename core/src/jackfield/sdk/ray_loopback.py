@@ -6,11 +6,9 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
-
-from jackfield.sdk.ray_processes import children, see_gone, with_descendants
 
 if TYPE_CHECKING:
     import psutil
@@ -20,46 +18,83 @@ __all__ = ["HOST", "enter"]
 HOST = "127.0.0.1"  #: Ray's processes listen only there if it is the node's only address, else on all interfaces
 _NICE = "RAY_worker_niceness"  #: Ray's default gives its workers, which do the run's work, a low CPU priority
 _VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_GONE_SECONDS = 2.0  #: time for a cluster's processes to exit by themselves once its workers have cleaned up
 
 
-def enter(address: str | None, options: Mapping[str, Any]) -> list[psutil.Process]:
+def enter(address: str | None, options: Mapping[str, Any]) -> Callable[[], None]:
     """Join the cluster at an address, or start a local one with Ray's ``options``.
 
     Returns:
-        The child processes of this one that were started.
+        A function that leaves the cluster. It first ends all processes of one that was started here; Ray only asks
+        them to end.
     """
     import ray
 
     handler = signal.getsignal(signal.SIGTERM)
+    started: list[psutil.Process] = []
     try:
         if address is None:
-            return _start(options)
-        ray.init(address=address, log_to_driver=False, configure_logging=False)
-        return []
+            started = _start(options)
+        else:
+            ray.init(address=address, log_to_driver=False, configure_logging=False)
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # Ray's handler would end this process before it cleans up
 
+    def leave() -> None:
+        family = _with_descendants(started)
+        ray.shutdown()
+        _see_gone(family, _GONE_SECONDS)
+
+    return leave
+
 
 def _start(options: Mapping[str, Any]) -> list[psutil.Process]:
-    """Start a cluster; retry if this machine is so busy that Ray's own deadline of 30 s passes."""
+    """Start a cluster; retry if this machine is so busy that Ray's own deadline of 30 s passes.
+
+    Returns:
+        Its top processes; its other processes descend from them.
+    """
+    import psutil
     import ray
 
     os.environ.setdefault(_NICE, "0")
-    before = children()
+    this = psutil.Process()
+    before = this.children()
     for last in (False, True):
         with _on_loopback(), _without_sigterm():
             try:
                 ray.init(address="local", log_to_driver=False, configure_logging=False, **options)
             except Exception as error:
-                family = [each for child in children() if child not in before for each in with_descendants(child)]
+                family = _with_descendants(child for child in this.children() if child not in before)
                 _end_nodes(error)
-                see_gone(family, seconds=0.0)
+                _see_gone(family, seconds=0.0)
                 if last:
                     raise
             else:
                 break
-    return [each for each in children() if each not in before]
+    return [each for each in this.children() if each not in before]
+
+
+def _with_descendants(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    import psutil
+
+    family = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            family += [process, *process.children(recursive=True)]
+    return family
+
+
+def _see_gone(processes: Iterable[psutil.Process], seconds: float) -> None:
+    """Wait until all processes have exited; kill those that still run after ``seconds``."""
+    import psutil
+
+    _, left = psutil.wait_procs(list(processes), timeout=seconds)
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=_GONE_SECONDS)
 
 
 def _end_nodes(error: Exception) -> None:
@@ -82,15 +117,16 @@ def _on_loopback() -> Iterator[None]:
     """
     from ray._private import ray_constants
 
-    constant, variables = ray_constants.ENABLE_RAY_CLUSTER, os.environ.copy()
+    constant, variable = ray_constants.ENABLE_RAY_CLUSTER, os.environ.get(_VARIABLE)
     ray_constants.ENABLE_RAY_CLUSTER = False
     os.environ[_VARIABLE] = "0"
     try:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = constant
-        os.environ.pop(_VARIABLE)
-        os.environ |= {name: value for name, value in variables.items() if name == _VARIABLE}
+        del os.environ[_VARIABLE]
+        if variable is not None:
+            os.environ[_VARIABLE] = variable
 
 
 @contextmanager

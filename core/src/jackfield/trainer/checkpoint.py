@@ -32,7 +32,7 @@ from jackfield import __version__
 from jackfield.errors import JackfieldError, RunError, WorkerLost
 from jackfield.files import digest_of, seal, sync, sync_tree, unseal
 from jackfield.plugins.hooks import CheckpointSaved
-from jackfield.runtime.engine_group import EngineGroup
+from jackfield.runtime.engine import EngineGroup
 from jackfield.runtime.samples import TRAIN
 from jackfield.trainer.role import Role
 

@@ -14,7 +14,7 @@ import attrs
 
 from jackfield.errors import RunError
 from jackfield.queue import BatchMeta
-from jackfield.runtime.engine_rank import PREFIX
+from jackfield.runtime.engine import PREFIX
 from jackfield.trainer.role import Role
 
 _SAMPLE_FACTOR = 10.0  #: a single sample's mean distance may exceed the bound of the batch by this factor

@@ -21,7 +21,7 @@ from jackfield.plugins.hooks import SampleRecord, StageEnded
 from jackfield.queue import BatchMeta, TransferQueue
 from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
-from jackfield.runtime.engine_rank import EngineRank
+from jackfield.runtime.engine import EngineRank
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers, is_lost, lost_keys, resubmitted
 from jackfield.settings import structure
@@ -293,6 +293,6 @@ class WeightSubscriber:
             peft_config=published.peft_config,
             deadline_seconds=seconds,
         )
-        who = f"replica {replica.info.replica} to take weights {published.version}"
+        who = f"replica {replica.number} to take weights {published.version}"
         receipt = await self.role.clock.wait_for(replica.server.update_weights(request), seconds, who)
         verify(replica.info, receipt, published.version, published.digests)

@@ -17,8 +17,7 @@ from jackfield.config.sections import MixConfig, ReplayConfig
 from jackfield.errors import QueueError, RunError
 from jackfield.plugins.hooks import SamplesFailed, SamplesRecorded, StepEnded, WeightsSynced
 from jackfield.queue import BatchMeta, Reuse
-from jackfield.runtime.engine_group import EngineGroup
-from jackfield.runtime.engine_rank import Comparison
+from jackfield.runtime.engine import Comparison, EngineGroup
 from jackfield.runtime.samples import TRAIN, global_counts, mini_batches, oldest_version, own, said_metrics, trained
 from jackfield.runtime.workers import is_lost
 from jackfield.trainer.checkpoint import Checkpointer, random_state
@@ -135,19 +134,19 @@ class Trainer:
         """Compute log-probs of the reference policy, if the algorithm has one."""
         if self.reference is not None:
             async with self.role.measure("reference_log_probs", "trainer", step.number):
-                await self.reference.compute_log_probs(step.rows, "ref_log_probs")
+                await self.reference.compute("log_probs", step.rows, "ref_log_probs")
 
     async def old_log_probs(self, step: Step) -> None:
         """Compute log-probs of the policy before the update, unless the rollout's are used."""
         if self.role.algorithm.recompute_old_log_probs:
             async with self.role.measure("old_log_probs", "trainer", step.number):
-                await self.actor.compute_log_probs(step.rows, "old_log_probs")
+                await self.actor.compute("log_probs", step.rows, "old_log_probs")
 
     async def values(self, step: Step) -> None:
         """Compute the critic's values, if there is a critic."""
         if self.critic is not None:
             async with self.role.measure("values", "trainer", step.number):
-                await self.critic.compute_values(step.rows, "values")
+                await self.critic.compute("values", step.rows, "values")
 
     async def advantages(self, step: Step) -> None:
         """Compute advantages from rewards, unless the algorithm trains on given answers."""
@@ -259,7 +258,7 @@ class Trainer:
             version = self.updated if self.role.explores else None
             comparison = Comparison(engine=engine, version=version, slack=check.slack, dropout=check.dropout)
         if algorithm.prepares or (comparison is not None and comparison.engine == "log_probs"):
-            await self.actor.compute_log_probs(part, "log_probs")
+            await self.actor.compute("log_probs", part, "log_probs")
         if algorithm.prepares:
             await self.role.queue.add_columns(part, await self.role.workers.estimator.prepare(part))
         options = dict(algorithm.loss_options)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from jackfield.routing import Replica
 from jackfield.weights.sender import WeightSender
-from jackfield.weights.synchronizer import ProbeAnswer, Replica, ReplicaProbe, SyncReport, WeightSynchronizer, verify
+from jackfield.weights.synchronizer import ProbeAnswer, ReplicaProbe, SyncReport, WeightSynchronizer, verify
 
 __all__ = ["ProbeAnswer", "Replica", "ReplicaProbe", "SyncReport", "WeightSender", "WeightSynchronizer", "verify"]

@@ -10,14 +10,12 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Literal, TypeAlias
 
 import attrs
 
 from jackfield.abc.checkpoint_engine import TopologyRequest
 from jackfield.abc.rollout import (
-    BaseRolloutServer,
     GenerateRequest,
     GenerateResult,
     SamplingParams,
@@ -27,6 +25,7 @@ from jackfield.abc.rollout import (
 )
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, WeightsError
+from jackfield.routing import Replica
 from jackfield.weights.sender import WeightSender
 
 Kind: TypeAlias = Literal["full", "adapter", "delta"]
@@ -34,14 +33,6 @@ Kind: TypeAlias = Literal["full", "adapter", "delta"]
 _SHOWN = 4  #: maximum number of names in a message
 _GRACE_SECONDS = 10.0  #: for a cancelled end to finish
 _CAUSE_SECONDS = 1.0  #: to wait for the failure of the end that broke the transfer, if another end fails first
-
-
-@attrs.frozen(eq=False)
-class Replica:
-    """A replica that has been started."""
-
-    server: BaseRolloutServer
-    info: ServerInfo
 
 
 @attrs.frozen(kw_only=True)
@@ -112,7 +103,11 @@ class WeightSynchronizer:
         start = self.clock.time()
         base = await self._base(replicas) if delta else None
         try:
-            report = await self._transfer(replicas, version, base)
+            try:
+                report = await self._transfer(replicas, version, base)
+            finally:
+                for rank, sender in enumerate(self.senders):
+                    await self.clock.wait_for(sender.finalize(), _GRACE_SECONDS, f"sender {rank} to finalize")
         except WeightsError as error:
             if error.code == "weights.base" and base is not None:
                 self._without(error.message, error)
@@ -124,7 +119,7 @@ class WeightSynchronizer:
         for replica, receipt in zip(replicas, report.receipts, strict=True):
             verify(replica.info, receipt, version, report.digests)
         if self.probe is not None and replicas:
-            await self.probe.check({each.info.replica: each.server for each in replicas}, version)
+            await self.probe.check(replicas, version)
         return attrs.evolve(report, seconds=self.clock.time() - start)
 
     async def _base(self, replicas: Sequence[Replica]) -> int | None:
@@ -137,7 +132,7 @@ class WeightSynchronizer:
         reports = await self.clock.wait_for(asked, self.deadline_seconds, who)
         for replica, report in zip(replicas, reports, strict=True):
             if not report.healthy or report.weight_version != self.version:
-                lacking.append(f"replica {replica.info.replica}")
+                lacking.append(f"replica {replica.number}")
         if not lacking:
             return self.version
         self._without(f"{' and '.join(lacking)}: no weights of version {self.version}", None)
@@ -152,13 +147,6 @@ class WeightSynchronizer:
         logging.getLogger("jackfield").info("weights are sent as a whole, not as a delta: %s", why)
 
     async def _transfer(self, replicas: Sequence[Replica], version: int, base: int | None) -> SyncReport:
-        try:
-            return await self._transferred(replicas, version, base)
-        finally:
-            for rank, sender in enumerate(self.senders):
-                await self.clock.wait_for(sender.finalize(), _GRACE_SECONDS, f"sender {rank} to finalize")
-
-    async def _transferred(self, replicas: Sequence[Replica], version: int, base: int | None) -> SyncReport:
         prepared = [await sender.prepare() for sender in self.senders]
         peft_config = prepared[0].peft_config
         base = base if peft_config is None else None  # an adapter is always sent in full
@@ -166,26 +154,27 @@ class WeightSynchronizer:
         metadata, workers = tuple(each.metadata for each in prepared), sum(replica.info.workers for replica in replicas)
         request = TopologyRequest(trainer_metadata=metadata, rollout_workers=workers)
         topology = await self.senders[0].build_topology(request)
+        update = UpdateWeightsRequest(
+            version=version,
+            checkpoint_engine=self.name,
+            checkpoint_engine_config=self.settings,
+            connect=topology.rollout,
+            total_workers=workers,
+            kind=kind,
+            peft_config=peft_config,
+            base_version=base,
+            deltas_follow=self.kind == "delta",
+            deadline_seconds=self.deadline_seconds,
+        )
         ends: dict[str, Coroutine[Any, Any, Any]] = {
             f"sender {rank}": sender.transfer(topology.trainer[rank], version, base)
             for rank, sender in enumerate(self.senders)
         }
         first = 0
         for replica in replicas:
-            update = UpdateWeightsRequest(
-                version=version,
-                checkpoint_engine=self.name,
-                checkpoint_engine_config=self.settings,
-                connect=topology.rollout[first : first + replica.info.workers],
-                first_worker=first,
-                total_workers=workers,
-                kind=kind,
-                peft_config=peft_config,
-                base_version=base,
-                deltas_follow=self.kind == "delta",
-                deadline_seconds=self.deadline_seconds,
-            )
-            ends[f"replica {replica.info.replica}"] = replica.server.update_weights(update)
+            connect = topology.rollout[first : first + replica.info.workers]
+            own = attrs.evolve(update, connect=connect, first_worker=first)
+            ends[f"replica {replica.number}"] = replica.server.update_weights(own)
             first += replica.info.workers
         results = await run_together(ends, self.clock, self.deadline_seconds, f"weight version {version}")
         (digests, sent_bytes), receipts = results[0], tuple(results[len(self.senders) :])
@@ -253,39 +242,31 @@ async def run_together(
             failures[name] = error
             raise
 
-    tasks = {asyncio.ensure_future(run(name, end)): name for name, end in ends.items()}
+    tasks, first = {asyncio.ensure_future(run(name, end)): name for name, end in ends.items()}, None
     try:
-        await clock.wait_for(asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION), seconds, what)
-    except DeadlineExceeded:
-        late = ", ".join(name for task, name in tasks.items() if not task.done())
-        message = f"waited {seconds:.6g} s for {what}; not finished: {late}{await _cancel(tasks, clock)}"
-        fix = "look at why they did not answer, or raise the deadline of the sync"
-        raise DeadlineExceeded(message, fix=fix) from None
-    except BaseException:
-        await _cancel(tasks, clock)
-        raise
-    if not failures:
+        _, late = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        first = next(iter(failures.items()), None)
+    finally:
+        for task in tasks:
+            task.cancel()
+        ended, deaf = await asyncio.wait(tasks, timeout=_GRACE_SECONDS)
+        for task in ended:
+            if not task.cancelled():
+                task.exception()  # a consequence, or the cause that is raised
+    stuck = f" (and {', '.join(map(tasks.__getitem__, deaf))} cannot be cancelled)" if deaf else ""
+    if first is None and late:
+        names = ", ".join(name for task, name in tasks.items() if task in late)
+        message = f"waited {seconds:.6g} s for {what}; not finished: {names}{stuck}"
+        raise DeadlineExceeded(message, fix="look at why they did not answer, or raise the deadline of the sync")
+    if first is None:
         return [task.result() for task in tasks]
-    name, error = next(iter(failures.items()))
+    name, error = first
     code = error.code if isinstance(error, WeightsError | DeadlineExceeded) else "weights.transfer"
     text = error.message if isinstance(error, JackfieldError) else repr(error)
     kind = DeadlineExceeded if isinstance(error, DeadlineExceeded) else WeightsError
     details = {key: getattr(error, key, None) for key in ("expected", "found", "fix")}
-    message = f"{name} failed while {what} was synchronised: {text}{await _cancel(tasks, clock)}"
+    message = f"{name} failed while {what} was synchronised: {text}{stuck}"
     raise kind(message, code=code, where=name, **details) from error
-
-
-async def _cancel(tasks: Mapping[asyncio.Task[Any], str], clock: Clock) -> str:
-    """Cancel the ends that are still running, and return the names of those that ignore it."""
-    for task in tasks:
-        task.cancel()
-    with suppress(DeadlineExceeded):
-        await clock.wait_for(asyncio.wait(tasks), _GRACE_SECONDS, "cancelled ends")
-    stuck = ", ".join(name for task, name in tasks.items() if not task.done())
-    for task in tasks:
-        if task.done() and not task.cancelled():
-            task.exception()  # a consequence, or the cause that is raised
-    return f" (and {stuck} cannot be cancelled)" if stuck else ""
 
 
 @attrs.frozen
@@ -301,8 +282,7 @@ class ProbeAnswer:
 class ReplicaProbe:
     """Lets replicas generate a few tokens, and compares log-probs with the engine's.
 
-    It raises ``weights.log-probs`` if a distance exceeds the bound (the worst replica is named), and
-    ``DeadlineExceeded`` if a replica does not respond.
+    Raises ``weights.log-probs`` if a distance exceeds the bound (the worst replica is named).
     """
 
     prompt: Callable[[], Awaitable[Sequence[int]]]  #: returns the prompt's tokens; called once
@@ -317,26 +297,27 @@ class ReplicaProbe:
     report: Callable[[float], None] = lambda _: None  #: called with the largest distance
     _prompt_ids: tuple[int, ...] = attrs.field(default=(), init=False)
 
-    async def check(self, servers: Mapping[int, BaseRolloutServer], version: int) -> None:
+    async def check(self, replicas: Sequence[Replica], version: int) -> None:
         """Ask the replicas and compare, if the engine and the replicas can run at the same time."""
-        await self.compare(await self.ask(servers, version))
+        await self.compare(await self.ask(replicas, version))
 
-    async def ask(self, servers: Mapping[int, BaseRolloutServer], version: int) -> list[ProbeAnswer]:
-        """Let every replica (by number) generate; one with older weights refuses."""
+    async def ask(self, replicas: Sequence[Replica], version: int) -> list[ProbeAnswer]:
+        """Let every replica generate; one with older weights refuses."""
         self._prompt_ids = self._prompt_ids or tuple(await self.prompt())
         sampling = SamplingParams(max_new_tokens=self.tokens, temperature=self.temperature, seed=0, ignore_eos=True)
         name, prompt = f"probe-{version}", self._prompt_ids
         request = GenerateRequest(request_id=name, prompt_ids=prompt, sampling=sampling, minimum_weight_version=version)
-        asked = asyncio.gather(*(server.generate(request) for server in servers.values()))
+        asked = asyncio.gather(*(replica.server.generate(request) for replica in replicas))
         results = await self.clock.wait_for(asked, self.seconds, f"replicas to answer the probe of version {version}")
-        return [ProbeAnswer(number, version, result) for number, result in zip(servers, results, strict=True)]
+        return [ProbeAnswer(each.number, version, result) for each, result in zip(replicas, results, strict=True)]
 
     async def compare(self, answers: Sequence[ProbeAnswer]) -> None:
         """Compare the replicas' log-probs with the engine's at the same weight version."""
         scored = await self.score(self._prompt_ids, [answer.result.token_ids for answer in answers])
-        compared = [
-            (_distance(answer.result.log_probs, own), answer, own) for answer, own in zip(answers, scored, strict=True)
-        ]
+        compared = []
+        for answer, own in zip(answers, scored, strict=True):
+            pairs = zip(answer.result.log_probs, own, strict=True)
+            compared.append((sum(abs(found - expected) for found, expected in pairs) / len(own), answer, own))
         distance, answer, own = max(compared, key=lambda each: math.inf if math.isnan(each[0]) else each[0])
         self.report(distance)
         if distance <= self.bound:
@@ -346,17 +327,9 @@ class ReplicaProbe:
             code="weights.log-probs",
             where=f"replica {answer.replica}",
             expected=f"a mean distance of at most {self.bound:.3g} nats over {len(own)} tokens",
-            found=f"{distance:.3g}: engine {_shown(own)}, replica {_shown(answer.result.log_probs)}",
+            found=f"{distance:.3g}: engine {own[:4]}, replica {list(answer.result.log_probs[:4])}",
             fix="raise log_prob_check.bound if these numerics are wanted, or set log_prob_check.on_mismatch: correct",
         )
         if self.stops:
             raise error
         logging.getLogger("jackfield").warning("%s (%s)", error.message, error.found)
-
-
-def _distance(found: Sequence[float], expected: Sequence[float]) -> float:
-    return sum(abs(one - other) for one, other in zip(found, expected, strict=True)) / len(expected)
-
-
-def _shown(log_probs: Sequence[float]) -> str:
-    return ", ".join(f"{value:.4f}" for value in log_probs[:4])

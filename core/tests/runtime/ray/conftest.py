@@ -17,8 +17,7 @@ from ray import cloudpickle
 
 from jackfield.clock import Clock
 from jackfield.config.sections import RayConfig
-from jackfield.runtime.ray.actors import Actor, WorkerSpec
-from jackfield.runtime.ray.cluster import Cluster
+from jackfield.runtime.ray_cluster import Actor, Cluster, WorkerSpec
 
 from . import workers
 
@@ -87,7 +86,7 @@ def hosted(cluster: Cluster) -> Callable[..., Any]:
 
     async def start(name: str, make: Callable[..., Any], **options: Any) -> Actor:
         actor = await cluster.start(WorkerSpec(name=name, make=lambda: make, **options))
-        await actor.make()
+        await cluster.make(actor)
         return actor
 
     return start

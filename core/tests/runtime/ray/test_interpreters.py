@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("ray")
 
 from jackfield.errors import PluginError
-from jackfield.runtime.ray.cluster import check_interpreter
+from jackfield.runtime.ray_cluster import check_interpreter
 
 
 def interpreter(folder: Path, ray: str | None, python: str | None = None) -> str:
@@ -56,7 +56,7 @@ from ray._private.authentication.authentication_utils import is_token_auth_enabl
 from jackfield.clock import Clock
 from jackfield.config.sections import RayConfig
 from jackfield.errors import RunError
-from jackfield.runtime.ray.cluster import Cluster
+from jackfield.runtime.ray_cluster import Cluster
 
 assert not is_token_auth_enabled()
 try:

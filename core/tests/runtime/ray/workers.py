@@ -13,8 +13,8 @@ from jackfield.errors import EngineError
 from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.rpc import Contract, Service
 from jackfield.runtime.process import ROLLOUT
-from jackfield.runtime.ray.actors import rollout_service
-from jackfield.runtime.ray.store import store_services
+from jackfield.runtime.ray_actor import rollout_service
+from jackfield.runtime.ray_store import store_services
 
 
 class Counter:
@@ -96,7 +96,7 @@ class Replica:
 
 
 async def make_replica(stack: AsyncExitStack) -> Mapping[str, Service]:
-    return {"worker": rollout_service(Replica(), "rollout replica 0")}  # type: ignore[arg-type]
+    return {"worker": rollout_service(Replica(), 0)}  # type: ignore[arg-type]
 
 
 async def make_memory(stack: AsyncExitStack) -> Mapping[str, Service]:

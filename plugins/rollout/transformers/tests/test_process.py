@@ -20,13 +20,11 @@ from jackfield.abc.engine import ModelSpec
 from jackfield.abc.rollout import RolloutContext
 from jackfield.clock import Clock
 from jackfield.cluster.pool import ReplicaPool, WeightSource
-from jackfield.cluster.replica import Replica as Pooled
-from jackfield.cluster.replica import Worker
 from jackfield.config import make_config
 from jackfield.plugins import installed, load_plugin
-from jackfield.routing.router import Router
+from jackfield.routing import Replica, Router
 from jackfield.runtime.process import RolloutProcess
-from jackfield.weights import Replica, WeightSender, WeightSynchronizer
+from jackfield.weights import WeightSender, WeightSynchronizer
 from jackfield_conformance.registry import FIRST_BEHAVIOUR, Check, checks, run_check
 from jackfield_conformance.subject import Subject
 from jackfield_conformance.support.rollout import LONG, greedy
@@ -106,19 +104,18 @@ class TwoReplicas:
         self.router = Router(Clock())
         self.processes: list[Reused] = []
 
-    async def start(self, number: int) -> Worker:
-        context = RolloutContext(model=ModelSpec(path=model_folder()), replica=number)
-        if number == 1:
-            return Worker(TransformersServer(Config(), context))
+    async def start(self, replica: Replica) -> None:
+        context = RolloutContext(model=ModelSpec(path=model_folder()), replica=replica.number)
+        if replica.number == 1:
+            replica.server = TransformersServer(Config(), context)
+            return
         self.processes.append(Reused(Config(), context))
-        worker = Worker(self.processes[-1], "process")
-        self.processes[-1].on_lost = worker.lose
-        return worker
+        self.processes[-1].on_lost, replica.server, replica.place = replica.lose, self.processes[-1], "process"
 
     async def end(self, number: int) -> None:
         return
 
-    async def route(self, replicas: Mapping[int, Pooled], seconds: float) -> int:
+    async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
         return await self.router.route(replicas, seconds)
 
 

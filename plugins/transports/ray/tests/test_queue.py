@@ -18,7 +18,7 @@ from jackfield.abc.transfer_queue import GetRequest, KeysRequest, PutRequest, Tr
 from jackfield.clock import Clock
 from jackfield.config.sections import RayConfig
 from jackfield.errors import QueueError
-from jackfield.runtime.ray.cluster import Cluster
+from jackfield.runtime.ray_cluster import Cluster
 from jackfield.sdk.columns import dense_column
 from jackfield_conformance import certify
 from jackfield_queue_machine import check_queue_against_model

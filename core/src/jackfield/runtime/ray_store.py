@@ -9,7 +9,8 @@ import attrs
 
 from jackfield.abc.transfer_queue import GetRequest, GetResult, PutRequest, PutResult, TransferQueueBackend
 from jackfield.rpc import Connection, Contract, Service, stub
-from jackfield.sdk.cells import join, split, split_request
+from jackfield.sdk.archive import batches
+from jackfield.sdk.cells import join, split_request
 
 _PIECE_BYTES = 16 * 2**20  #: a message is complete once its values reach this size
 
@@ -31,13 +32,9 @@ class _Samples:
     async def get(self, request: GetRequest) -> AsyncIterator[list[_Sample]]:
         """Yield the samples in order, several at a time."""
         columns = (await self._backend.get(request)).columns
-        cells = {name: split(column) for name, column in columns.items()}
-        samples = [
-            {name: (text, cast(bytes, contents[index])) for name, (text, contents) in cells.items()}
-            for index in range(len(request.keys))
-        ]
-        for start, end in _pieces(samples):
-            yield samples[start:end]
+        numbers = tuple(map(str, range(len(request.keys))))
+        for piece in _pieces(PutRequest(partition=request.partition, keys=numbers, columns=columns)):
+            yield piece
 
 
 _BACKEND = Contract(TransferQueueBackend, without=("put", "get", "close"))
@@ -58,9 +55,10 @@ def remote_backend(connection: Connection, seconds: float) -> TransferQueueBacke
     samples = stub(connection, "samples", _SAMPLES, _Samples, seconds)
 
     async def put(request: PutRequest) -> PutResult:
-        split_up, size = cast(list[_Sample], split_request(request)), 0  # of any bytes-like objects
-        for start, end in _pieces(split_up):
-            size += await samples.put(request.partition, list(request.keys[start:end]), split_up[start:end])
+        size, first = 0, 0
+        for piece in _pieces(request):
+            size += await samples.put(request.partition, list(request.keys[first : first + len(piece)]), piece)
+            first += len(piece)
         return PutResult(bytes=size)
 
     async def get(request: GetRequest) -> GetResult:
@@ -74,11 +72,6 @@ def remote_backend(connection: Connection, seconds: float) -> TransferQueueBacke
     return made
 
 
-def _pieces(samples: Sequence[_Sample]) -> Iterator[tuple[int, int]]:
-    """Yield ranges of samples; a range ends once it reaches :data:`_PIECE_BYTES`."""
-    start = size = 0
-    for end, sample in enumerate(samples, 1):
-        size += sum(len(content) for _, content in sample.values())
-        if size >= _PIECE_BYTES or end == len(samples):
-            yield start, end
-            start, size = end, 0
+def _pieces(request: PutRequest) -> Iterator[list[_Sample]]:
+    samples = cast(Sequence[_Sample], split_request(request))  # of any bytes-like objects
+    return batches(samples, lambda sample: sum(len(content) for _, content in sample.values()), _PIECE_BYTES)

@@ -1,0 +1,254 @@
+"""Replicas of a run, and the router that chooses one for each request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping
+from functools import cached_property
+from typing import Any, Literal, cast
+
+import attrs
+
+from jackfield.abc.rollout import (
+    BaseRolloutServer,
+    GenerateRequest,
+    GenerateResult,
+    HealthReport,
+    SamplingParams,
+    ServerInfo,
+)
+from jackfield.clock import Clock
+from jackfield.errors import DeadlineExceeded, JackfieldError, RolloutError, WorkerLost, described
+
+State = Literal["starting", "serving", "draining", "restarting", "unhealthy"]
+
+LOST = ("rollout.stopped", "worker.died")  #: codes of errors which mean that a replica has died
+
+#: Codes by which a healthy replica refuses a single request.
+_REFUSALS = ("rollout.request", "rollout.context-length", "rollout.stale", "plugin.capability")
+_HEALTH_SECONDS = 10.0  #: for a replica to report its health
+_WAIT_SECONDS = 3600.0  #: for a replica that serves; the pool's own deadlines are shorter
+_UPDATE_SECONDS = 600.0  #: for a failed weight update to be repeated
+_LOOK_SECONDS = 0.1  #: between two checks whether it was repeated
+
+
+@attrs.frozen(kw_only=True)
+class ReplicaState:
+    """The state and load of a replica."""
+
+    replica: int
+    state: State
+    weight_version: int | None = None  #: None if unknown
+    running: int = 0  #: requests that are decoded now
+    waiting: int = 0  #: requests that wait to join the server's batch
+    restarts: int = 0  #: how often its process was replaced
+    address: str | None = None  #: base URL of its OpenAI-compatible endpoint
+    detail: str = ""
+
+
+@attrs.define(eq=False)
+class Replica:
+    """A rollout server of a run, from its start to its death. A restart makes another replica of the same number."""
+
+    server: BaseRolloutServer = attrs.field(default=cast(Any, None))  #: the server or its stub, once it is made
+    info: ServerInfo = attrs.field(default=cast(Any, None))  #: set when the server has started
+    number: int = attrs.field(kw_only=True)
+    clock: Clock = attrs.field(factory=Clock, kw_only=True)
+    state: State = attrs.field(default="starting", kw_only=True)
+    restarts: int = attrs.field(default=0, kw_only=True)
+    #: "here": it cannot be replaced; "process": another process can; "cluster": the run can also recover from its death
+    place: Literal["here", "process", "cluster"] = attrs.field(default="here", kw_only=True)
+
+    @number.default
+    def _number_of_server(self) -> int:
+        return self.info.replica
+
+    @property
+    def name(self) -> str:
+        """Return the replica's name for messages."""
+        return f"rollout replica {self.number}"
+
+    @cached_property
+    def lost(self) -> asyncio.Future[JackfieldError]:
+        """How the replica died."""
+        return asyncio.get_running_loop().create_future()
+
+    def lose(self, error: JackfieldError) -> None:
+        """Record how it died. Only the first reason counts."""
+        if not self.lost.done():
+            self.lost.set_result(error)
+
+    async def is_lost(self, error: Exception | None = None) -> bool:
+        """Return whether the replica has died; ask for its health if that is unknown.
+
+        ``error`` is that of a failed request. A mere refusal of the request means that the replica is healthy.
+        """
+        refuses = isinstance(error, JackfieldError) and error.code in _REFUSALS
+        if self.lost.done() or refuses:
+            return self.lost.done()
+        try:
+            report = await self.health()
+            cause = None if report.healthy else report.detail or "not healthy"
+        except Exception as silence:
+            cause = f"{type(silence).__name__}: {silence}"
+        if cause is not None:
+            self.lose(self._death(cause, error))
+        return cause is not None
+
+    def _death(self, cause: str, error: Exception | None) -> JackfieldError:
+        if isinstance(error, JackfieldError) and error.code in LOST:
+            return error
+        found = f"its health: {cause}" if error is None else f"{described(error)}; its health: {cause}"
+        if self.place == "cluster":
+            return WorkerLost(f"{self.name} died", where=self.name, found=found)
+        fix = "look at what the server printed; the traceback is in error.txt in the run's folder"
+        return self.stopped("died", found, fix)
+
+    def stopped(self, how: str, found: object, fix: str) -> RolloutError:
+        """Return the error ``rollout.stopped`` of this replica."""
+        where, expected = f"replica {self.number}", "a replica that answers until the run ends"
+        message = f"{self.name} {how}"
+        return RolloutError(message, code="rollout.stopped", where=where, expected=expected, found=found, fix=fix)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Generate one sample.
+
+        Raises:
+            RolloutError: ``rollout.stopped`` if the replica has died.
+        """
+        try:
+            return await self.server.generate(request)
+        except Exception as error:
+            if await self.is_lost(error):
+                raise self.lost.result() from error
+            raise
+
+    async def health(self) -> HealthReport:
+        """Report within 10 s whether the replica can serve."""
+        return await self.clock.wait_for(self.server.health(), _HEALTH_SECONDS, f"{self.name} to tell its health")
+
+    async def describe(self) -> ReplicaState:
+        """Return the state and load of the replica."""
+        state = ReplicaState(replica=self.number, state=self.state, restarts=self.restarts)
+        if self.state not in ("serving", "draining"):
+            return state
+        state = attrs.evolve(state, address=self.info.openai_base_url)
+        try:
+            report = await self.health()
+        except JackfieldError as error:
+            return attrs.evolve(state, state="unhealthy", detail=error.message)
+        load = {name: getattr(report, name) for name in ("weight_version", "running", "waiting", "detail")}
+        return attrs.evolve(state, state=self.state if report.healthy else "unhealthy", **load)
+
+
+@attrs.define(eq=False)
+class Router:
+    """Sends a rollout's requests to one replica, the least loaded at its first turn."""
+
+    _clock: Clock
+    _replicas: dict[int, Replica] = attrs.field(factory=dict, init=False)  #: requests wait while this is empty
+    #: requests by replica, also by those that were removed
+    _running: defaultdict[Replica, set[asyncio.Task[GenerateResult]]] = attrs.field(
+        factory=lambda: defaultdict(set), init=False
+    )
+    _changed: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)
+
+    def of_one_rollout(
+        self, asks: Callable[[SamplingParams], None] = lambda _: None
+    ) -> Callable[[GenerateRequest], Awaitable[GenerateResult]]:
+        """Return a function that generates for one rollout, on one replica for its cache.
+
+        ``asks`` is called with the sampling parameters of each request.
+
+        If the replica dies or is removed, the request starts again on another one, with the same seed. If a weight
+        update fails and the request with it, the request is repeated after the next update. Any other error of a live
+        replica is raised.
+        """
+        chosen: Replica | None = None
+
+        async def generate(request: GenerateRequest) -> GenerateResult:
+            nonlocal chosen
+            asks(request.sampling)
+            while True:
+                if chosen is None or self._is_removed(chosen):
+                    chosen = await self._least_loaded()
+                try:
+                    result = await self._generate(chosen, request)
+                except JackfieldError as error:
+                    if error.code in LOST:
+                        if not self._is_removed(chosen):
+                            del self._replicas[chosen.number]  # the pool's next table decides about it
+                    elif error.code != "rollout.stale" or not await self._is_updated(chosen, request):
+                        raise
+                else:
+                    if result is not None:
+                        return result
+
+        return generate
+
+    async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
+        """Use these replicas from now on; return when no request is left on removed ones.
+
+        Args:
+            replicas: Replicas by number.
+            seconds: Time for requests on a removed replica to end. The rest are generated again elsewhere.
+
+        Returns:
+            Number of requests that were moved.
+        """
+        removed = [replica for replica in self._running if replica not in replicas.values()]
+        self._replicas = dict(replicas)
+        self._changed.set()
+        self._changed = asyncio.Event()
+        return sum(await asyncio.gather(*(self._empty(replica, seconds) for replica in removed)))
+
+    async def _empty(self, replica: Replica, seconds: float) -> int:
+        """Wait until a removed replica has no requests, and move those that take too long."""
+        if not (running := self._running.pop(replica)):
+            return 0
+        _, late = await asyncio.wait(set(running), timeout=seconds)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+        return len(late)
+
+    async def _generate(self, replica: Replica, request: GenerateRequest) -> GenerateResult | None:
+        """Generate on a replica; return None if its removal aborted the request."""
+        task, running = asyncio.ensure_future(replica.generate(request)), self._running[replica]
+        running.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            own = asyncio.current_task()
+            if self._is_removed(replica) and task.cancelled() and not (own and own.cancelling()):
+                return None
+            raise
+        finally:
+            running.discard(task)
+
+    async def _is_updated(self, replica: Replica, request: GenerateRequest) -> bool:
+        """Wait until a replica has complete weights; return whether they are new enough.
+
+        Raises:
+            DeadlineExceeded: If the weights do not come in time; the replica is named.
+        """
+        ends = self._clock.time() + _UPDATE_SECONDS
+        while not self._is_removed(replica):
+            report = await replica.health()
+            if report.healthy:
+                return report.weight_version >= (request.minimum_weight_version or 0)
+            if self._clock.time() >= ends:
+                what = f"{replica.name} to get weights after an update failed: {report.detail}"
+                raise DeadlineExceeded(f"waited {_UPDATE_SECONDS:g} s for {what}")
+            await self._clock.sleep(_LOOK_SECONDS)
+        return True
+
+    async def _least_loaded(self) -> Replica:
+        """Return the replica with the fewest running requests; wait for one while none serves."""
+        while not self._replicas:
+            await self._clock.wait_for(self._changed.wait(), _WAIT_SECONDS, "a rollout replica that serves")
+        return min(self._replicas.values(), key=lambda replica: len(self._running[replica]))
+
+    def _is_removed(self, replica: Replica) -> bool:
+        return self._replicas.get(replica.number) is not replica

@@ -1,1 +1,0 @@
-"""Routing of generation requests to replicas."""

@@ -1,1 +1,0 @@
-"""Workers in Ray actors: the cluster, the host of a worker, and the connection to it."""

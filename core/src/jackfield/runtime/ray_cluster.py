@@ -1,0 +1,357 @@
+"""A Ray cluster that this process starts or joins, and the processes in it.
+
+Ray places and starts each process as an actor; everything else goes over a connection to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import platform
+import secrets
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
+
+import attrs
+
+from jackfield.clock import Clock
+from jackfield.config.sections import RayConfig
+from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RunError, WorkerLost
+from jackfield.plugins.interpreters import look
+from jackfield.rpc import Address, Connection, Contract, stub
+from jackfield.runtime.process import MakeServices
+from jackfield.runtime.ray_actor import RAY_HOST, Place, RayHost, connect_worker, death, kill_if_stopped
+from jackfield.sdk.ray_loopback import HOST, enter
+
+T = TypeVar("T")
+
+_REACH_SECONDS = 10.0  #: for the head node to accept a connection
+_END_SECONDS = 15.0  #: for a worker to close its resources, or a process to be killed
+_TOKEN, _MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"
+
+
+unavailable = partial(RunError, code="cluster.unavailable")
+
+
+@attrs.frozen(kw_only=True)
+class WorkerSpec:
+    """Describes which worker to start, and where."""
+
+    name: str
+    make: Callable[[], MakeServices]  #: returns the function that makes it; called once all processes are known
+    group: Any = None  #: Ray placement group; None: anywhere
+    bundle: int = 0  #: index of the bundle in the group
+    resources: Mapping[str, float] = attrs.field(factory=dict)  #: what it takes from the bundle
+    python: str | None = None  #: another interpreter, which :func:`check_interpreter` has accepted
+    restarts: bool = False  #: a call that finds the worker dead restarts it; it is not watched otherwise
+
+
+@attrs.define(eq=False)
+class Actor:
+    """A process of the cluster, in which one worker can follow another."""
+
+    spec: WorkerSpec
+    handle: Any  #: Ray's actor handle
+    address: Address  #: where the process is served
+    connection: Connection
+    place: Place = attrs.field(init=False)
+    made: bool = attrs.field(default=False, init=False)  #: whether it should have its worker
+
+    @property
+    def lives(self) -> bool:
+        """Return whether the process is alive."""
+        return not self.connection.lost.done()
+
+    def host(self, seconds: float) -> RayHost:
+        """Return a stub of the host in the process."""
+        return stub(self.connection, "host", RAY_HOST, RayHost, seconds)
+
+
+@attrs.define(eq=False)
+class Cluster:
+    """A Ray cluster and its actors; :meth:`close` ends what this process has started.
+
+    Processes and placement groups outlive their workers: after :meth:`rest`, a worker or placement group of the same
+    name reuses them.
+    """
+
+    _clock: Clock
+    _start_seconds: float  #: deadline for a worker or a placement group
+    _heartbeat_seconds: float = 30.0  #: a worker's process is killed after this long without a heartbeat
+    actors: dict[str, Actor] = attrs.field(factory=dict, init=False)  #: by name of the worker, also of one that ended
+    _groups: dict[str, Any] = attrs.field(factory=dict, init=False)
+    _restarting: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)
+    _leave: Callable[[], None] = attrs.field(init=False)
+
+    async def open(self, options: RayConfig, needed_cpus: float) -> None:
+        """Start or join a cluster.
+
+        Raises:
+            RunError: ``cluster.unavailable`` if it cannot be started or joined.
+        """
+        try:
+            import ray
+        except ImportError as error:
+            fix = "pip install 'jackfield[ray]'"
+            raise PluginError("the Ray runtime needs Ray", where="cluster.name", fix=fix, found=error) from error
+        _use_token(joins=options.address is not None)
+        if ray.is_initialized():
+            fix = "do the run in a process of its own, or call ray.shutdown() first"
+            raise unavailable("this process is in a Ray cluster already", fix=fix)
+        own = {
+            "num_cpus": options.num_cpus or max(os.cpu_count() or 1, round(needed_cpus + 0.5)),
+            "object_store_memory": options.object_store_bytes,
+            "include_dashboard": False,
+            "_node_ip_address": HOST,
+        }
+        try:
+            if options.address is not None:  # connect to the head node once, because Ray itself retries for minutes
+                address, _, port = options.address.rpartition(":")
+                opening = asyncio.open_connection(address.strip("[]"), int(port))
+                who = f"the cluster {options.address}"
+                (await self._clock.wait_for(opening, _REACH_SECONDS, who))[1].close()
+            # in this thread: Ray's processes would end with any other thread, and Ray has its own deadlines here
+            self._leave = enter(options.address, {} if options.address else own)
+        except Exception as error:  # Ray raises many kinds
+            raise unavailable(
+                f"the Ray cluster at {options.address} cannot be joined" if options.address else "Ray cannot start",
+                where=options.address,
+                expected=f"a cluster of Ray {version('ray')} and Python {platform.python_version()}, and its token",
+                found=f"{type(error).__name__}: {error}",
+                fix="look whether it runs (`ray status`), and set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to its token",
+            ) from error
+
+    async def places(self, count: int, resources: Mapping[str, float], what: str) -> Any:
+        """Return the placement group of ``what``, or create one of ``count`` equal bundles.
+
+        Raises:
+            RunError: ``cluster.unavailable`` if the cluster cannot provide it in time.
+        """
+        import ray
+        from ray.util.placement_group import placement_group
+
+        if what in self._groups:
+            return self._groups[what]
+        self._groups[what] = group = placement_group([dict(resources) for _ in range(count)], strategy="PACK")
+        who = f"{count} places of {dict(resources)} for {what}"
+        try:
+            await self._clock.wait_for(group.ready(), self._start_seconds, who)
+        except BaseException as error:
+            self.give_back(what)
+            if not isinstance(error, DeadlineExceeded):
+                raise
+            free, total = ray.available_resources(), ray.cluster_resources()  # type: ignore[no-untyped-call]
+            parts = (f"{name}: {free.get(name, 0):g} of {total.get(name, 0):g} free" for name in resources)
+            raise unavailable(
+                f"the cluster has no room for {what}",
+                expected=who,
+                found=f"in the whole cluster {', '.join(parts)}",
+                fix="raise cluster.ray.num_cpus, join a larger cluster, or ask for fewer or smaller workers",
+            ) from error
+        return group
+
+    def give_back(self, what: str) -> None:
+        """Remove the placement group of ``what``, if there is one."""
+        from ray.util.placement_group import remove_placement_group
+
+        if what in self._groups:
+            remove_placement_group(self._groups.pop(what))
+
+    async def start(self, spec: WorkerSpec) -> Actor:
+        """Start a process for a worker, or reuse the process of an earlier worker of this name.
+
+        Raises:
+            RunError: ``cluster.unavailable`` if it does not start or has other versions.
+        """
+        actor = self.actors.get(spec.name)
+        if actor is None or not actor.lives:
+            actor = self.actors[spec.name] = await self._started(spec)
+        actor.spec = spec
+        actor.place = place = await actor.host(self._start_seconds).place()
+        ours = {package: version(package) for package in place.versions}
+        if place.versions != ours:
+            raise unavailable(
+                f"{spec.name} has other versions than the controller",
+                where=f"node {place.address}",
+                expected=ours,
+                found=place.versions,
+                fix="install the same versions on every node",
+            )
+        return actor
+
+    async def _started(self, spec: WorkerSpec) -> Actor:
+        import ray
+        from ray.exceptions import RayActorError, RayTaskError
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = "SPREAD" if spec.group is None else PlacementGroupSchedulingStrategy(spec.group, spec.bundle)
+        options = {
+            "num_cpus": spec.resources.get("CPU", 0),
+            "num_gpus": spec.resources.get("GPU", 0),
+            "scheduling_strategy": strategy,
+            "runtime_env": None if spec.python is None else {"py_executable": spec.python},
+        }
+        host: Any = ray.remote(RayHost).options(**options)
+        handle = host.remote(spec.name, os.getcwd(), spec.group is not None, self._heartbeat_seconds)
+        try:
+            listening = handle.listen.remote()
+            address = await self._clock.wait_for(listening, self._start_seconds, f"{spec.name} to start")
+            connection = await connect_worker(address, spec.name, "the controller", self._clock, kills=True)
+        except RayTaskError as error:
+            if isinstance(error.cause, JackfieldError):
+                raise error.cause from None
+            found = f"{spec.name} raised {type(error.cause).__name__}: {error.cause}"
+            raise RunError(found, where=spec.name, fix="the traceback is in error.txt") from error
+        except RayActorError as error:
+            raise death(spec.name, spec.name, _reason(str(error))) from None
+        actor = Actor(spec, handle, address, connection)
+
+        def note_death(lost: asyncio.Future[str]) -> None:
+            if actor.made and actor.spec.restarts:  # the death of a watched worker is reported elsewhere
+                text = f"{spec.name} ({address.process}) died: it {lost.result()}"
+                logging.getLogger("jackfield").warning("%s", text)
+
+        connection.lost.add_done_callback(note_death)
+        return actor
+
+    async def make(self, actor: Actor) -> None:
+        """Make the worker of an actor.
+
+        Raises:
+            JackfieldError: If making it raises this error in the process.
+        """
+        from ray import cloudpickle
+
+        await actor.host(self._start_seconds).make(cast(Any, cloudpickle).dumps(actor.spec.make()))
+        actor.made = True
+
+    async def restart(self, name: str) -> Actor:
+        """Make a worker again, in its process if that still works, otherwise in a new one."""
+        await self._empty(self.actors[name])
+        actor = await self.start(self.actors[name].spec)
+        await self.make(actor)
+        return actor
+
+    def restarting_stub(
+        self, name: str, stub_of: Callable[[Actor], T], contract: Contract, begin: Callable[[Actor], Awaitable[object]]
+    ) -> T:
+        """Return a stub of a stateless worker, which is restarted when a call finds it dead.
+
+        ``stub_of`` makes a stub of the worker in an actor; ``begin`` is awaited after each restart.
+        """
+
+        async def call(method: str, *arguments: Any, **keywords: Any) -> Any:
+            try:
+                return await getattr(stub_of(self.actors[name]), method)(*arguments, **keywords)
+            except WorkerLost:
+                with suppress(WorkerLost):  # the next call tries again
+                    async with self._restarting:
+                        if not self.actors[name].lives:
+                            await begin(await self.restart(name))
+                raise
+
+        return cast(T, SimpleNamespace(**{method.name: partial(call, method.name) for method in contract}))
+
+    @staticmethod
+    async def watch(actors: Sequence[Actor]) -> None:
+        """Wait until one of the actors dies, and raise ``WorkerLost``, which names it."""
+        lives = {asyncio.shield(actor.connection.lost): actor for actor in actors}
+        done, _ = await asyncio.wait(lives, return_when=asyncio.FIRST_COMPLETED)
+        raise lives[done.pop()].connection.error()
+
+    async def _empty(self, actor: Actor) -> None:
+        """End a worker. Keep its process for another one, or kill it if the worker does not end."""
+        actor.made = False
+        try:
+            await actor.host(_END_SECONDS).end()
+        except JackfieldError:
+            await self._kill(actor)
+
+    async def _kill(self, actor: Actor) -> None:
+        """End the process; a stopped one cannot react to Ray, so it is killed on its node."""
+        import ray
+        from ray.exceptions import RayError
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        actor.connection.end("was ended")
+        process = actor.address.process
+        if process.is_near:
+            kill_if_stopped(process)
+        elif hasattr(actor, "place"):
+            strategy = NodeAffinitySchedulingStrategy(actor.place.node, soft=False)
+            task = ray.remote(kill_if_stopped).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+            with suppress(RayError, DeadlineExceeded):  # the node may be gone
+                await self._clock.wait_for(task.remote(process), _END_SECONDS, f"{process} to be killed")
+        ray.kill(actor.handle, no_restart=True)
+
+    async def end(self, name: str) -> None:
+        """End one worker, if there is one of this name, and its process."""
+        if actor := self.actors.pop(name, None):
+            await self._empty(actor)
+            await self._kill(actor)
+
+    async def rest(self) -> None:
+        """End all workers. Their processes are kept for other workers if they still respond."""
+        await asyncio.gather(*map(self._empty, reversed(self.actors.values())))
+
+    async def close(self) -> None:
+        """End all actors and placement groups; leave the cluster, or end it if started here."""
+        await self.rest()
+        await asyncio.gather(*map(self._kill, self.actors.values()))
+        for what in list(self._groups):
+            self.give_back(what)
+        self._leave()
+
+
+def check_interpreter(python: str, what: str, seconds: float = 30.0) -> None:
+    """Refuse an interpreter in which Ray could not start an actor but would wait for ever.
+
+    Raises:
+        PluginError: ``plugin.interpreter`` or ``plugin.requirement`` if it is not suitable. The error names ``what``.
+    """
+    report = look(python, seconds=seconds)
+    report.check()
+    pairs = (version("ray"), platform.python_version()), (report.versions["ray"], report.python)
+    ours, theirs = (f"Ray {ray} on Python {'.'.join(str(python).split('.')[:2])}" for ray, python in pairs)
+    if ours != theirs:
+        raise PluginError(
+            f"{what} cannot run in the interpreter {report.path}",
+            code="plugin.interpreter",
+            where=report.path,
+            expected=f"{ours}, as in the cluster",
+            found=theirs,
+            fix=f"{report.path} -m pip install ray=={version('ray')}",
+        )
+
+
+def _use_token(*, joins: bool) -> None:
+    """Set up Ray's authentication token in this process's environment. Ray reads it once.
+
+    To start a cluster, generate a token, which Ray would otherwise write into the home folder. To join one, use the
+    token that exists; given an address, Ray would not send it by itself.
+    """
+    there = any(name in os.environ for name in (_TOKEN, "RAY_AUTH_TOKEN_PATH"))
+    if joins:
+        there |= (Path.home() / ".ray" / "auth_token").is_file()
+        if there and _MODE not in os.environ:
+            os.environ[_MODE] = "token"
+            if "ray" in sys.modules:  # Ray has already read its settings
+                sys.modules["ray._raylet"].Config.initialize("")
+    elif not there:
+        os.environ[_TOKEN] = secrets.token_hex(32)
+
+
+def _reason(text: str) -> str:
+    """Return the line of Ray's explanation that gives the cause."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if "creation task" in text:
+        return lines[-1][:300]
+    telling = [line for line in lines if "exit" in line.lower() or "dead" in line.lower()]
+    return (telling or lines or ["no reason is known"])[0][:300]
