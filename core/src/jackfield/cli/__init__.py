@@ -55,9 +55,9 @@ class LazyGroup(click.Group):
         except ModuleNotFoundError as error:
             if error.name != "jackfield_conformance":
                 raise
-        details = {"where": sys.executable, "expected": "jackfield-conformance", "found": "not installed"}
-        message, fix = f"jackfield {ctx.info_name} {cmd_name} needs jackfield-conformance", f"{sys.executable} -m pip "
-        report(ctx, PluginError(message, fix=f"{fix}install jackfield-conformance", **details), exit_code=2)
+        needed, fix = "jackfield-conformance", f"{sys.executable} -m pip install jackfield-conformance"
+        message, details = f"jackfield {ctx.info_name} {cmd_name} needs {needed}", {"where": sys.executable, "fix": fix}
+        report(ctx, PluginError(message, expected=needed, found="not installed", **details), exit_code=2)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing them."""
