@@ -182,10 +182,9 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def initialize(self) -> None:
-        """Load the model and create the optimizer and the learning-rate scheduler.
+        """Load the model, and create the optimizer and the learning-rate scheduler.
 
-        Raises:
-            EngineError: ``engine.model`` if the model folder is missing or unusable.
+        A model folder that is missing or unusable is refused (``engine.model``).
         """
 
     @property
@@ -218,8 +217,7 @@ class BaseEngine(ABC):
             loss_function: See :data:`LossFunction`; None is allowed only with ``forward_only``.
             forward_only: Compute no gradients; a loss function, if given, is still evaluated.
 
-        Raises:
-            EngineError: ``engine.state`` outside of :meth:`train_mode` and :meth:`eval_mode`.
+        Outside of :meth:`train_mode` and :meth:`eval_mode` it raises ``engine.state``.
         """
 
     @abstractmethod

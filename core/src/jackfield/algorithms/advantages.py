@@ -321,16 +321,6 @@ class _Rollouts:
         """Return for each row its rollout's score relative to those of its task, ``[B]``."""
         return self.tasks.relative(scores, eps)[self.steps.index]
 
-    def to_go(self, rows: Tensor, gamma: float) -> Tensor:
-        """Return for each step the discounted sum over it and the later steps of its rollout, ``[B]``."""
-        table = rows.new_zeros((int(self.steps.counts.max()), len(self.steps.counts)))
-        table[self.position, self.steps.index] = rows
-        running = table.new_zeros(table.shape[1])
-        for step in range(len(table) - 1, -1, -1):
-            running = table[step] + gamma * running
-            table[step] = running
-        return table[self.position, self.steps.index]
-
 
 @register("advantages", "step_wise_grpo", "group", "group_ids rollout_ids step_ids?")
 def _step_wise_grpo(
@@ -376,5 +366,8 @@ def _gigpo(
     rollouts, scores = _Rollouts(x), x.scores
     scale = eps if normalize_by_std else None
     anchors = x.anchor_ids if x.anchor_ids is not None else x.step_ids if x.step_ids is not None else rollouts.position
-    of_step = Groups(x.group_ids, anchors).relative(rollouts.to_go(scores, gamma), scale)
+    table = scores.new_zeros((int(rollouts.steps.counts.max()), len(rollouts.steps.counts)))
+    table[rollouts.position, rollouts.steps.index] = scores
+    returns = discounted_sums(table.T, gamma).T[rollouts.position, rollouts.steps.index]
+    of_step = Groups(x.group_ids, anchors).relative(returns, scale)
     return rollouts.compare(rollouts.steps.totals(scores), scale) + step_weight * of_step

@@ -177,16 +177,13 @@ _dppo(
 )
 
 
-def _m2po_mask(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, m2_threshold: float
-) -> dict[str, Tensor]:
+def _m2po_mask(x: Inputs, *, m2_threshold: float) -> dict[str, Tensor]:
     """Return a mask that is 1 on kept tokens, ``[B, T]``."""
-    logs = log_probs - old_log_probs
-    candidates = _outward(logs, advantages) & (response_mask != 0)
+    logs, mask = x.log_probs - x.old_log_probs, x.response_mask != 0
+    candidates = _outward(logs, x.advantages) & mask
     ordered, order = logs.double().square()[candidates].sort(stable=True)
     count = ordered.new_ones(len(ordered)).cumsum(0)
     within = ordered.cumsum(0) / count <= m2_threshold  # prefix means of ascending values ascend
-    mask = (response_mask != 0).clone()
     mask[candidates] = within.new_zeros(len(ordered)).scatter(0, order, within)
     return {"m2po_mask": mask}
 
@@ -203,22 +200,19 @@ def _m2po(x: Inputs, *, m2_threshold: NotNegative = 0.04) -> LossResult:
     return _without(x.m2po_mask == 0, log_ratio(x.log_probs, x.old_log_probs).exp(), x.advantages)
 
 
-def _covariance(log_probs: Tensor, advantages: Tensor, keep: Tensor) -> Tensor:
+def _covariance(x: Inputs) -> Tensor:
     """Return (log pi - mean) (A - mean) per token, with means over the batch's model tokens."""
-    logs, gains = log_probs.double(), advantages.double()
+    logs, gains, keep = x.log_probs.double(), x.advantages.double(), x.response_mask != 0
     return (logs - masked_mean_std(logs, keep)[0]) * (gains - masked_mean_std(gains, keep)[0])
 
 
-def _clip_cov_mask(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, **options: Any
-) -> dict[str, Tensor]:
-    """Return a mask that is 1 on tokens without gradient, ``[B, T]``; ``options`` are those of the loss."""
+def _clip_cov_mask(x: Inputs, **options: Any) -> dict[str, Tensor]:
+    """Return a mask that is 1 on tokens without gradient, ``[B, T]``."""
     import torch
 
-    keep = response_mask != 0
-    covariance = _covariance(log_probs, advantages, keep)
-    r = log_ratio(log_probs, old_log_probs).exp()
-    clipped = r.clamp(1.0 - options["clip_low"], 1.0 + options["clip_high"]) * advantages < r * advantages
+    keep, covariance = x.response_mask != 0, _covariance(x)
+    r = log_ratio(x.log_probs, x.old_log_probs).exp()
+    clipped = r.clamp(1.0 - options["clip_low"], 1.0 + options["clip_high"]) * x.advantages < r * x.advantages
     inside = (covariance > options["clip_cov_lower"]) & (covariance < options["clip_cov_upper"])
     candidates = (keep & ~clipped & inside).nonzero()
     wanted = max(int(options["clip_cov_ratio"] * int(keep.sum())), 1)
@@ -255,12 +249,10 @@ def _clip_cov(
     return losses.masked_fill(cut, 0.0), {**metrics, "policy/cov_fraction": cut}
 
 
-def _kl_cov_mask(
-    log_probs: Tensor, advantages: Tensor, response_mask: Tensor, kl_cov_ratio: float
-) -> dict[str, Tensor]:
+def _kl_cov_mask(x: Inputs, *, kl_cov_ratio: float, **_: Any) -> dict[str, Tensor]:
     """Return a mask that is 1 on the tokens with the largest covariance, ``[B, T]``."""
-    keep = response_mask != 0
-    covariance = _covariance(log_probs, advantages, keep).masked_fill(~keep, float("-inf")).flatten()
+    keep = x.response_mask != 0
+    covariance = _covariance(x).masked_fill(~keep, float("-inf")).flatten()
     tokens = int(keep.sum())
     mask = keep.new_zeros(keep.numel())
     mask[covariance.topk(min(max(int(kl_cov_ratio * tokens), 1), tokens)).indices] = True

@@ -130,8 +130,10 @@ def _columns(chosen: Part, offered: Mapping[str, Any], options: Mapping[str, Any
     """Return the columns of the whole batch that the loss needs, with its ``prepare``."""
     if chosen.preparation is None:
         return {}
-    given = {**chosen.options, **options, **offered, "log_probs": offered["log_probs"].detach()}
-    columns: dict[str, Tensor] = chosen.preparation(given)
+    settings, given = {**chosen.options, **options}, {**offered, "log_probs": offered["log_probs"].detach()}
+    if chosen.listed is None:  # the function names options as inputs
+        settings, given = {}, {**settings, **given}
+    columns: dict[str, Tensor] = chosen.preparation(given, settings)
     return columns
 
 

@@ -79,8 +79,8 @@ class Part:
     name: str  #: unique in its kind
     function: Callable[..., Any]
     scope: Scope
-    #: attributes that it reads from an :class:`Inputs` besides those of :attr:`whole_batch`, with ``?`` after optional
-    #: ones; None: its parameters name its inputs
+    #: attributes that it and :attr:`prepare` read from an :class:`Inputs` besides those of :attr:`whole_batch`, with
+    #: ``?`` after optional ones and ``*`` after those that only ``prepare`` requires; None: parameters name the inputs
     listed: str | None = None
     whole_batch: tuple[str, ...] = ()  #: inputs that must be precomputed when the batch is split
     per_sequence: bool = False  #: a loss with one value per row, to which token weights cannot apply
@@ -110,8 +110,8 @@ class Part:
     def inputs(self) -> Mapping[str, bool]:
         """The inputs, and whether each is required."""
         if self.listed is not None:
-            listed = f"{_COMMON[self.kind]} {self.listed}".split()
-            taken = {name.removesuffix("?"): not name.endswith("?") for name in listed}
+            listed = f"{_COMMON.get(self.kind, '')} {self.listed}".split()
+            taken = {name.rstrip("?*"): name[-1] not in "?*" for name in listed}
             return {**dict.fromkeys(self.whole_batch, True), **taken}
         known = (one for one in _parameters(self.function).values() if not _is_option(one))
         return {one.name: one.default is one.empty for one in known if "VAR_" not in one.kind.name}
@@ -133,9 +133,15 @@ class Part:
 
     @property
     def preparation(self) -> Part | None:
-        """The function :attr:`prepare` as a part, whose inputs include options of the loss."""
-        changed: dict[str, Any] = {"kind": "preparation", "listed": None, "prepare": None, "whole_batch": ()}
-        return None if self.prepare is None else attrs.evolve(self, function=self.prepare, **changed)
+        """The function :attr:`prepare` as a part; if it names its inputs, they include options of the loss."""
+        if self.prepare is None:
+            return None
+        changed: dict[str, Any] = {"kind": "preparation", "prepare": None, "whole_batch": ()}
+        if self.listed is not None:
+            names = f"{_COMMON[self.kind]} {self.listed}".replace("*", "").split()
+            kept = (name for name in names if name.rstrip("?") not in COUNTS.union(self.whole_batch))
+            changed["listed"] = " ".join(kept)
+        return attrs.evolve(self, function=self.prepare, **changed)
 
     @property
     def prepare_inputs(self) -> Mapping[str, bool]:
@@ -241,27 +247,27 @@ def names(kind: str) -> tuple[str, ...]:
 
 @functools.cache
 def _settings(kind: str, function: Callable[..., Any]) -> type:
-    """Return a part's options as a settings class. Every loss has a ``length_norm`` for its aggregation."""
+    """Return a part's options as a settings class; attrs validators in ``Annotated`` are their ranges.
+
+    Every loss has a ``length_norm`` for its aggregation.
+    """
     if isinstance(function, type):
         return function
-    fields = {name: _field(one, function) for name, one in _parameters(function).items() if _is_option(one)}
+    fields: dict[str, Any] = {}
+    for name in (name for name, one in _parameters(function).items() if _is_option(one)):
+        annotation, default = _parameters(function)[name].annotation, _parameters(function)[name].default
+        try:
+            declared = eval(str(annotation), vars(inspect.getmodule(function)))  # of installed code
+        except Exception:  # imported only for type checkers, or no annotation: the default has the type
+            declared = type(default) if isinstance(default, bool | int | float | str) else Any
+        members = get_args(declared) if get_origin(declared) in (Union, types.UnionType) else (declared,)
+        checks = [check for member in members for check in getattr(member, "__metadata__", ())]
+        plain = [member.__origin__ if hasattr(member, "__metadata__") else member for member in members]
+        validator = and_(*checks) if checks else None
+        if validator is not None and type(None) in members:
+            validator = optional(validator)
+        fields[name] = attrs.field(default=default, type=Union[tuple(plain)], validator=validator)  # noqa: UP007
     if kind == "loss":
         number: Any = float | None
         fields["length_norm"] = attrs.field(default=None, type=number, validator=optional(gt(0.0)))
     return attrs.make_class(function.__name__, fields, frozen=True, kw_only=True)
-
-
-def _field(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:
-    """Return an option as a field; attrs validators in ``Annotated`` are its range."""
-    try:
-        declared = eval(str(parameter.annotation), vars(inspect.getmodule(function)))  # of installed code
-    except Exception:  # imported only for type checkers, or no annotation: the default has the type
-        declared = type(parameter.default) if isinstance(parameter.default, bool | int | float | str) else Any
-    members = get_args(declared) if get_origin(declared) in (Union, types.UnionType) else (declared,)
-    checks = [check for member in members for check in getattr(member, "__metadata__", ())]
-    plain = [member.__origin__ if hasattr(member, "__metadata__") else member for member in members]
-    validator = and_(*checks) if checks else None
-    if validator is not None and type(None) in members:
-        validator = optional(validator)
-    kind: Any = Union[tuple(plain)]  # noqa: UP007
-    return attrs.field(default=parameter.default, type=kind, validator=validator)

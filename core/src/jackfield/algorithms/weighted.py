@@ -228,19 +228,19 @@ def _kept(rows: Tensor, response_mask: Tensor) -> Tensor:
     return rows.masked_fill((response_mask == 0).all(-1), 0.0)
 
 
-_OPMD = "old_log_probs? ref_log_probs? rewards? group_ids? advantages?"
+_OPMD = "old_log_probs? ref_log_probs? advantages? group_ids*"
 
 
-def _log_partitions(rewards: Tensor, group_ids: Tensor, tau: float) -> dict[str, Tensor]:
+def _log_partitions(x: Inputs, *, tau: float, **_: Any) -> dict[str, Tensor]:
     """Compute log Z of each row's group, ``[B]``."""
-    return {"opmd_log_partition": Groups(group_ids).log_mean_exp(rewards.double() / tau)}
+    return {"opmd_log_partition": x.groups.log_mean_exp(x.rewards.double() / tau)}
 
 
 @register(
     "loss",
     "opmd_kimi",
     "group",
-    f"{_OPMD} opmd_log_partition?",
+    f"{_OPMD} rewards* opmd_log_partition?",
     whole_batch=("opmd_log_partition",),
     prepare=_log_partitions,
     per_sequence=True,
@@ -260,21 +260,10 @@ def _opmd_kimi(x: Inputs, *, tau: Positive = 1.0, reference: Literal["auto", "ol
     return _kept(a.square(), x.response_mask), {"policy/log_ratio": logs}
 
 
-def _group_columns(
-    log_probs: Tensor,
-    response_mask: Tensor,
-    group_ids: Tensor,
-    old_log_probs: Tensor | None = None,
-    ref_log_probs: Tensor | None = None,
-    rewards: Tensor | None = None,
-    advantages: Tensor | None = None,
-    **options: Any,
-) -> dict[str, Tensor]:
+def _group_columns(x: Inputs, *, tau: float, reference: str) -> dict[str, Tensor]:
     """Compute the mean of a and the number of responses of each row's group, ``[B]``."""
-    x = Inputs(log_probs=log_probs, old_log_probs=old_log_probs, ref_log_probs=ref_log_probs)
-    x.response_mask, x.rewards, x.advantages = response_mask, rewards, advantages
-    a, _ = _regularised(x, options["tau"], options["reference"])
-    groups, real = Groups(group_ids), (response_mask != 0).any(-1)
+    a, _ = _regularised(x, tau, reference)
+    groups, real = x.groups, (x.response_mask != 0).any(-1)
     sizes = groups.sums(real.double())
     means = groups.sums(a.double().masked_fill(~real, 0.0)) / sizes.clamp(min=1.0)
     return {"opmd_group_means": means.to(a.dtype), "opmd_group_sizes": sizes.to(a.dtype)}
@@ -283,7 +272,15 @@ def _group_columns(
 _COLUMNS = ("opmd_group_means", "opmd_group_sizes")
 
 
-@register("loss", "opmd_pairwise", "group", _OPMD, whole_batch=_COLUMNS, prepare=_group_columns, per_sequence=True)
+@register(
+    "loss",
+    "opmd_pairwise",
+    "group",
+    f"{_OPMD} rewards?",
+    whole_batch=_COLUMNS,
+    prepare=_group_columns,
+    per_sequence=True,
+)
 def _opmd_pairwise(x: Inputs, *, tau: Positive = 1.0, reference: Literal["auto", "old", "ref"] = "auto") -> LossResult:
     """sum_{i<j}((a_i - a_j)^2) over each group, a = R - tau (log pi(y) - log pi_ref(y)). [Trinity-RFT report,
     arXiv:2505.17826, appendix A.2; two responses: Flet-Berliac et al., arXiv:2406.19185]
@@ -307,23 +304,21 @@ def _require_pairs(wrong: Tensor, pair_ids: Tensor, message: str, fix: str) -> N
         raise ConfigError(message, code="algorithm.input", where=where, fix=fix)
 
 
-def _dpo_columns(
-    log_probs: Tensor, ref_log_probs: Tensor, pair_ids: Tensor, beta: float, rewards: Tensor | None = None
-) -> dict[str, Tensor]:
+def _dpo_columns(x: Inputs, *, beta: float, **_: Any) -> dict[str, Tensor]:
     """Compute z of each row's pair, and +1 for the chosen row, -1 for the rejected, ``[B]``."""
-    pairs = Groups(pair_ids)
+    pairs = Groups(x.pair_ids)
     fix = "keep both in one call, or split the batch after jackfield.algorithms.prepare('dpo', …)"
-    _require_pairs(pairs.sizes != 2, pair_ids, "a row has no partner, or several", fix)
-    implicit = row_log_ratio(log_probs, ref_log_probs)
+    _require_pairs(pairs.sizes != 2, x.pair_ids, "a row has no partner, or several", fix)
+    implicit = row_log_ratio(x.log_probs, x.ref_log_probs)
     signs = 1.0 - 2.0 * pairs.positions()
-    if rewards is not None:
-        signs = (2.0 * rewards.double() - pairs.sums(rewards.double())).sign()
-        _require_pairs(signs == 0, pair_ids, "both rows have the same reward", "leave such pairs out")
+    if x.rewards is not None:
+        signs = (2.0 * x.rewards.double() - pairs.sums(x.rewards.double())).sign()
+        _require_pairs(signs == 0, x.pair_ids, "both rows have the same reward", "leave such pairs out")
     signs = signs.to(implicit.dtype)
     return {"dpo_margins": beta * signs * (2.0 * implicit - pairs.sums(implicit)), "dpo_signs": signs}
 
 
-_PAIRS = "ref_log_probs global_sequences pair_ids? rewards?"
+_PAIRS = "ref_log_probs global_sequences pair_ids* rewards?"
 _COLUMNS = ("dpo_margins", "dpo_signs")
 
 

@@ -1,3 +1,1 @@
 """Data: tasks, their seeded and resumable order, and tokenization."""
-
-from __future__ import annotations

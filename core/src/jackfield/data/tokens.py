@@ -23,6 +23,7 @@ _Messages: TypeAlias = Sequence[Mapping[str, Any]]
 _QUESTION: Mapping[str, Any] = {"role": "user", "content": "q"}
 _ANSWER = "jackfield-answer"
 _CACHED_CHATS = 4096
+_APPENDING = "give a chat_template that renders every message without looking at later ones"
 
 
 class HuggingFaceChatTokenizer:
@@ -106,13 +107,9 @@ class HuggingFaceChatTokenizer:
         before = self._render([_QUESTION], generation_prompt=False)
         after = self._render([_QUESTION, {"role": "assistant", "content": _ANSWER}, *messages], generation_prompt=True)
         if not after.startswith(before) or _ANSWER not in after[len(before) :]:
-            raise self._refusal(
-                "data.not-append-only",
-                "the chat template changes earlier turns when further messages follow",
-                f"{before!r}, an answer, then the further messages",
-                repr(after),
-                "give a chat_template that renders every message without looking at later ones",
-            )
+            message = "the chat template changes earlier turns when further messages follow"
+            expected = f"{before!r}, an answer, then the further messages"
+            raise self._refusal("data.not-append-only", message, expected, repr(after), _APPENDING)
         token_ids = self._encode(after[len(before) :].partition(_ANSWER)[2])
         return token_ids[1:] if token_ids[:1] and token_ids[0] in self.end_token_ids else token_ids
 
@@ -189,8 +186,7 @@ class HuggingFaceChatTokenizer:
                 "the tokens of a prompt are not the first tokens of the prompt with its answer",
                 f"token {same} to be {self.decode(begin[same : same + 8], False)!r}",
                 repr(self.decode(whole[same : same + 8], False)),
-                "give a chat_template that renders every message without looking at later ones, and whose "
-                "generation prompt begins an answer as it stands in the conversation",
+                f"{_APPENDING}, and whose generation prompt begins an answer as it stands in the conversation",
             )
         return len(begin)
 
