@@ -203,7 +203,8 @@ def _m2po(x: Inputs, *, m2_threshold: NotNegative = 0.04) -> LossResult:
 def _covariance(x: Inputs) -> Tensor:
     """Return (log pi - mean) (A - mean) per token, with means over the batch's model tokens."""
     logs, gains, keep = x.log_probs.double(), x.advantages.double(), x.response_mask != 0
-    return (logs - masked_mean_std(logs, keep)[0]) * (gains - masked_mean_std(gains, keep)[0])
+    covariance: Tensor = (logs - masked_mean_std(logs, keep)[0]) * (gains - masked_mean_std(gains, keep)[0])
+    return covariance
 
 
 def _clip_cov_mask(x: Inputs, **options: Any) -> dict[str, Tensor]:

@@ -266,7 +266,8 @@ def _settings(kind: str, function: Callable[..., Any]) -> type:
         validator = and_(*checks) if checks else None
         if validator is not None and type(None) in members:
             validator = optional(validator)
-        fields[name] = attrs.field(default=default, type=Union[tuple(plain)], validator=validator)  # noqa: UP007
+        type_: Any = Union[tuple(plain)]  # noqa: UP007
+        fields[name] = attrs.field(default=default, type=type_, validator=validator)
     if kind == "loss":
         number: Any = float | None
         fields["length_norm"] = attrs.field(default=None, type=number, validator=optional(gt(0.0)))
