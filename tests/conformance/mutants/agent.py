@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import subprocess
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import attrs
@@ -13,7 +14,8 @@ import attrs
 from jackfield.abc.agent import AgentContext, AgentLoopBase, AgentLoopOutput, AgentSequence
 from jackfield.abc.rollout import GenerateRequest, GenerateResult, SamplingParams
 from jackfield.errors import AgentError, DataError
-from mutants.harness import Mutant, Reference
+from mutants import harness
+from mutants.harness import Reference
 
 #: What mutants leave behind on purpose; the meta-test clears it.
 LEAKED: list[subprocess.Popen[bytes]] = []
@@ -120,6 +122,14 @@ class ReferenceAgent(AgentLoopBase):
 
     def reward(self, text: str, fields: Mapping[str, Any]) -> float | None:
         return float(text == fields.get("ground_truth"))
+
+
+class UndeclaredTurns(ReferenceAgent):
+    """It has no fault but its declaration."""
+
+
+class UndeclaredReward(ReferenceAgent):
+    """It has no fault but its declaration."""
 
 
 class EndTokenMaskedDraft(Draft):
@@ -339,70 +349,40 @@ REFERENCE = Reference(
     fixture={"tasks": [_task("What is 2 + 2?", "4", "4"), _task("Think.", "done", "first+", "second+", "done")]},
 )
 
-MUTANTS: dict[str, Mutant] = {
-    "short log-probabilities": Mutant(
-        cls=ShortLogProbs, killed_by=("AGT-010", "AGT-013", "AGT-021"), what="the last log-probability is missing"
+mutant = partial(harness.mutant, "agent")
+
+MUTANTS = harness.named(
+    mutant(ShortLogProbs, "the last log-probability is missing", "010 013 021"),
+    mutant(RewardIsNotANumber, "the environment's reward is NaN", "010 021"),
+    mutant(EndTokenMasked, "the mask is one short in each answer", "011"),
+    mutant(EverythingTrained, "inserted tokens have mask 1", "011"),
+    mutant(Retokenises, "earlier answers become text and tokens again", "012"),
+    mutant(ForgetsThinking, "the model does not see its answers", "012"),
+    mutant(NoLogProbs, "log-probabilities are 0", "013"),
+    mutant(OneVersion, "old tokens carry the newest weight version", "013"),
+    mutant(OwnTemperature, "the temperature is always 1", "014"),
+    mutant(BudgetPerTurn, "each turn may generate as many tokens as the whole rollout", "014"),
+    mutant(NoEndTokens, "the end tokens of the chat template do not stop the model", "026"),
+    mutant(DropsStopTokens, "the stop tokens of the run are replaced by the end tokens", "026"),
+    mutant(NoPromptLimit, "prompts may be of any length", "015"),
+    mutant(CutsPrompts, "long prompts lose their beginning silently", "015"),
+    mutant(OnlySystemMessage, "the task's messages are not used", "016"),
+    mutant(RefusesFields, "an unknown field of the task is refused", "017"),
+    mutant(AppendsToMessages, "the task's messages grow", "018"),
+    mutant(GenerationGoesOn, "a cancelled rollout leaves its generation running", "019 025"),
+    mutant(SwallowsCancellation, "a cancelled rollout returns as if it were done", "019 025"),
+    mutant(SwallowsFailures, "an exception becomes a rollout without sequences", "020"),
+    mutant(GoesOnAfterAbort, "after an aborted answer the model is asked again", "021"),
+    mutant(AbortedAsStopped, "an aborted answer is told as a finished one", "021"),
+    mutant(SameRequestId, "each object counts its requests from 0", "022 050"),
+    mutant(SharedTask, "the task is kept in the class over a wait", "022 050"),
+    mutant(KeepsTheTask, "messages of earlier rollouts come again", "023"),
+    mutant(
+        UndeclaredTurns, "several turns are taken and not declared", "024", capabilities={"environment_reward": "full"}
     ),
-    "reward is not a number": Mutant(
-        cls=RewardIsNotANumber, killed_by=("AGT-010", "AGT-021"), what="the environment's reward is NaN"
-    ),
-    "end token masked": Mutant(cls=EndTokenMasked, killed_by=("AGT-011",), what="the mask is one short in each answer"),
-    "everything trained": Mutant(cls=EverythingTrained, killed_by=("AGT-011",), what="inserted tokens have mask 1"),
-    "retokenises": Mutant(cls=Retokenises, killed_by=("AGT-012",), what="earlier answers become text and tokens again"),
-    "forgets thinking": Mutant(cls=ForgetsThinking, killed_by=("AGT-012",), what="the model does not see its answers"),
-    "no log-probabilities": Mutant(cls=NoLogProbs, killed_by=("AGT-013",), what="log-probabilities are 0"),
-    "one version": Mutant(cls=OneVersion, killed_by=("AGT-013",), what="old tokens carry the newest weight version"),
-    "own temperature": Mutant(cls=OwnTemperature, killed_by=("AGT-014",), what="the temperature is always 1"),
-    "budget per turn": Mutant(
-        cls=BudgetPerTurn, killed_by=("AGT-014",), what="each turn may generate as many tokens as the whole run"
-    ),
-    "no end tokens": Mutant(
-        cls=NoEndTokens, killed_by=("AGT-026",), what="the end tokens of the chat template do not stop the model"
-    ),
-    "drops stop tokens": Mutant(
-        cls=DropsStopTokens, killed_by=("AGT-026",), what="the stop tokens of the run are replaced by the end tokens"
-    ),
-    "no prompt limit": Mutant(cls=NoPromptLimit, killed_by=("AGT-015",), what="prompts may be of any length"),
-    "cuts prompts": Mutant(cls=CutsPrompts, killed_by=("AGT-015",), what="long prompts lose their beginning silently"),
-    "same prompt": Mutant(cls=OnlySystemMessage, killed_by=("AGT-016",), what="the task's messages are not used"),
-    "refuses fields": Mutant(cls=RefusesFields, killed_by=("AGT-017",), what="an unknown field of the task is refused"),
-    "appends to messages": Mutant(cls=AppendsToMessages, killed_by=("AGT-018",), what="the task's messages grow"),
-    "generation goes on": Mutant(
-        cls=GenerationGoesOn, killed_by=("AGT-019", "AGT-025"), what="a cancelled rollout leaves its generation running"
-    ),
-    "swallows cancellation": Mutant(
-        cls=SwallowsCancellation, killed_by=("AGT-019", "AGT-025"), what="a cancelled run returns as if it were done"
-    ),
-    "swallows failures": Mutant(
-        cls=SwallowsFailures, killed_by=("AGT-020",), what="an exception becomes a run without sequences"
-    ),
-    "goes on after an abort": Mutant(
-        cls=GoesOnAfterAbort, killed_by=("AGT-021",), what="after an aborted answer the model is asked again"
-    ),
-    "aborted as stopped": Mutant(
-        cls=AbortedAsStopped, killed_by=("AGT-021",), what="an aborted answer is told as a finished one"
-    ),
-    "same request ids": Mutant(
-        cls=SameRequestId, killed_by=("AGT-022", "AGT-050"), what="each object counts its requests from 0"
-    ),
-    "shared task": Mutant(
-        cls=SharedTask, killed_by=("AGT-022", "AGT-050"), what="the task is kept in the class over a wait"
-    ),
-    "keeps the task": Mutant(cls=KeepsTheTask, killed_by=("AGT-023",), what="messages of earlier runs come again"),
-    "undeclared turns": Mutant(
-        cls=ReferenceAgent,
-        killed_by=("AGT-024",),
-        what="several turns are taken and not declared",
-        capabilities={"environment_reward": "full"},
-    ),
-    "undeclared reward": Mutant(
-        cls=ReferenceAgent,
-        killed_by=("AGT-024",),
-        what="a reward is given and not declared",
-        capabilities={"multi_turn": "full"},
-    ),
-    "leaves a process": Mutant(cls=LeavesAProcess, killed_by=("AGT-025",), what="each run leaves a process running"),
-    "one turn": Mutant(cls=OneTurn, killed_by=("AGT-030",), what="declared turns are never taken"),
-    "own template": Mutant(cls=OwnTemplate, killed_by=("AGT-031",), what="a template token between turns is dropped"),
-    "no reward": Mutant(cls=NoReward, killed_by=("AGT-032",), what="the declared reward never comes"),
-}
+    mutant(UndeclaredReward, "a reward is given and not declared", "024", capabilities={"multi_turn": "full"}),
+    mutant(LeavesAProcess, "each rollout leaves a process running", "025"),
+    mutant(OneTurn, "declared turns are never taken", "030"),
+    mutant(OwnTemplate, "a template token between turns is dropped", "031"),
+    mutant(NoReward, "the declared reward never comes", "032"),
+)

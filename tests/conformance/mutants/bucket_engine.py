@@ -141,8 +141,6 @@ class BucketEngine(CheckpointEngine):
         self.channel.connected = True
         meeting.notify()
 
-    # ---- the trainer's side
-
     async def send_weights(self, weights: Weights) -> None:
         if self.context.rank:
             return self.exhaust(weights)
@@ -226,8 +224,6 @@ class BucketEngine(CheckpointEngine):
 
     def names(self, workers: list[int]) -> str:
         return " and ".join(f"worker {worker}" for worker in workers)
-
-    # ---- the worker's side
 
     async def receive_weights(self) -> Received:
         for item in self.for_late or ():

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from mutants import engine_features, engine_passes, engine_training
-from mutants.engine_register import MUTANTS
-from mutants.harness import Reference
+from mutants.harness import Reference, named
 from mutants.plain_engine import PlainConfig, PlainEngine
-
-__all__ = ["MUTANTS", "REFERENCE", "engine_features", "engine_passes", "engine_training"]
 
 REFERENCE = Reference(
     cls=PlainEngine,
     config_class=PlainConfig,
     capabilities={"dropout": "full", "lora": "full", "value_head": "full", "gradient_checkpointing": "full"},
 )
+MUTANTS = named(*engine_features.MUTANTS, *engine_passes.MUTANTS, *engine_training.MUTANTS)

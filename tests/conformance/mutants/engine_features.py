@@ -16,13 +16,8 @@ from jackfield.errors import EngineError
 from mutants.engine_register import Exporting, mutant
 from mutants.plain_engine import Micro, PlainEngine
 
-# -- value heads -----------------------------------------------------------------------------------------------------
 
-
-@mutant("ENG-080", "ENG-081", only=("value_head",))
 class ValuesOneTooEarly(PlainEngine):
-    """Values are those of the token before."""
-
     def collect(self, results: Any, micro: Micro, output: TokenOutput) -> None:
         values = output.values
         if values is not None:
@@ -30,10 +25,7 @@ class ValuesOneTooEarly(PlainEngine):
         super().collect(results, micro, attrs.evolve(output, values=values))
 
 
-@mutant("ENG-081", only=("value_head",))
 class DetachedValues(PlainEngine):
-    """Gradients of values stop at the head."""
-
     def forward(self, micro: Micro, want_entropy: bool) -> TokenOutput:
         if self.head is None:
             return super().forward(micro, want_entropy)
@@ -44,18 +36,12 @@ class DetachedValues(PlainEngine):
             hook.remove()
 
 
-@mutant("ENG-082", only=("value_head",))
 class UnseededHead(PlainEngine):
-    """A value head is drawn from whatever the process draws from."""
-
     def made_head(self, hidden_size: int) -> nn.Linear:
         return nn.Linear(hidden_size, 1)
 
 
-@mutant("ENG-083", only=("value_head",))
 class CheckpointWithoutHead(PlainEngine):
-    """A checkpoint does not hold the value head."""
-
     def restore(self, state: Any, facts: Any, request: Any) -> None:
         own = {f"model:{name}": parameter.detach().clone() for name, parameter in self.parameters().items()}
         super().restore(
@@ -65,21 +51,12 @@ class CheckpointWithoutHead(PlainEngine):
         )
 
 
-# -- adapters --------------------------------------------------------------------------------------------------------
-
-
-@mutant("ENG-090", "ENG-092", only=("lora",))
 class AdapterUnderModuleNames(Exporting):
-    """Adapters are exported under the names of the modules in memory."""
-
     def changed(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         yield name.replace(".lora_A.", ".lora_A.default.").replace(".lora_B.", ".lora_B.default."), tensor
 
 
-@mutant("ENG-090", "ENG-091", "ENG-092", "ENG-095", only=("lora",))
 class AdapterNotDelivered(PlainEngine):
-    """The base model is exported, and the adapter is not."""
-
     def exported(self) -> Iterator[tuple[str, torch.Tensor]]:
         if not isinstance(self.model, PeftModel):
             yield from super().exported()
@@ -92,10 +69,7 @@ class AdapterNotDelivered(PlainEngine):
         return None
 
 
-@mutant("ENG-091", "ENG-092", "ENG-094", only=("lora",))
 class StaleAdapter(Exporting):
-    """The adapter is exported as it was at the beginning."""
-
     def load(self) -> None:
         super().load()
         self.loaded = {name: p.detach().clone() for name, p in self.model.named_parameters() if "lora_" in name}
@@ -105,10 +79,7 @@ class StaleAdapter(Exporting):
         yield name, self.loaded.get(module, tensor)
 
 
-@mutant("ENG-091", only=("lora",))
 class WrongScale(PlainEngine):
-    """The PEFT config that is exported has another alpha than the one that is trained."""
-
     def adapted(self, model: nn.Module) -> Any:
         made = super().adapted(model)
         for module in made.modules():
@@ -117,10 +88,7 @@ class WrongScale(PlainEngine):
         return made
 
 
-@mutant("ENG-091", "ENG-092", "ENG-093", "ENG-094", only=("lora",))
 class BaseMoves(PlainEngine):
-    """Training moves the base under the adapter, too."""
-
     def optimizer_step(self) -> float:
         norm = super().optimizer_step()
         if isinstance(self.model, PeftModel):
@@ -129,19 +97,13 @@ class BaseMoves(PlainEngine):
         return norm
 
 
-@mutant("ENG-092", "ENG-093", only=("lora",))
 class AdapterStaysOn(PlainEngine):
-    """disable_adapter has no effect."""
-
     def disable_adapter(self) -> Any:
         self.ready()
         return contextlib.nullcontext()
 
 
-@mutant("ENG-093", only=("lora",))
 class AdapterStaysOff(PlainEngine):
-    """After disable_adapter the adapter is off."""
-
     @contextlib.contextmanager
     def disable_adapter(self) -> Iterator[None]:
         with super().disable_adapter():
@@ -150,10 +112,7 @@ class AdapterStaysOff(PlainEngine):
             self.model.base_model.disable_adapter_layers()
 
 
-@mutant("ENG-094", only=("lora",))
 class CheckpointWithoutAdapter(PlainEngine):
-    """A checkpoint does not hold the adapter."""
-
     def restore(self, state: Any, facts: Any, request: Any) -> None:
         own = {f"model:{name}": parameter.detach().clone() for name, parameter in self.parameters().items()}
         super().restore(
@@ -163,10 +122,7 @@ class CheckpointWithoutAdapter(PlainEngine):
         )
 
 
-@mutant("ENG-095", only=("lora",))
 class UnseededAdapter(PlainEngine):
-    """A fresh adapter is drawn from whatever the process draws from."""
-
     def adapted(self, model: nn.Module) -> Any:
         made = super().adapted(model)
         with torch.no_grad():
@@ -176,33 +132,58 @@ class UnseededAdapter(PlainEngine):
         return made
 
 
-@mutant("ENG-100", only=("dropout", "gradient_checkpointing"))
 class RecomputedWithOtherDropout(PlainEngine):
-    """The recomputation of gradient checkpointing draws its dropout anew."""
-
     def load(self) -> None:
         super().load()
         if self.context.model.gradient_checkpointing:
             self.model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
 
 
-# -- ranks -----------------------------------------------------------------------------------------------------------
-
-
-@mutant("ENG-110", ranks=True)
 class MeanOverRanks(PlainEngine):
-    """Gradients are the mean over ranks."""
-
     def reduce(self, gradient: torch.Tensor) -> None:
         super().reduce(gradient)
         gradient.div_(self.context.world_size)
 
 
-@mutant("ENG-111", ranks=True)
 class SameNumberOfRanks(PlainEngine):
-    """A checkpoint of another number of ranks is refused."""
-
     def restore(self, state: Any, facts: Any, request: Any) -> None:
         if facts["world_size"] != self.context.world_size:
             raise EngineError("a checkpoint of another number of ranks")
         super().restore(state, facts, request)
+
+
+MUTANTS = (
+    mutant(ValuesOneTooEarly, "values are those of the token before", "080 081", only=("value_head",)),
+    mutant(DetachedValues, "gradients of values stop at the head", "081", only=("value_head",)),
+    mutant(UnseededHead, "a value head is drawn from whatever the process draws from", "082", only=("value_head",)),
+    mutant(CheckpointWithoutHead, "a checkpoint does not hold the value head", "083", only=("value_head",)),
+    mutant(
+        AdapterUnderModuleNames,
+        "adapters are exported under the names of the modules in memory",
+        "090 092",
+        only=("lora",),
+    ),
+    mutant(
+        AdapterNotDelivered, "the base model is exported, and the adapter is not", "090 091 092 095", only=("lora",)
+    ),
+    mutant(StaleAdapter, "the adapter is exported as it was at the beginning", "091 092 094", only=("lora",)),
+    mutant(
+        WrongScale,
+        "the PEFT config that is exported has another alpha than the one that is trained",
+        "091",
+        only=("lora",),
+    ),
+    mutant(BaseMoves, "training moves the base under the adapter, too", "091 092 093 094", only=("lora",)),
+    mutant(AdapterStaysOn, "disable_adapter has no effect", "092 093", only=("lora",)),
+    mutant(AdapterStaysOff, "after disable_adapter the adapter is off", "093", only=("lora",)),
+    mutant(CheckpointWithoutAdapter, "a checkpoint does not hold the adapter", "094", only=("lora",)),
+    mutant(UnseededAdapter, "a fresh adapter is drawn from whatever the process draws from", "095", only=("lora",)),
+    mutant(
+        RecomputedWithOtherDropout,
+        "the recomputation of gradient checkpointing draws its dropout anew",
+        "100",
+        only=("dropout", "gradient_checkpointing"),
+    ),
+    mutant(MeanOverRanks, "gradients are the mean over ranks", "110", only=("multi_rank",)),
+    mutant(SameNumberOfRanks, "a checkpoint of another number of ranks is refused", "111", only=("multi_rank",)),
+)

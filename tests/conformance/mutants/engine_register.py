@@ -1,29 +1,19 @@
-"""Where the broken training engines are gathered."""
+"""What the modules of broken training engines share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
+from mutants import harness
 from mutants.harness import Mutant
 from mutants.plain_engine import PlainEngine
 
-MUTANTS: dict[str, Mutant] = {}
 
-
-def mutant(
-    *killed_by: str, only: tuple[str, ...] = (), ranks: bool = False
-) -> Callable[[type[PlainEngine]], type[PlainEngine]]:
-    """Register a class; its docstring is the fault. ``only``: the capabilities that it is declared to have."""
-
-    def register(cls: type[PlainEngine]) -> type[PlainEngine]:
-        declared = {"multi_rank": "full"} if ranks else dict.fromkeys(only, "full")
-        what = (cls.__doc__ or "").strip()
-        MUTANTS[cls.__name__] = Mutant(cls=cls, killed_by=killed_by, what=what, capabilities=declared)
-        return cls
-
-    return register
+def mutant(cls: type[PlainEngine], what: str, numbers: str, only: tuple[str, ...] = ()) -> Mutant:
+    """Make a mutant that declares only these capabilities."""
+    return harness.mutant("engine", cls, what, numbers, capabilities=dict.fromkeys(only, "full"))
 
 
 class Exporting(PlainEngine):

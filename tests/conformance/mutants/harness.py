@@ -1,25 +1,7 @@
 """How the suites are tested: which check kills which mutant.
 
-A kind's module here has ``REFERENCE`` (a small correct implementation) and ``MUTANTS``, each of which differs from it
-in one behaviour. Its meta-test is::
-
-    from mutants import harness
-    from mutants.agent import MUTANTS, REFERENCE
-
-    def test_the_reference_passes(tmp_path):
-        harness.assert_reference_passes("agent", REFERENCE, tmp_path)
-
-    @pytest.mark.parametrize("name", MUTANTS)
-    def test_each_mutant_fails_its_checks(name, tmp_path):
-        harness.assert_killed("agent", REFERENCE, MUTANTS[name], tmp_path)
-
-    @pytest.mark.nightly
-    @pytest.mark.parametrize("name", MUTANTS)
-    def test_no_other_check_fails(name, tmp_path):
-        harness.assert_others_pass("agent", REFERENCE, MUTANTS[name], tmp_path)
-
-    def test_every_check_is_killed_by_a_mutant():
-        harness.assert_every_check_kills("agent", MUTANTS)
+The module of a kind has ``REFERENCE``, a small correct implementation, and ``MUTANTS``, each with one fault.
+``make_tests`` makes the tests of a kind from them.
 """
 
 from __future__ import annotations
@@ -29,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import pytest
 
 from jackfield.settings import structure
-from jackfield_conformance.registry import FIRST_BEHAVIOUR, Check, Outcome, checks, run_check
+from jackfield_conformance.registry import FIRST_BEHAVIOUR, PREFIXES, Check, Outcome, checks, run_check
 from jackfield_conformance.subject import Subject
 
 
@@ -48,7 +31,7 @@ class Reference:
 
 @attrs.frozen(kw_only=True)
 class Mutant:
-    """The reference with one fault. What is None is the reference's."""
+    """The reference with one fault. A field that is None is the reference's."""
 
     cls: type
     killed_by: tuple[str, ...]  #: exactly these checks fail
@@ -58,13 +41,54 @@ class Mutant:
     fixture: Mapping[str, Any] | None = None
 
 
+def mutant(kind: str, cls: type, what: str, numbers: str, **fields: Any) -> Mutant:
+    """Make a mutant from its class, its fault, and the numbers of the checks that fail, separated by spaces."""
+    killed_by = tuple(f"{PREFIXES[kind]}-{number}" for number in numbers.split())
+    return Mutant(cls=cls, killed_by=killed_by, what=what, **fields)
+
+
+def named(*mutants: Mutant) -> dict[str, Mutant]:
+    """Return mutants by the names of their classes, which must differ."""
+    found = {mutant.cls.__name__: mutant for mutant in mutants}
+    assert len(found) == len(mutants), "two mutants have one name"
+    return found
+
+
+def make_tests(kind: str, reference: Reference, mutants: Mapping[str, Mutant], timeout: float = 60) -> Any:
+    """Return the tests of a suite, to be named in its test module."""
+    each = pytest.mark.parametrize("name", mutants)
+
+    def reference_passes(tmp_path: Path) -> None:
+        """The correct implementation passes every check."""
+        assert_reference_passes(kind, reference, tmp_path)
+
+    @each
+    @pytest.mark.timeout(timeout)
+    def each_mutant_fails_its_checks(name: str, tmp_path: Path) -> None:
+        """The checks that a fault concerns find it."""
+        assert_killed(kind, reference, mutants[name], tmp_path)
+
+    @each
+    @pytest.mark.nightly
+    @pytest.mark.timeout(timeout)
+    def no_other_check_fails(name: str, tmp_path: Path) -> None:
+        """The full matrix: a fault misleads no other check."""
+        assert_others_pass(kind, reference, mutants[name], tmp_path)
+
+    def every_check_is_killed() -> None:
+        """Each check can fail."""
+        assert_every_check_kills(kind, mutants)
+
+    return reference_passes, each_mutant_fails_its_checks, no_other_check_fails, every_check_is_killed
+
+
 def behaviour_checks(kind: str) -> tuple[Check, ...]:
-    """The checks of a kind that look at a running plugin; those of the structure have tests of their own."""
+    """Return the checks of a kind that run a plugin; those of the structure have separate tests."""
     return tuple(check for check in checks(kind) if check.number >= FIRST_BEHAVIOUR)
 
 
 def subject_of(kind: str, reference: Reference, folder: Path, mutant: Mutant | None = None) -> Subject:
-    """The subject that stands for the reference or for a mutant of it."""
+    """Return the subject of the reference or of a mutant."""
 
     def choose(name: str) -> Any:
         own = getattr(mutant, name, None)
@@ -92,7 +116,7 @@ def outcomes(
     mutant: Mutant | None = None,
     only: Iterable[str] | None = None,
 ) -> dict[str, Outcome]:
-    """Run every applicable behaviour check, or ``only`` those named, each in a folder of its own; by id."""
+    """Run every applicable behaviour check, or ``only`` these, each in its own folder; return outcomes by id."""
     found: dict[str, Outcome] = {}
     wanted = None if only is None else set(only)
     for check in behaviour_checks(kind):
@@ -107,7 +131,7 @@ def outcomes(
 
 
 def assert_reference_passes(kind: str, reference: Reference, folder: Path) -> None:
-    """Every applicable check passes on the reference; one that is skipped has not passed, unless it wants hardware."""
+    """Require that every applicable check passes on the reference; only checks that need hardware may be skipped."""
     found = outcomes(kind, reference, folder)
     hardware = {check.id for check in behaviour_checks(kind) if check.tier == "gpu"}
     bad = {
@@ -120,7 +144,7 @@ def assert_reference_passes(kind: str, reference: Reference, folder: Path) -> No
 
 
 def assert_killed(kind: str, reference: Reference, mutant: Mutant, folder: Path) -> None:
-    """The checks that the mutant names fail on it, and say why."""
+    """Require that the checks which the mutant names fail on it with a message."""
     found = outcomes(kind, reference, folder, mutant, only=mutant.killed_by)
     alive = {id: outcome for id, outcome in found.items() if outcome.status != "failed"}
     assert sorted(mutant.killed_by) == sorted(found.keys() - alive.keys()), f"{mutant.what}\n{_report(alive)}"
@@ -129,7 +153,7 @@ def assert_killed(kind: str, reference: Reference, mutant: Mutant, folder: Path)
 
 
 def assert_others_pass(kind: str, reference: Reference, mutant: Mutant, folder: Path) -> None:
-    """No check fails on the mutant that it does not name: a check is misled by no other fault than its own."""
+    """Require that no other check fails on the mutant."""
     others = {check.id for check in behaviour_checks(kind)} - set(mutant.killed_by)
     found = outcomes(kind, reference, folder, mutant, only=others)
     failed = {id: outcome for id, outcome in found.items() if outcome.status == "failed"}
@@ -137,7 +161,7 @@ def assert_others_pass(kind: str, reference: Reference, mutant: Mutant, folder: 
 
 
 def assert_every_check_kills(kind: str, mutants: Mapping[str, Mutant]) -> None:
-    """Each check but those for hardware is named by a mutant, and mutants name checks that exist."""
+    """Require that mutants name every check that needs no hardware, and only existing checks."""
     known = {check.id for check in behaviour_checks(kind) if check.tier != "gpu"}
     killing = {id for mutant in mutants.values() for id in mutant.killed_by}
     assert set() == killing - {check.id for check in behaviour_checks(kind)}, "mutants name checks that do not exist"

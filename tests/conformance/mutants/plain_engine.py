@@ -90,8 +90,6 @@ class PlainEngine(BaseEngine):
         self.random = torch.empty(0)
         self.made_group = False
 
-    # ---- life
-
     def initialize(self) -> None:
         self.join()
         self.load()
@@ -202,8 +200,6 @@ class PlainEngine(BaseEngine):
             self.made_group = False
             dist.destroy_process_group()
 
-    # ---- modes
-
     def train_mode(self) -> AbstractContextManager[None]:
         return self.in_mode("train")
 
@@ -228,8 +224,6 @@ class PlainEngine(BaseEngine):
     def disable_adapter(self) -> AbstractContextManager[None]:
         model = self.ready()
         return model.disable_adapter() if isinstance(model, PeftModel) else nullcontext()
-
-    # ---- passes
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
@@ -393,8 +387,6 @@ class PlainEngine(BaseEngine):
             else:
                 metrics[name] += value
 
-    # ---- the optimizer
-
     def parameters(self) -> dict[str, nn.Parameter]:
         named = dict(self.model.named_parameters())
         if self.head is not None:
@@ -443,8 +435,6 @@ class PlainEngine(BaseEngine):
         left = 1.0 - progress if spec.scheduler == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
         return spec.lr * (spec.min_lr_ratio + (1.0 - spec.min_lr_ratio) * left)
 
-    # ---- weights
-
     def get_per_tensor_param(
         self,
     ) -> tuple[Generator[tuple[str, torch.Tensor], None, None], Mapping[str, Any] | None]:
@@ -474,8 +464,6 @@ class PlainEngine(BaseEngine):
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         self.ready()
-
-    # ---- checkpoints
 
     def save_checkpoint(self, request: SaveCheckpointRequest) -> SaveCheckpointResult:
         self.ready()

@@ -8,13 +8,15 @@ import socket
 import subprocess
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import attrs
 
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
 from jackfield.errors import RewardError
-from mutants.harness import Mutant, Reference
+from mutants import harness
+from mutants.harness import Reference
 
 #: What mutants leave behind on purpose; the meta-test clears it.
 LEAKED: list[Any] = []
@@ -75,6 +77,10 @@ class ReferenceReward(RewardAgent):
             attrs.evolve(each, score=each.score - mean, token_scores=None) if each.score is not None else each
             for each in scores
         ]
+
+
+class UndeclaredTokenScores(ReferenceReward):
+    """It has no fault but its declaration."""
 
 
 class Lenient(ReferenceReward):
@@ -301,57 +307,41 @@ REFERENCE = Reference(
     },
 )
 
-MUTANTS: dict[str, Mutant] = {
-    "lenient": Mutant(cls=Lenient, killed_by=("REW-010",), what="every answer is right"),
-    "not a number": Mutant(cls=NotANumber, killed_by=("REW-011",), what="an empty answer scores NaN with status ok"),
-    "short token scores": Mutant(
-        cls=ShortTokenScores, killed_by=("REW-011", "REW-032"), what="the token scores lack the first token"
-    ),
-    "undeclared token scores": Mutant(
-        cls=ReferenceReward,
-        killed_by=("REW-011",),
-        what="token scores come from an agent that does not declare them",
+mutant = partial(harness.mutant, "reward")
+
+MUTANTS = harness.named(
+    mutant(Lenient, "every answer is right", "010"),
+    mutant(NotANumber, "an empty answer scores NaN with status ok", "011"),
+    mutant(ShortTokenScores, "the token scores lack the first token", "011 032"),
+    mutant(
+        UndeclaredTokenScores,
+        "token scores come from an agent that does not declare them",
+        "011",
         capabilities={"post_process": "full"},
     ),
-    "silent failure": Mutant(cls=SilentFailure, killed_by=("REW-012",), what="an exception becomes a score of 0"),
-    "zero for broken": Mutant(cls=ZeroForBroken, killed_by=("REW-012",), what="a broken task scores 0"),
-    "score and failure": Mutant(cls=ScoreAndFailure, killed_by=("REW-012",), what="a failure carries a score of 0"),
-    "discounted retry": Mutant(
-        cls=DiscountedRetry, killed_by=("REW-013", "REW-014"), what="a second attempt earns half the score"
-    ),
-    "key held for ever": Mutant(
-        cls=KeyHeldForEver, killed_by=("REW-014",), what="a cancelled attempt keeps its idempotency key"
-    ),
-    "shared state": Mutant(
-        cls=SharedState, killed_by=("REW-015", "REW-050"), what="the request is kept in the agent over a wait"
-    ),
-    "deaf to cancellation": Mutant(
-        cls=DeafToCancellation, killed_by=("REW-016",), what="a cancelled call waits on for a while"
-    ),
-    "work goes on": Mutant(cls=WorkGoesOn, killed_by=("REW-016",), what="a shielded task outlives the cancelled call"),
-    "process goes on": Mutant(cls=ProcessGoesOn, killed_by=("REW-017",), what="the deadline leaves the process alive"),
-    "orphan goes on": Mutant(
-        cls=OrphanGoesOn, killed_by=("REW-017",), what="the deadline kills the process and not what that had started"
-    ),
-    "blocks the loop": Mutant(cls=BlocksTheLoop, killed_by=("REW-018",), what="a slow score blocks the event loop"),
-    "leaves a socket": Mutant(cls=LeavesASocket, killed_by=("REW-019",), what="close leaves a socket open"),
-    "leaves a process": Mutant(cls=LeavesAProcess, killed_by=("REW-019",), what="close leaves a process running"),
-    "leaves a task": Mutant(cls=LeavesATask, killed_by=("REW-019",), what="close leaves a task running"),
-    "closes once": Mutant(cls=ClosesOnce, killed_by=("REW-020",), what="a second close raises"),
-    "needs start": Mutant(cls=NeedsStart, killed_by=("REW-020",), what="close without start raises"),
-    "shared pool": Mutant(cls=SharedPool, killed_by=("REW-021",), what="closing one agent closes the other"),
-    "takes fields away": Mutant(cls=TakesFieldsAway, killed_by=("REW-022",), what="extra_info of a request is changed"),
-    "refuses fields": Mutant(cls=RefusesFields, killed_by=("REW-023",), what="an unknown field of the task is refused"),
-    "answers in order": Mutant(
-        cls=AnswersInOrder,
-        killed_by=("REW-024", "REW-050"),
-        what="the answer of a cancelled call is given to the next one",
-    ),
-    "drops failed": Mutant(cls=DropsFailed, killed_by=("REW-030",), what="post-processing drops failed runs"),
-    "sorts groups": Mutant(cls=SortsGroups, killed_by=("REW-030",), what="post-processing sorts the group"),
-    "zero for failed": Mutant(cls=ZeroForFailed, killed_by=("REW-030",), what="a failed run gets a score of 0"),
-    "baseline of the first group": Mutant(
-        cls=BaselineOfTheFirstGroup, killed_by=("REW-031",), what="the first group's mean is taken off all groups"
-    ),
-    "no token scores": Mutant(cls=NoTokenScores, killed_by=("REW-032",), what="declared token scores never come"),
-}
+    mutant(SilentFailure, "an exception becomes a score of 0", "012"),
+    mutant(ZeroForBroken, "a broken task scores 0", "012"),
+    mutant(ScoreAndFailure, "a failure carries a score of 0", "012"),
+    mutant(DiscountedRetry, "a second attempt earns half the score", "013 014"),
+    mutant(KeyHeldForEver, "a cancelled attempt keeps its idempotency key", "014"),
+    mutant(SharedState, "the request is kept in the agent over a wait", "015 050"),
+    mutant(DeafToCancellation, "a cancelled call waits on for a while", "016"),
+    mutant(WorkGoesOn, "a shielded task outlives the cancelled call", "016"),
+    mutant(ProcessGoesOn, "the deadline leaves the process alive", "017"),
+    mutant(OrphanGoesOn, "the deadline kills the process and not what that had started", "017"),
+    mutant(BlocksTheLoop, "a slow score blocks the event loop", "018"),
+    mutant(LeavesASocket, "close leaves a socket open", "019"),
+    mutant(LeavesAProcess, "close leaves a process running", "019"),
+    mutant(LeavesATask, "close leaves a task running", "019"),
+    mutant(ClosesOnce, "a second close raises", "020"),
+    mutant(NeedsStart, "close without start raises", "020"),
+    mutant(SharedPool, "closing one agent closes the other", "021"),
+    mutant(TakesFieldsAway, "extra_info of a request is changed", "022"),
+    mutant(RefusesFields, "an unknown field of the task is refused", "023"),
+    mutant(AnswersInOrder, "the answer of a cancelled call is given to the next one", "024 050"),
+    mutant(DropsFailed, "post-processing drops failed runs", "030"),
+    mutant(SortsGroups, "post-processing sorts the group", "030"),
+    mutant(ZeroForFailed, "a failed run gets a score of 0", "030"),
+    mutant(BaselineOfTheFirstGroup, "the first group's mean is taken off all groups", "031"),
+    mutant(NoTokenScores, "declared token scores never come", "032"),
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mutants import rollout_address, rollout_control, rollout_tokens
-from mutants.harness import Mutant, Reference
+from mutants.harness import Reference, named
 from mutants.rollout_server import Config, ReferenceServer
 
 REFERENCE = Reference(
@@ -19,7 +19,4 @@ REFERENCE = Reference(
     },
 )
 
-MUTANTS: dict[str, Mutant] = {
-    mutant.cls.__name__: mutant
-    for mutant in (*rollout_tokens.MUTANTS, *rollout_control.MUTANTS, *rollout_address.MUTANTS)
-}
+MUTANTS = named(*rollout_tokens.MUTANTS, *rollout_control.MUTANTS, *rollout_address.MUTANTS)

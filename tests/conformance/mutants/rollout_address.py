@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import attrs
 
 from jackfield.abc.rollout import GenerateRequest, GenerateResult
+from mutants import harness
 from mutants.rollout_server import ReferenceServer
-from mutants.rollout_tokens import mutant
 
 
 class AddressIgnoresSeeds(ReferenceServer):
@@ -28,6 +30,8 @@ class AddressStaysOpen(ReferenceServer):
     async def close_address(self) -> None:
         return None
 
+
+mutant = partial(harness.mutant, "rollout")
 
 MUTANTS = (
     mutant(AddressIgnoresSeeds, "requests to the address draw with another seed", "110"),

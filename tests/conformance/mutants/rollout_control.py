@@ -6,6 +6,7 @@ import asyncio
 import copy
 import os
 import threading
+from functools import partial
 from typing import Any
 
 import attrs
@@ -35,10 +36,8 @@ from jackfield.abc.rollout import (
 from jackfield.errors import DeadlineExceeded, JackfieldError, RolloutError, WeightsError
 from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import WeightReceiver
+from mutants import harness
 from mutants.rollout_server import Job, Model, ReferenceServer
-from mutants.rollout_tokens import mutant
-
-# -- aborts ----------------------------------------------------------------------------------------------------------
 
 
 class ClosedStreamsGoOn(ReferenceServer):
@@ -94,9 +93,6 @@ class CancelledGoOn(ReferenceServer):
         job = self.submit(request)
         await job.ended.wait()
         return self.result(job)
-
-
-# -- pauses ----------------------------------------------------------------------------------------------------------
 
 
 class PausesOneStepLate(ReferenceServer):
@@ -161,9 +157,6 @@ class CountsPauses(ReferenceServer):
     async def resume(self, request: ResumeRequest) -> ResumeResult:
         self.depth = max(self.depth - 1, 0)
         return ResumeResult() if self.depth else await super().resume(request)
-
-
-# -- weights ---------------------------------------------------------------------------------------------------------
 
 
 class StaleWeightsReportedFresh(ReferenceServer):
@@ -372,9 +365,6 @@ class ForgetsWhoRan(ReferenceServer):
         self.stale = reason
 
 
-# -- life ------------------------------------------------------------------------------------------------------------
-
-
 class CountsReplicasFromNought(ReferenceServer):
     async def start(self) -> ServerInfo:
         info = await super().start()
@@ -512,27 +502,29 @@ class LeavesAFileOpen(ReferenceServer):
 _OPEN: list[int] = []
 
 
+mutant = partial(harness.mutant, "rollout")
+
 MUTANTS = (
     mutant(ClosedStreamsGoOn, "closing a stream leaves its request running", "052"),
     mutant(NamesTheUnknown, "abort names requests that were not there", "053"),
-    mutant(AbortedHaveNothing, "an aborted request returns nothing of what it has", "053", "060"),
+    mutant(AbortedHaveNothing, "an aborted request returns nothing of what it has", "053 060"),
     mutant(AbortsLeaveWaiting, "an abort of all leaves those who wait", "054"),
     mutant(AbortedGoOn, "an aborted request goes on generating", "055"),
     mutant(CancelledGoOn, "a cancelled call leaves its request running", "056"),
     mutant(PausesOneStepLate, "one more step runs after pause has returned", "057"),
-    mutant(ResumesWithANewBudget, "resume starts the token budget anew", "058", "073", "093"),
+    mutant(ResumesWithANewBudget, "resume starts the token budget anew", "058 073 093"),
     mutant(WaitsForNobody, "pause(wait) keeps requests", "059"),
     mutant(DrainsWithNewOnes, "pause(wait) takes new requests in", "059"),
     mutant(KeepsWhatItShouldAbort, "pause(abort) keeps requests", "060"),
     mutant(HidesWhoWaits, "health counts nobody as waiting", "061"),
     mutant(CountsPauses, "as many resumes are needed as there were pauses", "062"),
-    mutant(StaleWeightsReportedFresh, "nothing is loaded, the receipt denies it", "070", "072", "075", "085", "094"),
-    mutant(LosesATensorOfLaterUpdates, "one tensor is loaded only once", "070", "094"),
+    mutant(StaleWeightsReportedFresh, "nothing is loaded, the receipt denies it", "070 072 075 085 094"),
+    mutant(LosesATensorOfLaterUpdates, "one tensor is loaded only once", "070 094"),
     mutant(SignsForAnother, "the receipt names another replica", "071"),
-    mutant(SignsForLess, "the receipt lacks tensors", "071", "085"),
+    mutant(SignsForLess, "the receipt lacks tensors", "071 085"),
     mutant(PausesLongerThanItUpdates, "the receipt's pause is longer than the update", "071"),
     mutant(RunningRequestsKeepTheirWeights, "running requests go on with the old weights", "072"),
-    mutant(VersionsAreOfTheRequest, "all tokens have the version of the first", "072", "073"),
+    mutant(VersionsAreOfTheRequest, "all tokens have the version of the first", "072 073"),
     mutant(UpdatesResume, "an update resumes a paused server", "073"),
     mutant(IgnoresMinimumVersions, "minimum_weight_version is ignored", "074"),
     mutant(WantsNewerThanTheMinimum, "the minimum version itself is refused", "074"),
@@ -560,14 +552,14 @@ MUTANTS = (
     mutant(WarmsUp, "a started replica is not healthy before its first request", "090"),
     mutant(KnowsNoVersion, "health always says version 0", "091"),
     mutant(RaisesOsErrors, "a missing model is a FileNotFoundError", "092"),
-    mutant(LosesWeightsAsleep, "sleep of level 1 loses the weights", "093", "095"),
+    mutant(LosesWeightsAsleep, "sleep of level 1 loses the weights", "093 095"),
     mutant(ForgetsKeptRequests, "sleep aborts the requests that a pause keeps", "093"),
     mutant(ServesZeros, "after sleep of level 2 zeros are served", "094"),
     mutant(SleepWalks, "requests run while the server sleeps", "095"),
     mutant(WakesAtOnce, "waking the weights wakes everything", "095"),
     mutant(SleepsWhileDecoding, "sleep is granted while requests run", "096"),
     mutant(LeavesCallersWaiting, "stop leaves those who wait waiting", "097"),
-    mutant(StopsWithAborts, "stop aborts in the place of failing", "097", "100"),
+    mutant(StopsWithAborts, "stop aborts in the place of failing", "097 100"),
     mutant(WaitsWhenStopped, "requests after stop wait for ever", "098"),
     mutant(HealthyWhenStopped, "a stopped server says that it is healthy", "098"),
     mutant(CannotStopUnstarted, "stop before start raises", "099"),

@@ -126,8 +126,6 @@ class ReferenceServer(BaseRolloutServer):
         self.endpoint: OpenAIEndpoint | None = None
         self.held = HeldWeights()
 
-    # -- life ------------------------------------------------------------------------------------------------------
-
     async def start(self) -> ServerInfo:
         try:
             self.model = Model(self.context.model.path)
@@ -175,8 +173,6 @@ class ReferenceServer(BaseRolloutServer):
         if self.stopped or self.model is None:
             return self.stopped_error()
         return RolloutError(self.stale, code="rollout.stale") if self.stale else None
-
-    # -- requests --------------------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         job = self.submit(request)
@@ -257,8 +253,6 @@ class ReferenceServer(BaseRolloutServer):
     def limit(self) -> int:
         own: int = self.model.settings.max_position_embeddings
         return min(own, self.context.max_model_len or own)
-
-    # -- decoding --------------------------------------------------------------------------------------------------
 
     async def serve(self) -> None:
         while True:
@@ -385,8 +379,6 @@ class ReferenceServer(BaseRolloutServer):
         if not self.admitted:
             self.drained.set()
 
-    # -- control ---------------------------------------------------------------------------------------------------
-
     async def abort(self, request: AbortRequest) -> AbortResult:
         names = [name for name in request.request_ids or list(self.jobs) if name in self.jobs]
         for name in names:
@@ -436,8 +428,6 @@ class ReferenceServer(BaseRolloutServer):
         self.awake |= set(request.tags or ("weights", "kv_cache"))
         self.work.set()
         return WakeUpResult(awake=tuple(sorted(self.awake)))
-
-    # -- weights ---------------------------------------------------------------------------------------------------
 
     async def update_weights(self, request: UpdateWeightsRequest) -> WeightReceipt:
         if request.kind == "delta":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any, Literal
 
 import attrs
@@ -19,7 +20,7 @@ from jackfield.abc.rollout import (
     WeightReceipt,
 )
 from jackfield.errors import RolloutError
-from mutants.harness import Mutant
+from mutants import harness
 from mutants.rollout_server import Job, ReferenceServer
 
 
@@ -179,9 +180,6 @@ class PaddingIsSeen(ReferenceServer):
         return logits
 
 
-# -- ends ------------------------------------------------------------------------------------------------------------
-
-
 class DropsTheStopToken(ReferenceServer):
     def end(self, job: Job) -> None:
         if job.reason == "stop" and job.tokens[-1] in job.request.sampling.stop_token_ids:
@@ -244,9 +242,6 @@ class StopsInThePrompt(ReferenceServer):
         reason = super().reason(job)
         text = super().text(list(job.request.prompt_ids))
         return "stop" if any(string in text for string in job.request.sampling.stop) else reason
-
-
-# -- refusals --------------------------------------------------------------------------------------------------------
 
 
 class TakesEmptyPrompts(ReferenceServer):
@@ -329,9 +324,6 @@ class TakesDeltas(ReferenceServer):
         return await super().update_weights(attrs.evolve(request, kind=request.kind.replace("delta", "full")))
 
 
-# -- streams ---------------------------------------------------------------------------------------------------------
-
-
 class StreamsDrawAnew(ReferenceServer):
     async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         sampling = request.sampling
@@ -365,29 +357,26 @@ class StreamsInLumps(ReferenceServer):
         self.end(job)
 
 
-def mutant(cls: type, what: str, *killed_by: str, **fields: Any) -> Mutant:
-    """A mutant by the numbers of the checks that kill it."""
-    return Mutant(cls=cls, killed_by=tuple(f"ROL-{number}" for number in killed_by), what=what, **fields)
-
+mutant = partial(harness.mutant, "rollout")
 
 MUTANTS = (
     mutant(CutsIds, "the result's request id ends at the first space", "010"),
     mutant(GreedyIsNearlyGreedy, "after long prompts, greedy decoding draws at temperature 0.5", "011"),
     mutant(TokenisesPromptsAgain, "the prompt is turned into text and tokenised again", "012"),
-    mutant(ShiftsLogProbs, "a token has the log-probability of the one before", "013", "072"),
+    mutant(ShiftsLogProbs, "a token has the log-probability of the one before", "013 072"),
     mutant(LogProbsIgnoreTemperature, "processed log-probabilities are those of temperature 1", "014"),
     mutant(RawIsProcessed, "raw log-probabilities are processed", "015"),
-    mutant(IgnoresTopK, "top_k is ignored", "016", "019"),
+    mutant(IgnoresTopK, "top_k is ignored", "016 019"),
     mutant(TopKOfOneIsOff, "top_k=1 is taken for off", "016"),
-    mutant(IgnoresTopP, "top_p is ignored", "017", "019"),
-    mutant(TopPLeavesLess, "top_p leaves the token out that crosses the threshold", "017", "019"),
-    mutant(IgnoresMinP, "min_p is ignored", "018", "019"),
-    mutant(MinPIsAbsolute, "min_p is not relative to the most probable token", "018", "019"),
+    mutant(IgnoresTopP, "top_p is ignored", "017 019"),
+    mutant(TopPLeavesLess, "top_p leaves the token out that crosses the threshold", "017 019"),
+    mutant(IgnoresMinP, "min_p is ignored", "018 019"),
+    mutant(MinPIsAbsolute, "min_p is not relative to the most probable token", "018 019"),
     mutant(FiltersBeforeTemperature, "the temperature is applied after the filters", "019"),
     mutant(TopPBeforeTopK, "top-p is applied before top-k", "019"),
     mutant(DrawsSharper, "tokens are drawn from a sharper distribution than is reported", "020"),
     mutant(HasOneRandomNumber, "all tokens of a request are drawn with one random number", "020"),
-    mutant(IgnoresSeeds, "seeds are ignored", "021", "022", "050", "058", "110"),
+    mutant(IgnoresSeeds, "seeds are ignored", "021 022 050 058 110"),
     mutant(MixesTheReplicaIn, "a seed yields other tokens on another replica", "021"),
     mutant(SeedsDependOnNeighbours, "random numbers depend on how many requests run", "022"),
     mutant(SeedsHave32Bits, "seeds are cut to 32 bits", "023"),
@@ -395,10 +384,10 @@ MUTANTS = (
     mutant(IgnoresTheReplicasSeed, "the replica's seed is ignored", "024"),
     mutant(DrawsAfresh, "requests without a seed cannot be repeated", "024"),
     mutant(PaddingIsSeen, "shorter prompts of a batch see padding", "025"),
-    mutant(DropsTheStopToken, "the stop token is left out", "030", "032"),
+    mutant(DropsTheStopToken, "the stop token is left out", "030 032"),
     mutant(KnowsOneStopToken, "all stop tokens but the first are ignored", "030"),
     mutant(IgnoresTheEnd, "the model's end token does not end", "031"),
-    mutant(NeverIgnoresTheEnd, "ignore_eos is ignored", "011", "025", "032", "059"),
+    mutant(NeverIgnoresTheEnd, "ignore_eos is ignored", "011 025 032 059"),
     mutant(IgnoringTheEndIgnoresStops, "past an ignored end token, stop tokens do not end", "032"),
     mutant(OneIsTwo, "a limit of one token yields two", "033"),
     mutant(LongerThanTheModel, "max_model_len does not end a request", "034"),
@@ -409,15 +398,17 @@ MUTANTS = (
     mutant(CutsLongPrompts, "a prompt that is too long is cut", "036"),
     mutant(WrapsIds, "ids out of the vocabulary are wrapped", "037"),
     mutant(RefusalsEndAll, "a refused request ends the running ones", "037"),
-    mutant(RefusesWithoutAName, "refusals do not name the request", "036", "037", "038", "039"),
+    mutant(RefusesWithoutAName, "refusals do not name the request", "036 037 038 039"),
     mutant(BendsSampling, "sampling parameters are bent into range", "038"),
     mutant(TakesNegativeTemperatures, "a negative temperature is taken for greedy", "038"),
     mutant(TakesTinyTemperatures, "a temperature that no float32 holds is taken for greedy", "038"),
     mutant(SharesTheTemperature, "a high temperature ends the requests beside it", "041"),
     mutant(ReplacesRequests, "a request with the id of a running one replaces it", "039"),
     mutant(IgnoresImages, "inputs beside tokens are ignored", "040"),
-    attrs.evolve(
-        mutant(TakesDeltas, "a delta is loaded as if it were the weights", "040"),
+    mutant(
+        TakesDeltas,
+        "a delta is loaded as if it were the weights",
+        "040",
         capabilities={"sleep": "full", "stop_strings": "full", "weights_adapter": "full", "openai": "full"},
     ),
     mutant(StreamsDrawAnew, "a stream draws other tokens than generate", "050"),

@@ -11,7 +11,8 @@ import struct
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,7 +38,8 @@ from jackfield.abc.transfer_queue import (
     TransferQueueContext,
 )
 from jackfield.errors import QueueError, QueueFull
-from mutants.harness import Mutant, Reference
+from mutants import harness
+from mutants.harness import Reference
 
 Where = tuple[str, str]
 Cell = tuple[str, torch.Tensor]  # dense, jagged or json; the row's values
@@ -88,8 +90,6 @@ class ReferenceBackend(TransferQueueBackend):
         if self.closed:
             raise QueueError("the backend is closed", code="queue.closed")
 
-    # -- put -------------------------------------------------------------------------------------------------------
-
     def where(self, partition: str, key: str) -> Where:
         return partition, key
 
@@ -122,8 +122,6 @@ class ReferenceBackend(TransferQueueBackend):
     def size(self, values: torch.Tensor) -> int:
         return values.nbytes
 
-    # -- get -------------------------------------------------------------------------------------------------------
-
     async def get(self, request: GetRequest) -> GetResult:
         self.check_open()
         rows = [self.find(self.where(request.partition, key)) for key in request.keys]
@@ -155,8 +153,6 @@ class ReferenceBackend(TransferQueueBackend):
         for values in tensors:
             offsets.append(offsets[-1] + len(values))
         return Column(values=torch.cat(list(tensors)), offsets=torch.tensor(offsets), encoding=encoding)
-
-    # -- the rest --------------------------------------------------------------------------------------------------
 
     async def delete(self, request: DeleteRequest) -> DeleteResult:
         self.check_open()
@@ -247,9 +243,6 @@ def _records(content: bytes) -> list[tuple[Where, Row | None]]:
 REFERENCE = Reference(cls=ReferenceBackend, config_class=Config, capabilities={"durable": "full", "joins": "full"})
 
 
-# -- values ----------------------------------------------------------------------------------------------------------
-
-
 class CastsBfloat16(ReferenceBackend):
     def copy(self, values: torch.Tensor) -> torch.Tensor:
         return values.float().bfloat16() if values.dtype == torch.bfloat16 else values.clone()
@@ -323,9 +316,6 @@ class LosesTheEndOfLargeRows(ReferenceBackend):
         return copied
 
 
-# -- writing ---------------------------------------------------------------------------------------------------------
-
-
 class DropsJson(ReferenceBackend):
     async def write(self, where: Where, row: Row) -> None:
         known = self.rows.get(where, {})
@@ -391,9 +381,6 @@ class RacesWithItself(ReferenceBackend):
         await asyncio.sleep(0)
         self.rows[where] = changed
         self.append(where, row)
-
-
-# -- reading ---------------------------------------------------------------------------------------------------------
 
 
 class SortsKeys(ReferenceBackend):
@@ -484,9 +471,6 @@ class MixesEncodings(ReferenceBackend):
         return super().join([("jagged", values) for _, values in cells] if len(sorts) > 1 else cells, name)
 
 
-# -- deleting and counting -------------------------------------------------------------------------------------------
-
-
 class RevivesDeletedRows(ReferenceBackend):
     """It hides a deleted row, and shows it again when a column is put."""
 
@@ -554,9 +538,6 @@ class LeaksDeletedBytes(ReferenceBackend):
 class CountsElements(ReferenceBackend):
     def size(self, values: torch.Tensor) -> int:
         return values.numel()
-
-
-# -- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 class SavesOnePartition(ReferenceBackend):
@@ -651,9 +632,6 @@ class RestoresNothing(ReferenceBackend):
                 self.forget(where)
             return SnapshotResult(samples=0, bytes=0)
         return await super().restore(request)
-
-
-# -- life ------------------------------------------------------------------------------------------------------------
 
 
 class AnswersWhenClosed(ReferenceBackend):
@@ -778,70 +756,65 @@ class ListsEveryPartition(ReferenceBackend):
         return await super().keys(KeysRequest())
 
 
-def _mutant(cls: type, what: str, *killed_by: str) -> Mutant:
-    return Mutant(cls=cls, killed_by=tuple(f"TRQ-{number}" for number in killed_by), what=what)
+mutant = partial(harness.mutant, "transfer_queue")
 
-
-MUTANTS: Mapping[str, Mutant] = {
-    mutant.cls.__name__: mutant
-    for mutant in (
-        _mutant(CastsBfloat16, "bfloat16 goes through float32 and loses the payloads of NaNs", "010"),
-        _mutant(CastsIntegers, "int64 goes through float64", "010", "033"),
-        _mutant(LosesTheSignOfZero, "-0.0 becomes 0.0", "010"),
-        _mutant(TruncatesJaggedRows, "a jagged row before an empty one loses its last element", "011"),
-        _mutant(FlattensTrailingDimensions, "jagged rows of matrices come back as rows of vectors", "011"),
-        _mutant(SqueezesDenseRows, "dense rows of one element come back as scalars", "012"),
-        _mutant(ForgetsTheDtypeOfNothing, "a column of empty rows comes back as float32", "013"),
-        _mutant(WritesJsonAnew, "JSON is parsed and written anew", "014"),
-        _mutant(ForgetsThatItIsJson, "JSON comes back as plain bytes", "014"),
-        _mutant(LosesTheEndOfLargeRows, "the end of a large row is zero", "015"),
-        _mutant(DropsJson, "putting a column drops the row's JSON", "016", "046"),
-        _mutant(KeepsWhatFits, "a value is not replaced by a longer one", "017"),
-        _mutant(KeepsTheCallersTensors, "the caller's tensors are kept", "018"),
-        _mutant(KeepsASingleRow, "the caller's tensor is kept where it has a single row", "018"),
-        _mutant(MixesPartitions, "rows for evaluation are put among those for training", "019"),
-        _mutant(DeletesInEveryPartition, "a delete reaches into other partitions", "019"),
-        _mutant(IgnoresCase, "keys that differ in case are one", "020"),
-        _mutant(JoinsNames, "partition and key are joined with a slash", "020", "046"),
-        _mutant(RacesWithItself, "two puts of one row at a time lose a column", "021"),
-        _mutant(SortsKeys, "rows come back in the order of sorted keys", "022"),
-        _mutant(KeepsTheOrderOfPuts, "rows come back in the order in which they were put", "022"),
-        _mutant(ReturnsEveryColumn, "every column is returned", "023"),
-        _mutant(WearsOut, "a row is gone after four reads", "024"),
-        _mutant(WritesInPlace, "a later put writes into what a reader holds", "025"),
-        _mutant(LeavesUnknownRowsOut, "unknown rows are left out of the result", "026"),
-        _mutant(RaisesKeyErrors, "a missing column among several is a KeyError", "027"),
-        _mutant(FillsMissingColumns, "a row without the column gets zeros", "027"),
-        _mutant(PromotesDtypes, "rows of different dtypes are promoted to one", "028"),
-        _mutant(MixesEncodings, "JSON and plain bytes are read together", "028"),
-        _mutant(RevivesDeletedRows, "a deleted row comes back with the next put of its key", "029"),
-        _mutant(RaisesOnUnknownDeletes, "deleting an unknown row is an error", "030"),
-        _mutant(CountsWhatItDidNotDelete, "delete counts the rows that it was asked for", "030"),
-        _mutant(NeverCountsDown, "replaced bytes are still counted", "031"),
-        _mutant(LeaksDeletedBytes, "deleted bytes are still counted", "031"),
-        _mutant(CountsElements, "put reports elements for bytes", "032"),
-        _mutant(SavesOnePartition, "a checkpoint holds one partition", "033"),
-        _mutant(SavesInSinglePrecision, "a checkpoint holds float64 as float32", "033"),
-        _mutant(MergesWhenRestoring, "restoring keeps what was put since", "034"),
-        _mutant(RefusesProducersMeanwhile, "puts are refused while a checkpoint is written", "035"),
-        _mutant(SavesTheFuture, "a checkpoint is written after it was acknowledged", "032", "034", "035", "036"),
-        _mutant(AddsToOldCheckpoints, "a checkpoint written over another keeps its rows", "036"),
-        _mutant(RestoresNothing, "a folder without a checkpoint restores an empty queue", "037"),
-        _mutant(AnswersWhenClosed, "stats answers after close", "038"),
-        _mutant(ClosesOnce, "a second close raises", "039"),
-        _mutant(LeavesATask, "a task goes on after close", "040"),
-        _mutant(LeavesAThread, "a thread goes on after close", "040"),
-        _mutant(LeavesAFileOpen, "its log stays open", "040"),
-        _mutant(LeavesATemporaryFile, "a temporary file stays", "040"),
-        _mutant(LeavesAProcess, "a child process stays", "040"),
-        _mutant(SharesItsRows, "two instances share their rows", "041"),
-        _mutant(MakesRowsOfTags, "tags become a column", "042"),
-        _mutant(ClearsItsFolder, "closing clears the folder", "043"),
-        _mutant(WritesAtTheEnd, "what was put is on disk when the backend is closed", "044"),
-        _mutant(ForgetsDeletes, "deleted rows are back after a restart", "043", "044"),
-        _mutant(JoinsACopy, "who joins has a copy of what was there then", "045"),
-        _mutant(ForgetsColumns, "the columns of a row are listed in part", "046"),
-        _mutant(ListsEveryPartition, "rows of other partitions are listed", "046"),
-        _mutant(TakesItsRowsAlong, "who has joined deletes everything when it closes", "045"),
-    )
-}
+MUTANTS = harness.named(
+    mutant(CastsBfloat16, "bfloat16 goes through float32 and loses the payloads of NaNs", "010"),
+    mutant(CastsIntegers, "int64 goes through float64", "010 033"),
+    mutant(LosesTheSignOfZero, "-0.0 becomes 0.0", "010"),
+    mutant(TruncatesJaggedRows, "a jagged row before an empty one loses its last element", "011"),
+    mutant(FlattensTrailingDimensions, "jagged rows of matrices come back as rows of vectors", "011"),
+    mutant(SqueezesDenseRows, "dense rows of one element come back as scalars", "012"),
+    mutant(ForgetsTheDtypeOfNothing, "a column of empty rows comes back as float32", "013"),
+    mutant(WritesJsonAnew, "JSON is parsed and written anew", "014"),
+    mutant(ForgetsThatItIsJson, "JSON comes back as plain bytes", "014"),
+    mutant(LosesTheEndOfLargeRows, "the end of a large row is zero", "015"),
+    mutant(DropsJson, "putting a column drops the row's JSON", "016 046"),
+    mutant(KeepsWhatFits, "a value is not replaced by a longer one", "017"),
+    mutant(KeepsTheCallersTensors, "the caller's tensors are kept", "018"),
+    mutant(KeepsASingleRow, "the caller's tensor is kept where it has a single row", "018"),
+    mutant(MixesPartitions, "rows for evaluation are put among those for training", "019"),
+    mutant(DeletesInEveryPartition, "a delete reaches into other partitions", "019"),
+    mutant(IgnoresCase, "keys that differ in case are one", "020"),
+    mutant(JoinsNames, "partition and key are joined with a slash", "020 046"),
+    mutant(RacesWithItself, "two puts of one row at a time lose a column", "021"),
+    mutant(SortsKeys, "rows come back in the order of sorted keys", "022"),
+    mutant(KeepsTheOrderOfPuts, "rows come back in the order in which they were put", "022"),
+    mutant(ReturnsEveryColumn, "every column is returned", "023"),
+    mutant(WearsOut, "a row is gone after four reads", "024"),
+    mutant(WritesInPlace, "a later put writes into what a reader holds", "025"),
+    mutant(LeavesUnknownRowsOut, "unknown rows are left out of the result", "026"),
+    mutant(RaisesKeyErrors, "a missing column among several is a KeyError", "027"),
+    mutant(FillsMissingColumns, "a row without the column gets zeros", "027"),
+    mutant(PromotesDtypes, "rows of different dtypes are promoted to one", "028"),
+    mutant(MixesEncodings, "JSON and plain bytes are read together", "028"),
+    mutant(RevivesDeletedRows, "a deleted row comes back with the next put of its key", "029"),
+    mutant(RaisesOnUnknownDeletes, "deleting an unknown row is an error", "030"),
+    mutant(CountsWhatItDidNotDelete, "delete counts the rows that it was asked for", "030"),
+    mutant(NeverCountsDown, "replaced bytes are still counted", "031"),
+    mutant(LeaksDeletedBytes, "deleted bytes are still counted", "031"),
+    mutant(CountsElements, "put reports elements for bytes", "032"),
+    mutant(SavesOnePartition, "a checkpoint holds one partition", "033"),
+    mutant(SavesInSinglePrecision, "a checkpoint holds float64 as float32", "033"),
+    mutant(MergesWhenRestoring, "restoring keeps what was put since", "034"),
+    mutant(RefusesProducersMeanwhile, "puts are refused while a checkpoint is written", "035"),
+    mutant(SavesTheFuture, "a checkpoint is written after it was acknowledged", "032 034 035 036"),
+    mutant(AddsToOldCheckpoints, "a checkpoint written over another keeps its rows", "036"),
+    mutant(RestoresNothing, "a folder without a checkpoint restores an empty queue", "037"),
+    mutant(AnswersWhenClosed, "stats answers after close", "038"),
+    mutant(ClosesOnce, "a second close raises", "039"),
+    mutant(LeavesATask, "a task goes on after close", "040"),
+    mutant(LeavesAThread, "a thread goes on after close", "040"),
+    mutant(LeavesAFileOpen, "its log stays open", "040"),
+    mutant(LeavesATemporaryFile, "a temporary file stays", "040"),
+    mutant(LeavesAProcess, "a child process stays", "040"),
+    mutant(SharesItsRows, "two instances share their rows", "041"),
+    mutant(MakesRowsOfTags, "tags become a column", "042"),
+    mutant(ClearsItsFolder, "closing clears the folder", "043"),
+    mutant(WritesAtTheEnd, "what was put is on disk when the backend is closed", "044"),
+    mutant(ForgetsDeletes, "deleted rows are back after a restart", "043 044"),
+    mutant(JoinsACopy, "who joins has a copy of what was there then", "045"),
+    mutant(ForgetsColumns, "the columns of a row are listed in part", "046"),
+    mutant(ListsEveryPartition, "rows of other partitions are listed", "046"),
+    mutant(TakesItsRowsAlong, "who has joined deletes everything when it closes", "045"),
+)

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import attrs
 import pytest
 
 from jackfield.abc import KINDS
@@ -17,13 +16,14 @@ from jackfield_conformance.registry import (
     PREFIXES,
     Check,
     NotApplicable,
+    Outcome,
     Skipped,
     capabilities,
     check,
     checks,
     run_check,
 )
-from jackfield_conformance.runner import CheckResult, level_of, level_table
+from jackfield_conformance.runner import level_of, level_table
 from jackfield_conformance.subject import Subject
 
 ALL = [each for kind in KINDS for each in checks(kind)]
@@ -162,12 +162,11 @@ def test_a_check_needs_an_invariant() -> None:
             pass
 
 
-def results(**outcomes: str) -> list[CheckResult]:
-    """One result per keyword: ``base_2="passed"``."""
-    made = CheckResult(id="REW-900", tier="base", invariant="", page="", outcome="", message="", seconds=0.0)
+def results(**statuses: Any) -> list[Outcome]:
+    """One outcome per keyword: ``base_2="passed"``."""
     return [
-        attrs.evolve(made, tier=name.rpartition("_")[0], outcome=outcome)  # type: ignore[arg-type]
-        for name, outcome in outcomes.items()
+        Outcome(check=make(lambda _: None, tier=name.rpartition("_")[0]), status=status)
+        for name, status in statuses.items()
     ]
 
 
@@ -190,13 +189,13 @@ def results(**outcomes: str) -> list[CheckResult]:
         ("base", results(base_1="passed", capability_1="passed", stress_1="exempt")),
     ],
 )
-def test_only_what_ran_and_passed_counts(expected: str, found: list[CheckResult]) -> None:
+def test_only_what_ran_and_passed_counts(expected: str, found: list[Outcome]) -> None:
     assert expected == level_of(found)
 
 
 def test_the_table_counts_per_tier() -> None:
     row = {"kind": "reward", "plugin": "x", "level": "base", "abi": "1.0", "seconds": 1.25}
     found = results(base_1="passed", base_2="exempt", capability_1="not_applicable", stress_1="passed")
-    header, line = level_table([{**row, "checks": [attrs.asdict(each) for each in found]}])
+    header, line = level_table([{**row, "checks": [each.as_dict() for each in found]}])
     assert ["PLUGIN", "LEVEL", "ABI", "BASE", "CAPABILITY", "STRESS", "GPU"] == header.split()[:7]
     assert ["reward:x", "base", "1.0", "1/2", "-", "1/1", "-", "1", "1.2"] == line.split()

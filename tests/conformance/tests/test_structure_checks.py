@@ -97,7 +97,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checks]:
 
 def outcome(certificate: Certificate, id: str) -> str:
     """How one check ended."""
-    return next(each.outcome for each in certificate.checks if each.id == id)
+    return next(each.status for each in certificate.outcomes if each.check.id == id)
 
 
 def outcomes(output: str) -> dict[str, str]:
@@ -148,7 +148,8 @@ def test_each_check_refuses_its_fault(run: Checks, check: str, file: str, old: s
     damaged = HEALTHY[file].replace(old, new, 1)
     assert HEALTHY[file] != damaged
     certificate = run({file: damaged})
-    assert check == min(each.id for each in certificate.checks if each.outcome == "failed"), certificate.report()
+    failed = [each.check.id for each in certificate.outcomes if each.status == "failed"]
+    assert check == min(failed), certificate.report()
     assert says in certificate.report()
     assert "none" == certificate.level
 
@@ -165,7 +166,7 @@ def test_reaching_into_the_runtime_is_a_warning_with_its_line(run: Checks, state
     """The plugin passes, and its report names file, line and module; the healthy one has no warning."""
     certificate = run({"agent.py": f"\n{statement}\n{AGENT}"})
     assert "passed" == outcome(certificate, "PKG-004"), certificate.report()
-    (warning,) = (each.message for each in certificate.checks if each.id == "PKG-004")
+    (warning,) = (each.message for each in certificate.outcomes if each.check.id == "PKG-004")
     assert warning.startswith(f"sample_plugin/{found}")
     assert "WARNING PKG-004" in certificate.report()
     assert "none" != certificate.level
@@ -173,7 +174,7 @@ def test_reaching_into_the_runtime_is_a_warning_with_its_line(run: Checks, state
 
 def test_what_plugins_may_import_is_no_warning(run: Checks) -> None:
     certificate = run({"agent.py": f"import jackfield.clock\nfrom jackfield.abc import reward\n{AGENT}"})
-    assert [""] == [each.message for each in certificate.checks if each.id == "PKG-004"]
+    assert [""] == [each.message for each in certificate.outcomes if each.check.id == "PKG-004"]
 
 
 EXCEPTION = '[conformance.exceptions]\n{id} = {{reason = "{reason}", review = "{review}"}}\n'
@@ -251,7 +252,7 @@ def test_the_folder_that_pytest_is_started_in_has_no_say(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "say which plugin is to be checked: --plugin KIND:NAME"),
+        ([], "name the plugin to check: --plugin KIND:NAME"),
         (["--plugin", "fsdp"], "expected KIND:NAME"),
         (["--plugin", "reward:no-such"], "plugin.not-found"),
         (["--plugin", "reward:function", "--numprocesses", "1"], "leave --numprocesses out"),

@@ -1,8 +1,8 @@
-"""The pytest plugin: ``--plugin KIND:NAME`` makes every check of the kind a test of its own.
+"""The pytest plugin: ``--plugin KIND:NAME`` makes each check of the kind a test.
 
-Installed by the entry point ``pytest11``, so it is loaded in every pytest run of an environment that has
-jackfield-conformance: importing it must stay cheap, and without ``--plugin`` it does nothing but show the table of what
-:func:`jackfield_conformance.certify` was called for.
+The entry point ``pytest11`` loads it in every pytest of an environment that has jackfield-conformance, so importing it
+must stay cheap. Without ``--plugin`` it only shows the table of the plugins that :func:`jackfield_conformance.certify`
+has checked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ENTRY = _FOLDER / "conformance.py"  #: the file that stands for the checks when
 _RUN = pytest.StashKey["Run"]()
 _TEMPORARY = pytest.StashKey["tempfile.TemporaryDirectory[str]"]()
 _WORKERS = pytest.StashKey[list[Mapping[str, Any]]]()  #: certificates made by workers of pytest-xdist
-_NO_PLUGIN = "say which plugin is to be checked: --plugin KIND:NAME"
+_NO_PLUGIN = "name the plugin to check: --plugin KIND:NAME"
 _OUTPUT = "jackfield_certificates"
 
 
@@ -49,10 +49,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
-    """Ignore the configuration of the folder that pytest was started in, as far as possible.
+    """Ignore the configuration of the current folder: ``conftest.py``, ``addopts`` and ini values.
 
-    Its ``conftest.py``, ``addopts`` and ini values must not influence whether a plugin keeps its contract. What pytest
-    has applied by now stays in effect: ``pythonpath``, ``-p`` in ``addopts``, ``required_plugins``.
+    It must not influence whether a plugin keeps its contract. ``pythonpath``, ``-p`` in ``addopts`` and
+    ``required_plugins`` stay in effect, because pytest has already applied them.
     """
     known = early_config.known_args_namespace
     if _PACKAGE not in known.file_or_dir:
@@ -60,11 +60,11 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
     if not getattr(known, "plugin", None):
         raise pytest.UsageError(_NO_PLUGIN)
     if getattr(known, "inifilename", None):
-        return  # -c FILE: it was asked for
+        return  # -c FILE requests this configuration
     known.noconftest = True
     given = [str(argument) for argument in early_config.invocation_params.args]
     args[:] = [*shlex.split(os.environ.get("PYTEST_ADDOPTS", "")), *given]
-    for name in ("_inicfg", "_inicache"):  # there is no public way; where the names change, the ini values stay
+    for name in ("_inicfg", "_inicache"):  # there is no public way; if the names change, the ini values stay
         getattr(early_config, name, {}).clear()
 
 
@@ -82,10 +82,10 @@ def pytest_configure(config: pytest.Config) -> None:
     try:
         tiers = (*DEFAULT_TIERS, *config.getoption("jackfield_tiers"))
         config.stash[_RUN] = Run.of(asked, Path(config.stash[_TEMPORARY].name), tiers)
-    except ValueError as error:
+    except (ValueError, PluginNotFound) as error:
         raise pytest.UsageError(f"--plugin: {error}") from None
-    except PluginNotFound as error:
-        raise pytest.UsageError(str(error)) from None
+    if config.getoption("--certificate"):
+        Path(config.getoption("--certificate")).unlink(missing_ok=True)  # an earlier one
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -96,7 +96,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """Say what is checked."""
+    """Return the line of the header that names the checked plugin."""
     run = config.stash.get(_RUN, None)
     if run is None:
         return None
@@ -127,7 +127,7 @@ class _Checks(pytest.File):
     def collect(self) -> Iterable[pytest.Item]:
         run = self.config.stash[_RUN]
         for check in run.checks:
-            # an id of our own: the path of this package says nothing to a reader
+            # the path of this package would tell a reader nothing
             node = f"{run.record.kind}:{run.record.name}::{check.id}"
             yield _CheckItem.from_parent(self, name=check.id, nodeid=node, check=check)
 
@@ -167,11 +167,15 @@ class _Broken(Exception):
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the certificate, also of a run that failed; hand a pytest-xdist worker's certificates over."""
+    """Write the certificate, also of a failure; the level gives the exit code. Pass on a pytest-xdist worker's."""
     run = session.config.stash.get(_RUN, None)
     file = session.config.getoption("--certificate")
-    if run is not None and run.outcomes and file:
-        Path(file).write_text(json.dumps(run.certificate().as_dict(), indent=2) + "\n", encoding="utf-8")
+    if run is not None and run.outcomes:
+        certificate = run.certificate()
+        if certificate.level == "none":
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if file:
+            Path(file).write_text(json.dumps(certificate.as_dict(), indent=2) + "\n", encoding="utf-8")
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output[_OUTPUT] = json.dumps(list(_certificates()))
@@ -179,7 +183,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    """Keep what a worker of pytest-xdist has certified, for the table at the end."""
+    """Keep the certificates of a pytest-xdist worker, for the table at the end."""
     node.config.stash.setdefault(_WORKERS, []).extend(json.loads(getattr(node, "workeroutput", {}).get(_OUTPUT, "[]")))
 
 

@@ -1,8 +1,8 @@
 """The checks of all kinds, and the function that runs one of them on one plugin.
 
-A check is a function of a :class:`~jackfield_conformance.subject.Subject` that raises where an invariant of the
-contract is broken. Checks live in ``jackfield_conformance.suites``, one module (or package) per kind; those that hold
-for every kind are in ``jackfield_conformance.suites.structure``. Ids are never used again.
+A check is a function of a :class:`~jackfield_conformance.subject.Subject` that raises if an invariant of the contract
+is broken. ``jackfield_conformance.suites`` has one module or package of checks per kind, and ``suites.structure`` for
+every kind. Ids are never reused.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ TIERS: tuple[Tier, ...] = ("base", "capability", "stress", "gpu")
 #: Checks below this number look at the plugin from outside and hold for every kind; behaviour starts here.
 FIRST_BEHAVIOUR = 10
 
-#: ``passed`` and ``failed`` ran. ``exempt``: failed, as the manifest says with a reason. ``not_applicable``: newer than
-#: the plugin's ABI, or of a capability that it does not declare, or about nothing that it does. ``skipped``: could not
-#: run here. ``not_run``: was not asked for.
+#: ``passed`` and ``failed`` ran. ``exempt``: failed, as the manifest declares with a reason. ``not_applicable``: newer
+#: than the plugin's ABI, of a capability that it does not declare, or without a subject in it. ``skipped``: could not
+#: run here. ``not_run``: was not requested.
 Status = Literal["passed", "failed", "exempt", "not_applicable", "skipped", "not_run"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -66,7 +66,7 @@ class NotApplicable(Exception):
 
 
 class Warned(Exception):
-    """Raised by a check that passes, with a warning to the author that the report shows."""
+    """Raised by a check that passes with a warning to the author, which the report shows."""
 
 
 class Skipped(Exception):
@@ -82,8 +82,8 @@ class Check:
     tier: Tier
     since: str  #: a check newer than the ABI minor version that the plugin declares does not run
     capability: str | None  #: runs only on a plugin that declares it ``full`` or ``partial``
-    invariant: str  #: one sentence, what has to hold
-    page: str  #: where the contract says so
+    invariant: str  #: one sentence: what must hold
+    page: str  #: the part of the contract that says so
     function: Callable[[Subject], Awaitable[None] | None]
     deadline_seconds: float = 30.0
 
@@ -93,7 +93,7 @@ class Check:
         return int(self.id.partition("-")[2])
 
     def applies(self, abi: str, declared: Mapping[str, str]) -> bool:
-        """Return whether a plugin of this ABI version with these capabilities has to pass it."""
+        """Return whether a plugin of this ABI version with these capabilities must pass it."""
         if _version(self.since) > _version(abi):
             return False
         return self.capability is None or declared.get(self.capability) in ("full", "partial")
@@ -103,21 +103,26 @@ class Check:
 class Outcome:
     """The outcome of one check."""
 
-    id: str
+    check: Check
     status: Status
     message: str = ""  #: why it failed, was exempt, skipped or does not apply; the warning of one that passed
     seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the check and its outcome, as a certificate has them."""
+        found = {name: getattr(self.check, name) for name in ("id", "tier", "invariant", "page")}
+        return {**found, "outcome": self.status, "message": self.message, "seconds": self.seconds}
 
 
 @attrs.frozen(kw_only=True)
 class Capability:
     """A capability that plugins of a kind may declare.
 
-    A suite's module names those of its kind in ``CAPABILITIES: dict[str, Capability]``.
+    The module of a suite has those of its kind in ``CAPABILITIES: dict[str, Capability]``.
     """
 
     what: str  #: one line
-    #: whether the class is seen to have it; None: only the checks of the capability tell
+    #: whether the class implements it; None: only the checks of the capability can find out
     detect: Callable[[Subject], bool] | None = None
 
 
@@ -131,20 +136,19 @@ def check(
     deadline_seconds: float = 30.0,
     using: Callable[[Subject], Any] | None = None,
 ) -> Callable[[Function], Function]:
-    """Make a function a check. The first sentence of its docstring is the invariant; the kind follows from the id.
+    """Make a function a check. The first sentence of its docstring is the invariant; the id gives the kind.
 
-    The function takes a :class:`Subject`, and may be asynchronous. If the invariant is broken, it raises an
-    ``AssertionError`` or any other error, whose message says what was expected and found; :class:`Skipped` if it
-    cannot run here.
+    The function takes a :class:`Subject`, and may be asynchronous. It raises an error that says what was expected and
+    found if the invariant is broken, and :class:`Skipped` if it cannot run here.
 
     Args:
         id: The kind's prefix and a number of three digits.
         tier: Default ``capability`` if ``capability`` is given.
         since: The ABI version that introduced the invariant.
         capability: See :class:`Check`.
-        page: Where the contract says so; default: the kind's page, ``docs/plugins/<kind>.md``.
+        page: The part of the contract that says so; default: the kind's page, ``docs/plugins/<kind>.md``.
         deadline_seconds: A check that takes longer fails.
-        using: A context manager, asynchronous if the function is, which yields the function's second argument.
+        using: A context manager that yields the function's second argument; asynchronous if the function is.
     """
     parts = _ID.fullmatch(id)
     assert parts, f"{id!r} is not an id like ENG-014"
@@ -191,7 +195,7 @@ def first_sentence(function: Callable[..., Any]) -> str:
 
 
 def checks(kind: str) -> tuple[Check, ...]:
-    """Return all checks of a kind, in the order of their ids."""
+    """Return all checks of a kind, and those of every kind, in the order of their ids."""
     _import("structure")
     _import(kind)
     return tuple(sorted((each for each in _CHECKS.values() if each.kind in ("", kind)), key=lambda each: each.id))
@@ -224,9 +228,9 @@ def run_check(check: Check, subject: Subject) -> Outcome:
         status, message = "not_applicable", str(reason)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever a plugin may raise, a cancellation or an exit included
-        status, message = "failed", _told(error)
-    return Outcome(id=check.id, status=status, message=message, seconds=round(time.monotonic() - started, 3))
+    except BaseException as error:  # a plugin may raise anything, also a cancellation or an exit
+        status, message = "failed", _text(error)
+    return Outcome(check=check, status=status, message=message, seconds=round(time.monotonic() - started, 3))
 
 
 async def _within(result: Awaitable[None], seconds: float) -> None:
@@ -248,7 +252,7 @@ class _Late(Exception):
 def _alarm(seconds: float) -> Iterator[None]:
     """Raise in this thread after ``seconds``, and every five from then on, whatever it is doing.
 
-    An earlier alarm (pytest-timeout's) is put back, with the time that is left of it.
+    Restore an earlier alarm (pytest-timeout's) afterwards, with its remaining time.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
@@ -269,17 +273,17 @@ def _alarm(seconds: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - started), 0.001), interval)
 
 
-def _told(error: BaseException) -> str:
+def _text(error: BaseException) -> str:
     """Return an assertion's message; of any other error its type and origin."""
     if isinstance(error, AssertionError | _Late) and str(error):
-        return str(error).partition("\nassert ")[0]  # what pytest's rewriting adds says the same again
+        return str(error).partition("\nassert ")[0]  # pytest's rewriting appends the comparison
     frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
     where = "".join(traceback.format_list(frames)).rstrip()
     return f"{type(error).__name__}: {error}\n{where}".strip()
 
 
 def _import(suite: str) -> Any:
-    """Import a suite's module; return None if a kind has none yet."""
+    """Import a suite's module; return None if the kind has none."""
     module = f"jackfield_conformance.suites.{suite}"
     return importlib.import_module(module) if find_spec(module) is not None else None
 

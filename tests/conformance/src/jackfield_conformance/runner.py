@@ -1,4 +1,4 @@
-"""A run of the checks on one installed plugin: applicable checks, outcomes and the certificate."""
+"""The checks of one installed plugin: which apply, their outcomes and the certificate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import platform
 import tempfile
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -25,109 +25,65 @@ from jackfield_conformance.subject import Subject
 #: See :func:`level_of`.
 Level = Literal["none", "partial", "base", "full"]
 
-_VERSIONS = ("jackfield", "jackfield-conformance", "torch")
-
-
-@attrs.frozen(kw_only=True)
-class CheckResult:
-    """A check and its outcome, as a certificate holds them."""
-
-    id: str
-    tier: Tier
-    invariant: str
-    page: str
-    outcome: str  #: a :data:`~jackfield_conformance.registry.Status`
-    message: str
-    seconds: float
-
 
 @attrs.frozen(kw_only=True)
 class Certificate:
-    """The result of one run; :meth:`as_dict` is the JSON file."""
+    """The result of one run of the checks; :meth:`as_dict` is the JSON file."""
 
-    plugin: str
-    kind: str
-    distribution: str
-    abi: str | None
-    level: Level
-    date: str  #: ISO 8601, UTC
-    versions: Mapping[str, str | None]  #: of the plugin, jackfield, jackfield-conformance, python and torch
-    platform: str
-    digest: str | None  #: of the files of the plugin's package
-    tiers: tuple[Tier, ...]  #: that were asked for
-    checks: tuple[CheckResult, ...]
-    counts: Mapping[str, int] = attrs.field(init=False)  #: outcome to number of checks
-
-    def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "counts", dict(Counter(result.outcome for result in self.checks)))
+    record: PluginRecord
+    tiers: tuple[Tier, ...]  #: that were requested
+    outcomes: tuple[Outcome, ...]
+    date: str = attrs.field(factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))  #: UTC
 
     @property
-    def seconds(self) -> float:
-        """Return the seconds of all checks together."""
-        return round(sum(result.seconds for result in self.checks), 3)
+    def level(self) -> Level:
+        """Return the plugin's level."""
+        return level_of(self.outcomes)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return {"format": FORMAT, **attrs.asdict(self), "seconds": self.seconds}
+        """Return the certificate as JSON values."""
+        record = self.record
+        return {
+            "format": FORMAT,
+            "plugin": record.name,
+            **{name: getattr(record, name) for name in ("kind", "distribution", "abi")},
+            "level": self.level,
+            "date": self.date,
+            "versions": {"plugin": record.version, "python": platform.python_version(), **_versions()},
+            "platform": platform.platform(),
+            "digest": None if record.manifest is None else plugin_digest(record.manifest),
+            "tiers": self.tiers,
+            "checks": [outcome.as_dict() for outcome in self.outcomes],
+            "counts": dict(Counter(outcome.status for outcome in self.outcomes)),
+            "seconds": round(sum(outcome.seconds for outcome in self.outcomes), 3),
+        }
 
     def report(self) -> str:
         """Return the readable report: each broken invariant in a sentence, with the contract's page."""
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        yield f"{self.kind} '{self.plugin}' ({self.distribution} {self.versions['plugin']}), ABI {self.abi or '-'}"
-        for result in self.checks:
-            warned = result.outcome == "passed" and result.message
-            if warned or result.outcome in ("failed", "exempt", "skipped"):
-                yield f"  {'WARNING' if warned else result.outcome.upper()} {result.id}: {result.invariant}."
-                yield textwrap.indent(result.message or "no reason given", "      ")
-                yield f"      see {result.page}"
-        counts = ", ".join(f"{number} {outcome.replace('_', ' ')}" for outcome, number in self.counts.items())
-        yield f"level: {self.level} ({counts}; {self.seconds:.1f} s)"
-
-
-def make_certificate(
-    record: PluginRecord, checks: Sequence[Check], outcomes: Sequence[Outcome], tiers: Collection[Tier]
-) -> Certificate:
-    """Make the certificate of a run of these tiers, dated now; ``outcomes`` are in the order of ``checks``."""
-    results = tuple(
-        CheckResult(
-            id=check.id,
-            tier=check.tier,
-            invariant=check.invariant,
-            page=check.page,
-            outcome=outcome.status,
-            message=outcome.message,
-            seconds=outcome.seconds,
-        )
-        for check, outcome in zip(checks, outcomes, strict=True)
-    )
-    return Certificate(
-        plugin=record.name,
-        kind=record.kind,
-        distribution=record.distribution,
-        abi=record.abi,
-        level=level_of(results),
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        versions={"plugin": record.version, "python": platform.python_version(), **_versions()},
-        platform=platform.platform(),
-        digest=None if record.manifest is None else plugin_digest(record.manifest),
-        tiers=tuple(tier for tier in TIERS if tier in tiers),
-        checks=results,
-    )
+        record, found = self.record, self.as_dict()
+        lines = [f"{record.kind} '{record.name}' ({record.distribution} {record.version}), ABI {record.abi or '-'}"]
+        for outcome in self.outcomes:
+            warned = outcome.status == "passed" and outcome.message
+            if warned or outcome.status in ("failed", "exempt", "skipped"):
+                status, check = "WARNING" if warned else outcome.status.upper(), outcome.check
+                lines.append(f"  {status} {check.id}: {check.invariant}.")
+                lines.append(textwrap.indent(outcome.message or "no reason given", "      "))
+                lines.append(f"      see {check.page}")
+        counts = ", ".join(f"{number} {status.replace('_', ' ')}" for status, number in found["counts"].items())
+        return "\n".join([*lines, f"level: {self.level} ({counts}; {found['seconds']:.1f} s)"])
 
 
-def level_of(results: Iterable[CheckResult]) -> Level:
+def level_of(outcomes: Iterable[Outcome]) -> Level:
     """Return a plugin's level. Only checks that ran and passed count.
 
     ``none``: a check failed, or none of the base tier passed. ``partial``: nothing failed, but a check of the base tier
-    is excepted or did not run. ``base``: every check of the base tier that applies passed. ``full``: those of the
-    capabilities that the plugin declares, too, and none of any other tier that ran is excepted.
+    is exempt or did not run. ``base``: every check of the base tier that applies passed. ``full``: those of the
+    capabilities that the plugin declares passed, too, and none of any other tier that ran is exempt.
     """
-    applying = [result for result in results if result.outcome != "not_applicable"]
-    base = [result.outcome for result in applying if result.tier == "base"]
-    capability = [result.outcome for result in applying if result.tier == "capability"]
-    others = [result.outcome for result in applying if result.tier not in ("base", "capability")]
+    applying = [outcome for outcome in outcomes if outcome.status != "not_applicable"]
+    base = [outcome.status for outcome in applying if outcome.check.tier == "base"]
+    capability = [outcome.status for outcome in applying if outcome.check.tier == "capability"]
+    others = [outcome.status for outcome in applying if outcome.check.tier not in ("base", "capability")]
     if "failed" in base + capability + others or "passed" not in base:
         return "none"
     if set(base) != {"passed"}:
@@ -152,7 +108,7 @@ def level_table(certificates: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def _versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {}
-    for name in _VERSIONS:
+    for name in ("jackfield", "jackfield-conformance", "torch"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -162,16 +118,8 @@ def _versions() -> dict[str, str | None]:
 
 DEFAULT_TIERS: tuple[Tier, ...] = ("base", "capability")
 
-#: Certificates made by :func:`certify` in this process: the pytest plugin shows them as a table.
+#: Certificates of :func:`certify` in this process, which the pytest plugin shows as a table.
 RUNS: list[Certificate] = []
-
-
-def split(plugin: str) -> tuple[str, str]:
-    """Split ``"reward:rules"`` into kind and name; ``ValueError`` for another form."""
-    kind, colon, name = plugin.partition(":")
-    if not colon or kind not in PREFIXES or not name:
-        raise ValueError(f"expected KIND:NAME, KIND one of {', '.join(PREFIXES)}; found {plugin!r}")
-    return kind, name
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -183,7 +131,7 @@ class Run:
     folder: Path  #: each check gets one of its own below
     tiers: Collection[Tier] = DEFAULT_TIERS  #: those that run
     checks: tuple[Check, ...] = attrs.field(init=False)
-    outcomes: dict[str, Outcome] = attrs.field(init=False, factory=dict)
+    outcomes: dict[str, Outcome] = attrs.field(init=False, factory=dict)  #: by id
     _subject: Subject = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -196,9 +144,11 @@ class Run:
 
         Raises:
             ValueError: If the name has another form.
-            PluginNotFound: If there is none. A broken plugin is found, and fails its first check.
+            PluginNotFound: If it is not installed. A broken plugin is found, and fails its first check.
         """
-        kind, name = split(plugin)
+        kind, colon, name = plugin.partition(":")
+        if not colon or kind not in PREFIXES or not name:
+            raise ValueError(f"expected KIND:NAME, KIND one of {', '.join(PREFIXES)}; found {plugin!r}")
         registry = discover()
         return cls(record=registry.resolve(name, kind), registry=registry, folder=folder, tiers=tiers)
 
@@ -214,8 +164,9 @@ class Run:
 
     def certificate(self) -> Certificate:
         """Return the outcomes as a certificate; a check that was not executed has not passed."""
-        found = [self.outcomes.get(check.id) or Outcome(id=check.id, status="not_run") for check in self.checks]
-        return make_certificate(self.record, self.checks, found, self.tiers)
+        found = (self.outcomes.get(check.id) or Outcome(check=check, status="not_run") for check in self.checks)
+        tiers = tuple(tier for tier in TIERS if tier in self.tiers)
+        return Certificate(record=self.record, tiers=tiers, outcomes=tuple(found))
 
     def _without_running(self, check: Check) -> Outcome | None:
         manifest = self.record.manifest
@@ -223,13 +174,13 @@ class Run:
         if check.number < FIRST_BEHAVIOUR:
             return None
         if self._subject.config is None:
-            return Outcome(id=check.id, status="not_run", message="the plugin cannot be made: see the checks before")
+            return Outcome(check=check, status="not_run", message="the plugin cannot be loaded: see the checks before")
         if not check.applies(abi, declared):
             newer = check.capability is None or declared.get(check.capability) in ("full", "partial")
-            why = f"came with ABI {check.since}" if newer else f"the capability '{check.capability}' is not declared"
-            return Outcome(id=check.id, status="not_applicable", message=why)
+            why = f"new in ABI {check.since}" if newer else f"the capability '{check.capability}' is not declared"
+            return Outcome(check=check, status="not_applicable", message=why)
         if check.tier not in self.tiers:
-            return Outcome(id=check.id, status="not_run", message=f"tier {check.tier} was not asked for")
+            return Outcome(check=check, status="not_run", message=f"tier {check.tier} was not requested")
         return None
 
     def _judged(self, check: Check, outcome: Outcome) -> Outcome:
@@ -251,20 +202,20 @@ def certify(
     folder: Path | None = None,
     progress: Callable[[Check, Outcome], None] | None = None,
 ) -> Certificate:
-    """Run the checks on an installed plugin in this process. One call is a plugin's own conformance test::
+    """Run the checks on an installed plugin in this process, in a plugin's own tests::
 
         def test_the_plugin_keeps_its_contract() -> None:
             assert "full" == certify("reward:rules").level
 
     Args:
         plugin: ``KIND:NAME``.
-        tiers: that run.
-        folder: for the checks' files; default: a temporary one.
-        progress: called after each check.
+        tiers: Tiers of checks to run.
+        folder: Folder for the checks' files; default: a temporary one.
+        progress: Called after each check.
 
     Raises:
-        AssertionError: a check failed; the message is the report.
-        PluginNotFound: there is no such plugin.
+        AssertionError: If a check failed; the message is the report.
+        PluginNotFound: If the plugin is not installed.
     """
     with tempfile.TemporaryDirectory(prefix="jackfield-conformance-") as temporary:
         run = Run.of(plugin, folder or Path(temporary), tiers)

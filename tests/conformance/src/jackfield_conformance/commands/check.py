@@ -1,4 +1,4 @@
-"""``jackfield plugins check``: run the checks where a plugin runs, keep the certificate."""
+"""``jackfield plugins check``: run the checks where a plugin runs, and keep the certificate."""
 
 from __future__ import annotations
 
@@ -76,16 +76,16 @@ def run_checks(
 
     Args:
         name: The plugin's name.
-        kind: The plugin's kind, where several kinds have one of this name.
+        kind: The plugin's kind, if several kinds have a plugin of this name.
         tiers: Tiers of checks that run beside the default ones.
         deadline: Seconds for all checks together.
-        quiet: Leave stdout alone.
+        quiet: Do not write to stdout.
 
     Returns:
-        The certificate, also of a plugin that failed, and the file where it is kept; None: nowhere can be written.
+        The certificate, also of a plugin that failed, and the file where it is kept; None if it cannot be written.
 
     Raises:
-        PluginError: There is no such plugin, no such interpreter, or ``plugin.check``: the checks could not be run.
+        PluginError: If there is no such plugin or interpreter, or ``plugin.check`` if the checks could not run.
     """
     record = discover().resolve(name, kind)
     python = resolve_interpreter(record.manifest.env.python if record.manifest else None)
@@ -93,7 +93,7 @@ def run_checks(
         file = Path(folder, "certificate.json")
         command = [python, "-P", "-m", "jackfield_conformance", "--plugin", f"{record.kind}:{record.name}"]
         command += ["--certificate", str(file), *(f"--tier={tier}" for tier in tiers)]
-        code = _run([*command, "--quiet-stdout"] if quiet else command, deadline, record)
+        code = _run(command, deadline, record, quiet)
         found = read_certificate(file)
     if found is None:
         raise PluginError(
@@ -101,7 +101,7 @@ def run_checks(
             code="plugin.check",
             where=record.label,
             expected="jackfield-conformance in the interpreter of the plugin",
-            found=f"exit code {code} of {python} -m jackfield_conformance, and no certificate; it says why above",
+            found=f"exit code {code} of {python} -m jackfield_conformance, and no certificate; see its output above",
             fix=f"{python} -m pip install jackfield-conformance",
         )
     try:
@@ -111,16 +111,18 @@ def run_checks(
 
 
 def keep(certificate: Mapping[str, Any]) -> Path:
-    """Write a certificate where ``find_certification`` looks, in the place of an older one of the plugin."""
+    """Write a certificate where ``find_certification`` looks; replace an older one of the plugin."""
     file = certificate_folder() / f"{certificate['kind']}-{certificate['plugin']}.json"
-    replace_file(file, json.dumps(certificate, indent=2) + "\n")
+    replace_file(file, json.dumps(certificate, indent=2) + "
+")
     return file
 
 
-def _run(command: list[str], deadline: float, record: PluginRecord) -> int:
+def _run(command: list[str], deadline: float, record: PluginRecord, quiet: bool) -> int:
     """Run a command to its end; at the deadline or an interrupt, kill it and its descendants."""
     sys.stdout.flush()
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    output = 2 if quiet else None
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, start_new_session=True)
     try:
         return child.wait(deadline)
     except subprocess.TimeoutExpired:
@@ -134,4 +136,4 @@ def _run(command: list[str], deadline: float, record: PluginRecord) -> int:
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)
-        child.wait()  # it has been killed: this ends
+        child.wait()

@@ -1,8 +1,8 @@
-"""What an agent loop must keep, looked at on running ones with a scripted model and a tokenizer of the suite's own.
+"""Checks of agents, which run them with a scripted model and the suite's own tokenizer.
 
-The plugin's fixture may give, beside ``settings``, ``tasks``: a list of mappings with ``fields`` (the task's fields,
-``messages`` among them) and ``answers`` (what the model says, call by call; the last is repeated). At least two, with
-different prompts; one that takes several turns where the plugin declares ``multi_turn``. Without it two sums are asked.
+The fixture may have, beside ``settings``, ``tasks``: a list of at least two mappings with ``fields`` (of the task,
+including ``messages``) and ``answers`` (of the model, call by call; the last is repeated). Prompts must differ, and one
+task must take several turns if the plugin declares ``multi_turn``. The default is two sums.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from jackfield_conformance.support.processes import adopting
 
 _PAGE = "docs/plugins/agent.md#"
 
-#: Sampling parameters that reach every request as they are; a budget of tokens and a seed may be divided over turns.
+#: Sampling parameters that reach every request unchanged; the token budget and the seed may be divided over turns.
 _PASSED_ON = ("temperature", "top_p", "top_k", "min_p", "log_probs")
 
 CAPABILITIES = {
@@ -53,7 +53,7 @@ async def sequences_are_well_formed(subject: Subject) -> None:
     """An answered task yields sequences whose ids, mask, log-probabilities and versions have one length."""
     for task in tasks(subject):
         output = (await play(subject, task)).output
-        assert output.sequences, f"the model answered {task.answers}, and there is no sequence"
+        assert output.sequences, f"the model answered {task.answers}, but there is no sequence"
         assert isinstance(output.num_turns, int), f"num_turns is {output.num_turns!r}, expected a number"
         assert output.num_turns >= 1, f"num_turns is {output.num_turns!r}, expected 1 or more"
         for name, value in output.metrics.items():
@@ -87,12 +87,12 @@ async def tokens_are_append_only(subject: Subject) -> None:
             place = next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(history), len(shown)))
             raise AssertionError(
                 f"at turn {turn} the model was shown {len(shown)} tokens, the sequence has {len(history)} before"
-                f" the answer; they differ from token {place} on: text that was tokenised twice, or changed history"
+                f" the answer; they differ from token {place} on: text was tokenised twice, or the history was changed"
             )
 
 
 @check("AGT-013", page=_PAGE + "sequences")
-async def what_the_server_told_is_passed_on(subject: Subject) -> None:
+async def log_probs_and_versions_are_passed_on(subject: Subject) -> None:
     """Log-probabilities and weight versions of the model's tokens are the server's; other tokens have 0.0 and -1."""
     for _, sequence, blocks in await played(subject):
         log_probs = [0.0] * len(sequence.response_ids)
@@ -102,8 +102,8 @@ async def what_the_server_told_is_passed_on(subject: Subject) -> None:
             versions[block.start : block.end] = block.result.weight_versions
         found = list(sequence.response_log_probs)
         assert log_probs == found, f"expected the log-probabilities {log_probs[:8]}…, found {found[:8]}…"
-        told = list(sequence.weight_versions)
-        assert versions == told, f"expected the weight versions {versions[:8]}…, found {told[:8]}…"
+        reported = list(sequence.weight_versions)
+        assert versions == reported, f"expected the weight versions {versions[:8]}…, found {reported[:8]}…"
 
 
 @check("AGT-014", page=_PAGE + "sampling")
@@ -119,9 +119,8 @@ async def sampling_parameters_reach_the_model(subject: Subject) -> None:
                 assert given == found, f"expected {given} in every request, found {found}"
             assert_budget(model, sampling["max_new_tokens"])
             for budget in tight_budgets(model):
-                assert_budget(
-                    (await play(subject, task, sampling={**sampling, "max_new_tokens": budget})).model, budget
-                )
+                trial = await play(subject, task, sampling={**sampling, "max_new_tokens": budget})
+                assert_budget(trial.model, budget)
 
 
 @check("AGT-015", page=_PAGE + "prompts")
@@ -159,7 +158,7 @@ async def further_fields_are_tolerated(subject: Subject) -> None:
     for task in tasks(subject):
         plain = await play(subject, task)
         more = await play(subject, task, fields={"conformance_unknown": {"list": [1, None]}, "level": "hard"})
-        assert outline(plain) == outline(more), "with further fields the run went another way"
+        assert outline(plain) == outline(more), "with further fields the rollout is another"
 
 
 @check("AGT-018", page=_PAGE + "prompts")
@@ -171,12 +170,12 @@ async def arguments_are_left_alone(subject: Subject) -> None:
         sampling, fields = dict(SAMPLING), copy.deepcopy(dict(task.fields))
         await agent.run(sampling, **fields)
         changed = [name for name, value in task.fields.items() if fields[name] != value]
-        assert not changed, f"the run changed the task's {changed}"
-        assert dict(SAMPLING) == sampling, f"the run changed the sampling parameters to {sampling}"
+        assert not changed, f"the rollout changed the task's {changed}"
+        assert dict(SAMPLING) == sampling, f"the rollout changed the sampling parameters to {sampling}"
 
 
 @check("AGT-019", page=_PAGE + "cancellation")
-async def a_cancelled_run_leaves_nothing_running(subject: Subject) -> None:
+async def a_cancelled_rollout_leaves_nothing_running(subject: Subject) -> None:
     """A cancelled rollout ends at once; no generation, task or process of it continues."""
     with adopting():
         for task in tasks(subject):
@@ -194,11 +193,11 @@ async def failures_are_raised(subject: Subject) -> None:
         except Exception:
             continue
         count = len(trial.output.sequences)
-        raise AssertionError(f"every call of the model failed; the run returned {count} sequences")
+        raise AssertionError(f"every call of the model failed; it returned {count} sequences")
 
 
 @check("AGT-021", page=_PAGE + "failures")
-async def aborted_generation_ends_the_run(subject: Subject) -> None:
+async def aborted_generation_ends_the_rollout(subject: Subject) -> None:
     """After an aborted answer the model is not asked again, and the tokens so far are reported as aborted."""
     for task in tasks(subject):
         calls = len((await play(subject, task)).model.requests)
@@ -212,19 +211,19 @@ async def aborted_generation_ends_the_run(subject: Subject) -> None:
 
 
 @check("AGT-022", page=_PAGE + "concurrency")
-async def runs_do_not_mix(subject: Subject) -> None:
+async def rollouts_do_not_mix(subject: Subject) -> None:
     """Concurrent rollouts, each with its own object, have their own requests and tokens."""
     scripted = tasks(subject)
     alone = [outline(await play(subject, task)) for task in scripted]
     order = [number % len(scripted) for number in range(32)]
     trials = await asyncio.gather(*(play(subject, scripted[index], request_prefix="step/0") for index in order))
     for index, trial in zip(order, trials, strict=True):
-        assert alone[index] == outline(trial), "a run among others went another way than alone"
+        assert alone[index] == outline(trial), "a concurrent rollout is not as it is alone"
     assert_unique(trials)
 
 
 @check("AGT-023", page=_PAGE + "concurrency")
-async def runs_leave_nothing_to_the_next(subject: Subject) -> None:
+async def rollouts_leave_nothing_to_the_next(subject: Subject) -> None:
     """An object that has finished a rollout does the next one like a new object."""
     scripted = tasks(subject)
     for first in scripted:
@@ -237,11 +236,11 @@ async def runs_leave_nothing_to_the_next(subject: Subject) -> None:
             tokenizer.turns.clear()
             switch.model = Model(second.answers, tokenizer=tokenizer)
             again = await play(subject, second, agent=agent, model=switch.model)
-            assert expected == outline(again), "the second run of an object went another way than a first one"
+            assert expected == outline(again), "the second rollout of an object is not as a first one"
 
 
 @check("AGT-024", page=_PAGE + "capabilities")
-async def what_runs_show_is_declared(subject: Subject) -> None:
+async def capabilities_of_rollouts_are_declared(subject: Subject) -> None:
     """An agent whose model answers several times, or that gives a reward, declares this capability."""
     for _, sequence, blocks in await played(subject):
         several = len(blocks) > 1
@@ -251,7 +250,7 @@ async def what_runs_show_is_declared(subject: Subject) -> None:
 
 
 @check("AGT-025", page=_PAGE + "cancellation")
-def runs_leave_nothing_behind(subject: Subject) -> None:
+def rollouts_leave_nothing_behind(subject: Subject) -> None:
     """Rollouts leave no task, thread, process, socket, shared memory or file behind."""
 
     async def life(_: object) -> None:
@@ -305,19 +304,19 @@ async def environment_rewards_are_there(subject: Subject) -> None:
 
 
 @check("AGT-050", tier="stress", page=_PAGE + "concurrency", deadline_seconds=120.0)
-async def hundreds_of_runs_with_cancellations(subject: Subject) -> None:
+async def hundreds_of_rollouts_with_cancellations(subject: Subject) -> None:
     """If some of hundreds of concurrent rollouts are cancelled, the others end as alone, and nothing is left."""
     scripted = tasks(subject)
     alone = [outline(await play(subject, task)) for task in scripted]
-    runs = [asyncio.create_task(play(subject, scripted[number % len(scripted)])) for number in range(300)]
+    rollouts = [asyncio.create_task(play(subject, scripted[number % len(scripted)])) for number in range(300)]
     await asyncio.sleep(0)
-    for run in runs[::5]:
-        run.cancel()
-    ended = await asyncio.gather(*runs, return_exceptions=True)
+    for rollout in rollouts[::5]:
+        rollout.cancel()
+    ended = await asyncio.gather(*rollouts, return_exceptions=True)
     for number, trial in enumerate(ended):
         if number % 5 == 0:
             continue
-        assert isinstance(trial, Trial), f"run {number} was not cancelled, and raised {trial!r}"
-        assert alone[number % len(scripted)] == outline(trial), f"run {number} of 300 went another way than alone"
+        assert isinstance(trial, Trial), f"rollout {number} was not cancelled, and raised {trial!r}"
+        assert alone[number % len(scripted)] == outline(trial), f"rollout {number} of 300 is not as it is alone"
     assert_unique([trial for trial in ended if isinstance(trial, Trial)])
     assert not other_tasks(), f"tasks that are left: {other_tasks()}"

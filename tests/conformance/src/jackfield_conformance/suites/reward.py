@@ -1,12 +1,12 @@
-"""What a reward agent must keep, looked at on a running one.
+"""Checks of reward agents.
 
-The plugin's fixture may give, beside ``settings``, lists of mappings with fields of a ``ScoreRequest``:
+The plugin's fixture may have, beside ``settings``, lists of mappings with fields of a ``ScoreRequest``:
 
-* ``examples``: requests that are scored, each perhaps with its ``score``;
-* ``failing``: requests for which there is no score, such as a broken ground truth;
-* ``slow``: requests that take half a minute or longer unless they are ended.
+* ``examples``: requests that can be scored, each perhaps with its ``score``; the default is a sum;
+* ``failing``: requests without a score, such as a broken ground truth;
+* ``slow``: requests that take half a minute or longer unless they are cancelled.
 
-Without ``examples`` a sum is asked. What needs ``failing`` or ``slow`` does not apply where there are none.
+Checks that need ``failing`` or ``slow`` do not apply without them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import math
 import attrs
 
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
-from jackfield_conformance.registry import Capability, NotApplicable, check
+from jackfield_conformance.registry import Capability, check
 from jackfield_conformance.subject import Subject
+from jackfield_conformance.support.expecting import assert_no_tasks, cancelled
 from jackfield_conformance.support.leaks import assert_nothing_left
 from jackfield_conformance.support.processes import adopting, descendants, names, remaining
 from jackfield_conformance.support.reward import (
@@ -35,16 +36,16 @@ from jackfield_conformance.support.reward import (
 
 _PAGE = "docs/plugins/reward.md#"
 
-#: Seconds until a call that was cancelled has ended, and until the processes of an agent that was closed have.
+#: Seconds until a cancelled call, or the processes of a closed agent, have ended.
 _GRACE = 5.0
 
-#: Seconds that a slow request is given before its deadline ends it.
+#: The deadline of a slow request, in seconds.
 _SLOW_DEADLINE = 0.5
 
-#: How often the event loop turns before a call is cancelled.
+#: Numbers of turns of the event loop before a call is cancelled.
 _TURNS = (0, 1, 2, 5)
 
-#: Answers that nobody expects, and that come all the same.
+#: Unexpected answers.
 _ODD_ANSWERS = ("", " \n\t", "#### ", "-" * 20_000, "四 \u200b\U0001f600 \u0000", "{'score': NaN} \\boxed{1}")
 
 
@@ -94,7 +95,7 @@ async def a_failure_is_no_score(subject: Subject, agent: RewardAgent) -> None:
         swallowed = unreadable.was_read and result.status == "ok"
         assert not swallowed, f"an error was raised while it scored; the result is ok, score {result.score!r}"
         assert_result(result, what="the result of a call in which an error was raised")
-    for request in _given(subject, "failing"):
+    for request in requests_of(subject, "failing"):
         result = await score(agent, request)
         assert_result(result, request)
         assert result.status != "ok", f"{request.ground_truth!r} cannot be scored; the score is {result.score!r}"
@@ -139,19 +140,18 @@ async def many_at_once(subject: Subject, agent: RewardAgent) -> None:
 async def a_cancelled_call_ends(subject: Subject, agent: RewardAgent) -> None:
     """A cancelled call ends at once and leaves no task behind."""
     quick = examples(subject)[0]
-    for request in [quick, *_given(subject, "slow")]:
+    for request in [quick, *requests_of(subject, "slow")]:
         await score(agent, quick)
-        before = set(asyncio.all_tasks())
+        before = asyncio.all_tasks()
         for turns in _TURNS:
             await _cancelled(agent, request, turns)
-            left = [task.get_name() for task in asyncio.all_tasks() - before if not task.done()]
-            assert not left, f"tasks that are left after a cancelled call: {left}"
+            assert_no_tasks(before, "after a cancelled call")
 
 
 @check("REW-017", page=_PAGE + "deadlines")
 async def a_deadline_ends_what_was_started(subject: Subject) -> None:
     """A deadline ends a slow call and the processes that it started."""
-    slow = requests_of(subject, "slow")
+    slow = requests_of(subject, "slow", needed=True)
     with adopting():
         async with opened(subject) as agent:
             for request in slow:
@@ -162,18 +162,18 @@ async def a_deadline_ends_what_was_started(subject: Subject) -> None:
                 assert result.status != "ok", f"a slow request was scored within {_SLOW_DEADLINE} s: is it slow?"
                 left = await asyncio.to_thread(remaining, descendants() - before, _GRACE)
                 more = len(left) - len(before - descendants())  # a worker that was replaced is no leak
-                assert more <= 0, f"processes that run on after the deadline: {names(left)}"
+                assert more <= 0, f"processes that continue after the deadline: {names(left)}"
 
 
 @check("REW-018", page=_PAGE + "concurrency", using=opened)
 async def the_event_loop_goes_on(subject: Subject, agent: RewardAgent) -> None:
     """The event loop keeps running while one sample takes long."""
-    slow = requests_of(subject, "slow")[0]
+    slow = requests_of(subject, "slow", needed=True)[0]
     await score(agent, examples(subject)[0])
     waiting = asyncio.create_task(score(agent, slow))
     try:
-        await asyncio.sleep(0)  # the call begins, and comes back here when it waits, or when it is over
-        assert not waiting.done(), "a slow request was over before anything else ran: it blocks the event loop"
+        await asyncio.sleep(0)  # the call starts, and returns here when it waits or has ended
+        assert not waiting.done(), "a slow request ended before anything else ran: it blocks the event loop"
     finally:
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
@@ -253,7 +253,7 @@ async def answers_belong_to_their_requests(subject: Subject, agent: RewardAgent)
         other = asked[(index + 1) % len(asked)]
         for turns in _TURNS:
             await _cancelled(agent, attrs.evolve(other, idempotency_key=f"cancelled/{index}/{turns}"), turns)
-        for broken in _given(subject, "failing"):
+        for broken in requests_of(subject, "failing"):
             await score(agent, broken)
         found = await score(agent, attrs.evolve(request, idempotency_key=f"own/{index}"))
         _assert_same(alone[index], found, "alone", "after calls that ended otherwise")
@@ -270,8 +270,8 @@ async def groups_keep_their_length_and_order(subject: Subject, agent: RewardAgen
         for result in found:
             assert_result(result, what="a result of post-processing")
         backwards = list(agent.post_process_scores(tuple(reversed(group))))
-        expected = [_told(result) for result in reversed(found)]
-        turned = [_told(result) for result in backwards]
+        expected = [_text(result) for result in reversed(found)]
+        turned = [_text(result) for result in backwards]
         assert expected == turned, f"a group in reverse: expected {expected}, found {turned}"
 
 
@@ -279,9 +279,9 @@ async def groups_keep_their_length_and_order(subject: Subject, agent: RewardAgen
 async def groups_do_not_mix(subject: Subject) -> None:
     """Post-processing a group depends on this group alone."""
     async with opened(subject) as agent:
-        forwards = [[_told(each) for each in agent.post_process_scores(tuple(group))] for group in _groups()]
+        forwards = [[_text(each) for each in agent.post_process_scores(tuple(group))] for group in _groups()]
     async with opened(subject) as agent:
-        backwards = [[_told(each) for each in agent.post_process_scores(tuple(group))] for group in _groups()[::-1]]
+        backwards = [[_text(each) for each in agent.post_process_scores(tuple(group))] for group in _groups()[::-1]]
     assert forwards == backwards[::-1], f"groups in order: {forwards}; in reverse order: {backwards[::-1]}"
 
 
@@ -319,24 +319,11 @@ async def hundreds_with_cancellations(subject: Subject, agent: RewardAgent) -> N
 
 
 async def _cancelled(agent: RewardAgent, request: ScoreRequest, turns: int) -> None:
-    """Begin a call, cancel it after some turns of the event loop, and see it end."""
+    """Start a call, cancel it after some turns of the event loop, and require that it ends."""
     call = asyncio.create_task(agent.compute_score(request))
     for _ in range(turns):
         await asyncio.sleep(0)
-    call.cancel()
-    done, _ = await asyncio.wait({call}, timeout=_GRACE)
-    if not done:
-        call.cancel()
-        raise AssertionError(f"the call for {request.idempotency_key} ran on for {_GRACE:g} s after it was cancelled")
-    if not call.cancelled():
-        call.exception()  # a call may have ended before: what it raised is another check's subject
-
-
-def _given(subject: Subject, key: str) -> list[ScoreRequest]:
-    try:
-        return requests_of(subject, key)
-    except NotApplicable:
-        return []
+    await cancelled(call, _GRACE, f"the call for {request.idempotency_key}")
 
 
 def _groups() -> list[list[ScoreResult]]:
@@ -349,12 +336,12 @@ def _groups() -> list[list[ScoreResult]]:
 
 
 def _assert_same(one: ScoreResult, other: ScoreResult, when: str, later: str) -> None:
-    """Compare two answers: metrics may hold durations, and errors may hold ids."""
+    """Compare two results, without metrics and errors, which may have durations and ids."""
     same = (one.status, one.score, one.token_scores) == (other.status, other.score, other.token_scores)
-    assert same, f"{when}: {_told(one)}; {later}: {_told(other)}"
+    assert same, f"{when}: {_text(one)}; {later}: {_text(other)}"
 
 
-def _told(result: ScoreResult) -> str:
+def _text(result: ScoreResult) -> str:
     if result.status == "ok":
         return f"score {result.score!r}" + (f" {result.token_scores}" if result.token_scores else "")
     return f"{result.status} ({(result.error or '').splitlines()[0] if result.error else 'no reason'})"

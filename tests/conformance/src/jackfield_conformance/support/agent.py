@@ -1,7 +1,7 @@
-"""What the checks of agent loops share: a tokenizer, a model that answers by script, and one run with both.
+"""Helpers for the suite of agents: a tokenizer, a scripted model, and a rollout with both.
 
-The model's tokens have ids of their own, each used once, so that a check sees from an id alone which call made it; they
-decode to letters that the tokenizer would encode otherwise, so that text which became tokens twice is seen, too.
+Each id of a model token is used once, so an id shows which call generated it. The tokens decode to letters that the
+tokenizer encodes to other ids, so text that was tokenised again shows, too.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from jackfield.abc.agent import AgentContext, AgentLoopBase, AgentLoopOutput, Ag
 from jackfield.abc.rollout import GenerateRequest, GenerateResult
 from jackfield.errors import RolloutError
 from jackfield_conformance.subject import Subject
-from jackfield_conformance.support.expecting import finite
+from jackfield_conformance.support.expecting import assert_no_tasks, cancelled, finite
 from jackfield_conformance.support.processes import descendants, names, remaining
 
 END = 2  #: the token that ends a turn
 _SEPARATOR = 3
-_ANSWER = 4  #: where the model has to answer
+_ANSWER = 4  #: where the model must answer
 _ROLES = {"system": 5, "user": 6, "assistant": 7, "tool": 8}
 _OTHER_ROLE = 9
 _LETTERS = 1_000  #: plus the letter's number
 _FIRST_MODEL_TOKEN = 10_000_000
 _MOST_CALLS = 64
 
-GRACE_SECONDS = 5.0  #: until a run that was cancelled has ended
+GRACE_SECONDS = 5.0  #: until a cancelled rollout has ended
 
-#: Sampling parameters of every run.
+#: Sampling parameters of every rollout.
 SAMPLING: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.9, "top_k": 50, "max_new_tokens": 64, "seed": 11}
 
 _QUESTION = "What is two and two?"
@@ -53,14 +53,14 @@ _TASKS: tuple[Mapping[str, Any], ...] = (
 
 @attrs.frozen(kw_only=True)
 class ScriptedTask:
-    """A task, and what the model says to it, call by call; the last answer is repeated."""
+    """A task, and the model's answers to it, call by call; the last is repeated."""
 
     fields: Mapping[str, Any]
     answers: tuple[str, ...]
 
 
 def tasks(subject: Subject) -> list[ScriptedTask]:
-    """The fixture's ``tasks``, each a mapping of ``fields`` and ``answers``; or two sums."""
+    """Return the fixture's ``tasks``, or two sums."""
     made = []
     for number, given in enumerate(subject.fixture.get("tasks") or _TASKS):
         fields = {"task_id": f"conformance/{number}", "data_source": "conformance", "ground_truth": ""}
@@ -94,7 +94,7 @@ class Letters:
         return "".join(map(self._text, token_ids))
 
     def answer(self, text: str) -> tuple[int, ...]:
-        """Tokens of the model's own, never used before, and the end token."""
+        """Return new tokens of the model, and the end token."""
         ids = tuple(itertools.islice(self._ids, len(text)))
         self._texts.update(zip(ids, text, strict=True))
         return (*ids, END)
@@ -111,9 +111,9 @@ class Letters:
 
 
 class Model:
-    """Answers by script, the last answer again and again, and remembers what it was asked.
+    """A model that answers by script, repeats the last answer, and records its requests.
 
-    The call ``hang_at`` (counted from 0) never ends; ``abort_at`` is aborted after ``abort_tokens`` tokens.
+    The call ``hang_at``, counted from 0, never ends; ``abort_at`` is aborted after ``abort_tokens`` tokens.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Model:
         self.requests: list[GenerateRequest] = []
         self.calls: list[tuple[GenerateRequest, GenerateResult]] = []  #: those that were answered
         self.running = 0
-        self.hangs = asyncio.Event()  #: set once the call that never ends has begun
+        self.hangs = asyncio.Event()  #: set when the call ``hang_at`` has started
         self.tokenizer = tokenizer or Letters()
         self._answers = tuple(answers)
         self._hang_at, self._abort_at, self._abort_tokens, self._fails = hang_at, abort_at, abort_tokens, fails
@@ -138,7 +138,7 @@ class Model:
         call = len(self.requests)
         self.requests.append(request)
         if call >= _MOST_CALLS:
-            raise RuntimeError(f"the agent has asked the model {call} times for one task, and goes on")
+            raise RuntimeError(f"the agent has asked the model {call} times for one task, and continues")
         self.running += 1
         try:
             await asyncio.sleep(0)
@@ -171,7 +171,7 @@ class Model:
 
 @attrs.frozen(kw_only=True)
 class Block:
-    """Where the tokens of one call are in a sequence."""
+    """The place of one call's tokens in a sequence."""
 
     request: GenerateRequest
     result: GenerateResult
@@ -180,19 +180,19 @@ class Block:
 
     @property
     def end(self) -> int:
-        """One beyond the last token."""
+        """Return the index after the last token."""
         return self.start + len(self.result.token_ids)
 
 
 @attrs.frozen(kw_only=True)
 class Trial:
-    """A run that has ended: what the model was asked, and what the agent made of it."""
+    """A finished rollout: the model with its requests, and the agent's output."""
 
     model: Model
     output: AgentLoopOutput
 
     def blocks(self, sequence: AgentSequence) -> list[Block]:
-        """The calls whose tokens are in this sequence, in its order; none may be there in part, or in pieces."""
+        """Return the calls whose tokens are in this sequence, in order; require that their tokens are there whole."""
         found = []
         for request, result in self.model.calls:
             own = [token for token in result.token_ids if token >= _FIRST_MODEL_TOKEN]
@@ -218,9 +218,9 @@ async def play(
     fields: Mapping[str, Any] | None = None,
     **context: Any,
 ) -> Trial:
-    """Run a task once, by the subject's agent on ``model``: both are made, unless one is given, by the task's script.
+    """Run one rollout of a task, by default with a new agent and a model with the task's script.
 
-    ``fields`` are further ones of the task, ``context`` those of the ``AgentContext``.
+    ``fields`` are added to the task's, ``context`` to the ``AgentContext``.
     """
     model = model or Model(task.answers)
     if agent is None:
@@ -235,12 +235,9 @@ def _short(ids: Sequence[int]) -> str:
     return f"{tuple(ids)}" if len(ids) <= 8 else f"({', '.join(map(str, ids[:8]))}, …, {len(ids)} tokens)"
 
 
-# -- looking -----------------------------------------------------------------------------------------------------------
-
-
 @attrs.define
 class Switch:
-    """A model that can be exchanged under an agent."""
+    """A model that can be replaced while an agent has it."""
 
     model: Model
 
@@ -249,7 +246,7 @@ class Switch:
 
 
 async def played(subject: Subject) -> list[tuple[Trial, AgentSequence, list[Block]]]:
-    """All sequences of all tasks, each with its run and the calls that made it."""
+    """Run a rollout of each task; return all sequences, each with its rollout and its calls."""
     found = []
     for task in tasks(subject):
         trial = await play(subject, task)
@@ -259,43 +256,38 @@ async def played(subject: Subject) -> list[tuple[Trial, AgentSequence, list[Bloc
 
 
 def tight_budgets(model: Model) -> list[int]:
-    """Budgets that end within the first answer, just after it, and just before the end of the last one."""
+    """Return token budgets that end within the first answer, just after it, and just before the end of the last."""
     lengths = [len(result.token_ids) for _, result in model.calls]
     return sorted({1, lengths[0], lengths[0] + 1, sum(lengths) - 1} - {0, sum(lengths)})
 
 
 def assert_budget(model: Model, budget: int) -> None:
-    """No request asks for more tokens than the run has left."""
+    """Require that no request asks for more tokens than the rollout has left."""
     left = budget
     for turn, (request, result) in enumerate(model.calls):
         asked = request.sampling.max_new_tokens
         assert asked <= left, (
-            f"turn {turn} asks for {asked} tokens, and the run has {left} left of max_new_tokens={budget}: the budget"
+            f"turn {turn} asks for {asked} tokens, and {left} are left of max_new_tokens={budget}: the budget"
             " holds for all turns together"
         )
         left -= len(result.token_ids)
 
 
 async def cancel_at(subject: Subject, task: ScriptedTask, call: int) -> None:
-    """Run until the model's ``call``-th answer is waited for, cancel, and look at what goes on."""
+    """Cancel a rollout while it waits for the model's ``call``-th answer; require that nothing of it continues."""
     model = Model(task.answers, hang_at=call)
     tasks_before, processes_before = set(asyncio.all_tasks()), descendants()
-    run = asyncio.create_task(play(subject, task, model=model))
+    rollout = asyncio.create_task(play(subject, task, model=model))
     hangs = asyncio.create_task(model.hangs.wait())
-    await asyncio.wait({run, hangs}, timeout=GRACE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({rollout, hangs}, timeout=GRACE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
     hangs.cancel()
     assert model.hangs.is_set(), f"the model was not asked for the {call}-th time within {GRACE_SECONDS:g} s"
-    run.cancel()
-    await asyncio.wait({run}, timeout=GRACE_SECONDS)
-    if not run.done():
-        run.cancel()
-        raise AssertionError(f"the run went on for {GRACE_SECONDS:g} s after it was cancelled")
-    assert run.cancelled(), "a cancelled run returned, expected asyncio.CancelledError to leave it"
-    assert not model.running, "the run has ended, and its generation goes on"
-    left = [each.get_name() for each in asyncio.all_tasks() - tasks_before - {hangs} if not each.done()]
-    assert not left, f"tasks that go on after the run was cancelled: {left}"
+    await cancelled(rollout, GRACE_SECONDS, "the rollout")
+    assert rollout.cancelled(), "a cancelled rollout returned, expected asyncio.CancelledError to leave it"
+    assert not model.running, "the rollout has ended, but its generation continues"
+    assert_no_tasks(tasks_before | {hangs}, "after a rollout was cancelled")
     processes = await asyncio.to_thread(remaining, descendants() - processes_before, GRACE_SECONDS)
-    assert not processes, f"processes that go on after the run was cancelled: {names(processes)}"
+    assert not processes, f"processes that continue after the rollout was cancelled: {names(processes)}"
 
 
 def assert_well_formed(sequence: AgentSequence) -> None:
@@ -319,8 +311,8 @@ def assert_aborted(trial: Trial, tokens: int) -> None:
         assert_well_formed(sequence)
         own = [token for token in aborted.token_ids if token in sequence.response_ids]
         if own:
-            told = sequence.finish_reason
-            assert "abort" == told, f"a sequence ends with an aborted answer of {tokens} tokens, reported as {told!r}"
+            found = sequence.finish_reason
+            assert "abort" == found, f"a sequence ends with an aborted answer of {tokens} tokens, reported as {found!r}"
 
 
 def assert_unique(trials: list[Trial]) -> None:
@@ -330,7 +322,7 @@ def assert_unique(trials: list[Trial]) -> None:
 
 
 def outline(trial: Trial) -> Mapping[str, Any]:
-    """A run without the ids of its model's tokens, which are others each time."""
+    """Describe a rollout without the ids of the model's tokens, which differ each time."""
 
     def plain(ids: tuple[int, ...]) -> str:
         return trial.model.tokenizer.decode(ids)

@@ -1,6 +1,6 @@
-"""For the suite of checkpoint engines: tensors to move, both ends, and transfers that go well or break off.
+"""Helpers for the suite of checkpoint engines: tensors, both ends, and transfers that succeed or break off.
 
-Everything goes through ``jackfield.weights``: the ends that a run uses, with their checks of names and digests.
+All transfers use the ends that a run uses, with their checks of names and digests.
 """
 
 from __future__ import annotations
@@ -21,35 +21,36 @@ from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import HeldWeights, WeightReceiver
 from jackfield.weights import WeightSender
 from jackfield_conformance.subject import Subject
+from jackfield_conformance.support.expecting import assert_names, within
 
-#: What an end of a transfer that broke off raises.
+#: The errors of an end whose transfer broke off.
 BREAKS = (WeightsError, DeadlineExceeded)
 
-PATIENCE_SECONDS = 20.0  #: the deadline of transfers that go well
-BREAK_SECONDS = 3.0  #: the deadline of transfers that break off, with everybody there
-GRACE_SECONDS = 4.0  #: beyond a deadline; what waits longer is taken to wait forever
+PATIENCE_SECONDS = 20.0  #: the deadline of transfers that succeed
+BREAK_SECONDS = 3.0  #: the deadline of transfers that break off although all ends are there
+GRACE_SECONDS = 4.0  #: beyond a deadline; a longer wait counts as endless
 
 Tensors = Mapping[str, torch.Tensor]
+Received = dict[str, torch.Tensor]
+Weights = Generator[tuple[str, torch.Tensor], None, None]
+Meanwhile = Callable[[str], Awaitable[None]]
 T = TypeVar("T")
 
 
 def numbers(count: int = 6, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Float32 tensors of small and of middling size."""
+    """Make float32 tensors of small and medium size."""
     generator = torch.Generator().manual_seed(seed)
     sizes = itertools.cycle(((3, 2), (40, 8), (5,), (17, 3)))
     return {f"layer.{index}.weight": torch.randn(next(sizes), generator=generator) for index in range(count)}
 
 
-def source(tensors: Tensors) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """Named tensors, as a training engine exports them."""
+def source(tensors: Tensors) -> Weights:
+    """Yield named tensors, as a training engine exports them."""
     yield from tensors.items()
 
 
 def bucket_settings(subject: Subject) -> list[dict[str, Any]]:
-    """Settings under which buckets are tiny, small and as the plugin has them.
-
-    A fixture says which by ``bucket_settings``, a list; a plugin with a setting ``bucket_bytes`` needs to say nothing.
-    """
+    """Return settings with tiny, small and default buckets: the fixture's, or those of a setting ``bucket_bytes``."""
     if "bucket_settings" in subject.fixture:
         return [dict(each) for each in subject.fixture["bucket_settings"]]
     names = {field.name for field in attrs.fields(subject.config_class)}
@@ -58,48 +59,101 @@ def bucket_settings(subject: Subject) -> list[dict[str, Any]]:
 
 
 def silence_seconds(subject: Subject) -> float:
-    """The deadline of transfers in which a peer is silent: the fixture's ``silence_seconds``, or half a second."""
+    """Return the deadline of transfers with a silent peer: the fixture's ``silence_seconds``, or half a second."""
     return float(subject.fixture.get("silence_seconds", 0.5))
-
-
-# -- ends ------------------------------------------------------------------------------------------------------------
 
 
 @attrs.define
 class Ends:
-    """The engines of one transfer, and how they meet. Workers finalize by themselves, as a receiver does."""
+    """The engines of one transfer. Workers finalize by themselves, as a receiver does."""
 
     cls: type[CheckpointEngine]
     trainers: list[CheckpointEngine]
     workers: list[CheckpointEngine]
     senders: list[WeightSender]
     prepared: bool = False
+    topology: Topology = attrs.field(init=False)
     tasks: list[asyncio.Task[Any]] = attrs.field(factory=list)
 
     def start(self, what: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run something beside the check; it is ended with the transfer at the latest."""
+        """Start a task, which is cancelled with the transfer at the latest."""
         task = asyncio.ensure_future(what)
         self.tasks.append(task)
         return task
 
     async def together(self, one: Coroutine[Any, Any, Any], other: Coroutine[Any, Any, T]) -> T:
-        """Run both to their end; the result of the other."""
+        """Run both to their end; return the result of the other."""
         return (await asyncio.gather(self.start(one), self.start(other)))[1]
 
-    async def prepare(self, workers: int | None = None) -> Topology:
-        """All trainer ranks prepare, and anybody builds the topology."""
+    async def prepare(self) -> Topology:
+        """Prepare all trainer ranks, and build the topology."""
         self.prepared = True
-        prepared = [await sender.prepare() for sender in self.senders]
-        count = len(self.workers) if workers is None else workers
-        metadata = tuple(result.metadata for result in prepared)
-        return self.cls.build_topology(TopologyRequest(trainer_metadata=metadata, rollout_workers=count))
+        metadata = tuple([(await sender.prepare()).metadata for sender in self.senders])
+        request = TopologyRequest(trainer_metadata=metadata, rollout_workers=len(self.workers))
+        self.topology = self.cls.build_topology(request)
+        return self.topology
 
-    def receiving(self, topology: Topology) -> list[asyncio.Task[dict[str, torch.Tensor]]]:
-        """Let every worker receive, beside the check."""
-        return [self.start(receive(*pair)) for pair in zip(self.workers, topology.rollout, strict=True)]
+    async def send(self, *weights: Tensors | Weights, version: int = 1, base: int | None = None) -> None:
+        """Run the sending end on all trainer ranks, each with its own weights or all with the same.
+
+        With ``base``, send a delta to that version.
+        """
+
+        async def one(rank: int, tensors: Tensors | Weights) -> None:
+            await self.senders[rank].connect(self.topology.trainer[rank], version)
+            await self.senders[rank].send(source(tensors) if isinstance(tensors, Mapping) else tensors, base=base)
+
+        await asyncio.gather(*map(one, range(len(self.senders)), itertools.cycle(weights)))
+
+    async def receive(self, worker: int, version: int = 1, meanwhile: Meanwhile | None = None) -> Received:
+        """Receive every tensor in one worker."""
+        return await receive(self.workers[worker], self.topology.rollout[worker], version, meanwhile)
+
+    def receiving(self) -> list[asyncio.Task[Received]]:
+        """Start to receive in every worker."""
+        return [self.start(self.receive(worker)) for worker in range(len(self.workers))]
+
+    async def receive_all(self, version: int = 1, meanwhile: Meanwhile | None = None) -> list[Received]:
+        """Receive every tensor in every worker."""
+        return list(await asyncio.gather(*(self.receive(n, version, meanwhile) for n in range(len(self.workers)))))
+
+    async def sync(self, tensors: Tensors, version: int = 1, meanwhile: Meanwhile | None = None) -> list[Received]:
+        """Make one whole transfer; return what each worker received."""
+        await self.prepare()
+        found = await self.together(self.send(tensors, version=version), self.receive_all(version, meanwhile))
+        await self.finalize()
+        return found
+
+    async def sync_delta(self, tensors: Tensors, held: Sequence[HeldWeights], version: int) -> list[dict[str, str]]:
+        """Transfer what changed since the previous version, or all of version 1.
+
+        Returns:
+            Digests of what each worker holds afterwards, by name.
+        """
+        topology, base = await self.prepare(), version - 1 or None
+
+        async def take(worker: int) -> dict[str, str]:
+            receiver = WeightReceiver(self.workers[worker], held[worker])
+            if base is None:
+                async with aclosing(receiver.tensors(topology.rollout[worker], version)) as stream:
+                    async for _ in stream:
+                        pass
+                return receiver.digests
+            changes = await receiver.changes(topology.rollout[worker], version, base)
+            digests = held[worker].unchanged(changes)
+            for _ in held[worker].apply(changes, version, digests):
+                pass
+            return digests
+
+        async def take_all() -> list[dict[str, str]]:
+            return list(await asyncio.gather(*map(take, range(len(held)))))
+
+        found = await self.together(self.send(tensors, version=version, base=base), take_all())
+        await self.finalize()
+        return found
 
     async def finalize(self) -> None:
-        """All trainer ranks release what they took, if they took anything."""
+        """Finalize all trainer ranks, if they are prepared."""
         if self.prepared:
             self.prepared = False
             for sender in self.senders:
@@ -115,7 +169,7 @@ async def ends(
     worker_seconds: float | None = None,
     **settings: Any,
 ) -> AsyncIterator[Ends]:
-    """Both sides, with their deadlines (default: long), finalized at the end."""
+    """Make both ends, with their deadlines (default: long), and finalize them afterwards."""
 
     def make(end: Any, rank: int, size: int) -> CheckpointEngine:
         own = seconds if end == "sender" else worker_seconds
@@ -125,12 +179,8 @@ async def ends(
         return engine
 
     trainers = [make("sender", rank, ranks) for rank in range(ranks)]
-    made = Ends(
-        subject.cls,
-        trainers,
-        [make("receiver", rank, workers) for rank in range(workers)],
-        [WeightSender(engine) for engine in trainers],
-    )
+    receivers = [make("receiver", rank, workers) for rank in range(workers)]
+    made = Ends(subject.cls, trainers, receivers, [WeightSender(engine) for engine in trainers])
     try:
         yield made
     finally:
@@ -141,104 +191,27 @@ async def ends(
 
 
 def impatient_ends(subject: Subject, workers: int = 1, **settings: Any) -> contextlib.AbstractAsyncContextManager[Ends]:
-    """Both sides of a transfer that breaks off."""
+    """Make both ends of a transfer that breaks off."""
     return ends(subject, workers, seconds=BREAK_SECONDS, worker_seconds=BREAK_SECONDS, **settings)
 
 
 async def receive(
-    engine: CheckpointEngine,
-    arguments: Mapping[str, Any],
-    version: int = 1,
-    meanwhile: Callable[[str], Awaitable[None]] | None = None,
-) -> dict[str, torch.Tensor]:
-    """Take every tensor, each copied while it is valid; what was received may not change before the next is drawn."""
-    found: dict[str, torch.Tensor] = {}
-    receiver = WeightReceiver(engine)
-    async with aclosing(receiver.tensors(arguments, version)) as stream:
+    engine: CheckpointEngine, arguments: Mapping[str, Any], version: int = 1, meanwhile: Meanwhile | None = None
+) -> Received:
+    """Receive and copy every tensor; require that none changes before the next one is drawn."""
+    found: Received = {}
+    async with aclosing(WeightReceiver(engine).tensors(arguments, version)) as stream:
         async for name, tensor in stream:
-            kept = tensor.clone()
+            found[name] = tensor.clone()
             if meanwhile is not None:
                 await meanwhile(name)
-                assert digest(kept) == digest(tensor), f"{name} changed while the receiver held it"
-            found[name] = kept
+                assert digest(found[name]) == digest(tensor), f"{name} changed while the receiver held it"
     return found
-
-
-async def sync(
-    made: Ends, tensors: Tensors, version: int = 1, meanwhile: Callable[[str], Awaitable[None]] | None = None
-) -> list[dict[str, torch.Tensor]]:
-    """One whole transfer to all workers; what each has received."""
-    topology = await made.prepare()
-    found = await made.together(
-        send(made, topology, [source(tensors) for _ in made.senders], version),
-        receive_all(made, topology, version, meanwhile),
-    )
-    await made.finalize()
-    return found
-
-
-async def sync_delta(made: Ends, tensors: Tensors, held: Sequence[HeldWeights], version: int) -> list[dict[str, str]]:
-    """A transfer of what has changed since the version before, which of the first version is everything.
-
-    Returns:
-        Digests of what each worker holds then, by name.
-    """
-    topology, base = await made.prepare(), version - 1 or None
-
-    async def take(worker: int) -> dict[str, str]:
-        receiver = WeightReceiver(made.workers[worker], held[worker])
-        if base is None:
-            async with aclosing(receiver.tensors(topology.rollout[worker], version)) as stream:
-                async for _ in stream:
-                    pass
-            return receiver.digests
-        changes = await receiver.changes(topology.rollout[worker], version, base)
-        digests = held[worker].unchanged(changes)
-        for _ in held[worker].apply(changes, version, digests):
-            pass
-        return digests
-
-    async def take_all() -> list[dict[str, str]]:
-        return list(await asyncio.gather(*(take(worker) for worker in range(len(held)))))
-
-    weights = [source(tensors) for _ in made.senders]
-    found = await made.together(send(made, topology, weights, version, base), take_all())
-    await made.finalize()
-    return found
-
-
-async def receive_all(
-    made: Ends, topology: Topology, version: int = 1, meanwhile: Callable[[str], Awaitable[None]] | None = None
-) -> list[dict[str, torch.Tensor]]:
-    """Return what each worker receives."""
-    pairs = zip(made.workers, topology.rollout, strict=True)
-    return list(await asyncio.gather(*(receive(*pair, version, meanwhile) for pair in pairs)))
-
-
-async def send(
-    made: Ends,
-    topology: Topology,
-    weights: Sequence[Generator[tuple[str, torch.Tensor], None, None]],
-    version: int = 1,
-    base: int | None = None,
-) -> None:
-    """The trainer's side of a transfer, all ranks; of a delta, where there is a base."""
-
-    async def one(rank: int) -> None:
-        await made.senders[rank].connect(topology.trainer[rank], version)
-        await made.senders[rank].send(weights[rank], base=base)
-
-    await asyncio.gather(*(one(rank) for rank in range(len(made.senders))))
-
-
-# -- looking -----------------------------------------------------------------------------------------------------------
 
 
 def assert_received(wanted: Tensors, found: Tensors, what: str = "received") -> None:
     """Require the same names, dtypes, shapes and bits."""
-    missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
-    assert not missing, f"{what}: {len(missing)} tensors have not arrived: {missing[:4]}"
-    assert not unknown, f"{what}: {len(unknown)} tensors that were not sent: {unknown[:4]}"
+    assert_names(wanted, found, f"tensors {what}")
     for name, tensor in wanted.items():
         other = found[name]
         assert tensor.dtype == other.dtype, f"{what}: {name} is {other.dtype}, expected {tensor.dtype}"
@@ -246,18 +219,8 @@ def assert_received(wanted: Tensors, found: Tensors, what: str = "received") -> 
         assert digest(tensor) == digest(other), f"{what}: {name} ({tensor.dtype}) has arrived with other bits"
 
 
-async def within(seconds: float, awaitable: Awaitable[Any], what: str) -> Any:
-    """Await for a bounded time. Raises ``AssertionError``: time ran out."""
-    task = asyncio.ensure_future(awaitable)
-    done, _ = await asyncio.wait([task], timeout=seconds)
-    if not done:
-        await ended([task])
-        raise AssertionError(f"{what} has not ended after {seconds:g} s")
-    return task.result()
-
-
 async def ended(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel what still runs, and take note of how each has ended."""
+    """Cancel tasks that still run, and retrieve the errors of the others."""
     for task in tasks:
         task.cancel()
     if tasks:
@@ -273,7 +236,7 @@ async def broken(
     kinds: type[Exception] | tuple[type[Exception], ...] = BREAKS,
     seconds: float = BREAK_SECONDS,
 ) -> Exception:
-    """Await what has to break off within the deadline: the error, of one of these kinds."""
+    """Await what must break off within the deadline; return its error, which must be of one of these kinds."""
     try:
         await within(seconds + GRACE_SECONDS, awaitable, what)
     except AssertionError:

@@ -39,9 +39,6 @@ OPTIMIZER = OptimizerSpec(lr=1e-2, weight_decay=0.1, clip_grad=1.0)
 Gradients = dict[str, torch.Tensor]
 
 
-# -- the model -------------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def temporary_root() -> Path:
     """A folder for this process; it goes when the process ends."""
@@ -121,9 +118,6 @@ def plain_model(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
     with without_progress_bars():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     return model.eval()
-
-
-# -- rows and the loss -----------------------------------------------------------------------------------------------
 
 
 @attrs.frozen
@@ -206,9 +200,6 @@ class Loss:
         return loss, metrics
 
 
-# -- float64 ---------------------------------------------------------------------------------------------------------
-
-
 @attrs.frozen(eq=False)
 class Expected:
     """What a float64 forward of each row by itself, without padding, gives."""
@@ -248,9 +239,6 @@ def hidden_states(model: Any, row: Row) -> torch.Tensor:
     tokens = torch.tensor([row.prompt_ids + row.response_ids])
     states: torch.Tensor = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0]
     return states[len(row.prompt_ids) - 1 : -1]
-
-
-# -- the engine under test -------------------------------------------------------------------------------------------
 
 
 def context_of(subject: Subject, folder: Path | None = None, **changes: Any) -> EngineContext:
@@ -327,9 +315,6 @@ def log_probs(engine: BaseEngine, data: TensorDict | None = None) -> list[torch.
         output = engine.forward_backward_batch(batch() if data is None else data, None, forward_only=True)
     assert output.log_probs is not None, "an inference pass of an actor has no log_probs"
     return [row.detach().cpu() for row in split_rows(output.log_probs)]
-
-
-# -- comparisons -----------------------------------------------------------------------------------------------------
 
 
 def relative_error(wanted: torch.Tensor, found: torch.Tensor) -> float:

@@ -1,7 +1,7 @@
-"""Two ranks of an engine in processes of their own.
+"""Two ranks of an engine in separate processes.
 
-Each trains one step on its share of the rows and writes ``rank-N.safetensors`` and ``rank-N.json``. It is forked from a
-process of its own that has imported the libraries, so that ranks share neither random state nor the order of sets.
+Each trains one step on its share of the rows and writes ``rank-N.safetensors`` and ``rank-N.json``. Each is forked from
+its own host, which has imported the libraries, so ranks share neither random state nor the order of sets.
 """
 
 from __future__ import annotations
@@ -18,31 +18,30 @@ import torch
 
 from jackfield_conformance.subject import Subject
 from jackfield_conformance.support import engine as support
-from jackfield_conformance.support.processes import Host
+from jackfield_conformance.support.processes import hosts
 
 RANKS = 2
 _SECONDS = 90.0  #: for both processes, imports included
 
 _PLAYED: dict[tuple[type, str], Played] = {}
-_HOSTS: list[Host] = []  #: by rank
 
 
 @attrs.frozen(eq=False)
 class Played:
-    """What the ranks saw."""
+    """The results of the ranks."""
 
     folder: Path
     facts: tuple[Mapping[str, Any], ...]  #: by rank
 
     def tensors(self, rank: int, kind: str) -> dict[str, torch.Tensor]:
-        """The ``gradient``, ``weight`` or ``log_probs`` tensors of a rank, by name."""
+        """Return the ``gradient``, ``weight`` or ``log_probs`` tensors of a rank, by name."""
         from safetensors.torch import load_file
 
         kept = load_file(self.folder / f"rank-{rank}.safetensors")
         return {name.removeprefix(f"{kind}:"): t for name, t in kept.items() if name.startswith(f"{kind}:")}
 
     def log_probs(self) -> list[torch.Tensor]:
-        """By row, from the ranks whose results count."""
+        """Return log-probabilities by row, from the ranks whose results count."""
         found: dict[int, torch.Tensor] = {}
         for rank, fact in enumerate(self.facts):
             if fact["is_output_rank"]:
@@ -51,7 +50,7 @@ class Played:
 
 
 def play(subject: Subject) -> Played:
-    """Run two ranks of the plugin to their end, once per plugin and process; if one fails, raise what it said."""
+    """Run two ranks of the plugin to their end, once per plugin and process; if one fails, raise its message."""
     key = (subject.cls, repr(subject.config))
     if key not in _PLAYED:
         number = len(_PLAYED)
@@ -62,14 +61,14 @@ def play(subject: Subject) -> Played:
 
 
 def _run(subject: Subject, folder: Path) -> Played:
-    hosts = _hosts()
-    for rank, host in enumerate(hosts):
-        host.order(
-            {"subject": subject.plain(), "model": str(support.model_folder()), "folder": str(folder), "rank": rank}
-        )
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = hosts(RANKS, f"{__name__}:_play", ["transformers.models.qwen3.modeling_qwen3"], environment)
+    order = {"subject": subject.plain(), "model": str(support.model_folder()), "folder": str(folder)}
+    for rank, host in enumerate(ranks):
+        host.order({**order, "rank": rank})
     deadline = time.monotonic() + _SECONDS
     answers: list[tuple[int, str] | None] = []
-    for host in hosts:
+    for host in ranks:
         answers.append(host.answer(deadline - time.monotonic()))
         if answers[-1] is None:
             host.end()
@@ -82,18 +81,8 @@ def _run(subject: Subject, folder: Path) -> Played:
     return Played(folder, tuple(json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(RANKS)))
 
 
-def _hosts() -> list[Host]:
-    if not all(host.alive for host in _HOSTS):
-        while _HOSTS:
-            _HOSTS.pop().end()
-    while len(_HOSTS) < RANKS:
-        environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        _HOSTS.append(Host(f"{__name__}:_play", ["transformers.models.qwen3.modeling_qwen3"], environment))
-    return list(_HOSTS)
-
-
 def _play(settings: Mapping[str, Any]) -> None:
-    """In a child of a host: be one rank."""
+    """Run one rank, in a child of a host."""
     from safetensors.torch import save_file
 
     from jackfield.abc.engine import SaveCheckpointRequest

@@ -1,4 +1,4 @@
-"""The processes below this one, and hosts: processes that have imported torch and fork one child per order."""
+"""Descendant processes, and hosts: processes that have imported torch and fork one child per order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def descendants() -> frozenset[psutil.Process]:
-    """Return all live processes below this one; elsewhere than on Linux, none."""
+    """Return all living descendants of this process; on other systems than Linux, none."""
     found = set()
     for process in psutil.Process().children(recursive=True) if sys.platform == "linux" else ():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -33,7 +33,7 @@ def descendants() -> frozenset[psutil.Process]:
 
 
 def remaining(processes: Iterable[psutil.Process], seconds: float) -> frozenset[psutil.Process]:
-    """Return the processes that have not ended after ``seconds``; none is reaped, as psutil's own wait would do."""
+    """Return the processes that have not ended after ``seconds``, without reaping any, as psutil's wait would do."""
     ends = time.monotonic() + seconds
     left = set()
     for process in processes:
@@ -60,7 +60,7 @@ def names(processes: Iterable[psutil.Process]) -> list[str]:
 
 @contextlib.contextmanager
 def adopting() -> Iterator[None]:
-    """While inside, a process whose parent ends becomes our child in the place of init's, so that it is found."""
+    """Adopt processes whose parent ends inside the block, so that they are found."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None
     if prctl is None:
         yield
@@ -82,9 +82,10 @@ _serve(begin["function"], begin["imports"])
 
 
 class Host:
-    """Has children carry orders out by ``module:name``, one at a time. It ends with this process.
+    """A process whose children carry out orders by the function ``module:name``, one at a time.
 
-    Before it forks it imports further modules, none of which may start a thread. ``environment`` is added to ours.
+    It ends with this process. It first imports ``imports``, which may not start threads. ``environment`` is added to
+    this process's.
     """
 
     def __init__(self, function: str, imports: Sequence[str] = (), environment: Mapping[str, str] | None = None):
@@ -94,7 +95,7 @@ class Host:
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, **(environment or {})},
-            start_new_session=True,  # to end it with its child
+            start_new_session=True,  # so that its child ends with it
         )
         atexit.register(self.end)
         self._write({"path": [entry for entry in sys.path if entry], "function": function, "imports": list(imports)})
@@ -105,11 +106,11 @@ class Host:
         return self._process.poll() is None
 
     def order(self, order: Mapping[str, Any]) -> None:
-        """Have a child do it; :meth:`answer` has to follow."""
+        """Send an order to a child; :meth:`answer` must follow."""
         self._write({"path": sys.path, **order})
 
     def answer(self, seconds: float) -> tuple[int, str] | None:
-        """The child's exit status, negative for a signal, and what it raised; None: it has not ended by then."""
+        """Return the child's exit status, negative for a signal, and its error; None if it has not ended by then."""
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], max(seconds, 0.0))
         if not ready:
@@ -118,7 +119,7 @@ class Host:
         return status, message
 
     def end(self) -> None:
-        """End the process, and a child that has not ended."""
+        """End the process and its child."""
         atexit.unregister(self.end)
         if self.alive:
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -130,8 +131,24 @@ class Host:
         self._process.stdin.flush()
 
 
+_HOSTS: dict[str, list[Host]] = {}
+
+
+def hosts(
+    count: int, function: str, imports: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> list[Host]:
+    """Return hosts of a function, which are kept; if one has ended, all are replaced."""
+    known = _HOSTS.setdefault(function, [])
+    if not all(host.alive for host in known):
+        while known:
+            known.pop().end()
+    while len(known) < count:
+        known.append(Host(function, imports, environment))
+    return list(known)
+
+
 def _serve(function: str, imports: Sequence[str]) -> None:
-    """The host's loop: it ends with its standard input."""
+    """Run the host's loop, which ends with its standard input."""
     for module in imports:
         importlib.import_module(module)
     module, _, name = function.partition(":")

@@ -1,4 +1,4 @@
-"""What the checks of reward agents share: requests, the host's way of asking, and what a result must look like."""
+"""Helpers for the suite of reward agents: requests, calls with a deadline, and requirements of results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FIELDS = {field.name for field in attrs.fields(ScoreRequest)}
 
 
 class Injected(Exception):
-    """Raised out of a request that a check has made unreadable."""
+    """Raised by a request that a check has made unreadable."""
 
 
 class Unreadable(ScoreRequest):
@@ -40,41 +40,38 @@ class Unreadable(ScoreRequest):
 
     @property
     def was_read(self) -> bool:
-        """Return whether the plugin met the error."""
+        """Return whether the plugin has read a text."""
         return bool(self.__dict__.get("_was_read", False))
 
 
-def requests_of(subject: Subject, key: str) -> list[ScoreRequest]:
-    """The requests that the fixture gives under ``key``, each with a key of its own; ``NotApplicable`` for none."""
-    given: Sequence[Mapping[str, Any]] = subject.fixture.get(key, ())
-    if not given:
-        raise NotApplicable(f"the fixture gives no '{key}'")
-    return [_request(fields, f"{key}/{number}") for number, fields in enumerate(given)]
+def requests_of(subject: Subject, key: str, needed: bool = False) -> list[ScoreRequest]:
+    """Return the fixture's requests under ``key``; raise ``NotApplicable`` if there are none and they are needed."""
+    given: Sequence[Mapping[str, Any]] = subject.fixture.get(key) or (_EXAMPLES if key == "examples" else ())
+    if needed and not given:
+        raise NotApplicable(f"the fixture has no '{key}'")
+    unknown = sorted({name for fields in given for name in fields} - _FIELDS - {"score"})
+    assert not unknown, f"the fixture has fields that a ScoreRequest does not have: {unknown}"
+    made = []
+    for number, fields in enumerate(given):
+        options: dict[str, Any] = {"data_source": "conformance", "deadline_seconds": DEADLINE, **fields}
+        options.pop("score", None)
+        made.append(ScoreRequest(**{"idempotency_key": f"{key}/{number}", **options}))
+    return made
 
 
 def examples(subject: Subject) -> list[ScoreRequest]:
-    """The fixture's ``examples``, or a right and a wrong answer of a sum."""
-    given: Sequence[Mapping[str, Any]] = subject.fixture.get("examples") or _EXAMPLES
-    return [_request(fields, f"examples/{number}") for number, fields in enumerate(given)]
+    """Return the fixture's ``examples``, or a right and a wrong answer of a sum."""
+    return requests_of(subject, "examples")
 
 
 def expected_scores(subject: Subject) -> list[float | None]:
-    """The scores that the fixture gives with its examples; None where it gives none."""
-    given: Sequence[Mapping[str, Any]] = subject.fixture.get("examples") or _EXAMPLES
-    return [fields.get("score") for fields in given]
-
-
-def _request(fields: Mapping[str, Any], key: str) -> ScoreRequest:
-    known = {name: value for name, value in fields.items() if name in _FIELDS}
-    unknown = sorted(fields.keys() - _FIELDS - {"score"})
-    assert not unknown, f"the fixture gives fields that a ScoreRequest does not have: {unknown}"
-    options: dict[str, Any] = {"data_source": "conformance", "deadline_seconds": DEADLINE, "idempotency_key": key}
-    return ScoreRequest(**{**options, **known})
+    """Return the scores of the examples; None for an example without one."""
+    return [fields.get("score") for fields in subject.fixture.get("examples") or _EXAMPLES]
 
 
 @contextlib.asynccontextmanager
 async def opened(subject: Subject) -> AsyncIterator[RewardAgent]:
-    """A started agent, closed at the end."""
+    """Start an agent, and close it at the end."""
     agent: RewardAgent = subject.make(RewardContext())
     try:
         await agent.start()
@@ -84,7 +81,7 @@ async def opened(subject: Subject) -> AsyncIterator[RewardAgent]:
 
 
 async def score(agent: RewardAgent, request: ScoreRequest) -> ScoreResult:
-    """Ask as the host does: under the request's deadline, and what is raised becomes a status."""
+    """Score a request as the run does: under its deadline, and an error becomes a status."""
     seconds = request.deadline_seconds
     try:
         return await Clock().wait_for(agent.compute_score(request), seconds, f"the score of {request.idempotency_key}")
@@ -96,12 +93,12 @@ async def score(agent: RewardAgent, request: ScoreRequest) -> ScoreResult:
 
 
 async def scores(agent: RewardAgent, requests: Sequence[ScoreRequest]) -> list[ScoreResult]:
-    """All at once."""
+    """Score requests concurrently."""
     return list(await asyncio.gather(*(score(agent, request) for request in requests)))
 
 
 def assert_result(result: object, request: ScoreRequest | None = None, what: str = "") -> None:
-    """A score or a reason why there is none, never both, and every number finite."""
+    """Require a score or a reason, never both, and only finite numbers."""
     what = what or (f"the result for {request.idempotency_key}" if request else "the result")
     assert isinstance(result, ScoreResult), f"{what} is {type(result).__name__}, expected a ScoreResult"
     statuses = ("ok", "failed", "timeout")
@@ -110,7 +107,7 @@ def assert_result(result: object, request: ScoreRequest | None = None, what: str
         assert finite(result.score), f"{what} is ok with the score {result.score!r}, expected a finite number"
     else:
         assert result.score is None, f"{what} is {result.status} with the score {result.score!r}, expected None"
-        assert result.error, f"{what} is {result.status} and its error says nothing"
+        assert result.error, f"{what} is {result.status} without an error text"
     for token_score in result.token_scores or ():
         assert finite(token_score), f"{what} has the token score {token_score!r}, expected finite numbers"
     if request is not None and result.token_scores is not None and request.response_ids:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Generator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import attrs
 import torch
@@ -25,16 +25,22 @@ from jackfield.abc.rollout import (
 )
 from jackfield.plugins import load_plugin
 from jackfield.weights import WeightSender
-from jackfield_conformance.support.rollout_model import PEFT_CONFIG, Weights, model_folder, named_weights
-
-if TYPE_CHECKING:
-    from jackfield_conformance.subject import Subject
+from jackfield_conformance.subject import Subject
+from jackfield_conformance.support.expecting import settled, within
+from jackfield_conformance.support.rollout_model import (
+    PEFT_CONFIG,
+    Weights,
+    Which,
+    assert_greedy,
+    assert_log_probs,
+    model_folder,
+    named_weights,
+)
 
 PAGE = "docs/plugins/rollout.md#"
 
 PATIENCE_SECONDS = 10.0  #: for what must happen at once
 BREATH_BYTES = 1 << 22  #: hashed while a server is given time: longer than a few decode steps of a tiny model
-_SLICES = 10
 LONG = 300  #: tokens of a request that is not meant to end by itself
 PROMPT = (31, 7, 47, 56, 54, 24, 53)
 
@@ -43,7 +49,7 @@ T = TypeVar("T")
 
 @contextlib.asynccontextmanager
 async def serving(subject: Subject, *, dtype: str = "float32", **context: Any) -> AsyncIterator[BaseRolloutServer]:
-    """A started server of the tiny model, stopped at the end."""
+    """Start a server of the tiny model, and stop it at the end."""
     model = ModelSpec(path=model_folder(), dtype=dtype)
     server: BaseRolloutServer = subject.make(RolloutContext(model=model, **context))
     await server.start()
@@ -56,7 +62,7 @@ async def serving(subject: Subject, *, dtype: str = "float32", **context: Any) -
 def request(
     name: str, prompt: Sequence[int] = PROMPT, *, minimum: int | None = None, **sampling: Any
 ) -> GenerateRequest:
-    """A request; end tokens are ignored unless ``ignore_eos=False`` is said, so that lengths are known."""
+    """Make a request. By default it ignores end tokens, so that its length is known."""
     settings = {"ignore_eos": True, **sampling}
     return GenerateRequest(
         request_id=name, prompt_ids=tuple(prompt), sampling=SamplingParams(**settings), minimum_weight_version=minimum
@@ -64,19 +70,19 @@ def request(
 
 
 def greedy(name: str, count: int, prompt: Sequence[int] = PROMPT, **sampling: Any) -> GenerateRequest:
-    """A greedy request of ``count`` tokens with raw log-probabilities."""
+    """Make a greedy request of ``count`` tokens with raw log-probabilities."""
     return request(name, prompt, temperature=0, max_new_tokens=count, log_probs="raw", **sampling)
 
 
 def spawn(coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-    """Start a task whose error is its awaiter's business; after a failed check it is dropped."""
+    """Start a task. Its error reaches only its awaiter, if there is one."""
     task = asyncio.create_task(coroutine, name=name)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return task
 
 
 class Reader:
-    """Reads a stream as its chunks come."""
+    """A reader of a stream, which keeps the chunks so far."""
 
     def __init__(self, server: BaseRolloutServer, sent: GenerateRequest) -> None:
         self.sent = sent
@@ -86,11 +92,11 @@ class Reader:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """All so far."""
+        """Return all tokens so far."""
         return tuple(token for chunk in self.chunks for token in chunk.token_ids)
 
     async def at_least(self, count: int) -> None:
-        """Wait for so many tokens, or for the end."""
+        """Wait for this number of tokens, or for the end."""
         while len(self.token_ids) < count and not self._task.done():
             self._changed.clear()
             await self._changed.wait()
@@ -110,7 +116,7 @@ class Reader:
         return count
 
     async def result(self) -> GenerateResult:
-        """Wait for the end; raises what the stream raised."""
+        """Wait for the end; raise what the stream raised."""
         await self._task
         return GenerateResult(
             request_id=self.sent.request_id,
@@ -129,9 +135,16 @@ class Reader:
             self._changed.set()
 
 
+async def reading(server: BaseRolloutServer, sent: GenerateRequest, tokens: int = 2) -> Reader:
+    """Start to read a stream, and wait for its first tokens."""
+    reader = Reader(server, sent)
+    await reader.at_least(tokens)
+    return reader
+
+
 @contextlib.contextmanager
 def standing_still(otherwise: str) -> Iterator[None]:
-    """No module runs in this process meanwhile. A server in another process is not looked at."""
+    """Require that no module runs in this process inside the block. Other processes are not watched."""
     seen: list[str] = []
 
     def note(module: torch.nn.Module, _: Any) -> None:
@@ -146,37 +159,41 @@ def standing_still(otherwise: str) -> Iterator[None]:
 
 
 def calling(server: BaseRolloutServer, sent: GenerateRequest) -> asyncio.Task[GenerateResult]:
-    """A call of ``generate`` under way."""
+    """Start a call of ``generate``."""
     return spawn(server.generate(sent), f"caller of {sent.request_id}")
 
 
 async def assert_counted(server: BaseRolloutServer, running: int, waiting: int, why: str) -> None:
-    """``health`` says how many requests run, and how many wait."""
+    """Require that ``health`` reports these numbers of running and waiting requests."""
     health = await server.health()
     assert (running, waiting) == (health.running, health.waiting), f"{why}, health says {health}"
 
 
 async def ended(awaitable: Awaitable[T], what: str) -> T:
-    """Wait for what must come soon, but not for ever."""
-    task = asyncio.ensure_future(awaitable)
-    await _wait({task}, PATIENCE_SECONDS)
-    if not task.done():
-        task.cancel()
-        raise AssertionError(f"{what} was waited for, {PATIENCE_SECONDS:g} s, and did not come")
-    return await task
+    """Await what must end at once."""
+    return await within(PATIENCE_SECONDS, awaitable, what)
 
 
-async def _wait(tasks: set[asyncio.Future[Any]], seconds: float) -> None:
-    """Wait until all are done, one has failed, or time runs out: in slices, so that a machine that stood still for a
-    while is not taken for a task that did."""
-    for _ in range(_SLICES):
-        done, pending = await asyncio.wait(tasks, timeout=seconds / _SLICES, return_when=asyncio.FIRST_EXCEPTION)
-        if not pending or any(task.cancelled() or task.exception() is not None for task in done):
-            return
+async def assert_served(waited: Awaitable[GenerateResult], sent: GenerateRequest) -> None:
+    """Require that a request which had to wait gets its tokens now."""
+    result = await ended(waited, f"the waiting request {sent.request_id!r}")
+    assert sent.sampling.max_new_tokens == len(result.token_ids), f"{sent.request_id!r} was cut short"
+    assert_greedy(sent, result)
+
+
+async def checked(
+    subject: Subject, server: BaseRolloutServer, sent: GenerateRequest, which: Which = "base"
+) -> GenerateResult:
+    """Generate, and require the tokens (of a greedy request) and log-probabilities of this model."""
+    result = await server.generate(sent)
+    if sent.sampling.temperature == 0:
+        assert_greedy(sent, result, which)
+    assert_log_probs(subject, sent, result, which)
+    return result
 
 
 async def breathe() -> None:
-    """Give tasks and threads the time for a few decode steps of a tiny model."""
+    """Give tasks and threads the time for a few decode steps of the tiny model."""
     for _ in range(40):
         await asyncio.sleep(0)
     await asyncio.to_thread(lambda: hashlib.sha256(bytes(BREATH_BYTES)).digest())
@@ -184,35 +201,25 @@ async def breathe() -> None:
         await asyncio.sleep(0)
 
 
-# -- weights ---------------------------------------------------------------------------------------------------------
-
-
 @attrs.frozen(eq=False)
 class Pushed:
-    """What came of an update."""
+    """The result of an update."""
 
     receipt: WeightReceipt
-    digests: Mapping[str, str]  #: of what was sent
+    digests: Mapping[str, str]  #: of what was sent; empty if the receiver did not take it
 
 
 def checkpoint_engine(subject: Subject) -> tuple[str, Mapping[str, Any]]:
-    """Name and settings of the checkpoint engine that reaches the plugin's workers.
-
-    Fixture keys ``checkpoint_engine`` (default: ``in_process``) and ``checkpoint_engine_config``.
-    """
+    """Return name and settings of the checkpoint engine: the fixture's, by default ``in_process``."""
     return subject.fixture.get("checkpoint_engine", "in_process"), subject.fixture.get("checkpoint_engine_config", {})
 
 
-def _sender(subject: Subject, block_bytes: int) -> WeightSender:
+def make_sender(subject: Subject, block_bytes: int = 64, source: Any = None) -> WeightSender:
+    """Make a sender, by default one of deltas: keep it for several updates."""
     name, settings = checkpoint_engine(subject)
     context = CheckpointEngineContext(end="sender", deadline_seconds=20.0)
     engine: Any = load_plugin("checkpoint_engine", name).build(settings, context)
-    return WeightSender(engine, block_bytes=block_bytes)
-
-
-def delta_sender(subject: Subject) -> WeightSender:
-    """A sender for several updates: what has changed since one of them can be sent."""
-    return _sender(subject, 64)
+    return WeightSender(engine, source, block_bytes=block_bytes)
 
 
 async def push(
@@ -228,17 +235,16 @@ async def push(
     sender: WeightSender | None = None,
     base: int | None = None,
 ) -> Pushed:
-    """Send weights (default: the other model's) to a server of one worker; raises what ``update_weights`` raises.
+    """Send weights (default: the other model's) to a server with one worker; raise what ``update_weights`` raises.
 
-    Nothing is verified on the way: a receipt is returned as it came. The sender, where deltas follow that of
-    :func:`delta_sender`, raises after ``breaks_after`` tensors, or does not connect. ``base`` is the version that a
-    delta changes.
+    The receipt is returned unverified. The sender (if deltas follow, one of :func:`make_sender`) raises after
+    ``breaks_after`` tensors, or does not connect. ``base`` is the version that a delta changes.
     """
     weights = named_weights() if weights is None else weights
     name, settings = checkpoint_engine(subject)
     cls: Any = load_plugin("checkpoint_engine", name).cls
     deltas_follow = sender is not None
-    sender = sender or _sender(subject, 0)
+    sender = sender or make_sender(subject, 0)
     metadata = (await sender.prepare()).metadata
     topology = cls.build_topology(TopologyRequest(trainer_metadata=(metadata,), rollout_workers=1))
     update = UpdateWeightsRequest(
@@ -260,26 +266,19 @@ async def push(
     updating = spawn(server.update_weights(update), "update")
     sending: asyncio.Task[Any] = spawn(asyncio.Event().wait() if never_comes else send(), "sender")
     try:
-        await _wait({updating, sending}, deadline_seconds + PATIENCE_SECONDS)
+        await settled({updating, sending}, deadline_seconds + PATIENCE_SECONDS)
         if sending.done():
-            await _wait({updating}, PATIENCE_SECONDS)
+            await settled({updating}, PATIENCE_SECONDS)
         assert updating.done(), "update_weights did not end, although the sender has, or its deadline has passed"
         receipt = await updating
-        return Pushed(receipt, await _digests(sending))
+        await settled({sending}, 1.0)
+        sent = sending.done() and not sending.cancelled() and sending.exception() is None
+        return Pushed(receipt, sending.result() if sent else {})
     finally:
         for task in (updating, sending):
             task.cancel()
         await asyncio.gather(updating, sending, return_exceptions=True)
         await sender.finalize()
-
-
-async def _digests(sending: asyncio.Task[Any]) -> Mapping[str, str]:
-    """What was sent; none where the receiver has not taken it, or the sender has failed."""
-    await _wait({sending}, 1.0)
-    if not sending.done() or sending.cancelled() or sending.exception() is not None:
-        return {}
-    digests: Mapping[str, str] = sending.result()
-    return digests
 
 
 def _tensors(weights: Weights, breaks_after: int | None) -> Generator[tuple[str, torch.Tensor], None, None]:

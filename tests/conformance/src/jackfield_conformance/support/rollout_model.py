@@ -7,16 +7,14 @@ import functools
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import attrs
 import torch
 from safetensors.torch import save_file
 
 from jackfield.abc.rollout import GenerateRequest, GenerateResult, SamplingParams
-
-if TYPE_CHECKING:
-    from jackfield_conformance.subject import Subject
+from jackfield_conformance.subject import Subject
 
 VOCABULARY = 64
 ENGINE_TOLERANCE = 1e-4  #: of log-probabilities, in float32, where the manifest says they are the engine's
@@ -66,7 +64,7 @@ def _new_model(seed: int) -> Any:
 
 
 def _tokenizer() -> Any:
-    """Letters and some pairs of letters; text has no spaces, so only ids distinguish tokens."""
+    """Make a tokenizer of letters and some pairs of letters; text has no spaces, so only ids distinguish tokens."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -78,7 +76,7 @@ def _tokenizer() -> Any:
 
 @functools.cache
 def model_folder() -> str:
-    """A Qwen3 model of 36,128 parameters with a tokenizer, in float32; made once per process."""
+    """Write a Qwen3 model of 36,128 parameters with a tokenizer, in float32, once per process."""
     folder = tempfile.mkdtemp(prefix="jackfield-conformance-model-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     config = _float32("base").config
@@ -90,7 +88,7 @@ def model_folder() -> str:
 
 
 def decode(token_ids: Sequence[int]) -> str:
-    """The text of tokens."""
+    """Return the text of tokens."""
     texts = ["<pad>", "<end>", *_LETTERS, *_PAIRS]
     return "".join(texts[token] for token in token_ids)
 
@@ -114,7 +112,7 @@ def _float64(which: Which) -> Any:
 
 
 def _quantise(model: Any) -> None:
-    """Weights of linear layers but the output layer in float8_e4m3fn with a scale per tensor, all else in bfloat16."""
+    """Round linear layers except the output layer to float8_e4m3fn with a scale per tensor, the rest to bfloat16."""
     head = model.get_output_embeddings()
     linear = {id(each.weight) for each in model.modules() if isinstance(each, torch.nn.Linear) and each is not head}
     for parameter in model.parameters():
@@ -126,12 +124,12 @@ def _quantise(model: Any) -> None:
 
 
 def named_weights(which: Which = "other") -> dict[str, torch.Tensor]:
-    """Return what an engine would export: Hugging Face names, tied tensors once."""
+    """Return the weights as an engine exports them: Hugging Face names, tied tensors once."""
     return {name: parameter.detach().clone() for name, parameter in _float32(which).named_parameters()}
 
 
 def adapted_weights() -> dict[str, torch.Tensor]:
-    """The base model's with the adapter merged: two layers of each of the model's have changed."""
+    """Return the base model's weights with the adapter merged; two linear layers of each layer differ."""
     weights = named_weights("base")
     for name, parameter in _float64("adapted").named_parameters():
         if name.removesuffix(".weight") in _ADAPTED:
@@ -140,7 +138,7 @@ def adapted_weights() -> dict[str, torch.Tensor]:
 
 
 def adapter() -> dict[str, torch.Tensor]:
-    """The tensors of a LoRA adapter of the base model, under PEFT's names; see :data:`PEFT_CONFIG`."""
+    """Return a LoRA adapter of the base model, under PEFT's names; see :data:`PEFT_CONFIG`."""
     generator = torch.Generator().manual_seed(5)
     tensors = {}
     for name in _ADAPTED:
@@ -152,7 +150,7 @@ def adapter() -> dict[str, torch.Tensor]:
 
 @functools.lru_cache(maxsize=4096)
 def model_logits(which: Which, tokens: tuple[int, ...]) -> torch.Tensor:
-    """Logits after each of ``tokens``, float64 ``[T, V]``, of one plain forward pass of the library."""
+    """Return logits after each of ``tokens``, float64 ``[T, V]``, of a plain forward pass of the library."""
     with torch.no_grad():
         logits: torch.Tensor = _float64(which)(torch.tensor([tokens]), use_cache=False).logits[0]
     return logits
@@ -160,7 +158,7 @@ def model_logits(which: Which, tokens: tuple[int, ...]) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _mixed_logits(old: Which, new: Which, tokens: tuple[int, ...], kept: int) -> torch.Tensor:
-    """As :func:`model_logits` of the new weights over the old weights' keys and values of the first ``kept`` tokens."""
+    """Return logits of the new weights, over the old weights' keys and values of the first ``kept`` tokens."""
     with torch.no_grad():
         first = _float64(old)(torch.tensor([tokens[:kept]]), use_cache=True)
         rest = _float64(new)(torch.tensor([tokens[kept:]]), past_key_values=first.past_key_values, use_cache=True)
@@ -169,24 +167,16 @@ def _mixed_logits(old: Which, new: Which, tokens: tuple[int, ...], kept: int) ->
 
 @functools.cache
 def prompt_that_ends() -> tuple[int, ...]:
-    """A prompt after which greedy decoding meets the end token within a few tokens, but not at once."""
+    """Find a prompt after which greedy decoding reaches the end token within a few tokens, but not at once."""
     generator = torch.Generator().manual_seed(3)
     for _ in range(500):
         prompt = tuple(torch.randint(2, VOCABULARY, (5,), generator=generator).tolist())
-        tokens = _argmax_path(prompt, 9)
+        tokens: list[int] = []
+        for _ in range(9):
+            tokens.append(int(model_logits("base", (*prompt, *tokens))[-1].argmax()))
         if END in tokens[2:] and END not in tokens[:2]:
             return prompt
     raise AssertionError("no prompt of the tiny model ends")
-
-
-def _argmax_path(prompt: tuple[int, ...], count: int) -> list[int]:
-    tokens: list[int] = []
-    for _ in range(count):
-        tokens.append(int(model_logits("base", (*prompt, *tokens))[-1].argmax()))
-    return tokens
-
-
-# -- what is expected ------------------------------------------------------------------------------------------------
 
 
 def tolerance(subject: Subject) -> float:
@@ -196,7 +186,7 @@ def tolerance(subject: Subject) -> float:
 
 
 def log_probs_of(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """Log-probabilities ``[V]`` of the distribution that is to be drawn from: temperature, top-k, top-p, min-p."""
+    """Return log-probabilities ``[V]`` of the sampled distribution: temperature, top-k, top-p, min-p."""
     scaled = logits / sampling.temperature
     if sampling.top_k:
         scaled = scaled.masked_fill(scaled < scaled.topk(sampling.top_k).values[-1], -torch.inf)
@@ -209,7 +199,7 @@ def log_probs_of(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor
 
 
 def _acceptable(logits: torch.Tensor, sampling: SamplingParams) -> Iterator[torch.Tensor]:
-    """The distributions that rounding at the edge of a filter may give, the exact one first."""
+    """Yield the distributions that rounding at the edge of a filter may give, the exact one first."""
     if sampling.log_probs == "raw":
         yield logits.log_softmax(-1)
         return
@@ -230,9 +220,9 @@ def assert_log_probs(
     first: int = 0,
     old: Which | None = None,
 ) -> None:
-    """The log-probabilities from token ``first`` on are those of an independent forward pass in float64.
+    """Require that log-probabilities from token ``first`` on equal those of an independent float64 forward pass.
 
-    With ``old``, the tokens before ``first`` are an older model's, whose keys and values may have been kept.
+    With ``old``, the tokens before ``first`` come from an older model, whose keys and values may have been kept.
     """
     tokens = (*sent.prompt_ids, *result.token_ids)
     passes = [model_logits(which, tokens)]
@@ -245,7 +235,7 @@ def assert_log_probs(
 def _worst(
     sent: GenerateRequest, result: GenerateResult, logits: torch.Tensor, first: int, allowed: float
 ) -> str | None:
-    """The first log-probability that is off by more than is allowed, in words."""
+    """Describe the first log-probability that is off by more than is allowed."""
     begin = len(sent.prompt_ids) - 1
     for place in range(first, len(result.token_ids)):
         token, found = result.token_ids[place], result.log_probs[place]
@@ -260,8 +250,10 @@ def _worst(
 
 
 def assert_quantised(sent: GenerateRequest, result: GenerateResult, which: Literal["base", "other"]) -> None:
-    """Log-probabilities are at most half as far from the model's with weights in float8 as from those without, on the
-    average of the tokens: how a server computes beside its weights is its own."""
+    """Require that log-probabilities are, on average, at least twice as near to the float8 model as to the exact one.
+
+    The server's other numerics are not judged.
+    """
     tokens = (*sent.prompt_ids, *result.token_ids)
     chosen = torch.tensor(result.token_ids)[:, None]
     found = torch.tensor(result.log_probs, dtype=torch.float64)
@@ -278,7 +270,7 @@ def assert_quantised(sent: GenerateRequest, result: GenerateResult, which: Liter
 
 
 def assert_greedy(sent: GenerateRequest, result: GenerateResult, which: Which = "base", first: int = 0) -> None:
-    """Each token is the most probable one, up to rounding."""
+    """Require that each token is the most probable one, up to rounding."""
     logits = model_logits(which, (*sent.prompt_ids, *result.token_ids))
     for place in range(first, len(result.token_ids)):
         token, row = result.token_ids[place], logits[len(sent.prompt_ids) - 1 + place]

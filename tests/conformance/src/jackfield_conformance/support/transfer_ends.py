@@ -1,6 +1,6 @@
-"""Ends of a weight transfer in processes of their own, for the tests of checkpoint engines.
+"""Ends of a weight transfer in separate processes, for the tests of checkpoint engines.
 
-The test orders, the process does and answers: so a test decides where each process is when one is killed, without
+Each process carries out the orders of the test and answers, so a test can kill a process at a known point without
 sleeping.
 """
 
@@ -37,7 +37,7 @@ _ANSWER_SECONDS = 30.0
 
 
 def model_tensors(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return a model's tensors, drawn by the seed: bf16, fp8 and float32, tiny ones, strided ones, one of 1 MB."""
+    """Yield a model's tensors, drawn from the seed: bf16, fp8 and float32; tiny, strided and of 1 MB."""
     generator = torch.Generator().manual_seed(seed)
     yield "embed.weight", torch.randn(1024, 256, generator=generator)
     for layer in range(12):
@@ -52,7 +52,7 @@ def model_tensors(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def adapter_tensors(seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a LoRA adapter, under the names that PEFT gives them."""
+    """Yield the tensors of a LoRA adapter, under PEFT's names."""
     generator = torch.Generator().manual_seed(seed)
     for layer in range(20):
         for half, shape in (("A", (4, 64)), ("B", (64, 4))):
@@ -64,16 +64,13 @@ _KINDS = {"full": model_tensors, "adapter": adapter_tensors}
 
 
 def digests(kind: str, seed: int) -> dict[str, str]:
-    """Return what every receiver has to have."""
+    """Return the digests that every receiver must have."""
     return {name: digest(tensor) for name, tensor in _KINDS[kind](seed)}
-
-
-# -- the test's side ---------------------------------------------------------------------------------------------------
 
 
 @attrs.define(eq=False)
 class End:
-    """One process of a transfer, forked from one that has imported everything."""
+    """A process of a transfer, forked from one that has imported everything."""
 
     connection: Connection[Any, Any]
     process: Any
@@ -89,7 +86,7 @@ class End:
 
     @property
     def pid(self) -> int:
-        """The number of the process."""
+        """Return the id of the process."""
         number: int = self.process.pid
         return number
 
@@ -99,11 +96,11 @@ class End:
         return self.connection.closed
 
     def order(self, what: str, **details: Any) -> None:
-        """Tell it to do something."""
+        """Send an order."""
         self.connection.send({"what": what, **details})
 
     def answer(self, seconds: float = _ANSWER_SECONDS) -> dict[str, Any]:
-        """Return what it answers. Raises ``AssertionError``: nothing within ``seconds``, or it has died."""
+        """Return the answer. Raise ``AssertionError`` if none comes within ``seconds`` or the process has died."""
         assert self.connection.poll(seconds), f"no answer within {seconds:g} s"
         try:
             found: dict[str, Any] = self.connection.recv()
@@ -112,12 +109,12 @@ class End:
         return found
 
     def ask(self, what: str, **details: Any) -> dict[str, Any]:
-        """Order and answer."""
+        """Send an order and return its answer."""
         self.order(what, **details)
         return self.answer()
 
     def kill(self) -> None:
-        """``kill -9``, and wait until it is gone."""
+        """Kill the process by SIGKILL, and wait until it is gone."""
         if not self.dead:
             self.process.kill()
             self.process.join(_ANSWER_SECONDS)
@@ -126,7 +123,7 @@ class End:
 
 @attrs.define(eq=False)
 class Team:
-    """Trainer ranks and workers of one plugin, each a process; those that a test has killed are made again."""
+    """Trainer ranks and workers of one plugin, each in a process. Killed ones are made again."""
 
     plugin: str
     settings: Mapping[str, Any]
@@ -135,7 +132,7 @@ class Team:
     workers: list[End] = attrs.field(factory=list)
 
     def gather(self, ranks: int, workers: int, seconds: float = 20.0) -> None:
-        """Have so many processes, with a deadline of ``seconds`` for the next transfers."""
+        """Have these numbers of processes, with a deadline of ``seconds`` for the next transfers."""
         for ends, count in ((self.ranks, ranks), (self.workers, workers)):
             for index in range(count):
                 if index == len(ends):
@@ -154,9 +151,9 @@ class Team:
             assert end.answer(_START_SECONDS) == {"made": True}
 
     def begin(self, version: int, kind: str = "full", **holds: int) -> None:
-        """Let everybody start a transfer, ``full`` or ``adapter``, of the tensors of seed ``version``.
+        """Start a transfer at all ends, ``full`` or ``adapter``, of the tensors of seed ``version``.
 
-        ``holds`` are like ``rank_0=5``: it stops before its sixth tensor, answers ``holding`` and does nothing more.
+        With ``rank_0=5`` in ``holds``, rank 0 stops before its sixth tensor, answers ``holding`` and does nothing more.
         """
         metadata = tuple(end.ask("prepare")["metadata"] for end in self.ranks)
         cls: Any = load_plugin("checkpoint_engine", self.plugin).cls
@@ -168,7 +165,7 @@ class Team:
                 end.order(what, arguments=dict(share), version=version, kind=kind, hold=hold)
 
     def transfer(self, version: int, kind: str = "full") -> None:
-        """A whole transfer; everybody has to have sent or received just the tensors of seed ``version``."""
+        """Make a whole transfer; require that each end sent or received exactly the tensors of seed ``version``."""
         self.begin(version, kind)
         wanted = digests(kind, version)
         for end in (*self.ranks, *self.workers):
@@ -177,7 +174,7 @@ class Team:
         self.finalize()
 
     def finalize(self) -> None:
-        """All trainer ranks that live finalize; workers do so by themselves."""
+        """Finalize all living trainer ranks; workers finalize by themselves."""
         for end in self.ranks:
             if not end.dead:
                 assert end.ask("finalize") == {"finalized": True}
@@ -190,15 +187,12 @@ class Team:
 
 @contextlib.contextmanager
 def team(plugin: str, cuda: bool = False, **settings: Any) -> Iterator[Team]:
-    """A team without processes yet; at the end they are gone."""
+    """Yield a team without processes; end its processes afterwards."""
     made = Team(plugin, settings, cuda)
     try:
         yield made
     finally:
         made.close()
-
-
-# -- the process's side ------------------------------------------------------------------------------------------------
 
 
 class _Process:
@@ -208,7 +202,7 @@ class _Process:
         self.sender: WeightSender | None = None
 
     async def do(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """One order."""
+        """Carry out an order."""
         match order["what"]:
             case "make":
                 plugin = load_plugin("checkpoint_engine", order["plugin"])
@@ -225,7 +219,7 @@ class _Process:
                 await self.engine.finalize()
                 return {"finalized": True}
             case "limit":
-                sys.dont_write_bytecode = True  # a cache that is cut off would stay so
+                sys.dont_write_bytecode = True  # a truncated cache would stay
                 resource.setrlimit(resource.RLIMIT_FSIZE, (order["file_bytes"], resource.RLIM_INFINITY))
                 return {"limited": True}
             case "held":
@@ -258,16 +252,16 @@ class _Process:
         for count, pair in enumerate(tensors):
             if count == hold:
                 self.say({"holding": count})
-                signal.pause()  # as a training engine does that hangs in a collective; it is ended from outside
+                signal.pause()  # like a training engine that hangs in a collective, until it is killed
             yield pair
 
     def say(self, answer: Mapping[str, Any]) -> None:
-        """Answer the test."""
+        """Send an answer to the test."""
         self.connection.send(dict(answer))
 
     async def serve(self) -> None:
-        """Do what is ordered until the test closes the connection."""
-        listening = ThreadPoolExecutor(1)  # apart from the engine's threads, which are counted
+        """Carry out orders until the test closes the connection."""
+        listening = ThreadPoolExecutor(1)  # separate from the engine's threads, which are counted
         with contextlib.suppress(EOFError):
             while True:
                 order = await asyncio.get_running_loop().run_in_executor(listening, self.connection.recv)
@@ -279,7 +273,7 @@ class _Process:
 
 
 def _kind(descriptor: str) -> str:
-    """What a descriptor is of, without numbers that change."""
+    """Return what a descriptor refers to, without numbers that change."""
     try:
         return os.readlink(f"/proc/self/fd/{descriptor}").partition("[")[0]
     except OSError:

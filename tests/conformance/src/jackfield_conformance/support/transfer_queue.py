@@ -1,4 +1,4 @@
-"""For the suite of TransferQueue backends: columns, their comparison, and a process that is killed."""
+"""Helpers for the suite of queue backends: columns, their comparison, and a process that is killed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 
 from jackfield.abc.transfer_queue import (
@@ -23,9 +24,11 @@ from jackfield.abc.transfer_queue import (
     TransferQueueContext,
 )
 from jackfield.errors import QueueError
+from jackfield.sdk.columns import column_from_rows as jagged
+from jackfield.sdk.columns import dense_column as dense
 from jackfield_conformance.subject import Subject
 from jackfield_conformance.support import expecting
-from jackfield_conformance.support.processes import Host
+from jackfield_conformance.support.processes import hosts
 
 PAGE = "docs/plugins/transfer_queue.md#"
 
@@ -36,16 +39,13 @@ _NAMES = (
 _SECONDS_TO_DIE = 25.0
 
 
-# -- columns ---------------------------------------------------------------------------------------------------------
-
-
 def dtypes() -> list[torch.dtype]:
-    """Every dtype of whole bytes that this torch has."""
+    """Return every dtype of whole bytes that this torch has."""
     return [getattr(torch, name) for name in _NAMES.split() if hasattr(torch, name)]
 
 
 def pattern(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
-    """Any bytes at all as a tensor: among them are NaNs with payloads, subnormals and the largest integers."""
+    """Return arbitrary bytes as a tensor: NaNs with payloads, subnormals and the largest integers are among them."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
@@ -55,31 +55,18 @@ def pattern(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def numbers(first: int, *shape: int) -> torch.Tensor:
-    """int64 ``first``, ``first + 1``, …"""
+    """Return int64 ``first``, ``first + 1``, …"""
     return torch.arange(first, first + torch.Size(shape).numel()).reshape(shape)
 
 
-def dense(values: torch.Tensor) -> Column:
-    """Rows of one shape."""
-    return Column(values=values.contiguous())
-
-
-def jagged(rows: Sequence[torch.Tensor]) -> Column:
-    """Rows of any lengths; at least one."""
-    offsets = [0]
-    for row in rows:
-        offsets.append(offsets[-1] + len(row))
-    return Column(values=torch.cat(list(rows)), offsets=torch.tensor(offsets))
-
-
 def json_texts(texts: Sequence[str]) -> Column:
-    """Rows of JSON."""
-    column = jagged([torch.tensor(list(text.encode()), dtype=torch.uint8) for text in texts])
-    return Column(values=column.values, offsets=column.offsets, encoding="json")
+    """Make a column of JSON texts."""
+    rows = [torch.tensor(list(text.encode()), dtype=torch.uint8) for text in texts]
+    return attrs.evolve(jagged(rows), encoding="json")
 
 
 def sample_columns(rows: int = 3, seed: int = 0) -> dict[str, Column]:
-    """A column of each sort, for so many rows."""
+    """Make a column of each kind, with this number of rows."""
     return {
         "prompt_ids": jagged([numbers(100 * seed + 10 * row, (row * 2) % 5) for row in range(rows)]),
         "reward": dense(pattern(torch.float32, rows, seed=seed)),
@@ -89,7 +76,7 @@ def sample_columns(rows: int = 3, seed: int = 0) -> dict[str, Column]:
 
 
 def assert_same(expected: Column, found: Column, what: str) -> None:
-    """The two are equal in kind, dtype, shape, offsets and every bit."""
+    """Require equal kind, dtype, shape, offsets and bits."""
     assert expected.encoding == found.encoding, f"{what}: encoding {expected.encoding} came back as {found.encoding}"
     assert (expected.offsets is None) == (found.offsets is None), f"{what}: jagged and dense were confused"
     if expected.offsets is not None and found.offsets is not None:
@@ -100,21 +87,15 @@ def assert_same(expected: Column, found: Column, what: str) -> None:
         f"{what}: values of shape {list(expected.values.shape)} came back as {list(found.values.shape)}"
     )
     assert found.values.is_contiguous(), f"{what}: values came back as a tensor that is not contiguous"
-    assert torch.equal(_bits(expected.values), _bits(found.values)), f"{what}: some bits came back changed"
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    return values.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-# -- backends --------------------------------------------------------------------------------------------------------
+    one, other = (column.values.detach().contiguous().reshape(-1).view(torch.uint8) for column in (expected, found))
+    assert torch.equal(one, other), f"{what}: some bits came back changed"
 
 
 @contextlib.asynccontextmanager
 async def opened(
     subject: Subject, folder: Path | None = None, *, joins: bool = False
 ) -> AsyncIterator[TransferQueueBackend]:
-    """A started backend in ``folder`` (default: the check's own), closed at the end."""
+    """Start a backend in ``folder`` (default: the check's own), and close it at the end."""
     folder = folder or subject.folder / "run"
     folder.mkdir(parents=True, exist_ok=True)
     backend: TransferQueueBackend = subject.make(TransferQueueContext(folder=str(folder), joins=joins))
@@ -127,7 +108,7 @@ async def opened(
 
 @contextlib.asynccontextmanager
 async def filled(subject: Subject) -> AsyncIterator[TransferQueueBackend]:
-    """The check's own backend, with :func:`sample_columns` of the rows ``a``, ``b`` and ``c``."""
+    """Start the check's own backend, with :func:`sample_columns` of the rows ``a``, ``b`` and ``c``."""
     async with opened(subject) as backend:
         await put(backend, ["a", "b", "c"], sample_columns())
         yield backend
@@ -151,31 +132,30 @@ async def get(
 async def assert_reads(
     backend: TransferQueueBackend, keys: Sequence[str], columns: Mapping[str, Column], partition: str = "train"
 ) -> None:
-    """Reading these columns of these rows gives just that, bit for bit."""
+    """Require that reading these columns of these rows gives exactly these values."""
     found = await get(backend, keys, list(columns), partition)
     for name, column in columns.items():
         assert_same(column, found[name], f"{name} of {', '.join(keys[:4])} in {partition!r}")
 
 
 async def assert_holds(backend: TransferQueueBackend, rows: int, when: str, size: int | None = None) -> None:
-    """``stats`` says so many rows, and bytes."""
+    """Require that ``stats`` reports these numbers of rows and bytes."""
     stats = await backend.stats()
     assert rows == stats.samples, f"expected {rows} rows, stats says {stats.samples}, after {when}"
     assert size in (None, stats.bytes), f"expected {size} bytes, stats says {stats.bytes}, after {when}"
 
 
 def refused(code: str, *names: str) -> contextlib.AbstractContextManager[None]:
-    """The block raises ``QueueError`` of this code, whose text holds the names."""
+    """Require that the block raises ``QueueError`` of this code, whose text has the names."""
     return expecting.refused(QueueError, code, naming=names)
 
 
-# -- kill -9 ---------------------------------------------------------------------------------------------------------
-
-
 def put_and_be_killed(subject: Subject, folder: Path, rounds: int) -> None:
-    """In another process: open the backend in ``folder``, put ``sample_columns`` of rows ``n-0 .. n-2`` for every round
-    ``n``, delete row ``n-1`` of each, and die by SIGKILL as soon as the last call has returned."""
-    host = _host()
+    """Put and delete rows in another process, which SIGKILL ends when the last call has returned.
+
+    For each round ``n`` it puts ``sample_columns`` of rows ``n-0 .. n-2``, and deletes row ``n-1``.
+    """
+    (host,) = hosts(1, f"{__name__}:_obey")
     host.order({"subject": subject.plain(), "folder": str(folder), "rounds": rounds})
     answer = host.answer(_SECONDS_TO_DIE)
     if answer is None:
@@ -183,15 +163,6 @@ def put_and_be_killed(subject: Subject, folder: Path, rounds: int) -> None:
         raise AssertionError(f"a process that put rows did not end within {_SECONDS_TO_DIE:g} s")
     status, message = answer
     assert status == -signal.SIGKILL, f"the process that put ended early: {message or status}"
-
-
-_HOSTS: list[Host] = []
-
-
-def _host() -> Host:
-    if not _HOSTS or not _HOSTS[0].alive:
-        _HOSTS[:] = [Host(f"{__name__}:_obey")]
-    return _HOSTS[0]
 
 
 def _obey(order: Mapping[str, Any]) -> None:

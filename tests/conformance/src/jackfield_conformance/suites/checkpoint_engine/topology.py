@@ -1,11 +1,10 @@
-"""Checks of checkpoint engines: every tensor arrives, the topology, a synchronisation, deltas, late workers."""
+"""Checks of checkpoint engines: tensors, the topology, a weight sync, deltas, late workers."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import json
-from collections.abc import Generator
 
 import torch
 
@@ -21,12 +20,10 @@ from jackfield_conformance.support import checkpoint_engine as support
 
 _TENSORS = "docs/plugins/checkpoint_engine.md#tensors"
 
-Weights = Generator[tuple[str, torch.Tensor], None, None]
-
 
 async def _arrive(subject: Subject, tensors: dict[str, torch.Tensor], workers: int = 1) -> None:
     async with support.ends(subject, workers) as made:
-        for worker, found in enumerate(await support.sync(made, tensors)):
+        for worker, found in enumerate(await made.sync(tensors)):
             support.assert_received(tensors, found, f"worker {worker}")
 
 
@@ -67,11 +64,7 @@ async def strided_tensors_arrive(subject: Subject) -> None:
         "a part from the middle": base[2:4, 3:7],
         "permuted": base.view(2, 3, 10).permute(2, 0, 1),
     }
-    async with support.ends(subject) as made:
-        topology = await made.prepare()
-        sending = support.send(made, topology, [support.source(tensors)])
-        found = await made.together(sending, support.receive(made.workers[0], topology.rollout[0]))
-    support.assert_received(tensors, found)
+    await _arrive(subject, tensors)
 
 
 @check("CKE-014", page=_TENSORS)
@@ -81,7 +74,7 @@ async def any_bucket_size_will_do(subject: Subject) -> None:
     tensors = {f"{size}": torch.randn(size, generator=generator) for size in (1, 16, 17, 15, 250, 3, 251, 5000, 1, 2)}
     for settings in support.bucket_settings(subject):
         async with support.ends(subject, **settings) as made:
-            (found,) = await support.sync(made, tensors)
+            (found,) = await made.sync(tensors)
         support.assert_received(tensors, found, f"with {settings or 'the plugin as it is'}")
 
 
@@ -110,7 +103,7 @@ async def a_tensor_is_valid_until_the_next_is_drawn(subject: Subject) -> None:
     settings = support.bucket_settings(subject)
     for each in (settings[0], settings[-1]):
         async with support.ends(subject, workers=2, **each) as made:
-            for found in await support.sync(made, tensors, meanwhile=dawdle):
+            for found in await made.sync(tensors, meanwhile=dawdle):
                 support.assert_received(tensors, found, "at a slow receiver")
 
 
@@ -120,14 +113,14 @@ async def the_sender_does_not_count_on_memory_of_the_generator(subject: Subject)
     wanted = {f"step {index}": torch.full((6, 5), float(index)) for index in range(12)}
     buffers = torch.empty(2, 6, 5)
 
-    def reused() -> Weights:
+    def reused() -> support.Weights:
         for (name, tensor), buffer in zip(wanted.items(), itertools.cycle(buffers)):
             yield name, buffer.copy_(tensor)
 
     for settings in support.bucket_settings(subject):
         async with support.ends(subject, workers=2, **settings) as made:
-            topology = await made.prepare()
-            found = await made.together(support.send(made, topology, [reused()]), support.receive_all(made, topology))
+            await made.prepare()
+            found = await made.together(made.send(reused()), made.receive_all())
         for each in found:
             support.assert_received(wanted, each, "from memory that is used again")
 
@@ -163,26 +156,21 @@ async def the_topology_counts_ranks_and_workers(subject: Subject) -> None:
 
 
 class _Worker:
-    """A rollout server of two workers, as far as a synchronisation needs one."""
+    """A rollout server with two workers that can only update weights."""
 
     def __init__(self, subject: Subject, replica: int) -> None:
         self._subject = subject
         self._replica = replica
 
     async def update_weights(self, request: UpdateWeightsRequest) -> WeightReceipt:
-        receipts = []
-        for worker, arguments in enumerate(request.connect):
-            context = CheckpointEngineContext(
-                end="receiver", rank=2 * self._replica + worker, world_size=4, deadline_seconds=support.PATIENCE_SECONDS
-            )
-            receipts.append(self._load(worker, self._subject.make(context), arguments, request.version))
-        done = tuple(await asyncio.gather(*receipts))
-        return WeightReceipt(version=request.version, replica=self._replica, workers=done)
+        async def load(worker: int) -> WorkerReceipt:
+            rank, seconds = 2 * self._replica + worker, support.PATIENCE_SECONDS
+            context = CheckpointEngineContext(end="receiver", rank=rank, world_size=4, deadline_seconds=seconds)
+            found = await support.receive(self._subject.make(context), request.connect[worker], request.version)
+            return WorkerReceipt(worker=worker, digests={name: digest(tensor) for name, tensor in found.items()})
 
-    @staticmethod
-    async def _load(worker: int, engine: object, arguments: object, version: int) -> WorkerReceipt:
-        found = await support.receive(engine, arguments, version)  # type: ignore[arg-type]
-        return WorkerReceipt(worker=worker, digests={name: digest(tensor) for name, tensor in found.items()})
+        done = tuple(await asyncio.gather(*map(load, range(len(request.connect)))))
+        return WeightReceipt(version=request.version, replica=self._replica, workers=done)
 
 
 @check("CKE-042", page=_TOPOLOGY)
@@ -215,7 +203,7 @@ async def deltas_arrive(subject: Subject) -> None:
                 tensors["layer.1.weight"][3, 3] += 1
             if version == 4:
                 tensors["layer.2.weight"] = tensors["layer.2.weight"] + 1
-            found = await support.sync_delta(made, tensors, held, version)
+            found = await made.sync_delta(tensors, held, version)
             wanted = {name: digest(tensor) for name, tensor in tensors.items()}
             for worker, digests in enumerate(found):
                 wrong = sorted(name for name in wanted if digests.get(name) != wanted[name])
@@ -228,8 +216,8 @@ async def who_comes_late_gets_the_newest(subject: Subject) -> None:
     async with support.ends(subject, workers=0) as made, support.ends(subject, workers=2) as late:
         for version in (1, 2):
             tensors, topology = support.numbers(seed=version), await made.prepare()
-            assert topology.retained is not None, "the topology has no connect arguments for those who come late"
-            await support.send(made, topology, [support.source(tensors) for _ in made.senders], version)
+            assert topology.retained is not None, "the topology has no connect arguments for late workers"
+            await made.send(tensors, version=version)
             await made.finalize()
             for number, worker in enumerate(late.workers):
                 found = await support.receive(worker, topology.retained, version)

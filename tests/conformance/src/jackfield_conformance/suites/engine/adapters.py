@@ -30,9 +30,6 @@ _LORA = "docs/plugins/engine.md#adapters"
 LORA = LoraSpec(rank=3, alpha=12.0)
 
 
-# -- value heads -----------------------------------------------------------------------------------------------------
-
-
 def value_loss(output: TokenOutput, data: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
     """The squared error of the values against the advantages, by global tokens."""
     assert output.values is not None, "a loss of an engine with a value head gets no values"
@@ -116,9 +113,6 @@ def the_value_head_is_in_the_checkpoint(subject: Subject) -> None:
     with support.opened(subject, role="critic", value_head=True, seed=8) as engine:
         engine.load_checkpoint(LoadCheckpointRequest(folder=str(subject.folder / "native")))
         support.assert_tokens(wanted, _values(engine), 0.0, "values after a checkpoint was loaded")
-
-
-# -- LoRA ------------------------------------------------------------------------------------------------------------
 
 
 def _export(engine: BaseEngine) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -238,9 +232,6 @@ def the_adapter_comes_from_the_seed(subject: Subject) -> None:
     assert not same, "fresh adapters of two seeds are equal"
 
 
-# -- gradient checkpointing ------------------------------------------------------------------------------------------
-
-
 @check("ENG-100", capability="gradient_checkpointing", page="docs/plugins/engine.md#gradients")
 def gradient_checkpointing_changes_no_gradient(subject: Subject) -> None:
     """Gradient checkpointing changes no gradient, even with dropout."""
@@ -250,9 +241,6 @@ def gradient_checkpointing_changes_no_gradient(subject: Subject) -> None:
         with support.opened(subject, **dropout, gradient_checkpointing=wanted) as engine:
             found.append(support.gradients(engine))
     support.assert_close(found[0], found[1], 2e-5, "gradients under gradient checkpointing")
-
-
-# -- detection -------------------------------------------------------------------------------------------------------
 
 
 def has_value_head(subject: Subject) -> bool:

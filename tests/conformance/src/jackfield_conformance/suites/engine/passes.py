@@ -26,9 +26,6 @@ GRADIENT_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 SUM_TOLERANCE = 2e-5
 
 
-# -- results ---------------------------------------------------------------------------------------------------------
-
-
 @check("ENG-010", page=_PAGE, using=support.opened)
 def log_probs_are_those_of_the_model(subject: Subject, engine: BaseEngine) -> None:
     """Log-probabilities of response tokens equal those of a float64 forward pass of the same model folder."""
@@ -115,9 +112,6 @@ def nothing_is_computed_that_was_not_asked_for(subject: Subject) -> None:
     assert not without.metrics, f"a pass without a loss function has metrics: {dict(without.metrics)}"
 
 
-# -- what the loss function is given ---------------------------------------------------------------------------------
-
-
 @check("ENG-016", page=_PAGE)
 def columns_reach_the_loss_padded_with_zeros(subject: Subject) -> None:
     """Response columns reach the loss as ``[b, T]`` with 0 past each response, and row columns as ``[b]``."""
@@ -188,9 +182,6 @@ def losses_and_metrics_add_up(subject: Subject) -> None:
     for name, value in wanted.items():
         found = output.metrics[name]
         assert abs(value - found) <= 1e-5 * max(1.0, abs(value)), f"the metric {name} is {found:g}, expected {value:g}"
-
-
-# -- gradients -------------------------------------------------------------------------------------------------------
 
 
 @check("ENG-020", page=_GRADIENTS)

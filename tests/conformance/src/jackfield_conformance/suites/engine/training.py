@@ -23,9 +23,6 @@ _STATE = "docs/plugins/engine.md#state"
 COSINE = OptimizerSpec(lr=2e-2, weight_decay=0.1, scheduler="cosine", warmup_steps=2, total_steps=9, min_lr_ratio=0.1)
 
 
-# -- the optimizer ---------------------------------------------------------------------------------------------------
-
-
 def _assert_follows_adamw(engine: BaseEngine, spec: OptimizerSpec, rates: Iterator[float], what: str) -> None:
     """Three steps of the engine move its weights as AdamW in float64 does when it is fed the same gradients."""
     start = support.weights(engine)
@@ -144,9 +141,6 @@ def steps_use_the_schedule(subject: Subject) -> None:
         _assert_follows_adamw(engine, spec, _rates(spec), "what three steps on a cosine schedule change")
 
 
-# -- checkpoints -----------------------------------------------------------------------------------------------------
-
-
 def _save(engine: BaseEngine, folder: Path) -> None:
     engine.save_checkpoint(SaveCheckpointRequest(folder=str(folder)))
 
@@ -209,9 +203,6 @@ def saving_tells_what_was_written(subject: Subject, engine: BaseEngine) -> None:
         assert result.files, f"{form}: the result names no files"
         absent = [name for name in result.files if not (folder / name).is_file()]
         assert not absent, f"{form}: files in the result that are not there: {absent[:4]}"
-
-
-# -- state -----------------------------------------------------------------------------------------------------------
 
 
 @check("ENG-060", page=_STATE)

@@ -129,9 +129,6 @@ def a_hugging_face_folder_loads(subject: Subject) -> None:
         support.assert_same_tensors(wanted, found, "weights of the saved folder")
 
 
-# -- life ------------------------------------------------------------------------------------------------------------
-
-
 @check("ENG-070", page=_LIFE)
 def use_before_initialize_is_refused(subject: Subject) -> None:
     """Before ``initialize`` every use raises EngineError ``engine.state``."""

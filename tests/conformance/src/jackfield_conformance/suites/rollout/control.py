@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jackfield.abc.rollout import (
     AbortRequest,
@@ -15,16 +15,19 @@ from jackfield.abc.rollout import (
     ResumeRequest,
 )
 from jackfield_conformance.registry import check
+from jackfield_conformance.subject import Subject
 from jackfield_conformance.support.rollout import (
     LONG,
     PAGE,
     PROMPT,
     Reader,
     assert_counted,
+    assert_served,
     breathe,
     calling,
     ended,
     greedy,
+    reading,
     request,
     serving,
     spawn,
@@ -32,12 +35,9 @@ from jackfield_conformance.support.rollout import (
 )
 from jackfield_conformance.support.rollout_model import assert_greedy, prompt_that_ends, tolerance
 
-if TYPE_CHECKING:
-    from jackfield_conformance.subject import Subject
-
 
 def _assert_aborted(sent: GenerateRequest, result: GenerateResult, at_least: int = 0) -> None:
-    """It ended early with what it had, and that is right."""
+    """Require that a request ended early, with correct tokens so far."""
     assert "abort" == result.finish_reason, f"{sent.request_id!r} ended with {result.finish_reason!r}, not 'abort'"
     count = len(result.token_ids)
     assert at_least <= count < LONG, f"{sent.request_id!r} was aborted and returned {count} tokens"
@@ -47,14 +47,11 @@ def _assert_aborted(sent: GenerateRequest, result: GenerateResult, at_least: int
 
 
 async def _assert_nothing_runs(server: BaseRolloutServer, why: str) -> None:
-    """A request of a few tokens passes, and then the server is idle."""
+    """Require that the server is idle after a request of a few tokens."""
     await server.generate(greedy("passer-by", 4))
     await assert_counted(server, 0, 0, why)
     with standing_still(f"{why}, and the model still runs"):
         await breathe()
-
-
-# -- streams ---------------------------------------------------------------------------------------------------------
 
 
 @check("ROL-050", page=PAGE + "streams", using=serving)
@@ -107,16 +104,12 @@ def _assert_close(subject: Subject, one: GenerateResult, two: GenerateResult) ->
     )
 
 
-# -- aborts ----------------------------------------------------------------------------------------------------------
-
-
 @check("ROL-053", page=PAGE + "aborts", using=serving)
 async def aborts_end_requests(subject: Subject, server: BaseRolloutServer) -> None:
     """Aborted requests return their tokens so far with ``abort``, the result names them, and the others continue."""
     streamed, whole, mate = greedy("streamed", LONG), greedy("whole", LONG, PROMPT[1:]), greedy("mate", 24)
     caller, other = calling(server, whole), calling(server, mate)
-    reader = Reader(server, streamed)
-    await reader.at_least(3)
+    reader = await reading(server, streamed, 3)
     result = await server.abort(AbortRequest(request_ids=("streamed", "whole", "unknown")))
     assert ["streamed", "whole"] == sorted(result.request_ids), f"abort says it ended {result.request_ids}"
     _assert_aborted(streamed, await reader.result(), 3)
@@ -129,8 +122,7 @@ async def aborts_end_requests(subject: Subject, server: BaseRolloutServer) -> No
 @check("ROL-054", page=PAGE + "aborts", using=serving)
 async def aborting_all(subject: Subject, server: BaseRolloutServer) -> None:
     """An abort without ids ends every request, including waiting ones."""
-    running = Reader(server, greedy("running", LONG))
-    await running.at_least(2)
+    running = await reading(server, greedy("running", LONG))
     await server.pause(PauseRequest())
     sent = greedy("waiting", 8)
     waiting = calling(server, sent)
@@ -148,8 +140,7 @@ async def aborting_all(subject: Subject, server: BaseRolloutServer) -> None:
 async def aborted_is_over(subject: Subject, server: BaseRolloutServer) -> None:
     """When ``abort`` returns, the requests generate no more, and their ids are free."""
     sent = greedy("aborted", LONG)
-    reader = Reader(server, sent)
-    await reader.at_least(2)
+    reader = await reading(server, sent)
     await server.abort(AbortRequest(request_ids=("aborted",)))
     with standing_still("the model runs although its only request was aborted"):
         await assert_counted(server, 0, 0, "the only request was aborted")
@@ -163,8 +154,7 @@ async def aborted_is_over(subject: Subject, server: BaseRolloutServer) -> None:
 async def cancelling_aborts(subject: Subject, server: BaseRolloutServer) -> None:
     """Cancelling a call of ``generate`` aborts its request, and no other."""
     cancelled, mate = calling(server, greedy("cancelled", LONG, PROMPT[1:])), greedy("mate", 24)
-    reader = Reader(server, mate)
-    await reader.at_least(2)
+    reader = await reading(server, mate)
     cancelled.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await cancelled
@@ -172,9 +162,6 @@ async def cancelling_aborts(subject: Subject, server: BaseRolloutServer) -> None
     assert_greedy(mate, result)
     assert 24 == len(result.token_ids), "another request than the cancelled one was cut short"
     await _assert_nothing_runs(server, "a call was cancelled")
-
-
-# -- pauses ----------------------------------------------------------------------------------------------------------
 
 
 @check("ROL-057", page=PAGE + "pauses", using=serving)
@@ -225,17 +212,17 @@ async def waiting_for_the_end(subject: Subject, server: BaseRolloutServer) -> No
     """``pause(wait)`` returns when the running requests have ended by themselves; no new one runs from then on."""
     sents = [greedy("streamed", 24), greedy("whole", 18, PROMPT[1:])]
     caller = calling(server, sents[1])
-    reader = Reader(server, sents[0])
-    await reader.at_least(2)
+    reader = await reading(server, sents[0])
     pausing = spawn(server.pause(PauseRequest(mode="wait")), "pause")
     await asyncio.sleep(0)
-    meanwhile = calling(server, greedy("meanwhile", 3))
+    new = [greedy("meanwhile", 3), greedy("late", 3)]
+    meanwhile = calling(server, new[0])
     paused = await ended(pausing, "the end of the running requests, by pause(wait),")
     assert not meanwhile.done(), "a request that came after pause(wait) was served before resume"
     assert 0 == paused.running, f"pause(wait) says that {paused.running} requests are kept"
     with standing_still("a forward pass runs although pause(wait) has returned"):
         results = [await ended(reader.result(), "a finished request"), await ended(caller, "a finished request")]
-        late = calling(server, greedy("late", 3))
+        late = calling(server, new[1])
         await breathe()
     for sent, result in zip(sents, results, strict=True):
         assert (sent.sampling.max_new_tokens, "length") == (len(result.token_ids), result.finish_reason), (
@@ -243,8 +230,8 @@ async def waiting_for_the_end(subject: Subject, server: BaseRolloutServer) -> No
         )
     assert not late.done(), "a new request was served although the server is paused"
     await server.resume(ResumeRequest())
-    for waited in (meanwhile, late):
-        assert 3 == len((await ended(waited, "a request that waited for resume")).token_ids), "it was cut short"
+    await assert_served(meanwhile, new[0])
+    await assert_served(late, new[1])
 
 
 @check("ROL-060", page=PAGE + "pauses", using=serving)
@@ -252,17 +239,17 @@ async def pausing_by_aborts(subject: Subject, server: BaseRolloutServer) -> None
     """``pause(abort)`` ends the running requests with their tokens so far."""
     whole = greedy("whole", LONG, PROMPT[1:])
     caller = calling(server, whole)
-    reader = Reader(server, greedy("streamed", LONG))
-    await reader.at_least(3)
+    reader = await reading(server, greedy("streamed", LONG), 3)
     paused = await server.pause(PauseRequest(mode="abort"))
     assert 0 == paused.running, f"pause(abort) says that {paused.running} requests are kept"
     _assert_aborted(reader.sent, await reader.result(), 3)
     _assert_aborted(whole, await caller, 1)
-    late = calling(server, greedy("late", 3))
+    sent = greedy("late", 3)
+    late = calling(server, sent)
     await breathe()
     assert not late.done(), "a new request was served although the server is paused"
     await server.resume(ResumeRequest())
-    assert 3 == len((await ended(late, "a request that waited for resume")).token_ids), "it was cut short"
+    await assert_served(late, sent)
 
 
 @check("ROL-061", page=PAGE + "pauses", using=serving)
@@ -277,9 +264,7 @@ async def new_requests_wait(subject: Subject, server: BaseRolloutServer) -> None
     assert not any(caller.done() for caller in callers), "a request was answered although the server is paused"
     await server.resume(ResumeRequest())
     for sent, caller in zip(sents, callers, strict=True):
-        result = await ended(caller, "a request that waited for resume")
-        assert sent.sampling.max_new_tokens == len(result.token_ids), f"{sent.request_id!r} was cut short"
-        assert_greedy(sent, result)
+        await assert_served(caller, sent)
 
 
 @check("ROL-062", page=PAGE + "pauses", using=serving)
@@ -289,9 +274,10 @@ async def pausing_twice(subject: Subject, server: BaseRolloutServer) -> None:
     for mode in ("keep", "wait", "abort"):
         await server.pause(PauseRequest(mode="keep"))
         await server.pause(PauseRequest(mode=mode))
-        caller = calling(server, greedy("between", 4))
+        sent = greedy("between", 4)
+        caller = calling(server, sent)
         await breathe()
         assert not caller.done(), "a request was answered although the server is paused"
         await server.resume(ResumeRequest())
-        assert 4 == len((await ended(caller, "a request that waited for resume")).token_ids), "it was cut short"
+        await assert_served(caller, sent)
         await server.resume(ResumeRequest())

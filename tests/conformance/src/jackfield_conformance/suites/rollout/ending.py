@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
 from jackfield.abc.rollout import AbortRequest, BaseRolloutServer, GenerateRequest, GenerateResult, SleepRequest
 from jackfield.errors import JackfieldError, RolloutError
 from jackfield_conformance.registry import check
+from jackfield_conformance.subject import Subject
 from jackfield_conformance.support.expecting import refused
-from jackfield_conformance.support.rollout import LONG, PAGE, PROMPT, Reader, greedy, push, request, serving
+from jackfield_conformance.support.rollout import LONG, PAGE, PROMPT, greedy, push, reading, request, serving
 from jackfield_conformance.support.rollout_model import END, VOCABULARY, assert_greedy, decode, prompt_that_ends
-
-if TYPE_CHECKING:
-    from jackfield_conformance.subject import Subject
 
 
 def _assert_ends(result: GenerateResult, tokens: Sequence[int], reason: str) -> None:
@@ -27,9 +25,6 @@ def _assert_ends(result: GenerateResult, tokens: Sequence[int], reason: str) -> 
     )
     lengths = {len(result.token_ids), len(result.log_probs), len(result.weight_versions)}
     assert 1 == len(lengths), f"request {result.request_id!r}: tokens, log-probabilities and versions differ in number"
-
-
-# -- ends ------------------------------------------------------------------------------------------------------------
 
 
 @check("ROL-030", page=PAGE + "ends", using=serving)
@@ -101,7 +96,7 @@ async def stop_strings_end(subject: Subject, server: BaseRolloutServer) -> None:
 
 
 def _spanning(path: Sequence[int]) -> tuple[str, int]:
-    """A string that two tokens make together, and the place of the token that first completes it."""
+    """Find a string that two tokens make together, and the place of the token that first completes it."""
     for place in range(4, len(path)):
         string = decode(path[place - 1 : place])[-1] + decode(path[place : place + 1])[0]
         if string not in decode(path[:place]):
@@ -109,11 +104,8 @@ def _spanning(path: Sequence[int]) -> tuple[str, int]:
     raise AssertionError("the greedy path of the tiny model has no string of its own")
 
 
-# -- refusals --------------------------------------------------------------------------------------------------------
-
-
 async def _assert_refused(server: BaseRolloutServer, sent: GenerateRequest, *codes: str) -> None:
-    """``generate`` and ``generate_stream`` refuse it and name it, and the server goes on serving."""
+    """Require that ``generate`` and ``generate_stream`` refuse a request and name it."""
     with refused(RolloutError, "rollout.request", *codes, naming=sent.request_id):
         await server.generate(sent)
     with refused(RolloutError, "rollout.request", *codes, naming=sent.request_id):
@@ -125,7 +117,7 @@ async def _assert_refused(server: BaseRolloutServer, sent: GenerateRequest, *cod
 async def prompts_have_a_length(subject: Subject) -> None:
     """An empty prompt, and one without room for an answer, is refused with ``rollout.request``.
 
-    Too long is one that leaves no room below ``max_model_len``; its code may be ``rollout.context-length``, too.
+    A prompt that leaves no room within ``max_model_len`` may also have the code ``rollout.context-length``.
     """
     async with serving(subject, max_model_len=10) as server:
         await _assert_refused(server, request("empty-prompt", ()))
@@ -139,8 +131,7 @@ async def prompts_have_a_length(subject: Subject) -> None:
 async def prompts_have_a_vocabulary(subject: Subject, server: BaseRolloutServer) -> None:
     """A prompt with an id outside the vocabulary is refused with ``rollout.request``, and running requests continue."""
     mate = greedy("mate", 20)
-    running = Reader(server, mate)
-    await running.at_least(1)
+    running = await reading(server, mate, 1)
     for number, token in enumerate((VOCABULARY, -1, 1 << 40)):
         await _assert_refused(server, request(f"bad-id-{number}", (5, token, 6)))
     result = await running.result()
@@ -167,7 +158,7 @@ async def sampling_has_its_ranges(subject: Subject, server: BaseRolloutServer) -
         {"top_k": 1 << 70},
         {"seed": 1 << 70},
     )
-    with attrs.validators.disabled():  # such requests may come from a process that does not check them
+    with attrs.validators.disabled():  # another process may send such requests unchecked
         sent = [request(f"wrong-sampling-{number}", **sampling) for number, sampling in enumerate(wrong)]
     for each in sent:
         await _assert_refused(server, each)
@@ -187,8 +178,7 @@ async def extremes_harm_no_neighbour(subject: Subject, server: BaseRolloutServer
     )
     sent = [request(f"extreme-{number}", max_new_tokens=3, **each) for number, each in enumerate(extremes)]
     mate = greedy("mate", 24)
-    running = Reader(server, mate)
-    await running.at_least(1)
+    running = await reading(server, mate, 1)
     for each in sent:
         result = await server.generate(each)
         _assert_ends(result, result.token_ids[:3], "length")
@@ -201,8 +191,7 @@ async def extremes_harm_no_neighbour(subject: Subject, server: BaseRolloutServer
 @check("ROL-039", page=PAGE + "refusals", using=serving)
 async def ids_are_taken(subject: Subject, server: BaseRolloutServer) -> None:
     """A request with the id of a running one is refused, and the running one continues; afterwards the id is free."""
-    reader = Reader(server, greedy("the-same-id", LONG))
-    await reader.at_least(2)
+    reader = await reading(server, greedy("the-same-id", LONG))
     await _assert_refused(server, greedy("the-same-id", 3, PROMPT[1:]))
     count = len(reader.token_ids)
     await reader.at_least(count + 2)

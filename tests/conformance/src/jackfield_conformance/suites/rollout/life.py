@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
@@ -25,6 +25,7 @@ from jackfield.abc.rollout import (
 )
 from jackfield.errors import JackfieldError, RolloutError
 from jackfield_conformance.registry import check
+from jackfield_conformance.subject import Subject
 from jackfield_conformance.support.expecting import refused
 from jackfield_conformance.support.leaks import assert_nothing_left
 from jackfield_conformance.support.rollout import (
@@ -33,11 +34,14 @@ from jackfield_conformance.support.rollout import (
     PROMPT,
     Reader,
     assert_counted,
+    assert_served,
     breathe,
     calling,
+    checked,
     ended,
     greedy,
     push,
+    reading,
     request,
     serving,
     standing_still,
@@ -49,12 +53,6 @@ from jackfield_conformance.support.rollout_model import (
     named_weights,
     tolerance,
 )
-
-if TYPE_CHECKING:
-    from jackfield_conformance.subject import Subject
-
-
-# -- start and health ------------------------------------------------------------------------------------------------
 
 
 @check("ROL-090", page=PAGE + "life")
@@ -102,9 +100,6 @@ async def missing_models_are_refused(subject: Subject) -> None:
         await server.stop()
 
 
-# -- sleep -----------------------------------------------------------------------------------------------------------
-
-
 @check("ROL-093", capability="sleep", page=PAGE + "sleep", using=serving)
 async def level_1_keeps_weights(subject: Subject, server: BaseRolloutServer) -> None:
     """After sleep of level 1 and waking, results are the same as before, and paused requests continue."""
@@ -113,8 +108,7 @@ async def level_1_keeps_weights(subject: Subject, server: BaseRolloutServer) -> 
     await server.sleep(SleepRequest(level=1))
     await server.wake_up(WakeUpRequest())
     assert before == await server.generate(sent), "results have changed over sleep of level 1"
-    reader = Reader(server, greedy("kept", 20))
-    await reader.at_least(3)
+    reader = await reading(server, greedy("kept", 20), 3)
     await server.pause(PauseRequest())
     await server.sleep(SleepRequest(level=1))
     await server.wake_up(WakeUpRequest())
@@ -134,17 +128,13 @@ async def level_2_needs_weights(subject: Subject, server: BaseRolloutServer) -> 
         await ended(server.generate(greedy("too early", 3)), "the refusal of a server without weights")
     await push(subject, server, 1)
     await server.wake_up(WakeUpRequest(tags=("kv_cache",)))
-    sent = greedy("awake", 10)
-    result = await server.generate(sent)
-    assert_greedy(sent, result, "other")
-    assert_log_probs(subject, sent, result, "other")
+    await checked(subject, server, greedy("awake", 10), "other")
     await server.sleep(SleepRequest(level=2))
     await server.wake_up(WakeUpRequest())
     with refused(RolloutError, "rollout.stale"):
         await ended(server.generate(greedy("again too early", 3)), "the refusal of a server without weights")
     await push(subject, server, 2, named_weights("base"))
-    sent = greedy("awake again", 10)
-    assert_log_probs(subject, sent, await server.generate(sent), "base")
+    await checked(subject, server, greedy("awake again", 10))
 
 
 @check("ROL-095", capability="sleep", page=PAGE + "sleep", using=serving)
@@ -162,24 +152,18 @@ async def asleep_nothing_runs(subject: Subject, server: BaseRolloutServer) -> No
     assert ("weights",) == partly.awake, f"the weights alone were woken, wake_up says {partly.awake}"
     woken = await server.wake_up(WakeUpRequest())
     assert ["kv_cache", "weights"] == sorted(woken.awake), f"everything was woken, wake_up says {woken.awake}"
-    result = await ended(caller, "a request that waited for the server to wake")
-    assert 5 == len(result.token_ids), "a request that waited for the server to wake did not get its tokens"
-    assert_greedy(sent, result)
+    await assert_served(caller, sent)
 
 
 @check("ROL-096", capability="sleep", page=PAGE + "sleep", using=serving)
 async def decoding_does_not_sleep(subject: Subject, server: BaseRolloutServer) -> None:
     """``sleep`` is refused while requests run and the server is not paused, and does not harm them."""
-    reader = Reader(server, greedy("running", LONG))
-    await reader.at_least(2)
+    reader = await reading(server, greedy("running", LONG))
     with refused(RolloutError):
         await server.sleep(SleepRequest(level=2))
     result = await reader.result()
     assert LONG == len(result.token_ids), f"a refused sleep has cut a request: {len(result.token_ids)} of {LONG} tokens"
     assert_greedy(reader.sent, result)
-
-
-# -- stop ------------------------------------------------------------------------------------------------------------
 
 
 async def _assert_stopped(call: Awaitable[GenerateResult]) -> None:
@@ -192,8 +176,7 @@ async def stopping_fails_requests(subject: Subject) -> None:
     """``stop`` makes every running or waiting request fail with ``rollout.stopped``; no caller waits for ever."""
     async with serving(subject) as server:
         caller = calling(server, greedy("running", LONG, PROMPT[1:]))
-        reader = Reader(server, greedy("streamed", LONG))
-        await reader.at_least(2)
+        reader = await reading(server, greedy("streamed", LONG))
         await server.stop()
         await _assert_stopped(caller)
         await _assert_stopped(reader.result())

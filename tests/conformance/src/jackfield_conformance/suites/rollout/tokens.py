@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, GenerateResult, SamplingParams
 from jackfield_conformance.registry import check
-from jackfield_conformance.support.rollout import PAGE, PROMPT, greedy, request, serving
+from jackfield_conformance.subject import Subject
+from jackfield_conformance.support.rollout import PAGE, PROMPT, checked, greedy, request, serving
 from jackfield_conformance.support.rollout_model import (
     VOCABULARY,
     assert_greedy,
@@ -19,12 +20,9 @@ from jackfield_conformance.support.rollout_model import (
     model_logits,
 )
 
-if TYPE_CHECKING:
-    from jackfield_conformance.subject import Subject
-
-_DRAWS = 200  #: for the test of the distribution
+_DRAWS = 200  #: of the test of the distribution
 _SHORT, _MEDIUM, _LONG = (5,), (12, 44, 3, 50, 28), (*range(30, 60), 8, 19, 4)
-#: Their texts would be tokenised to fewer tokens: neighbours in them make a pair that is a token of its own.
+#: Their texts would be tokenised to fewer tokens: neighbours make a pair that is a token.
 _MERGEABLE = ((2, 3, 40, 4, 5), (24, 6, 7, 8), (33, 2, 3), (16, 17, 18, 19, 20))
 
 
@@ -59,20 +57,15 @@ async def greedy_is_the_most_probable(subject: Subject, server: BaseRolloutServe
 async def prompts_are_ids(subject: Subject, server: BaseRolloutServer) -> None:
     """A prompt is used as token ids: it is never turned into text and back, which may yield other tokens."""
     for number, prompt in enumerate(_MERGEABLE):
-        sent = greedy(f"ids-{number}", 6, prompt)
-        result = await server.generate(sent)
-        assert_greedy(sent, result)
-        assert_log_probs(subject, sent, result)
+        await checked(subject, server, greedy(f"ids-{number}", 6, prompt))
 
 
 @check("ROL-013", page=PAGE + "log-probabilities", using=serving)
 async def log_probs_are_the_models(subject: Subject, server: BaseRolloutServer) -> None:
     """The log-probability of each token equals that of an independent forward pass, within the declared tolerance."""
     for number, prompt in enumerate((PROMPT, _SHORT, _LONG)):
-        sent = request(f"plain-{number}", prompt, max_new_tokens=16, seed=number)
-        assert_log_probs(subject, sent, await server.generate(sent))
-    sent = greedy("greedy", 16)
-    assert_log_probs(subject, sent, await server.generate(sent))
+        await checked(subject, server, request(f"plain-{number}", prompt, max_new_tokens=16, seed=number))
+    await checked(subject, server, greedy("greedy", 16))
 
 
 @check("ROL-014", page=PAGE + "log-probabilities")
@@ -123,11 +116,10 @@ async def filters_have_their_order(subject: Subject) -> None:
 
 
 async def _assert_processed(subject: Subject, *settings: dict[str, Any]) -> None:
-    """Sampled tokens are among those that the filters leave, and have the log-probabilities that they then have."""
+    """Require that filters keep the sampled tokens, and that log-probabilities are those after the filters."""
     async with serving(subject) as server:
         for number, sampling in enumerate(settings):
-            sent = request(f"{sampling}", max_new_tokens=16, seed=10 + number, **sampling)
-            assert_log_probs(subject, sent, await server.generate(sent))
+            await checked(subject, server, request(f"{sampling}", max_new_tokens=16, seed=10 + number, **sampling))
 
 
 @check("ROL-020", page=PAGE + "sampling", using=serving)
@@ -153,7 +145,7 @@ async def draws_are_distributed(subject: Subject, server: BaseRolloutServer) -> 
 
 
 def _places(probabilities: torch.Tensor, tokens: list[int], order: bool | None) -> torch.Tensor:
-    """Where in the cumulative distribution ``[draws, V]`` each token lies: uniform in (0, 1) but for its grain."""
+    """Return each token's place in the cumulative distribution ``[draws, V]``: uniform in (0, 1) up to its grain."""
     indexes = torch.tensor(tokens)[:, None]
     if order:
         probabilities, ranks = probabilities.sort(descending=True)
@@ -162,7 +154,7 @@ def _places(probabilities: torch.Tensor, tokens: list[int], order: bool | None) 
 
 
 def _assert_distributed(tokens: list[int], probabilities: torch.Tensor, what: str) -> None:
-    """Pearson's chi-square, with the tokens of small expectation together; the bound is passed once in 1e9 runs."""
+    """Apply Pearson's chi-square, with rare tokens pooled; the bound is exceeded once in 1e9 measurements."""
     counts, total = Counter(tokens), len(tokens)
     expected = probabilities.sum(0).tolist()
     large = [token for token, value in enumerate(expected) if value >= 4]
@@ -172,9 +164,6 @@ def _assert_distributed(tokens: list[int], probabilities: torch.Tensor, what: st
     degrees = len(pairs) - 1
     bound = degrees + 9 * degrees**0.5 + 18
     assert statistic <= bound, f"{what} of {total} draws: chi-square {statistic:.0f} with {degrees} degrees of freedom"
-
-
-# -- seeds -----------------------------------------------------------------------------------------------------------
 
 
 @check("ROL-021", page=PAGE + "seeds")

@@ -4,46 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.abc.engine import ModelSpec
 from jackfield.abc.rollout import BaseRolloutServer, GenerateResult, PauseRequest, ResumeRequest, RolloutContext
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, RolloutError, WeightsError
-from jackfield.plugins import load_plugin
-from jackfield.weights import Replica, WeightSender, WeightSynchronizer
+from jackfield.weights import Replica, WeightSynchronizer
 from jackfield_conformance.registry import check
+from jackfield_conformance.subject import Subject
 from jackfield_conformance.support.expecting import refused
 from jackfield_conformance.support.rollout import (
     LONG,
     PAGE,
+    Pushed,
     Reader,
     breathe,
+    checked,
     checkpoint_engine,
-    delta_sender,
     ended,
     greedy,
+    make_sender,
     push,
+    reading,
     request,
     serving,
     standing_still,
 )
 from jackfield_conformance.support.rollout_model import (
     Weights,
+    Which,
     adapted_weights,
     adapter,
-    assert_greedy,
     assert_log_probs,
     assert_quantised,
     model_folder,
     named_weights,
 )
-
-if TYPE_CHECKING:
-    from jackfield_conformance.subject import Subject
 
 _LAST = "model.norm.weight"
 
@@ -54,33 +52,28 @@ def _assert_version(result: GenerateResult, version: int) -> None:
     )
 
 
+def _assert_digests(pushed: Pushed) -> None:
+    loaded = [dict(worker.digests) for worker in pushed.receipt.workers]
+    assert [dict(pushed.digests)] == loaded, "the receipt's digests are not those of the tensors that were sent"
+
+
 async def _assert_heals(subject: Subject, server: BaseRolloutServer, version: int) -> None:
-    """A good update is accepted after a bad one, and its weights are served."""
+    """Require that a good update is accepted after a bad one, and its weights are served."""
     await push(subject, server, version)
     _assert_version(await server.generate(greedy("healed", 3)), version)
     health = await server.health()
     assert health.healthy, f"the server is not healthy after a good update: {health.detail}"
 
 
-# -- good updates ----------------------------------------------------------------------------------------------------
-
-
 @check("ROL-070", page=PAGE + "weights", using=serving)
 async def new_weights_are_used(subject: Subject, server: BaseRolloutServer) -> None:
     """After an update the next token comes from the new weights and has their version."""
     old, new = greedy("old", 8), greedy("new", 8)
-    result = await server.generate(old)
-    _assert_version(result, 0)
-    assert_log_probs(subject, old, result, "base")
+    _assert_version(await checked(subject, server, old), 0)
     await push(subject, server, 3)
-    result = await server.generate(new)
-    _assert_version(result, 3)
-    assert_greedy(new, result, "other")
-    assert_log_probs(subject, new, result, "other")
+    _assert_version(await checked(subject, server, new, "other"), 3)
     await push(subject, server, 4, named_weights("base"))
-    result = await server.generate(old)
-    _assert_version(result, 4)
-    assert_log_probs(subject, old, result, "base")
+    _assert_version(await checked(subject, server, old), 4)
 
 
 @check("ROL-071", page=PAGE + "receipts")
@@ -95,16 +88,8 @@ async def receipts_prove(subject: Subject) -> None:
     info = await server.start()
     try:
         name, settings = checkpoint_engine(subject)
-        plugin = load_plugin("checkpoint_engine", name)
-        engine: Any = plugin.build(settings, CheckpointEngineContext(end="sender", deadline_seconds=20.0))
-        synchronizer = WeightSynchronizer(
-            [WeightSender(engine, source)],
-            [Replica(server, info)],
-            name,
-            Clock(),
-            settings=settings,
-            deadline_seconds=20.0,
-        )
+        senders, replicas = [make_sender(subject, 0, source)], [Replica(server, info)]
+        synchronizer = WeightSynchronizer(senders, replicas, name, Clock(), settings=settings, deadline_seconds=20.0)
         report = await synchronizer.sync(2)  # compares every digest, and raises
     finally:
         await server.stop()
@@ -141,8 +126,7 @@ async def running_requests_change_weights(subject: Subject, server: BaseRolloutS
 @check("ROL-073", page=PAGE + "weights", using=serving)
 async def updates_do_not_resume(subject: Subject, server: BaseRolloutServer) -> None:
     """A paused server takes an update and stays paused; its kept requests continue with the new weights."""
-    reader = Reader(server, greedy("kept", LONG))
-    await reader.at_least(3)
+    reader = await reading(server, greedy("kept", LONG), 3)
     await server.pause(PauseRequest())
     count = await reader.drained(server)
     await push(subject, server, 2)
@@ -175,15 +159,10 @@ async def adapters_are_applied(subject: Subject, server: BaseRolloutServer) -> N
     """A LoRA adapter changes log-probabilities to those of the adapted model, and the receipt has its digests."""
     for version in (1, 2):  # the second replaces the first, it is not added to it
         pushed = await push(subject, server, version, adapter(), kind="adapter")
-        sent = greedy(f"adapted-{version}", 8)
-        result = await server.generate(sent)
-        _assert_version(result, version)
-        assert_log_probs(subject, sent, result, "adapted")
-        loaded = [dict(worker.digests) for worker in pushed.receipt.workers]
-        assert [dict(pushed.digests)] == loaded, "the receipt's digests are not those of the adapter that was sent"
+        _assert_version(await checked(subject, server, greedy(f"adapted-{version}", 8), "adapted"), version)
+        _assert_digests(pushed)
     await push(subject, server, 3, named_weights("base"))
-    sent = greedy("plain again", 8)
-    assert_log_probs(subject, sent, await server.generate(sent), "base")
+    await checked(subject, server, greedy("plain again", 8))
 
 
 @check("ROL-085", capability="weights_float8", page=PAGE + "weights")
@@ -196,41 +175,31 @@ async def weights_are_quantised(subject: Subject) -> None:
         pushed = await push(subject, server, 1)
         updated = greedy("updated", 24)
         assert_quantised(updated, await server.generate(updated), "other")
-        receipts = [dict(worker.digests) for worker in pushed.receipt.workers]
-        assert [dict(pushed.digests)] == receipts, "the receipt's digests are not those of the weights that were sent"
-
-
-# -- deltas ----------------------------------------------------------------------------------------------------------
+        _assert_digests(pushed)
 
 
 @check("ROL-083", capability="weights_delta", page=PAGE + "deltas", using=serving)
 async def deltas_are_applied(subject: Subject, server: BaseRolloutServer) -> None:
     """After a delta the next token comes from the new weights, and the receipt has the digests of all whole tensors."""
-    sender = delta_sender(subject)
+    sender = make_sender(subject)
     await push(subject, server, 1, named_weights("base"), sender=sender)
-    for version, which, weights in (
-        (2, "adapted", adapted_weights()), (3, "adapted", adapted_weights()), (4, "base", named_weights("base")),
-    ):  # fmt: skip
+    models: tuple[Which, ...] = ("adapted", "adapted", "base")
+    for version, which in enumerate(models, 2):
+        weights = adapted_weights() if which == "adapted" else named_weights("base")
         pushed = await push(subject, server, version, weights, kind="delta", sender=sender, base=version - 1)
         assert sender.sent_bytes < sum(tensor.nbytes for tensor in weights.values()) / 2, "it was no delta"
-        for worker in pushed.receipt.workers:
-            assert dict(worker.digests) == dict(pushed.digests), (
-                f"version {version}: the receipt's digests are not those of all tensors"
-            )
-        sent = greedy(f"delta-{version}", 8)
-        result = await server.generate(sent)
-        _assert_version(result, version)
-        assert_log_probs(subject, sent, result, "adapted" if which == "adapted" else "base")
+        _assert_digests(pushed)
+        _assert_version(await checked(subject, server, greedy(f"delta-{version}", 8), which), version)
 
 
 @check("ROL-084", capability="weights_delta", page=PAGE + "deltas", using=serving)
 async def deltas_need_their_base(subject: Subject, server: BaseRolloutServer) -> None:
     """A delta to weights that are not held is refused with ``weights.base``; the server keeps its weights."""
-    sender = delta_sender(subject)
+    sender = make_sender(subject)
     await _assert_base_refused(subject, server, 0, base=0)
     await push(subject, server, 1, sender=sender)
     await _assert_base_refused(subject, server, 1, base=0)
-    await push(subject, server, 2)  # nobody has said that deltas follow
+    await push(subject, server, 2)  # this update does not say that deltas follow
     await _assert_base_refused(subject, server, 2, base=1)
     with suppress(JackfieldError):
         await push(subject, server, 3, sender=sender, breaks_after=2)
@@ -240,14 +209,10 @@ async def deltas_need_their_base(subject: Subject, server: BaseRolloutServer) ->
 
 
 async def _assert_base_refused(subject: Subject, server: BaseRolloutServer, version: int, base: int) -> None:
-    reader = Reader(server, greedy(f"running-{version}", 24))
-    await reader.at_least(2)
+    reader = await reading(server, greedy(f"running-{version}", 24))
     with refused(WeightsError, "weights.base"):
         await push(subject, server, version + 1, kind="delta", base=base)
     _assert_version(await reader.result(), version)
-
-
-# -- bad updates -----------------------------------------------------------------------------------------------------
 
 
 @check("ROL-076", page=PAGE + "failures", using=serving)
@@ -307,8 +272,7 @@ async def deadlines_hold(subject: Subject, server: BaseRolloutServer) -> None:
 async def a_failed_update_serves_nothing(subject: Subject, server: BaseRolloutServer) -> None:
     """From a failed update to the next good one the server is not healthy and refuses with ``rollout.stale``."""
     weights: Weights = {name.replace(_LAST, "model.last.weight"): tensor for name, tensor in named_weights().items()}
-    reader = Reader(server, greedy("running", LONG))
-    await reader.at_least(2)
+    reader = await reading(server, greedy("running", LONG))
     with refused(WeightsError):
         await push(subject, server, 1, weights)
     await _assert_not_served_on(reader)
@@ -323,7 +287,7 @@ async def a_failed_update_serves_nothing(subject: Subject, server: BaseRolloutSe
 
 
 async def _assert_not_served_on(reader: Reader) -> None:
-    """What ran at the failure has ended: by ``rollout.stale``, or aborted with the old weights' tokens."""
+    """Require that a request ended with the failure: by ``rollout.stale``, or aborted with the old weights' tokens."""
     try:
         result = await ended(reader.result(), "the end of a request that ran when an update failed")
     except RolloutError as error:

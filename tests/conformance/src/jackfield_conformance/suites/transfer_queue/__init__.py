@@ -1,7 +1,4 @@
-"""Checks of TransferQueue backends.
-
-Fixture keys: ``settings`` (default: none). Every check opens its backends in a folder of its own.
-"""
+"""Checks of queue backends. The only fixture key is ``settings``. Each check opens its backends in its own folder."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ from jackfield_conformance.suites.transfer_queue import keeping, storing
 
 __all__ = ["CAPABILITIES", "keeping", "storing"]
 
-#: What a manifest may declare.
 CAPABILITIES = {
     "durable": Capability(
         what="values survive kill -9 of the process that put them", detect=lambda subject: bool(subject.cls.durable)

@@ -1,11 +1,11 @@
-"""Checks of TransferQueue backends: checkpoints, the life of a backend, durability."""
+"""Checks of queue backends: checkpoints, closing, tags, durability."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,19 +18,19 @@ from jackfield.abc.transfer_queue import (
     TransferQueueContext,
 )
 from jackfield.errors import JackfieldError, QueueError
+from jackfield.sdk.columns import column_from_rows as jagged
+from jackfield.sdk.columns import dense_column as dense
 from jackfield_conformance.registry import check
+from jackfield_conformance.subject import Subject
 from jackfield_conformance.support import expecting
 from jackfield_conformance.support.leaks import assert_nothing_left
 from jackfield_conformance.support.transfer_queue import (
     PAGE,
     assert_holds,
     assert_reads,
-    assert_same,
-    dense,
     dtypes,
     filled,
     get,
-    jagged,
     numbers,
     opened,
     pattern,
@@ -39,9 +39,6 @@ from jackfield_conformance.support.transfer_queue import (
     refused,
     sample_columns,
 )
-
-if TYPE_CHECKING:
-    from jackfield_conformance.subject import Subject
 
 
 @check("TRQ-033", page=PAGE + "checkpoints")
@@ -136,9 +133,6 @@ async def restoring_from_nothing(subject: Subject, backend: TransferQueueBackend
         await backend.restore(SnapshotRequest(folder=str(folder)))
 
 
-# -- life --------------------------------------------------------------------------------------------------------------
-
-
 @check("TRQ-038", page=PAGE + "life")
 async def closed_is_closed(subject: Subject) -> None:
     """A closed backend refuses every call with ``queue.closed``."""
@@ -209,9 +203,7 @@ async def tags_are_a_comment(subject: Subject, backend: TransferQueueBackend) ->
     await backend.put_tags(request)
     await backend.put_tags(request)
     await assert_holds(backend, counted.samples, "tags were put", counted.bytes)
-    found = await get(backend, ["a", "b", "c"], list(columns))
-    for name, column in columns.items():
-        assert_same(column, found[name], name)
+    await assert_reads(backend, ["a", "b", "c"], columns)
 
 
 @check("TRQ-043", tier="capability", capability="durable", page=PAGE + "durability")

@@ -1,24 +1,24 @@
-"""Checks of TransferQueue backends: what is put, read, deleted and counted."""
+"""Checks of queue backends: put, get, delete and counts."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import torch
 
-from jackfield.abc.transfer_queue import DeleteRequest, SnapshotRequest, TransferQueueBackend
+from jackfield.abc.transfer_queue import Column, DeleteRequest, SnapshotRequest, TransferQueueBackend
+from jackfield.sdk.columns import column_from_rows as jagged
+from jackfield.sdk.columns import dense_column as dense
 from jackfield_conformance.registry import check
+from jackfield_conformance.subject import Subject
 from jackfield_conformance.support.transfer_queue import (
     PAGE,
     assert_holds,
     assert_reads,
     assert_same,
-    dense,
     dtypes,
     filled,
     get,
-    jagged,
     json_texts,
     numbers,
     opened,
@@ -27,9 +27,6 @@ from jackfield_conformance.support.transfer_queue import (
     refused,
     sample_columns,
 )
-
-if TYPE_CHECKING:
-    from jackfield_conformance.subject import Subject
 
 _LARGE = 1 << 19  #: elements
 
@@ -48,7 +45,7 @@ async def every_dtype(subject: Subject, backend: TransferQueueBackend) -> None:
 
 
 def _specials(values: torch.Tensor) -> torch.Tensor:
-    """With zeros of both signs, infinities and a quiet NaN, where the dtype has them."""
+    """Write zeros of both signs, infinities and a quiet NaN into a tensor, if its dtype has them."""
     if values.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         values[0, :5] = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan")], dtype=values.dtype)
     if values.dtype == torch.int64:
@@ -65,11 +62,8 @@ async def jagged_rows(subject: Subject, backend: TransferQueueBackend) -> None:
         "trailing": jagged([numbers(0, length, 2, 3) for length in (1, 0, 4, 2)]),
         "wide": jagged([pattern(torch.bfloat16, length, 7, seed=length) for length in (2, 9, 0, 1)]),
     }
-    keys = ["a", "b", "c", "d"]
-    await put(backend, keys, columns)
-    found = await get(backend, keys, list(columns))
-    for name, column in columns.items():
-        assert_same(column, found[name], name)
+    await put(backend, ["a", "b", "c", "d"], columns)
+    await assert_reads(backend, ["a", "b", "c", "d"], columns)
 
 
 @check("TRQ-012", page=PAGE + "values", using=opened)
@@ -82,11 +76,8 @@ async def dense_rows(subject: Subject, backend: TransferQueueBackend) -> None:
         "one_element": dense(numbers(7, 4, 1)),
     }
     await put(backend, ["a", "b", "c", "d"], columns)
-    found = await get(backend, ["a", "b", "c", "d"], list(columns))
-    for name, column in columns.items():
-        assert_same(column, found[name], name)
-        single = await get(backend, ["c"], [name])
-        assert_same(dense(column.values[2:3]), single[name], f"the third row of {name}")
+    await assert_reads(backend, ["a", "b", "c", "d"], columns)
+    await assert_reads(backend, ["c"], {name: dense(column.values[2:3]) for name, column in columns.items()})
 
 
 @check("TRQ-013", page=PAGE + "values", using=opened)
@@ -98,20 +89,17 @@ async def nothing_but_empty_rows(subject: Subject, backend: TransferQueueBackend
         "no_width": dense(pattern(torch.float32, 3, 0)),
     }
     await put(backend, ["a", "b", "c"], columns)
-    found = await get(backend, ["a", "b", "c"], list(columns))
-    for name, column in columns.items():
-        assert_same(column, found[name], name)
+    await assert_reads(backend, ["a", "b", "c"], columns)
 
 
 @check("TRQ-014", page=PAGE + "values", using=opened)
 async def json_columns(subject: Subject, backend: TransferQueueBackend) -> None:
     """JSON texts come back byte for byte and marked as JSON; plain bytes beside them are not marked."""
     texts = ['{"b": 1,  "a": [1.0, 2e-300]}', '"\u00e4\u6f22\\u0000\U0001f3b2"', "null", '{"key": 1, "key": 2}']
-    column, plain = json_texts(texts), jagged([pattern(torch.uint8, 4, seed=row) for row in range(4)])
-    await put(backend, ["a", "b", "c", "d"], {"fields": column, "bytes": plain})
-    found = await get(backend, ["a", "b", "c", "d"], ["fields", "bytes"])
-    assert_same(column, found["fields"], "fields")
-    assert_same(plain, found["bytes"], "bytes")
+    plain = jagged([pattern(torch.uint8, 4, seed=row) for row in range(4)])
+    columns = {"fields": json_texts(texts), "bytes": plain}
+    await put(backend, ["a", "b", "c", "d"], columns)
+    await assert_reads(backend, ["a", "b", "c", "d"], columns)
 
 
 @check("TRQ-015", page=PAGE + "values", using=opened)
@@ -120,9 +108,6 @@ async def large_values(subject: Subject, backend: TransferQueueBackend) -> None:
     column = jagged([pattern(torch.float32, _LARGE), pattern(torch.float32, 3, seed=1)])
     await put(backend, ["large", "small"], {"values": column})
     await assert_reads(backend, ["large", "small"], {"values": column})
-
-
-# -- writing -----------------------------------------------------------------------------------------------------------
 
 
 @check("TRQ-016", page=PAGE + "put", using=filled)
@@ -151,21 +136,17 @@ async def what_is_put_is_copied(subject: Subject, backend: TransferQueueBackend)
     """The backend copies values: the caller may change its tensors once ``put`` has returned."""
     values, row = numbers(0, 4, 3), numbers(0, 6)
     offsets = torch.tensor([0, 1, 3, 3, 6])
-    expected = dense(values.clone()), jagged([numbers(0, 1), numbers(1, 2), numbers(3, 0), numbers(3, 3)])
-    column = jagged([row])
-    column = type(column)(values=row, offsets=offsets)
+    parts = jagged([numbers(0, 1), numbers(1, 2), numbers(3, 0), numbers(3, 3)])
+    expected = {"dense": dense(values.clone()), "jagged": parts}
+    column = Column(values=row, offsets=offsets)
     await put(backend, ["a", "b", "c", "d"], {"dense": dense(values), "jagged": column})
     await put(backend, ["one"], {"jagged": jagged([row])})
-    single = type(column)(values=row, offsets=torch.tensor([0, 6]))
-    await put(backend, ["other"], {"jagged": single})
+    await put(backend, ["other"], {"jagged": Column(values=row, offsets=torch.tensor([0, 6]))})
     values.fill_(-1)
     row.fill_(-1)
     offsets.fill_(0)
-    found = await get(backend, ["a", "b", "c", "d"], ["dense", "jagged"])
-    assert_same(expected[0], found["dense"], "dense")
-    assert_same(expected[1], found["jagged"], "jagged")
-    alone = await get(backend, ["one", "other"], ["jagged"])
-    assert_same(jagged([numbers(0, 6), numbers(0, 6)]), alone["jagged"], "a single row")
+    await assert_reads(backend, ["a", "b", "c", "d"], expected)
+    await assert_reads(backend, ["one", "other"], {"jagged": jagged([numbers(0, 6), numbers(0, 6)])})
 
 
 @check("TRQ-019", page=PAGE + "put", using=opened)
@@ -179,8 +160,7 @@ async def partitions_are_separate(subject: Subject, backend: TransferQueueBacken
     await assert_reads(backend, keys, first, "train")
     with refused("queue.unknown-sample", "c"):
         await get(backend, ["c"], ["reward"], "evaluation")
-    other = await get(backend, ["a", "b"], ["reward"], "evaluation")
-    assert_same(dense(second["reward"].values[:2]), other["reward"], "reward")
+    await assert_reads(backend, ["a", "b"], {"reward": dense(second["reward"].values[:2])}, "evaluation")
 
 
 @check("TRQ-020", page=PAGE + "put", using=opened)
@@ -189,16 +169,14 @@ async def names_of_any_text(subject: Subject, backend: TransferQueueBackend) -> 
     names = ["a", "A", "a/b", "a:b", "../a", "a b", "a%2Fb", "\u00e4", "\u6f22", "%", "'", "a.b", "x" * 120]
     names += ["a\\b", "a|b", '"', "a\nb", "*", "."]
     names.sort()
-    await put(backend, names, {name: dense(numbers(n * 100, len(names))) for n, name in enumerate(names)})
-    found = await get(backend, names, names)
-    for n, name in enumerate(names):
-        assert_same(dense(numbers(n * 100, len(names))), found[name], f"column {name!r}")
+    columns = {name: dense(numbers(n * 100, len(names))) for n, name in enumerate(names)}
+    await put(backend, names, columns)
+    await assert_reads(backend, names, columns)
     pairs = [("p", "q/r"), ("p/q", "r"), ("p:q", "r"), ("p", "q:r"), ("p", "q|r"), ("p|q", "r"), ("P", "q/r")]
     for n, (partition, key) in enumerate(pairs):
         await put(backend, [key], {"column": dense(numbers(n, 1))}, partition)
     for n, (partition, key) in enumerate(pairs):
-        column = (await get(backend, [key], ["column"], partition))["column"]
-        assert_same(dense(numbers(n, 1)), column, f"row {key!r} of partition {partition!r}")
+        await assert_reads(backend, [key], {"column": dense(numbers(n, 1))}, partition)
 
 
 @check("TRQ-021", page=PAGE + "put", using=opened)
@@ -211,13 +189,12 @@ async def many_producers(subject: Subject, backend: TransferQueueBackend) -> Non
             part = keys[first : first + 4]
             column = jagged([numbers(1000 * number + 10 * first + n, n % 3) for n in range(len(part))])
             await put(backend, part, {f"column-{number}": column})
-            assert_same(column, (await get(backend, part, [f"column-{number}"]))[f"column-{number}"], "column")
+            await assert_reads(backend, part, {f"column-{number}": column})
 
     await asyncio.gather(*(produce(number) for number in range(6)))
-    found = await get(backend, keys, [f"column-{number}" for number in range(6)])
     for number in range(6):
         rows = [numbers(1000 * number + 10 * first + n, n % 3) for first in range(0, 24, 4) for n in range(4)]
-        assert_same(jagged(rows), found[f"column-{number}"], f"column-{number}")
+        await assert_reads(backend, keys, {f"column-{number}": jagged(rows)})
     await assert_holds(backend, len(keys), "many producers have put them")
 
 
@@ -304,9 +281,6 @@ async def rows_that_do_not_fit(subject: Subject, backend: TransferQueueBackend) 
             await get(backend, [key, other], ["mixed"])
     for key, column in sorts.items():
         await assert_reads(backend, [key], {"mixed": column})
-
-
-# -- deleting and counting ---------------------------------------------------------------------------------------------
 
 
 @check("TRQ-029", page=PAGE + "delete", using=filled)
