@@ -113,8 +113,7 @@ def run_checks(
 def keep(certificate: Mapping[str, Any]) -> Path:
     """Write a certificate where ``find_certification`` looks; replace an older one of the plugin."""
     file = certificate_folder() / f"{certificate['kind']}-{certificate['plugin']}.json"
-    replace_file(file, json.dumps(certificate, indent=2) + "
-")
+    replace_file(file, json.dumps(certificate, indent=2) + "\n")
     return file
 
 

@@ -102,10 +102,10 @@ class Reader:
             await self._changed.wait()
 
     async def drained(self, server: BaseRolloutServer) -> int:
-        """Read what a paused server made before the pause, however late the stream brings it; the number of tokens.
+        """Read the tokens that a paused server made before the pause, and return how many there are.
 
-        Each request for the health asks the server once more over the way that the stream takes. The stream is empty
-        when three in a row bring nothing. A server that does not stop reaches the end of the request instead.
+        Calls of ``health`` take the same way as the stream, which counts as empty when three in a row bring nothing. A
+        server that does not stop reaches the end of the request instead.
         """
         count, unchanged = len(self.token_ids), 0
         while unchanged < 3 and not self._task.done():
