@@ -132,8 +132,6 @@ class CheckpointNames:
         for name, value in converter.convert(key, model=self._model, config=self._model.config).items():
             yield name, value[0] if isinstance(value, list) else value
 
-    # -- planning --------------------------------------------------------------------------------------------------
-
     def _parts(self, state: Mapping[str, torch.Tensor]) -> tuple[list[str], dict[str, str]]:
         """Return the names of all saved tensors, tied ones once, and the tied ones' other names."""
         ignored = set(self._model._keys_to_ignore_on_save or ())

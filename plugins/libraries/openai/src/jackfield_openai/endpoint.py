@@ -128,8 +128,6 @@ class OpenAIEndpoint:
         if runner is not None:
             await runner.cleanup()
 
-    # -- routes ----------------------------------------------------------------------------------------------------
-
     async def _models(self, request: web.Request) -> web.StreamResponse:
         model = {"id": self._name, "object": "model", "created": 0, "owned_by": "jackfield"}
         return web.json_response({"object": "list", "data": [model]})
@@ -140,8 +138,6 @@ class OpenAIEndpoint:
 
     async def _tell_metrics(self, request: web.Request) -> web.StreamResponse:
         return web.Response(body=self._metrics.text(await self._server.health()), content_type="text/plain")
-
-    # -- answers ---------------------------------------------------------------------------------------------------
 
     async def _answer(self, request: web.Request, cls: type[Body]) -> web.StreamResponse:
         body = read_body(cls, await self._read(request))
@@ -260,8 +256,6 @@ class OpenAIEndpoint:
             sampling=choice.sampling,
             minimum_weight_version=choice.minimum_weight_version,
         )
-
-    # -- keys and errors -------------------------------------------------------------------------------------------
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:

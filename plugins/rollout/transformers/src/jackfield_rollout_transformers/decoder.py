@@ -107,8 +107,6 @@ class Decoder:
         self.remove(finished)
         return finished
 
-    # -- arranging rows --------------------------------------------------------------------------------------------
-
     def _arrange(self, joiners: list[Sequence]) -> None:
         """Assign rows to joiners and fill the remaining holes with the last rows."""
         used = max((sequence.length for sequence in self.sequences), default=0)
@@ -142,8 +140,6 @@ class Decoder:
             rows = torch.tensor((target, source), device=self._device)
             self._cache.move(rows[0], rows[1], used)
             self._table.move(rows[0], rows[1])
-
-    # -- passes ----------------------------------------------------------------------------------------------------
 
     def _decode(self) -> list[Sequence]:
         """Generate one token for every row."""

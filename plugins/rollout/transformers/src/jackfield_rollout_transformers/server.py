@@ -65,8 +65,6 @@ class TransformersServer(RelayServer):
         self._model: LoadedModel
         self._weights: ModelWeights
 
-    # -- life ------------------------------------------------------------------------------------------------------
-
     async def start(self) -> ServerInfo:
         """Load the model and begin to serve."""
         self._begin()
@@ -136,8 +134,6 @@ class TransformersServer(RelayServer):
         running = self._loop.running if self._down() is None else 0
         return attrs.evolve(await super().health(), running=running, waiting=len(self._running) - running)
 
-    # -- requests --------------------------------------------------------------------------------------------------
-
     async def _read(self, running: Running) -> None:
         request, spec = running.request, self.context.model
         if request.sampling.stop and self._decode_text is None:
@@ -182,8 +178,6 @@ class TransformersServer(RelayServer):
             result = await super().abort(request)
             self._loop.remove_discarded()
         return result
-
-    # -- pausing and memory ----------------------------------------------------------------------------------------
 
     async def pause(self, request: PauseRequest) -> PauseResult:
         """Stop decoding; when it returns no forward pass runs."""
@@ -231,8 +225,6 @@ class TransformersServer(RelayServer):
             self._awake |= tags
             self._loop.work.set()
         return WakeUpResult(awake=tuple(tag for tag in MEMORY if tag in self._awake))
-
-    # -- weights ---------------------------------------------------------------------------------------------------
 
     async def update_weights(self, request: UpdateWeightsRequest) -> WeightReceipt:
         """Receive a new version of the weights, load it between two decode steps and acknowledge it.

@@ -38,8 +38,6 @@ class VllmServer(SleepingServer):
         # an adapter is merged into whole weights
         self.update_kinds = ("full", "adapter", "delta") if config.tensor_parallel == 1 else ("full", "delta")
 
-    # -- life ------------------------------------------------------------------------------------------------------
-
     async def start(self) -> ServerInfo:
         """Load the model and begin to serve; ``plugin.requirement`` if vLLM is not installed."""
         self._begin()
@@ -109,8 +107,6 @@ class VllmServer(SleepingServer):
         if self._stopped or self._engine is None:
             return "the server is not running"
         return "vLLM's engine core has died" if self._engine.errored else None
-
-    # -- requests --------------------------------------------------------------------------------------------------
 
     async def _read(self, running: Running) -> None:
         """Read vLLM's answers to the last one."""

@@ -57,8 +57,6 @@ class FileCheckpointEngine(CheckpointEngine):
         self._index: IO[bytes] | None = None  #: kept open while a worker reads
         self._whole = False  #: whether everything was published, or read
 
-    # -- workers that missed the transfer
-
     @classmethod
     def newest(cls, config: Config) -> ConnectRequest | None:
         """Return the request with which a late worker reads the newest weights; None if there are none."""
@@ -83,8 +81,6 @@ class FileCheckpointEngine(CheckpointEngine):
                 raise DeadlineExceeded(f"waited {seconds:g} s for the sender to put new weights into {config.folder}")
             await clock.sleep(min(config.poll_seconds, max(ends - clock.time(), 0.0)))
         return found
-
-    # -- before the transfer
 
     async def prepare(self) -> PrepareResult:
         """On rank 0, create a folder for the transfer, and remove expired ones."""
@@ -145,8 +141,6 @@ class FileCheckpointEngine(CheckpointEngine):
             message = "weights of another version came"
             raise WeightsError(message, code="weights.version", expected=self._version, found=version)
 
-    # -- the trainer's side
-
     async def send_weights(self, weights: Generator[tuple[str, torch.Tensor], None, None]) -> None:
         """Write every tensor, mark the weights as the newest, then wait until all workers have read them."""
         if self.context.rank != 0:
@@ -201,8 +195,6 @@ class FileCheckpointEngine(CheckpointEngine):
                 await asyncio.wait([writing])
             raise
         return shards
-
-    # -- the rollout's side
 
     async def receive_weights(self) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """Yield the tensors of one file while the next one is read."""

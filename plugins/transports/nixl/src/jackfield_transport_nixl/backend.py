@@ -55,8 +55,6 @@ class NIXLBackend(TransferQueueBackend):
         self._agents: list[Agent] = []
         self._landing: Regions | None = None
 
-    # -- life
-
     async def start(self) -> None:
         """Start the store, or join the process that has it."""
         try:
@@ -112,8 +110,6 @@ class NIXLBackend(TransferQueueBackend):
         if self._client is None:
             raise QueueError("the nixl backend is closed", code="queue.closed")
         return self._client
-
-    # -- rows
 
     async def put(self, request: PutRequest) -> PutResult:
         """Send small values in a message; write large ones directly into the store's memory."""

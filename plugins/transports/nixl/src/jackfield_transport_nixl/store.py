@@ -149,8 +149,6 @@ class Store:
         """Answer NIXL's peers while a client may write or read."""
         self._agent.progress(any(client.rooms or client.leases for client in self._clients.values()))
 
-    # -- memory
-
     def _free(self, block: Block) -> None:
         self._regions.give(block)
         waiting, self._freed = self._freed, set()
@@ -172,8 +170,6 @@ class Store:
             if cell.block is not None:
                 self._release([cell.block])
         return size
-
-    # -- calls
 
     async def inline_bytes(self) -> int:
         """Return the bytes from which on values are moved by NIXL."""
@@ -317,8 +313,6 @@ class Store:
         clients, refused = len(self._server.clients), self._server.refused
         details = {"clients": clients, "registered bytes": self._regions.bytes, "refused": refused}
         return State(len(self._rows), self._bytes, {name: float(value) for name, value in details.items()})
-
-    # -- checkpoints
 
     async def checkpoint(self, folder: str) -> Count:
         """Write the rows of this moment, in a thread."""

@@ -60,8 +60,6 @@ class RayBackend(TransferQueueBackend):
         self._threads: ThreadPoolExecutor | None = None
         self._own_cluster = False
 
-    # -- life
-
     async def start(self) -> None:
         """Join or start a cluster, and open the index; ``queue.unreachable`` if that fails."""
         settings = self._settings
@@ -111,8 +109,6 @@ class RayBackend(TransferQueueBackend):
             return getattr(index, method)(*arguments)
         seconds = self._settings.seconds
         return await self._in_thread(lambda: ray.get(getattr(index, method).remote(*arguments), timeout=seconds))
-
-    # -- rows
 
     async def put(self, request: PutRequest) -> PutResult:
         """Copy all columns into one object; ``queue.full`` if Ray's store is full and cannot spill."""
@@ -192,9 +188,6 @@ class RayBackend(TransferQueueBackend):
         return SnapshotResult(samples=count, bytes=size)
 
 
-# -- arrays ------------------------------------------------------------------------------------------------------------
-
-
 def _cell(entry: Entry, arrays: Mapping[str, Sequence[Any]]) -> Cell:
     text, name, number, start, size = entry
     return text, memoryview(arrays[name][number])[start : start + size]
@@ -222,9 +215,6 @@ class _Shown:
         self._array = array
         address = array.ctypes.data + start
         self.__array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
-
-
-# -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
 def _archived(
@@ -256,9 +246,6 @@ def _staged(folder: Path) -> tuple[dict[tuple[str, str], dict[str, Entry]], dict
         if content:
             objects[name] = ray.put([np.frombuffer(b"".join(content), dtype=np.uint8)])
     return rows, objects
-
-
-# -- what is not there -------------------------------------------------------------------------------------------------
 
 
 def _lost(objects: Mapping[str, Any], seconds: float) -> set[str]:

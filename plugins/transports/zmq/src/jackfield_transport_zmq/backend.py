@@ -57,8 +57,6 @@ class ZMQBackend(TransferQueueBackend):
         self._threads: ThreadPoolExecutor | None = None
         self._reader = Reader(config.shared_max_bytes)
 
-    # -- life
-
     async def start(self) -> None:
         """Start units, or join those of another process."""
         self._threads = ThreadPoolExecutor(COPIERS, thread_name_prefix="jackfield-zmq")
@@ -167,8 +165,6 @@ class ZMQBackend(TransferQueueBackend):
         if self._client is None:
             raise QueueError("the zmq backend is closed", code="queue.closed")
         return self._client
-
-    # -- rows
 
     async def put(self, request: PutRequest) -> PutResult:
         """Send each row to its unit, all units at once; large puts within a host use shared memory.

@@ -64,8 +64,6 @@ class Client:
         """Return whether all units can open this process's memory."""
         return all(line.shares for line in self._lines.values())
 
-    # -- units
-
     def added(self, entries: Iterable[Sequence[Any]]) -> None:
         """Add new units."""
         self.directory.add(entries)
@@ -145,8 +143,6 @@ class Client:
             found[homes[key]].append(number)
         return found
 
-    # -- requests
-
     async def ask(
         self,
         unit: int,
@@ -209,8 +205,6 @@ class Client:
             unit, number = self._given_back.popleft()
             if unit in self._lines:
                 self._lines[unit].tell("release", {"leases": [number]})
-
-    # -- our shared memory
 
     async def room(self, size: int) -> Block:
         """Wait for a block of ``size`` bytes; ``QueueFull`` if there is none until the deadline."""

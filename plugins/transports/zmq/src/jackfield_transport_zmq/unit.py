@@ -55,8 +55,6 @@ class Unit:
         self._waiting: list[tuple[bytes, Message]] = []
         self._replies: list[tuple[bytes, list[Buffer]]] = []
 
-    # -- messages
-
     def receive(self, identity: bytes, frames: Sequence[Buffer]) -> None:
         """Do what a client asks for; what is no request of ours is counted by the wire, and dropped."""
         try:
@@ -114,8 +112,6 @@ class Unit:
             if producer in self.clients:
                 self._send(producer, self._wire.encode("freed", {"blocks": blocks}))
 
-    # -- clients
-
     def _do_hello(self, identity: bytes, message: Message) -> None:
         shares = bool(self._place) and message["place"] == self._place
         self.clients[identity] = Client.watched(message["pid"] if shares else None)
@@ -145,8 +141,6 @@ class Unit:
 
     def _do_lose(self, _: bytes, message: Message) -> None:
         self._lost.update(message["units"])
-
-    # -- rows
 
     def _do_put(self, identity: bytes, message: Message) -> None:
         client = self.clients.get(identity)
@@ -216,8 +210,6 @@ class Unit:
         refused = {f"refused {code}": count for code, count in self._wire.refused.items()}
         details = {"clients": len(self.clients), "refused connections": self.refused_keys, **refused}
         self._reply(identity, message, "state", {"rows": len(self._rows), "bytes": self._bytes, "details": details})
-
-    # -- moments: what a checkpoint reads, and what a restore brings
 
     def _do_hold(self, identity: bytes, message: Message) -> None:
         self._holder = message["mark"]

@@ -28,9 +28,6 @@ _SHOWN = 1 << 16  #: bytes; smaller columns are copied rather than shown where t
 _MAPPINGS = 64  #: arenas of others that are kept open
 
 
-# -- out ---------------------------------------------------------------------------------------------------------------
-
-
 @attrs.frozen(eq=False)
 class Outgoing:
     """The cells of a put, by row and column."""
@@ -94,9 +91,6 @@ async def copied_columns(request: PutRequest, made: Outgoing, block: Block, thre
         finally:
             wait(pieces)  # where nobody wants them any more, those that are under way still end before the block does
     return Outgoing(made.rows, block, offsets)
-
-
-# -- in ----------------------------------------------------------------------------------------------------------------
 
 
 class Lease:
