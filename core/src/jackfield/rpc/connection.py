@@ -51,7 +51,6 @@ class Connection(asyncio.Protocol):
     limit: int = attrs.field(default=wire.LIMIT, kw_only=True)  #: maximum bytes of a received message
     #: creates the error of calls after the end from its reason; None: ``rpc.lost``
     _lost_error: Callable[[str], JackfieldError] | None = attrs.field(default=None, kw_only=True)
-
     #: called instead of :meth:`end` when the connection fails
     _on_failure: Callable[[Failure, str], None] | None = attrs.field(default=None, kw_only=True)
 
@@ -257,7 +256,7 @@ class Connection(asyncio.Protocol):
         await self._room.wait()
         if self.lost.done():
             raise self.error()
-        number = number or _new_number()
+        number = number or secrets.randbits(62) + 1  # it is unpredictable, so that a reply cannot be forged
         try:
             content = self._codec.encode(arguments)
         except RpcError as error:
@@ -292,7 +291,7 @@ class Connection(asyncio.Protocol):
         self, method: str, arguments: Any, seconds: float, kind: Any, what: str
     ) -> AsyncGenerator[Any, None]:
         """Iterate over the items that ``service.method`` yields, each fetched when it is requested."""
-        number = _new_number()
+        number = secrets.randbits(62) + 1
         try:
             await self.call(method, arguments, seconds, None, what, number=number)
             while items := await self.call("next", [number], seconds, list[kind], what):
@@ -300,11 +299,6 @@ class Connection(asyncio.Protocol):
         finally:
             with suppress(JackfieldError):
                 await self.call("leave", [number], _LEAVE_SECONDS, None, what)
-
-
-def _new_number() -> int:
-    """Return an unpredictable call id, so that a reply cannot be forged."""
-    return secrets.randbits(62) + 1
 
 
 def stub(connection: Connection, service: str, contract: Contract, cls: type[T], seconds: float) -> T:

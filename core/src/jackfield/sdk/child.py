@@ -17,10 +17,10 @@ import attrs
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError
 from jackfield.rpc import Codec, Connection, Process
-from jackfield.rpc.sockets import LOOKS, watch
+from jackfield.rpc.sockets import watch
 from jackfield.rpc.wire import LIMIT
 
-__all__ = ["ChildProcess", "until_stopped"]
+__all__ = ["ChildProcess"]
 
 _OUTPUT_BYTES = 8192  #: bytes of the end of the output that error messages show
 _OUTPUT_LINES = 10
@@ -62,14 +62,9 @@ class ChildProcess(asyncio.SubprocessProtocol):
         self._watching: asyncio.Task[str] | None = None
 
     async def start(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Connection:
-        """Run a command and connect to the process.
+        """Run a command and connect to the process; raise an ``OSError`` if the program cannot be started.
 
-        Args:
-            command: The program and its arguments.
-            environment: All environment variables of the process; None: those of this process.
-
-        Raises:
-            OSError: If the program cannot be started.
+        ``environment`` has all environment variables of the process; None: those of this process.
         """
         if self._log is not None:
             _append(self._log, b"")  # errors name the file, also of a process that printed nothing
@@ -199,12 +194,3 @@ def _append(file: Path, data: bytes) -> None:
             size = log.tell()
         if size > _LOG_BYTES:
             file.replace(f"{file}.1")
-
-
-async def until_stopped(pid: int, clock: Clock, seconds: float) -> str:
-    """Wait until no thread of a local process could run for ``seconds``; return the reason."""
-    process, silent = Process.of(pid), 0
-    while silent <= LOOKS:
-        await clock.sleep(seconds / LOOKS)
-        silent = silent + 1 if process.is_near and not process.can_run() else 0
-    return f"({process}) sent no heartbeat for {seconds:g} s and was killed (deadlines.heartbeat)"

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from jackfield.rpc import Address, Connection, Contract, Server, Service, caller, connect, stub
+from jackfield.rpc import Address, Connection, Contract, Process, Server, Service, caller, connect, stub
 from jackfield.rpc.sockets import is_loopback
 
-__all__ = ["Address", "Connection", "Contract", "Server", "Service", "caller", "connect", "is_loopback", "stub"]
+__all__ = [
+    "Address",
+    "Connection",
+    "Contract",
+    "Process",
+    "Server",
+    "Service",
+    "caller",
+    "connect",
+    "is_loopback",
+    "stub",
+]

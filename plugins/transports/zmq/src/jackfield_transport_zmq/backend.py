@@ -26,10 +26,8 @@ from jackfield.abc.transfer_queue import (
     TransferQueueBackend,
     TransferQueueContext,
 )
-from jackfield.clock import Clock
 from jackfield.errors import QueueError
-from jackfield.sdk.child import until_stopped
-from jackfield.sdk.rpc import is_loopback
+from jackfield.sdk.rpc import Process, is_loopback
 from jackfield_transport_zmq.client import Client, all_of
 from jackfield_transport_zmq.config import QueueConfig
 from jackfield_transport_zmq.directory import FILE, Directory, UnitAddress, UnitProcess, started
@@ -38,6 +36,8 @@ from jackfield_transport_zmq.reading import Reading, lost_rows, restored, writte
 from jackfield_transport_zmq.values import COPIERS, Outgoing, Reader, copied_columns, outgoing
 
 T = TypeVar("T")
+
+_LOOKS = 4  #: checks of a unit per deadline
 
 
 class ZMQBackend(TransferQueueBackend):
@@ -104,9 +104,13 @@ class ZMQBackend(TransferQueueBackend):
         self._watching += [asyncio.create_task(self._end_if_silent(child)) for child in children]
 
     async def _end_if_silent(self, child: UnitProcess) -> None:
-        """Kill a unit that sends no heartbeat; all clients notice its end."""
-        said = await until_stopped(child.process.pid, Clock(), self.context.heartbeat_seconds)
+        """Kill a unit none of whose threads could run for the deadline; all clients notice its end."""
+        process, seconds, silent = Process.of(child.process.pid), self.context.heartbeat_seconds, 0
+        while silent <= _LOOKS:
+            await asyncio.sleep(seconds / _LOOKS)
+            silent = silent + 1 if process.is_near and not process.can_run() else 0
         if child.process.poll() is None and child.unit is not None:
+            said = f"({process}) sent no heartbeat for {seconds:g} s and was killed (deadlines.heartbeat)"
             logging.getLogger("jackfield").warning("storage unit %d %s", child.unit.number, said)
             child.process.kill()
 
