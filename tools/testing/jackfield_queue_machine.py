@@ -290,7 +290,9 @@ class QueueMachine(RuleBasedStateMachine):
     def explore(self, groups: int, rollouts: int) -> None:
         """Claim whatever is offered first, or a new batch; open a group at each vacant place."""
         offered = self.offered()
+        self.queue.caller = lambda: "explorer's client"
         batch = self.do(self.queue.claim_batch("p", "e", groups))
+        self.queue.caller = lambda: None
         if offered:
             assert min(offered) == batch.number
         else:
@@ -369,7 +371,7 @@ class QueueMachine(RuleBasedStateMachine):
     @action(1)
     def release_explorer(self) -> None:
         """An explorer dies: its open groups are made again, without counting as retries."""
-        self.do(self.queue.release_batches("e"))
+        self.do(self.queue.end_holder("explorer's client"))
         for places in self.model.batches.values():
             for place in places:
                 made = place.consumed or (place.group is not None and place.group.published)

@@ -174,13 +174,14 @@ def test_a_batch_fails_after_too_many_retries_and_names_the_reasons(run: Run) ->
 def test_a_dead_explorers_batch_is_handed_out_again_with_the_same_attempts(run: Run) -> None:
     async def test(bench: Any) -> None:
         await bench.trainer()
+        bench.queue.caller = lambda: "client 1"
         batch = await bench.claim(groups=3, explorer="one")
+        bench.queue.caller = lambda: "client 2"
         keys = await bench.vacant(batch)
         await bench.publish(batch, keys=keys[:1])
         half = await bench.open(keys[1])
         lost = await bench.end(half, 0)
-        (released,) = await bench.queue.release_batches("one")
-        assert (0, 2) == (released.number, released.vacant)
+        await bench.queue.end_holder("client 1")
         with pytest.raises(QueueError):
             await anext(bench.queue.groups_to_fill(batch, 5))
         assert lost == await bench.queue.end_rollouts(
@@ -189,7 +190,7 @@ def test_a_dead_explorers_batch_is_handed_out_again_with_the_same_attempts(run: 
         with pytest.raises(QueueError):
             await bench.open(keys[2])
         again = await bench.claim(groups=1, explorer="two")
-        assert (0, "two") == (again.number, again.explorer)
+        assert (0, "two", 2) == (again.number, again.explorer, again.vacant)
         assert ["train/0/1/0r1", "train/0/2/0r1"] == [str(key) for key in await bench.publish(again)]
         assert 6 == len(await bench.lease(0))
         await bench.queue.flush()
@@ -273,13 +274,16 @@ def test_the_last_explorer_waits_for_what_others_may_give_back(run: Run) -> None
             call = bench.queue.claim_batch("train", explorer, 1, below=2, deadline_seconds=50.0)
             return asyncio.ensure_future(call)
 
-        first, second = await claim("one"), await claim("two")
+        first = await claim("one")
+        bench.queue.caller = lambda: "client 2"
+        second = await claim("two")
+        bench.queue.caller = lambda: "client 1"
         await bench.publish(first)
         idle = claim("one")
         await bench.queue.ack(await bench.lease(0), step=0)
         await bench.clock.sleep(1)
         assert not idle.done(), "batch 1 may be given back"
-        await bench.queue.release_batches("two")
+        await bench.queue.end_holder("client 2")
         again = await idle
         assert again is not None
         assert (second.number, "one") == (again.number, again.explorer)

@@ -70,7 +70,7 @@ async def until(done: Callable[[], bool]) -> None:
 
 
 def test_the_contract_has_the_methods_of_the_queue_that_are_not_its_owners() -> None:
-    owned = {"start", "close", "end_holder", "release_batches"}
+    owned = {"start", "close", "end_holder"}
     public = {name for name in dir(TransferQueue) if not name.startswith("_") and name != "ledger"}
     assert {method.name for method in QUEUE} == public - owned
     assert {"groups_to_fill", "new_samples"} == {method.name for method in QUEUE if method.streams}

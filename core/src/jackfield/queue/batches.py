@@ -24,7 +24,6 @@ class Batches:
     groups: Groups
     max_samples: int | None
     max_bytes: int | None
-    clients: dict[str, str] = attrs.field(factory=dict, init=False)  #: by explorer that has claimed batches
     _mean: float = attrs.field(default=0.0, init=False)  # last known mean bytes of a sample
 
     async def claim_batch(
@@ -61,10 +60,7 @@ class Batches:
                     batch.groups = [Group(batch, index) for index in range(groups)]
                     for group in batch.groups:
                         self.core.touch(group)
-                if (client := self.core.caller()) is not None:
-                    self.clients[explorer] = client
-                batch.is_offered = False
-                batch.explorers.add(explorer)
+                batch.is_offered, batch.explorers[explorer] = False, self.core.caller()
                 return batch.public(explorer)
             left = [each for number, each in mine.batches.items() if number < below and not each.is_final()]
             for each in left:
@@ -80,36 +76,32 @@ class Batches:
         is_leased = any(group in groups for groups in held for group in made)
         return float("inf") if is_leased else max(since, *(batch.moved for batch in batches)) + seconds
 
-    async def release_batches(self, explorer: str) -> tuple[Batch, ...]:
-        """Release the unfinished batches of a dead explorer, so that they are handed out again.
-
-        Their open groups are dropped, which does not count as a retry; published groups are kept.
-        """
-        mine = [batch for batch in self.core.state.batches() if explorer in batch.explorers]
-        released = [batch for batch in mine if not batch.is_complete and batch.failure is None]
-        for batch in mine:
-            batch.explorers.discard(explorer)
-        reason = f"explorer {explorer!r} was released"
-        for batch in released:
-            again = [each for each in batch.groups if each.explorer == explorer and not each.is_made]
-            for group in again:
-                if group.status == Status.OPEN:
-                    self.core.fail(group.name, reason)
-                    self.groups.leases.forget(group)
-                group.reissue += 1
-                self.groups.vacate(group)
-            if not batch.explorers and batch.vacant():
-                batch.is_offered = True
-            where = {"partition": batch.partition.name, "batch": batch.number}
-            self.core.record("release", **where, groups=[group.index for group in again], reason=reason)
-        return tuple(batch.public(explorer) for batch in released)
-
     async def end_holder(self, client: str) -> None:
-        """End the leases of a client that is gone and release the batches of its explorers."""
-        for explorer in sorted(name for name, each in self.clients.items() if each == client):
-            del self.clients[explorer]
-            await self.release_batches(explorer)
+        """End the leases of a client that is gone, and release its explorers' batches, which are handed out again.
+
+        Open groups are dropped, which does not count as a retry; published groups are kept.
+        """
+        for batch in self.core.state.batches():
+            gone = sorted(explorer for explorer, each in batch.explorers.items() if each == client)
+            for explorer in gone:
+                del batch.explorers[explorer]
+                if not batch.is_complete and batch.failure is None:
+                    self._release(batch, explorer)
         self.groups.leases.end(lambda consumer, hold: hold.client == client)
+
+    def _release(self, batch: BatchState, explorer: str) -> None:
+        reason = f"explorer {explorer!r} was released"
+        again = [group for group in batch.groups if group.explorer == explorer and not group.is_made]
+        for group in again:
+            if group.status == Status.OPEN:
+                self.core.fail(group.name, reason)
+                self.groups.leases.forget(group)
+            group.reissue += 1
+            self.groups.vacate(group)
+        if not batch.explorers and batch.vacant():
+            batch.is_offered = True
+        where = {"partition": batch.partition.name, "batch": batch.number}
+        self.core.record("release", **where, groups=[group.index for group in again], reason=reason)
 
     async def groups_to_fill(
         self, batch: Batch, deadline_seconds: float, *, until: Literal["final", "published"] = "final"

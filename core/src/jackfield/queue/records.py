@@ -154,7 +154,7 @@ class BatchState:
     rollouts: int = 1  #: expected number per group
     failure: str | None = None
     groups: list[Group] = attrs.field(factory=list)
-    explorers: set[str] = attrs.field(factory=set)  #: living explorers that have claimed it
+    explorers: dict[str, str | None] = attrs.field(factory=dict)  #: clients of the living explorers that claimed it
     is_offered: bool = False  #: whether the next claimant gets it
     readers: int = 0  #: number of iterations that hand out its groups
     moved: float = 0.0  #: time of the last change

@@ -12,7 +12,7 @@ from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.rpc import Address, Connection, Contract, Server, Service, caller, connect, stub
 
 _SERVICE, _SERVER = "queue", "the queue's controller"
-_LOCAL = {"start", "close", "end_holder", "release_batches"}
+_LOCAL = {"start", "close", "end_holder"}
 QUEUE = Contract(TransferQueue, without=_LOCAL, undo={"lease_batch": "release", "lease_groups": "release"})
 
 
@@ -42,7 +42,7 @@ class QueueServer(Server):
     async def _client_ended(self, connection: Connection, _: str) -> None:
         await self._queue.end_holder(connection.session)
 
-    def _end_others(self, reason: str, explorers: frozenset[str]) -> None:
+    def _end_others(self, reason: str, explorers: set[str | None]) -> None:
         """End the clients that used the queue before its state was replaced."""
         for client in list(self.clients.values()):
             begun = client.session in explorers or client.iterates

@@ -68,7 +68,6 @@ class TransferQueue:
     """
 
     claim_batch = _of("_batches", Batches.claim_batch)
-    release_batches = _of("_batches", Batches.release_batches)
     end_holder = _of("_batches", Batches.end_holder)
     groups_to_fill = _of("_batches", Batches.groups_to_fill)
     open_groups = _of("_groups", Groups.open_groups)
@@ -107,7 +106,7 @@ class TransferQueue:
         self.backend, self.clock = backend, clock
         self.caller: Callable[[], str | None] = lambda: None  #: the calling client
         #: called after the state was replaced, with the clients whose explorers had batches
-        self.on_reset: Callable[[str, frozenset[str]], None] = lambda reason, explorers: None
+        self.on_reset: Callable[[str, set[str | None]], None] = lambda reason, explorers: None
         self.served: Callable[[], Mapping[str, int]] = dict  #: further counts for :meth:`stats`
         kept = Store(store, durable=durable and store is not None)
         self._core = Controller(backend, clock, kept, lambda: self.caller())
@@ -309,6 +308,7 @@ class TransferQueue:
 
     def _replace(self, state: State) -> None:
         """Replace the state but keep the consumers' registrations, and wake waiters."""
+        clients = {client for batch in self._core.state.batches() for client in batch.explorers.values()}
         for consumer in self._core.state.consumers.values():
             if (before := state.consumers.get(consumer.name)) is not None:
                 consumer.epoch = max(consumer.epoch, before.epoch)
@@ -323,7 +323,6 @@ class TransferQueue:
             if batch.failure is None and (vacant := [group.index for group in batch.vacant()]):
                 where = {"partition": batch.partition.name, "batch": batch.number}
                 self._core.record("release", **where, groups=vacant, reason="the queue was restored")
-        clients, self._batches.clients = frozenset(self._batches.clients.values()), {}
         self.on_reset("has made the queue another one; what was begun before is in vain", clients)
 
     def _void_acks(self, end: LedgerEnd, step: int | None) -> None:
