@@ -66,12 +66,12 @@ class Store:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
             with _translated_errors(self.path):
                 place = self.path or ":memory:"
-                self._connection = db = sqlite3.connect(place, isolation_level=None, timeout=5.0)
+                db = sqlite3.connect(place, isolation_level=None, timeout=5.0)
                 if self.path is not None and db.execute("pragma journal_mode=wal").fetchone() != ("wal",):
                     db.executescript("pragma locking_mode=exclusive; pragma journal_mode=wal")  # no shared memory
                 db.executescript("pragma synchronous=normal; pragma wal_autocheckpoint=4000;" + _SCHEMA)
                 row = db.execute("select number, digest from ledger order by number desc").fetchone()
-                self._end = LedgerEnd(*row) if row else LedgerEnd()
+                self._connection, self._end = db, LedgerEnd(*row) if row else LedgerEnd()
         return self._connection
 
     @property

@@ -191,11 +191,11 @@ class TransferQueue:
         These are the samples of workers that died before their report.
         """
         self._core.require_open()
-        state, found = self._core.state, 0
+        found = 0
         async with self._deleting:
             for partition, key in (await self.backend.keys(KeysRequest())).samples:
-                group = state.groups.get(group_of(key))
-                if not state.knows(key) and (group is None or group.is_made):
+                group = self._core.state.groups.get(group_of(key))
+                if not self._core.state.knows(key) and (group is None or group.is_made):
                     self._core.discard([key], partition)
                     found += 1
             await self._forget_discarded()
