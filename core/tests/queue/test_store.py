@@ -70,6 +70,20 @@ def test_a_killed_durable_queue_keeps_what_came_after_the_checkpoint(tmp_path: P
     ), "the ack of step 1 was taken back"
 
 
+def test_an_ack_that_the_checkpoint_has_is_taken_back_with_its_step(tmp_path: Path) -> None:
+    backend, checkpoint = Memory(), tmp_path / "checkpoint"
+
+    async def first(bench: Any) -> None:
+        await bench.queue.clear()
+        await bench.publish(await bench.claim())
+        await bench.queue.ack(await bench.lease(0), step=5)
+        await bench.queue.checkpoint(checkpoint)
+
+    life(tmp_path, backend, first)
+    assert (True, 2) == life(tmp_path, backend, second_life(checkpoint))
+    assert {} == effective_acks(read_ledger(tmp_path))
+
+
 def test_a_queue_that_is_not_durable_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
     life(tmp_path, Memory(), first_life(checkpoint), durable=False)

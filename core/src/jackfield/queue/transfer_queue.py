@@ -326,14 +326,10 @@ class TransferQueue:
         self.on_reset("has made the queue another one; what was begun before is in vain", clients)
 
     def _void_acks(self, end: LedgerEnd, step: int | None) -> None:
-        """Record in the ledger the acks after its ``end`` as revoked; with a step, only those of later steps."""
-        for consumer, keys in uses(self._core.store.entries(end.number)).items():
-            void = [
-                key
-                for key, steps in keys.items()
-                for each in steps
-                if step is None or (each is not None and each > step)
-            ]
+        """Record in the ledger the acks of steps after ``step`` as revoked; with None, all acks after its ``end``."""
+        for consumer, keys in uses(self._core.store.entries(end.number if step is None else 0)).items():
+            acks = [(key, each) for key, steps in keys.items() for each in steps]
+            void = [key for key, each in acks if step is None or (each is not None and each > step)]
             if void:
                 self._core.record("rollback", consumer=consumer, step=step, keys=void)
 
