@@ -62,7 +62,7 @@ def test_every_part_says_what_it_is(kind: str, name: str) -> None:
     assert chosen.text[0]
     assert chosen.scope in ("token", "sequence", "group", "batch")
     assert set(chosen.batch_options) <= set(chosen.options)
-    assert set(chosen.whole_batch) <= {*chosen.needs, *chosen.accepts}
+    assert set(chosen.whole_batch) <= set(chosen.inputs)
     json.dumps(describe(chosen))
 
 

@@ -63,7 +63,7 @@ def describe(chosen: Part) -> dict[str, Any]:
     return {
         **fields,
         "needs": [name for name in chosen.needs if name not in _ALWAYS],
-        "optional": [name for name in chosen.accepts if name not in _ALWAYS],
+        "optional": [name for name in chosen.inputs if name not in _ALWAYS.union(chosen.needs)],
         "options": {name: None if repr(value).startswith("<") else value for name, value in chosen.options.items()},
         "ranges": dict(chosen.ranges),
         "precomputed": list(chosen.whole_batch),

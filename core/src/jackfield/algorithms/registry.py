@@ -127,11 +127,6 @@ class Part:
         return tuple(name for name, required in self.inputs.items() if required and name not in self.whole_batch)
 
     @property
-    def accepts(self) -> tuple[str, ...]:
-        """The optional inputs."""
-        return tuple(name for name in self.inputs if name not in self.needs)
-
-    @property
     def preparation(self) -> Part | None:
         """The function :attr:`prepare` as a part; if it names its inputs, they include options of the loss."""
         if self.prepare is None:

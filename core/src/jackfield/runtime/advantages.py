@@ -111,7 +111,7 @@ class AdvantageWorker:
     async def _read(self, batch: BatchMeta) -> _Responses:
         algorithm = self._algorithm
         chosen = part("advantages", str(algorithm.advantages))
-        taken = {*chosen.needs, *chosen.accepts}
+        taken = chosen.inputs
         names = {"response_mask", "reward", *({"values", "reward_dimensions"}.intersection(chosen.needs))}
         if algorithm.kl_in_reward is not None:
             names |= {algorithm.old_log_probs, "ref_log_probs"}
