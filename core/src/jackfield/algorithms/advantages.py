@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from jackfield.algorithms.options import Epsilon, NotNegative, Positive, Share
-from jackfield.algorithms.registry import TOKEN_INPUTS, Inputs, part, register
+from jackfield.algorithms.registry import TOKEN_INPUTS, Epsilon, Inputs, NotNegative, Positive, Share, part, register
 from jackfield.algorithms.tensors import (
     Estimate,
     Groups,

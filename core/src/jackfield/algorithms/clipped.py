@@ -11,8 +11,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
-from jackfield.algorithms.options import ClipDual, NotNegative, Positive, Share, above
-from jackfield.algorithms.registry import Inputs, register
+from jackfield.algorithms.registry import ClipDual, Inputs, NotNegative, Positive, Share, above, register
 from jackfield.algorithms.tensors import CLAMP, LossResult, log_ratio, masked_mean_std, row_means
 
 if TYPE_CHECKING:

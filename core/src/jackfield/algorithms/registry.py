@@ -3,9 +3,8 @@
 A part is a plain function. Its *inputs* are tensors and counts, each of which is given by name or in one object,
 :class:`Inputs`, whose attributes the registration lists. By name, inputs are positional parameters, parameters without
 a default, and those in :data:`INPUTS`; an input with the default None is optional. Other keyword-only parameters are
-*options*, which a configuration sets in the range of the annotation (:mod:`jackfield.algorithms.options`). The
-docstring has the equation with its paper, ``-A log pi. [Williams, 1992]``, and a paragraph that begins with
-``Differs:``.
+*options*, which a configuration sets in the range of the annotation. The docstring has the equation with its paper,
+``-A log pi. [Williams, 1992]``, and a paragraph that begins with ``Differs:``.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 
 import attrs
-from attrs.validators import and_, gt, optional
+from attrs.validators import and_, ge, gt, le, optional
 
 from jackfield.algorithms.tensors import Groups, row_sums
 from jackfield.errors import ConfigError, did_you_mean
@@ -43,10 +42,33 @@ COUNTS = frozenset(f"global_{rows}{what}" for rows in ("", "usual_", "expert_") 
 #: … and all names, including inputs per row, that are inputs at any position of a signature.
 INPUTS = TOKEN_INPUTS.union(COUNTS, _PER_ROW.split())
 
+#: Ranges of options, as annotations: ``beta: Positive = 0.1``. A plugin may also use its own validators.
+Positive: TypeAlias = Annotated[float, gt(0.0)]
+NotNegative: TypeAlias = Annotated[float, ge(0.0)]
+Share: TypeAlias = Annotated[float, ge(0.0), le(1.0)]
+Epsilon: TypeAlias = Annotated[float, gt(0.0), le(1.0)]
+ClipDual: TypeAlias = Annotated[float, gt(1.0)]
+
 F = TypeVar("F", bound=Callable[..., Any])
 _parameters = functools.cache(lambda function: inspect.signature(function).parameters)
 #: Inputs of every part of a kind that takes an :class:`Inputs`.
 _COMMON = {"loss": "log_probs response_mask", "advantages": "token_rewards response_mask"}
+
+
+def above(lower: str) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
+    """Return a validator for values above another option of the same part or field of the same class."""
+
+    def check(made: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if not value > getattr(made, lower):
+            raise ValueError(f"'{attribute.name}' must be more than {lower}, {getattr(made, lower)!r}: {value!r}")
+
+    return check
+
+
+def ascending(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """Check that a lower bound is below the upper bound."""
+    if not value[0] < value[1]:
+        raise ValueError(f"'{attribute.name}' must be a lower and a higher number: {value!r}")
 
 
 class Inputs(types.SimpleNamespace):

@@ -13,8 +13,7 @@ import attrs
 from attrs.validators import ge, gt
 
 from jackfield.algorithms.divergences import kl
-from jackfield.algorithms.options import Epsilon, NotNegative, above, ascending
-from jackfield.algorithms.registry import register
+from jackfield.algorithms.registry import Epsilon, NotNegative, above, ascending, register
 from jackfield.algorithms.tensors import (
     CLAMP,
     Groups,

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from attrs.validators import ge, lt
 
 from jackfield.algorithms.clipped import ppo
-from jackfield.algorithms.options import ClipDual, NotNegative, Positive, Share
-from jackfield.algorithms.registry import Inputs, register
+from jackfield.algorithms.registry import ClipDual, Inputs, NotNegative, Positive, Share, register
 from jackfield.algorithms.tensors import CLAMP, Groups, LossResult, Term, log_ratio, row_log_ratio, row_means
 from jackfield.errors import ConfigError
 
