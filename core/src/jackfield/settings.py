@@ -142,7 +142,11 @@ class _Reader:
             if attrs.has(kind) or (isinstance(kind, type) and issubclass(kind, Mapping)):
                 if not isinstance(value, Mapping):
                     raise TypeError
-                return self.instance(kind, value, path) if attrs.has(kind) else self.items(members, value, path)
+                if attrs.has(kind):
+                    return self.instance(kind, value, path)
+                of_key, of_value = members or (Any, Any)
+                items = value.items()
+                return {self.read(of_key, key, path): self.read(of_value, one, f"{path}.{key}") for key, one in items}
             if isinstance(kind, type) and issubclass(kind, Sequence) and kind is not str:
                 return self.sequence(kind, members or (Any, ...), value, path)
             if kind is Literal and value not in members:
@@ -178,10 +182,6 @@ class _Reader:
                 expected = caught.expected if isinstance(caught, JackfieldError) else allowed
                 raise self.wrong(value, f"{path}.{name}".lstrip("."), expected, caught) from caught
         return cls(**{fields[name].alias: value for name, value in values.items()})
-
-    def items(self, members: Sequence[Any], value: Mapping[Any, Any], path: str) -> Any:
-        of_key, of_value = members or (Any, Any)
-        return {self.read(of_key, key, path): self.read(of_value, one, f"{path}.{key}") for key, one in value.items()}
 
     def sequence(self, kind: Any, members: Sequence[Any], value: Any, path: str) -> Any:
         if isinstance(value, str | bytes | Mapping):  # unlike in Python, a text is not a sequence of texts here
