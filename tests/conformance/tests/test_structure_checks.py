@@ -157,7 +157,7 @@ def test_each_check_refuses_its_fault(run: Checks, check: str, file: str, old: s
 @pytest.mark.parametrize(
     ("statement", "found"),
     [
-        ("from jackfield.trainer import Trainer", "agent.py:2 imports jackfield.trainer.Trainer"),
+        ("from jackfield.trainer.trainer import Trainer", "agent.py:2 imports jackfield.trainer.trainer.Trainer"),
         ("def late():\n    import jackfield.compose.run", "agent.py:3 imports jackfield.compose.run"),
     ],
     ids=["at the top", "late"],
