@@ -82,26 +82,22 @@ class Batches:
         Open groups are dropped, which does not count as a retry; published groups are kept.
         """
         for batch in self.core.state.batches():
-            gone = sorted(explorer for explorer, each in batch.explorers.items() if each == client)
-            for explorer in gone:
+            for explorer in sorted(name for name, each in batch.explorers.items() if each == client):
                 del batch.explorers[explorer]
-                if not batch.is_complete and batch.failure is None:
-                    self._release(batch, explorer)
+                if batch.is_complete or batch.failure is not None:
+                    continue
+                reason = f"explorer {explorer!r} was released"
+                again = [group for group in batch.groups if group.explorer == explorer and not group.is_made]
+                for group in again:
+                    if group.status == Status.OPEN:
+                        self.core.fail(group.name, reason)
+                        self.groups.leases.forget(group)
+                    group.reissue += 1
+                    self.groups.vacate(group)
+                batch.is_offered = batch.is_offered or (not batch.explorers and bool(batch.vacant()))
+                where = {"partition": batch.partition.name, "batch": batch.number}
+                self.core.record("release", **where, groups=[group.index for group in again], reason=reason)
         self.groups.leases.end(lambda consumer, hold: hold.client == client)
-
-    def _release(self, batch: BatchState, explorer: str) -> None:
-        reason = f"explorer {explorer!r} was released"
-        again = [group for group in batch.groups if group.explorer == explorer and not group.is_made]
-        for group in again:
-            if group.status == Status.OPEN:
-                self.core.fail(group.name, reason)
-                self.groups.leases.forget(group)
-            group.reissue += 1
-            self.groups.vacate(group)
-        if not batch.explorers and batch.vacant():
-            batch.is_offered = True
-        where = {"partition": batch.partition.name, "batch": batch.number}
-        self.core.record("release", **where, groups=[group.index for group in again], reason=reason)
 
     async def groups_to_fill(
         self, batch: Batch, deadline_seconds: float, *, until: Literal["final", "published"] = "final"

@@ -218,7 +218,11 @@ class Leases:
                 group.uses.setdefault(consumer.name, Use()).steps.append(step)
                 self._return(consumer, group)
             self.core.record("ack", consumer=consumer.name, step=step, epoch=epoch, keys=_keys(groups))
-            self._trim(consumer, step)
+            capacity = None if consumer.reuse is None else consumer.reuse.capacity
+            if step is not None and capacity is not None:
+                used = [group for group in consumer.usable if consumer.name in group.uses]
+                best = set(_drawn(consumer, used, step, capacity) if len(used) > capacity else used)
+                self._retire(consumer, [group for group in used if group not in best], step)
             self._finish(groups)
 
     async def commit(self, step: int) -> None:
@@ -277,25 +281,14 @@ class Leases:
         self.core.discard(keys)
 
     def _retire_stale(self, consumer: Consumer, step: int | None, fresh: bool) -> None:
-        """Retire groups that are too stale, permanently."""
         if step is None or consumer.reuse is None or consumer.reuse.max_staleness is None:
             return
-        oldest = step - consumer.reuse.max_staleness
-        stale = []
+        oldest, stale = step - consumer.reuse.max_staleness, []
         for group in consumer.usable:
             versions = [int(sample.tags.get("weight_version_min", oldest)) for sample in group.samples.values()]
             if min(versions, default=oldest) < oldest and (fresh or consumer.name in group.uses):
                 stale.append(group)
         self._retire(consumer, stale, step)
-
-    def _trim(self, consumer: Consumer, step: int | None) -> None:
-        """Keep at most ``capacity`` used groups, the sampler's first choices, and retire the others."""
-        capacity = None if consumer.reuse is None else consumer.reuse.capacity
-        if step is not None and capacity is not None:
-            used = [group for group in consumer.usable if consumer.name in group.uses]
-            if len(used) > capacity:
-                best = set(_drawn(consumer, used, step, capacity))
-                self._retire(consumer, [group for group in used if group not in best], step)
 
     def _retire(self, consumer: Consumer, groups: Sequence[Group], step: int) -> None:
         """Retire groups that have uses left. Like an ack, it becomes final with the commit of ``step``."""

@@ -32,11 +32,7 @@ class GroupKey:
 
     @classmethod
     def of(cls, name: str) -> GroupKey:
-        """Parse the key of a group.
-
-        Raises:
-            QueueError: ``queue.unknown-sample`` if the text is not the key of a group.
-        """
+        """Parse the key of a group; ``queue.unknown-sample`` if the text is not one."""
         partition, *numbers = name.rsplit("/", 3)
         try:
             batch, index, retry = numbers

@@ -235,8 +235,7 @@ def check_ledger(path: Path, checkpoint: Path) -> None:
 def read_checkpoint(path: Path) -> tuple[State, dict[str, Lineage]]:
     """Read a checkpoint: the state, and the derivations of its samples and their ancestors.
 
-    Raises:
-        QueueError: ``queue.invalid`` if it is missing or damaged.
+    A checkpoint that is missing or damaged raises ``queue.invalid``.
     """
     if not path.is_file():
         raise QueueError("the folder holds no checkpoint of a queue", where=str(path.parent), expected=path.name)

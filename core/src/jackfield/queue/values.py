@@ -36,27 +36,23 @@ _INLINE_BYTES = 1 << 24  #: checkpoints below this size are written without a th
 
 
 class Values:
-    """A reader and writer of columns of samples by key. It does not check leases; the queue does."""
+    """A reader and writer of columns of samples by key. It does not check leases; the queue does.
+
+    Reading raises ``queue.unknown-sample`` and ``queue.column``; writing raises ``queue.invalid`` if a column breaks
+    its contract.
+    """
 
     def __init__(self, backend: TransferQueueBackend) -> None:
         self._backend = backend
         self._shows_tags = getattr(backend.put_tags, "__func__", None) is not TransferQueueBackend.put_tags
 
     async def get(self, partition: str, keys: Sequence[str], names: Sequence[str]) -> dict[str, Column]:
-        """Read columns, in the order of ``keys``.
-
-        Raises:
-            QueueError: ``queue.unknown-sample``, ``queue.column``.
-        """
+        """Read columns, in the order of ``keys``."""
         request = GetRequest(partition=partition, keys=tuple(keys), columns=tuple(names))
         return dict((await self._backend.get(request)).columns)
 
     async def read(self, meta: BatchMeta, names: Sequence[str]) -> dict[str, Column]:
-        """Read columns of a batch in its order. Its samples may be of several partitions.
-
-        Raises:
-            QueueError: ``queue.unknown-sample``, ``queue.column``.
-        """
+        """Read columns of a batch in its order. Its samples may be of several partitions."""
         places = meta.by_partition()
         parts = [await self.get(name, [meta.keys[at] for at in ours], names) for name, ours in places.items()]
         if len(parts) == 1:
@@ -72,11 +68,7 @@ class Values:
         columns: Mapping[str, Column],
         tags: Sequence[Mapping[str, Any]] | None = None,
     ) -> Written:
-        """Write columns with one sample per key. The caller reports them to the queue afterwards.
-
-        Raises:
-            QueueError: ``queue.invalid`` if a column breaks its contract.
-        """
+        """Write columns with one sample per key. The caller reports them to the queue afterwards."""
         sizes = _check_columns(columns, len(keys))
         if keys and columns:
             await self._backend.put(PutRequest(partition=partition, keys=tuple(keys), columns=columns))
