@@ -1,10 +1,9 @@
 """A base checkpoint engine in which one rank sends buckets of tensors to every worker.
 
 The sender serves :data:`TRANSFER` and each worker connects to it: this is the transfer session. Both ends then post
-named plain values to each other; tensors are sent separately. The last value of each name is kept, and waits are
-conditions on the posted values. Three names have a meaning for every engine: ``broken``, a reason; ``got``, the number
-of buckets that a worker has received; ``done``, after which a peer may leave. A peer that dies, leaves or fails ends
-every wait at once, and a wait that reaches the deadline names the late peers.
+named plain values, and waits are conditions on the last values. Three names have a meaning for every engine:
+``broken``, a reason; ``got``, the number of buckets that a worker has received; ``done``, after which a peer may leave.
+A peer that dies, leaves or fails ends every wait at once; a wait that reaches the deadline names the late peers.
 """
 
 from __future__ import annotations
@@ -77,11 +76,10 @@ class Peer:
 
 
 class OneSenderEngine(CheckpointEngine):
-    """One end of a transfer in which the trainer's rank 0 sends to all workers.
+    """One end of a transfer in which the trainer's rank 0 sends to all workers; other ranks exhaust the generator.
 
-    Other trainer ranks only exhaust the generator. Small tensors are packed into buckets; a subclass moves buckets and
-    large tensors. Peers that are late, die or fail are detected in all waits: ``WeightsError`` with
-    ``weights.transfer`` or ``weights.version``, or ``DeadlineExceeded``.
+    Small tensors are packed into buckets; a subclass moves buckets and large tensors. All waits raise ``WeightsError``
+    (``weights.transfer``) if a peer dies or fails, and ``DeadlineExceeded``, which names the late peers.
     """
 
     config: Any  #: a :class:`SessionSettings`
@@ -106,7 +104,7 @@ class OneSenderEngine(CheckpointEngine):
         self._why: str | None = None  #: why this end ended the transfer
         self._entries: list[Entry] = []  #: of the bucket that is filled
         self._bucket: Any = None  #: its buffer
-        self._used = self._filled = 0  #: bytes in it; buckets that were filled
+        self._used = self._filled = 0  #: bytes in it; buffers that were given out
         self._free_at = [0] * self.slots  #: by slot: the number of received buckets with which it is free
         self.lent = 0  #: buckets up to the last one in the memory of the last tensor; 0: that tensor was copied
 
@@ -131,16 +129,15 @@ class OneSenderEngine(CheckpointEngine):
         """Send a bucket, uint8 ``[bytes]``, and count it in :attr:`made`. Its memory stays until it is taken."""
 
     async def send_alone(self, name: str, tensor: torch.Tensor) -> bool:
-        """Send a tensor that shares no bucket, after :meth:`flush`; return False for one that does.
-
-        :attr:`lent` is set if buckets lie in the tensor's memory.
-        """
+        """Send a large tensor after :meth:`flush`; set :attr:`lent` if it was not copied. False: it is not large."""
         return False
 
     async def room(self, size: int) -> torch.Tensor:
         """Return the buffer for the next bucket, uint8, with room for ``size`` bytes, once it is free."""
         await asyncio.sleep(0)  # to hear of workers
         slot = self._filled % self.slots
+        self._free_at[slot - 1] = self.made
+        self._filled += 1
         await self.taken(self._free_at[slot])
         return kept_buffer(self.buffers, slot, self.config.bucket_bytes, self.device)
 
@@ -175,7 +172,6 @@ class OneSenderEngine(CheckpointEngine):
         self._services = {"transfer": Service(target=self, contract=TRANSFER)}
 
     async def _serve(self) -> dict[str, Any]:
-        """Listen as the sender and return the address, as plain values."""
         server = Server("the sender", self._services, self._clock, self.context.deadline_seconds + _SENDER_FIRST)
         try:
             address = await server.listen(self.context.host, self.config.port)
@@ -194,11 +190,7 @@ class OneSenderEngine(CheckpointEngine):
         )
 
     async def connect(self, request: ConnectRequest) -> None:
-        """Wait for every worker as rank 0, or connect to rank 0 as a worker.
-
-        Raises:
-            WeightsError: ``weights.version`` if the sender sends another version.
-        """
+        """Wait for every worker as rank 0, or connect to rank 0 as a worker; ``weights.version`` if versions differ."""
         place, version = request.arguments, request.version
         if self.context.end == "receiver":
             await self._begin()
@@ -209,8 +201,8 @@ class OneSenderEngine(CheckpointEngine):
             self._expected, self._version = place["workers"], version
             self._start_clock()
             self.notify()
-            names = {number: f"worker {number} to connect" for number in range(place["workers"])}
-            await self._wait(lambda: [name for number, name in names.items() if number not in self.peers])
+            names = [f"worker {number}" for number in range(place["workers"])]
+            await self._wait(lambda: [f"{name} to connect" for n, name in enumerate(names) if n not in self.peers])
             await self.meet_workers(place["workers"])
         self.connected = True
 
@@ -291,10 +283,7 @@ class OneSenderEngine(CheckpointEngine):
         await self.until(lambda peer: peer.got >= count, f"take bucket {count - 1}")
 
     async def finished(self, work: Future[T], who: str) -> T:
-        """Wait for the work of a library in a thread; ``who`` is the awaited peer and its action.
-
-        An ``OSError`` or ``RuntimeError`` of the work counts as a broken transfer.
-        """
+        """Wait for a library's work in a thread; its ``OSError`` or ``RuntimeError`` is a broken transfer."""
         done = asyncio.wrap_future(work)
         done.add_done_callback(lambda _: self.notify())
         await self._wait(lambda: [who] * (not done.done()))
@@ -306,7 +295,6 @@ class OneSenderEngine(CheckpointEngine):
             raise WeightsError(f"the transfer broke off: {error}") from error
 
     async def _wait(self, late: Callable[[], list[str]]) -> None:
-        """Wait until ``late`` returns no peers."""
         while True:
             broken = [f"{peer.name} {peer.broken}" for peer in self.peers.values() if peer.broken is not None]
             if broken:
@@ -334,9 +322,9 @@ class OneSenderEngine(CheckpointEngine):
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    def _require(self, ready: bool, message: str) -> None:
+    def _require(self, ready: bool, what: str) -> None:
         if not ready:
-            raise WeightsError(message, expected="prepare, connect, then send_weights or receive_weights")
+            raise WeightsError(what, expected="prepare, connect, then send_weights or receive_weights")
 
     async def send_weights(self, weights: Generator[tuple[str, torch.Tensor], None, None]) -> None:
         """Send every tensor to all workers and wait until all workers have received them."""
@@ -362,7 +350,6 @@ class OneSenderEngine(CheckpointEngine):
         self.whole = True
 
     async def _add(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a tensor into a bucket, or send a large one. The tensor before it was copied or is on its way."""
         if await self.send_alone(name, tensor):
             return
         size = tensor.nbytes
@@ -381,12 +368,6 @@ class OneSenderEngine(CheckpointEngine):
         self._entries, self._used = [], 0
         if entries:
             await self.launch(self._bucket[:size], entries)
-            self.filled()
-
-    def filled(self) -> None:
-        """Note that the buffer of :meth:`room` is used until all buckets so far are taken."""
-        self._free_at[self._filled % self.slots] = self.made
-        self._filled += 1
 
     async def receive_weights(self) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """Yield every tensor, then tell the sender that this worker has received all."""

@@ -119,7 +119,6 @@ class NIXLCheckpointEngine(OneSenderEngine):
             bucket = (await self.room(limit))[: len(piece)]
             bucket.copy_(piece)
             self._show(place_of(bucket), [entry], start, size)
-            self.filled()
         return True
 
     async def _lend(self, content: torch.Tensor, entry: Entry) -> None:
