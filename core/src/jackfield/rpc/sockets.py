@@ -25,6 +25,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import attrs
 import msgspec
@@ -71,17 +72,6 @@ class Address:
     def proof(self, own: bytes, other: bytes) -> bytes:
         """Return the proof of the secret for the end that sent the nonce ``other``."""
         return hmac.digest(bytes.fromhex(self.secret), own + other, "sha256")
-
-    async def open(self, protocol: Connection) -> None:
-        """Connect ``protocol`` to the server."""
-        loop = asyncio.get_running_loop()
-        if not self.host:
-            await loop.create_unix_connection(lambda: protocol, f"\0{self.port}")
-            return
-        tls = ssl.create_default_context(cadata=self.certificate) if self.certificate else None
-        if tls is not None:
-            tls.check_hostname = False
-        await loop.create_connection(lambda: protocol, self.host, int(self.port), ssl=tls)
 
 
 @attrs.define(eq=False, slots=False)
@@ -252,8 +242,16 @@ async def connect(
 
 async def _opened(connection: _Guarded, address: Address, clock: Clock) -> Welcome:
     who, seconds = f"{address.process} to answer", address.heartbeat_seconds
+    loop, tls = asyncio.get_running_loop(), None
+    if address.certificate:
+        tls = ssl.create_default_context(cadata=address.certificate)
+        tls.check_hostname = False
+    if address.host:
+        opening: Any = loop.create_connection(lambda: connection, address.host, int(address.port), ssl=tls)
+    else:
+        opening = loop.create_unix_connection(lambda: connection, f"\0{address.port}")
     try:
-        await clock.wait_for(address.open(connection), seconds, who)
+        await clock.wait_for(opening, seconds, who)
         return await clock.wait_for(asyncio.shield(connection.admitted), seconds, who)
     except (OSError, DeadlineExceeded, asyncio.CancelledError) as error:
         connection.process = address.process

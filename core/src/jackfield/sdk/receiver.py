@@ -41,14 +41,11 @@ def open_receiver(
     host: str = "127.0.0.1",
     held: HeldWeights | None = None,
 ) -> WeightReceiver:
-    """Create the receiver of an update for one worker.
+    """Create the receiver of an update for a worker, by its number within the replica.
 
-    Args:
-        request: The update.
-        worker: The worker's number within the replica.
-        device: The device that receives the tensors, if the checkpoint engine can choose.
-        host: The address of this machine at which its servers listen.
-        held: The worker's held weights, which outlive the receiver. Dropped unless the update is or precedes a delta.
+    ``device`` receives the tensors, if the checkpoint engine can choose, and servers of the worker listen at ``host``.
+    ``held`` are the worker's weights, which outlive the receiver; they are dropped unless the update is or precedes a
+    delta.
     """
     rank, seconds = request.first_worker + worker, request.deadline_seconds
     world: dict[str, Any] = {"rank": rank, "world_size": request.total_workers, "device": device, "host": host}
@@ -65,8 +62,8 @@ def open_receiver(
 class WeightReceiver:
     """The receiving end of one inference worker, which can be used repeatedly.
 
-    Raises (both methods): ``WeightsError`` with ``weights.transfer``, or ``weights.missing`` for a name that arrives
-    twice; ``DeadlineExceeded``, which names the sender.
+    Both methods raise ``WeightsError`` with ``weights.transfer``, or ``weights.missing`` for a name that arrives twice,
+    and ``DeadlineExceeded``, which names the sender.
     """
 
     _engine: CheckpointEngine  #: an engine for the end ``receiver``
@@ -121,11 +118,7 @@ class WeightReceiver:
 
 
 def check_base(held: int | None, base: int | None) -> None:
-    """Check that the base version of a delta is held.
-
-    Raises:
-        WeightsError: ``weights.base`` if it is not.
-    """
+    """Raise ``weights.base`` unless the base version of a delta is held."""
     if base is None or held != base:
         expected, found = "no delta" if held is None else f"a delta to version {held}", f"a delta to version {base}"
         message, fix = "a delta came to weights that are not held", "send a full update, or set weights.on_missing_base"
@@ -162,11 +155,7 @@ class HeldWeights:
         return found if found is not None and found.is_contiguous() else None
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the held bytes of a tensor, as it was sent.
-
-        Raises:
-            WeightsError: ``weights.base`` if the tensor is not held.
-        """
+        """Return the held bytes of a tensor, as it was sent; ``weights.base`` if the tensor is not held."""
         found = self._held.get(name)
         if found is None and name in self._held:
             found = self._place(name)
@@ -185,13 +174,9 @@ class HeldWeights:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Apply a delta and yield the whole tensors, not held in place, that have to be loaded.
 
-        Args:
-            changes: The received tensors, by the name under which they were sent.
-            version: The version that is held once the iterator is exhausted.
-            digests: Gets the digests of the changed tensors, by name.
-
-        Raises:
-            WeightsError: ``weights.transfer`` if blocks do not fit; ``weights.base`` if a tensor is not held.
+        ``changes`` are the received tensors by the names under which they were sent, and ``digests`` gets those of the
+        changed tensors. ``version`` is held once the iterator is exhausted. Raises ``weights.transfer`` if blocks do
+        not fit, ``weights.base`` if a tensor is not held.
         """
         self.version = None  # a partly applied version is not held
         for sent_name, tensor in changes.items():
