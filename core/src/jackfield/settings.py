@@ -39,11 +39,9 @@ def structure(cls: type[T], data: Any, where: str = "", error: type[JackfieldErr
     """Create an instance of the attrs class ``cls`` from plain values of YAML, TOML or JSON.
 
     Nested attrs classes, lists, tuples, mappings, literals and unions are supported. Numbers that a float32 or an int64
-    cannot represent are refused, as are NaN and infinity. ``where`` is the path of ``data``, the prefix in errors.
-
-    Raises:
-        JackfieldError: An ``error`` with ``config.unknown-key`` (with a suggestion), ``config.missing-key``,
-            ``config.wrong-type`` or ``config.invalid-value``.
+    cannot represent are refused, as are NaN and infinity. ``where`` is the path of ``data``, the prefix in errors,
+    which have the class ``error`` and the code ``config.unknown-key``, ``config.missing-key``, ``config.wrong-type`` or
+    ``config.invalid-value``.
     """
     try:
         return typing.cast(T, _Reader(error).read(cls, data, where))

@@ -87,13 +87,10 @@ def folder_lock(folder: Path) -> Iterator[None]:
 def starting_point(config: RunConfig, tasks: Mapping[str, TaskSet] | None = None) -> Checkpoint | None:
     """Return the newest undamaged checkpoint to resume from; remove unfinished ones.
 
-    Without ``checkpoint.resume``, earlier state is removed without being read. If an error is raised, the folder is
-    unchanged. Without ``tasks``, the data is not compared again.
-
-    Raises:
-        RunError: ``run.changed`` if the folder belongs to a different run; ``run.checkpoint-damaged`` or
-            ``run.checkpoint-format`` as in :meth:`CheckpointStore.newest`.
-        QueueError: ``queue.ledger`` if the ledger is not the one that the checkpoint knows.
+    Without ``checkpoint.resume``, earlier state is removed without being read. Without ``tasks``, the data is not
+    compared again. Errors leave the folder unchanged: ``run.changed`` if it belongs to a different run,
+    ``queue.ledger`` if the ledger is not the one that the checkpoint knows, and those of
+    :meth:`CheckpointStore.newest`.
     """
     folder, served = Path(config.folder), config.queue.address is not None
     store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)

@@ -1,8 +1,4 @@
-"""Resolution of a configuration's algorithm: its components, options and inputs.
-
-The off-policy correction and the bounds of the log-prob checks depend on how the numerics of the generating policy
-differ from those of the trained one.
-"""
+"""Resolution of a configuration's algorithm: its components, options and inputs."""
 
 from __future__ import annotations
 

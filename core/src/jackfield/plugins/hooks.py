@@ -1,15 +1,14 @@
 """The lifecycle events of a run, the registration of small parts, and the manager of hooks.
 
-Hooks are pluggy hooks of the project ``jackfield``. An implementation is a function marked with :data:`hookimpl`, in
-an object that the run registers or in the ``hooks`` module that a manifest names. Each event class has a hook of its
-name, whose only parameter is ``event``: the hook ``step_ended`` gets a :class:`StepEnded`. The hook ``register_parts``
-gets a :data:`Registrar` as ``register``. No hook is called per token or per sample.
+Hooks are pluggy hooks of the project ``jackfield``. An implementation is a function marked with :data:`hookimpl`, in an
+object that the run registers or in the ``hooks`` module that a manifest names. Each event class has a hook of its name,
+whose only parameter is ``event``: the hook ``step_ended`` gets a :class:`StepEnded`. The hook ``register_parts`` gets a
+:data:`Registrar` as ``register``. No hook is called per token or per sample.
 
-If an implementation raises, the others of the same hook are still called. Then the caller gets a ``PluginError`` with
-the code ``plugin.hook-failed`` that names each failed implementation and is chained to the first error. A single
-``JackfieldError`` is raised unchanged, because it already says what to do. Exceptions that are not an ``Exception``
-(``KeyboardInterrupt``, cancellation) propagate at once, and an implementation with ``wrapper=True`` may turn errors
-into results.
+If an implementation raises, the others of the same hook are still called. Then the caller gets a single
+``JackfieldError`` unchanged, or else a ``PluginError`` (``plugin.hook-failed``) that names each failed implementation
+and is chained to the first error. Exceptions that are not an ``Exception`` (``KeyboardInterrupt``, cancellation)
+propagate at once.
 """
 
 from __future__ import annotations

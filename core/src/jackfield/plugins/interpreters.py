@@ -103,8 +103,7 @@ class Introduction:
 def resolve_interpreter(python: str | None, where: str | None = None) -> str:
     """Return the absolute path of an interpreter, or raise ``plugin.interpreter`` if there is no such program.
 
-    ``python`` is a path (``~`` is expanded) or a command on ``PATH``; None: this interpreter. ``where`` is the setting
-    that names it, for errors; None: the path itself.
+    ``python`` is a path or a command on ``PATH``; None: this interpreter. ``where`` is the setting that names it.
     """
     if python is None:
         return sys.executable

@@ -1,8 +1,7 @@
 """The registry of installed plugins, which are found without an import and loaded one by one.
 
 Each installed distribution may name manifests in the entry-point groups of :data:`GROUPS`. The value of such an entry
-point, ``package:file.toml``, is a file beside ``__init__.py`` of a top-level package. It is found with the import
-system's finders, so that editable installs work; the package itself is not imported.
+point, ``package:file.toml``, is a file beside ``__init__.py`` of a top-level package, which is not imported.
 """
 
 from __future__ import annotations
