@@ -71,7 +71,7 @@ class Replica:
 
     @cached_property
     def lost(self) -> asyncio.Future[JackfieldError]:
-        """How the replica died."""
+        """Return the future error that tells how the replica died."""
         return asyncio.get_running_loop().create_future()
 
     def lose(self, error: JackfieldError) -> None:
