@@ -245,7 +245,6 @@ class Router:
         return True
 
     async def _least_loaded(self) -> Replica:
-        """Return the replica with the fewest running requests; wait for one while none serves."""
         while not self._replicas:
             await self._clock.wait_for(self._changed.wait(), _WAIT_SECONDS, "a rollout replica that serves")
         return min(self._replicas.values(), key=lambda replica: len(self._running[replica]))

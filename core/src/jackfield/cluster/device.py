@@ -80,7 +80,6 @@ class DeviceLease:
             self._wake()
 
     def _wake(self) -> None:
-        """Let all waiting requests check again whether they are granted."""
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -168,7 +168,6 @@ class ReplicaPool:
         return list(await asyncio.gather(*(replica.describe() for _, replica in sorted(self.replicas.items()))))
 
     async def _begin(self, replica: Replica) -> None:
-        """Make and start a server for a replica."""
         await self._places.start(replica)
         starting, seconds = f"{replica.name} ({self._config.rollout.name}) to start", self._config.deadlines.start
         replica.info = await self._clock.wait_for(replica.server.start(), seconds, starting)
@@ -231,7 +230,6 @@ class ReplicaPool:
             _LOG.warning("%s does not stop: %s", replica.name, error)
 
     async def _end(self, replica: Replica) -> None:
-        """Stop a replica and remove everything that belongs to it."""
         if keeper := self._keepers.pop(replica.number, None):
             keeper.cancel()
         replica = self.replicas.pop(replica.number, replica)
@@ -272,13 +270,11 @@ class ReplicaPool:
         _LOG.info(what, ", ".join(map(str, sorted(before))), moved)
 
     def _set(self, replica: Replica, state: State) -> None:
-        """Change a replica's state, and update the members accordingly."""
         replica.state = state
         members = [each for _, each in sorted(self.replicas.items()) if each.state in ("serving", "draining")]
         self.members[:] = members
 
     async def _route(self, seconds: float | None = None) -> int:
-        """Tell the agents which replicas serve; return the number of requests that were moved."""
         served = {number: replica for number, replica in self.replicas.items() if replica.state == "serving"}
         return await self._places.route(served, self._config.deadlines.drain if seconds is None else seconds)
 

@@ -167,7 +167,6 @@ class WorkerMaker:
 
 
 def _served(*targets: Any) -> dict[str, Service]:
-    """Serve objects under the names of their classes."""
     return {type(each).__name__: Service(target=each, contract=CONTRACTS[type(each)]) for each in targets}
 
 
@@ -180,24 +179,20 @@ class RayWorkers:
         self._interpreters: dict[str, str] | None = None  # None: the cluster is not open
         self._replicas = 0  # how many to make at the start or after a recovery
         self._role: Role
-        self._groups: dict[str, tuple[Any, int]]  # placement groups with their numbers of bundles
+        self._pools: dict[str, int]  # numbers of bundles of the placement groups
         self._sessions: str  # folder in which the ranks of an engine find each other
 
     async def make(self, role: Role, stack: AsyncExitStack) -> RunWorkers:
-        """Start or join the cluster, and start every worker in it; ``stack`` ends them.
-
-        Raises:
-            JackfieldError: If something is missing or does not respond in time. The first error is raised.
-        """
+        """Start or join the cluster, and start every worker in it; ``stack`` ends them."""
         chosen, replicas = self._config.cluster.ray, self._config.cluster.replicas if role.generates else 0
-        pools = {"train": chosen.engine_ranks, "rollout": replicas}
+        self._pools = {"engine": chosen.engine_ranks, "rollout": replicas}
         if chosen.placement == "colocated":
-            pools = {"shared": max(pools.values())}
+            self._pools = {"shared": max(self._pools.values())}
         if self._interpreters is None:
             found = interpreters(self._config, self._registry)
             for kind, python in found.items():
                 check_interpreter(python, f"the {kind} worker", min(self._deadlines.start, 60.0))
-            await self._cluster.open(chosen, sum(pools.values()) * chosen.cpus_per_place)
+            await self._cluster.open(chosen, sum(self._pools.values()) * chosen.cpus_per_place)
             self._interpreters, self._replicas = found, replicas
         folder = TemporaryDirectory(prefix="jackfield-ranks-", ignore_cleanup_errors=True)
         self._role, self._sessions = role, stack.enter_context(folder)
@@ -205,11 +200,6 @@ class RayWorkers:
         self._agents: list[str] = []
         self._routes: Mapping[int, Replica] = {}
         self._made = set(range(self._replicas))  # replicas that are made together and that start() returns first
-        self._groups = {
-            name: (await self._cluster.places(count, self._resources(1), name), count)
-            for name, count in pools.items()
-            if count
-        }
         replicas, seconds = self._replicas, self._deadlines.engine
         ranks = [(engine, number) for engine in role.engines for number in range(chosen.engine_ranks)]
         specs = [
@@ -264,11 +254,7 @@ class RayWorkers:
     # -- replicas
 
     async def start(self, replica: Replica) -> None:
-        """Make a replica's server in a process, in a new place if the first places are full.
-
-        Raises:
-            JackfieldError: If there is no room, or making it fails. Nothing of a new replica is left then.
-        """
+        """Make a replica's server in a process, in a new place if the first places are full."""
         if replica.number in self._made:
             self._made.discard(replica.number)
         elif replica.name in self._cluster.actors:
@@ -326,10 +312,11 @@ class RayWorkers:
         spec = WorkerSpec(name=name, make=make, python=self._interpreters.get(kind), restarts=restarts)
         if kind not in ("engine", "rollout"):
             return spec
-        pool = "shared" if "shared" in self._groups else {"engine": "train"}.get(kind, kind)
-        (group, count), bundle = self._groups[pool], number
+        pool: str = "shared" if "shared" in self._pools else kind
+        count, bundle = self._pools[pool], number
         if number >= count:
-            group, bundle = await self._cluster.places(1, self._resources(1), name), 0
+            pool, count, bundle = name, 1, 0
+        group = await self._cluster.places(count, self._resources(1), pool)
         return attrs.evolve(spec, group=group, bundle=bundle, resources=self._resources(_ROLES))
 
     def _rank_place(self, role: str, rank: int) -> RankPlace:
@@ -351,7 +338,6 @@ class RayWorkers:
         )
 
     def _note_places(self) -> None:
-        """Write the places of all workers to a file, for information."""
         found = {name: actor for name, actor in self._cluster.actors.items() if actor.lives}
         lines = {name: {"pid": each.address.process.pid, "node": each.place.address} for name, each in found.items()}
         replace_file(Path(self._config.folder) / "workers.json", json.dumps(lines, indent=1))

@@ -5,7 +5,7 @@ The controller sees only keys, tags and sizes; token ids go directly to the back
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -83,7 +83,11 @@ class AgentWorker:
             message = f"{described(error)} (raised by the agent loop)"
             raise AgentError(message, where=f"task {job.task.id}") from error
         _check(output, job.task)
-        tags = {"turns": output.num_turns, **metric_tags("agent", output.metrics), **_own_sampling(sampling, asked)}
+        tags: dict[str, Any] = {"turns": output.num_turns, **metric_tags("agent", output.metrics)}
+        names = [name for name in ("temperature", "top_p", "top_k", "min_p", "log_probs") if name in sampling]
+        own = {(name, getattr(one, name)) for one in asked for name in names if getattr(one, name) != sampling[name]}
+        if own:  # the sampling parameters that the agent changed
+            tags["own_sampling"] = ", ".join(sorted(f"{name}: {value}" for name, value in own))
         return output.sequences[-1:] if job.last else output.sequences, tags
 
     def _answers(self, task: Task) -> list[AgentSequence]:
@@ -129,14 +133,6 @@ class AgentWorker:
             )
             for index, key in enumerate(keys)
         )
-
-
-def _own_sampling(given: Mapping[str, Any], asked: Iterable[SamplingParams]) -> dict[str, str]:
-    """Return a tag that lists the sampling parameters that an agent changed, if any."""
-    names = ("temperature", "top_p", "top_k", "min_p", "log_probs")
-    pairs = {(name, getattr(one, name)) for one in asked for name in names if name in given}
-    own = sorted(f"{name}: {value}" for name, value in pairs if value != given[name])
-    return {"own_sampling": ", ".join(own)} if own else {}
 
 
 def ends_the_run(error: JackfieldError) -> bool:

@@ -40,11 +40,6 @@ class Comparison:
     slack: float = 0.0  #: nats by which sampling filters may raise the rollout's log-probs
     dropout: bool = False  #: the model trains with dropout: compare the rollout's with the inference pass
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Return the columns that the comparison reads."""
-        return (self.engine,) if self.version is None else (self.engine, "rollout_log_probs")
-
 
 @attrs.define(eq=False)
 class EngineRank:
@@ -71,7 +66,9 @@ class EngineRank:
         """
         from tensordict import TensorDict
 
-        more = (*self._loss_columns, *(comparison.columns if comparison else ())) if update else ()
+        more = [*self._loss_columns] if update else []
+        if update and comparison is not None:
+            more += [comparison.engine] if comparison.version is None else [comparison.engine, "rollout_log_probs"]
         stored = {name: self._renamed.get(name, name) for name in (*_SAMPLE, *more)}
         columns = await self._values.read(batch, tuple(dict.fromkeys(stored.values())))
         values = {
@@ -318,7 +315,6 @@ class EngineGroup:
         await self._all(f"to move to {device}", lambda rank, _: rank.to(device))
 
     def _split(self, batch: BatchMeta) -> list[BatchMeta]:
-        """Return the samples of each rank."""
         assert self._layouts, "initialize() comes first"
         size = self._layouts[0].data_parallel_size
         if len(batch) < size:

@@ -82,7 +82,6 @@ HOST, ROLLOUT = Contract(Host), Contract(BaseRolloutServer)
 async def _make_rollout(
     name: str, settings: Mapping[str, Any], context: RolloutContext, stack: AsyncExitStack
 ) -> Mapping[str, Service]:
-    """Make a rollout server from its plugin, without starting it."""
     server = load_plugin("rollout", name).build(settings, context, "rollout")
     stack.push_async_callback(server.stop)
     return {"worker": Service(target=server, contract=ROLLOUT)}
@@ -252,7 +251,6 @@ class RolloutProcess:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Refuse a request that cannot be encoded."""
     try:
         yield
     except RpcError as error:

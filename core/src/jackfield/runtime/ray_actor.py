@@ -135,14 +135,9 @@ def kill_if_stopped(process: Process) -> None:
 
 
 async def connect_worker(address: Address, name: str, client: str, clock: Clock, *, kills: bool = False) -> Connection:
-    """Connect to a worker's process. After its death, calls raise ``WorkerLost``.
+    """Connect to the process of worker ``name`` as ``client``. After its death, calls raise ``WorkerLost``.
 
-    Args:
-        address: Where the process is served.
-        name: Name of the worker.
-        client: Name of this process, for the worker's messages.
-        clock: Time source for all waits and deadlines.
-        kills: Whether to kill a worker that sends no heartbeats. The controller does, and reports why it died.
+    ``kills``: kill a worker that sends no heartbeats. The controller does, and reports why it died.
     """
 
     def lost(reason: str) -> JackfieldError:

@@ -91,11 +91,7 @@ class Cluster:
     _leave: Callable[[], None] = attrs.field(init=False)
 
     async def open(self, options: RayConfig, needed_cpus: float) -> None:
-        """Start or join a cluster.
-
-        Raises:
-            RunError: ``cluster.unavailable`` if it cannot be started or joined.
-        """
+        """Start or join a cluster, or raise ``cluster.unavailable``."""
         try:
             import ray
         except ImportError as error:
@@ -131,8 +127,7 @@ class Cluster:
     async def places(self, count: int, resources: Mapping[str, float], what: str) -> Any:
         """Return the placement group of ``what``, or create one of ``count`` equal bundles.
 
-        Raises:
-            RunError: ``cluster.unavailable`` if the cluster cannot provide it in time.
+        Raises ``cluster.unavailable`` if the cluster cannot provide it in time.
         """
         import ray
         from ray.util.placement_group import placement_group
@@ -167,8 +162,7 @@ class Cluster:
     async def start(self, spec: WorkerSpec) -> Actor:
         """Start a process for a worker, or reuse the process of an earlier worker of this name.
 
-        Raises:
-            RunError: ``cluster.unavailable`` if it does not start or has other versions.
+        Raises ``cluster.unavailable`` if it has other versions.
         """
         actor = self.actors.get(spec.name)
         if actor is None or not actor.lives:
@@ -222,11 +216,7 @@ class Cluster:
         return actor
 
     async def make(self, actor: Actor) -> None:
-        """Make the worker of an actor.
-
-        Raises:
-            JackfieldError: If making it raises this error in the process.
-        """
+        """Make the worker of an actor, or raise the error of making it in the process."""
         from ray import cloudpickle
 
         await actor.host(self._start_seconds).make(cast(Any, cloudpickle).dumps(actor.spec.make()))
@@ -349,7 +339,6 @@ def _use_token(*, joins: bool) -> None:
 
 
 def _reason(text: str) -> str:
-    """Return the line of Ray's explanation that gives the cause."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if "creation task" in text:
         return lines[-1][:300]

@@ -55,7 +55,6 @@ class RewardWorker:
     _turns: AbstractAsyncContextManager[Any] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        """Create the limit on concurrent calls of the agent."""
         most = self._agent.concurrency
         self._turns = nullcontext() if most is None else asyncio.Semaphore(most)
 

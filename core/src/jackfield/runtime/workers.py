@@ -35,12 +35,9 @@ async def resubmitted(
     """Run work, and again from its beginning if it is lost: :data:`ATTEMPTS` times in all.
 
     Args:
-        work: Starts one attempt, on another worker if it chooses one.
+        work: Starts the work, on another worker if it chooses one.
         what: Result of the work for messages, such as a sample with its key.
         may_repeat: Returns whether an error means that the work was lost. The default: a worker died.
-
-    Raises:
-        JackfieldError: The error of the last attempt, or the first one that must not be repeated.
     """
     for _ in range(ATTEMPTS - 1):
         try:

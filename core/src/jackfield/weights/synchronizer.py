@@ -99,7 +99,6 @@ class WeightSynchronizer:
     async def _proved(
         self, replicas: Sequence[Replica], version: int, *, delta: bool, again: bool = True
     ) -> SyncReport:
-        """Transfer and verify; a failed delta becomes a full transfer, others are retried."""
         start = self.clock.time()
         base = await self._base(replicas) if delta else None
         try:
