@@ -180,7 +180,7 @@ class RayWorkers:
         self._replicas = 0  # how many to make at the start or after a recovery
         self._role: Role
         self._pools: dict[str, int]  # numbers of bundles of the placement groups
-        self._sessions: str  # folder in which the ranks of an engine find each other
+        self._rendezvous: str  # folder in which the ranks of an engine find each other
 
     async def make(self, role: Role, stack: AsyncExitStack) -> RunWorkers:
         """Start or join the cluster, and start every worker in it; ``stack`` ends them."""
@@ -195,7 +195,7 @@ class RayWorkers:
             await self._cluster.open(chosen, sum(self._pools.values()) * chosen.cpus_per_place)
             self._interpreters, self._replicas = found, replicas
         folder = TemporaryDirectory(prefix="jackfield-ranks-", ignore_cleanup_errors=True)
-        self._role, self._sessions = role, stack.enter_context(folder)
+        self._role, self._rendezvous = role, stack.enter_context(folder)
         stack.push_async_callback(self._cluster.rest)
         self._agents: list[str] = []
         self._routes: Mapping[int, Replica] = {}
@@ -326,7 +326,7 @@ class RayWorkers:
         numbers = range(self._config.cluster.ray.engine_ranks)
         places = [self._cluster.actors[worker_name("engine", each, role)].place for each in numbers]
         host, first = places[rank].address, places[0]
-        rendezvous = f"file://{self._sessions}/{role}"  # torch's TCP store would listen on all interfaces
+        rendezvous = f"file://{self._rendezvous}/{role}"  # torch's TCP store would listen on all interfaces
         if self._config.cluster.ray.address is not None:
             rendezvous = f"tcp://{f'[{first.address}]' if ':' in first.address else first.address}:{first.port}"
         return RankPlace(
