@@ -39,9 +39,8 @@ from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.rpc import Address, Service, stub
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine import EngineGroup, EngineRank
-from jackfield.runtime.ray_actor import connect_worker
+from jackfield.runtime.ray_actor import connect_worker, remote_backend, store_services
 from jackfield.runtime.ray_cluster import Actor, Cluster, WorkerSpec
-from jackfield.runtime.ray_store import remote_backend, store_services
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
 from jackfield.trainer.checkpoint import Checkpointer, CheckpointStore

@@ -36,9 +36,15 @@ from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine import EngineRank
 from jackfield.runtime.process import ROLLOUT
-from jackfield.runtime.ray_actor import connect_worker, interface_of, node_address, rollout_service
+from jackfield.runtime.ray_actor import (
+    connect_worker,
+    interface_of,
+    node_address,
+    remote_backend,
+    rollout_service,
+    store_services,
+)
 from jackfield.runtime.ray_cluster import Actor, Cluster, WorkerSpec, check_interpreter
-from jackfield.runtime.ray_store import remote_backend, store_services
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
 from jackfield.trainer.role import Role, RunWorkers

@@ -16,7 +16,7 @@ pytest.importorskip("ray")
 from jackfield import rpc
 from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, SamplingParams
 from jackfield.errors import EngineError, RunError, WorkerLost
-from jackfield.runtime import ray_store as store
+from jackfield.runtime import ray_actor as store
 from jackfield.runtime.process import ROLLOUT
 from jackfield.runtime.ray_cluster import Actor, Cluster, WorkerSpec
 from jackfield.runtime.workers import resubmitted

@@ -13,8 +13,7 @@ from jackfield.errors import EngineError
 from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.rpc import Contract, Service
 from jackfield.runtime.process import ROLLOUT
-from jackfield.runtime.ray_actor import rollout_service
-from jackfield.runtime.ray_store import store_services
+from jackfield.runtime.ray_actor import rollout_service, store_services
 
 
 class Counter:
