@@ -88,9 +88,9 @@ class Routes:
             server = stub(connection, "worker", ROLLOUT, cast(Any, BaseRolloutServer), self._seconds)
             replicas[number] = Replica(server, number=number, place="cluster")
             self._connections[replicas[number]] = connection
+        removed = [self._connections.pop(each) for each in self._connections.keys() - replicas.values()]
         moved = await self._router.route(replicas, seconds)
-        for removed in self._connections.keys() - replicas.values():
-            await self._connections.pop(removed).close()
+        await asyncio.gather(*(connection.close() for connection in removed))
         return moved
 
     async def close(self) -> None:
