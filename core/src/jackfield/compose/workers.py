@@ -93,8 +93,7 @@ class WorkerFactory:
         """Make a backend without starting it, or a client of the one in the folder ``joins``."""
         folder, silence = joins or Path(self.config.folder) / "queue", self.config.deadlines.heartbeat
         context = TransferQueueContext(folder=str(folder), joins=joins is not None, heartbeat_seconds=silence)
-        backend: TransferQueueBackend = self._plugin("transfer_queue", context)
-        return backend
+        return cast(TransferQueueBackend, self._plugin("transfer_queue", context))
 
     def queue(self, backend: TransferQueueBackend) -> TransferQueue:
         """Make the queue of the run, with its controller in this process, without starting it."""
@@ -170,8 +169,7 @@ class WorkerFactory:
 
     def rollout_server(self, replica: int, *, host: str = "127.0.0.1") -> BaseRolloutServer:
         """Make a replica's server in this process, without starting it."""
-        server: BaseRolloutServer = self._plugin("rollout", self._rollout_context(replica, host))
-        return server
+        return cast(BaseRolloutServer, self._plugin("rollout", self._rollout_context(replica, host)))
 
     def _rollout_context(self, replica: int, host: str = "127.0.0.1") -> RolloutContext:
         config = self.config
@@ -198,8 +196,7 @@ class WorkerFactory:
                 request_prefix=request_prefix,
                 max_prompt_tokens=limit,
             )
-            agent: AgentLoopBase = self._plugin("agent", context)
-            return agent
+            return cast(AgentLoopBase, self._plugin("agent", context))
 
         make = make_agent if generates else None
         return AgentWorker(values, tokenizer, self.clock, make, max_prompt_tokens=limit)
