@@ -36,7 +36,7 @@ napoleon_numpy_docstring = False
 def public_modules(package: str = "jackfield") -> list[str]:
     """The modules of the API reference.
 
-    A package stands for what it exports; only the packages that export nothing of their submodules, and those whose
+    A package stands for what it exports; only some packages that export nothing of their submodules, and those whose
     submodules are a contract each, are shown by submodule.
     """
     found = importlib.import_module(package)
@@ -46,7 +46,7 @@ def public_modules(package: str = "jackfield") -> list[str]:
         if each.name.startswith("_") or each.name in {"cli"}:
             continue
         names.append(name)
-        if name in ("jackfield.abc", "jackfield.sdk"):
+        if name in ("jackfield.abc", "jackfield.sdk", "jackfield.trainer"):
             inner = [found.name for found in pkgutil.iter_modules(importlib.import_module(name).__path__)]
             names += [f"{name}.{each}" for each in inner if each != "rpc"]  # names of jackfield.rpc, on its page
         if name == "jackfield.plugins":
