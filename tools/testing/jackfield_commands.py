@@ -46,6 +46,7 @@ IMPORTS = (
     "jackfield_reward_rules.judge",
     "jackfield_rollout_transformers.server",
     "jackfield_user_code.workers",
+    "pyarrow.compute",
     "pyarrow.ipc",
     "pytest",
     "rich.console",
