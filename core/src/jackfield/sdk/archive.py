@@ -237,7 +237,8 @@ def to_arrow(samples: Sequence[SavedSample], types: Mapping[str, str | None]) ->
     made = [(pa.field(name, kind), pa.array(plain[name], type=kind)) for name, kind in kinds.items()]
     for name, text in sorted(types.items()):
         cells = [sample.cells.get(name) for sample in samples]
-        values = _array(pa, [None if cell is None else cell[1] for cell in cells], text)
+        # bytes, because pyarrow never releases a memoryview that it has read, nor the shared memory behind it
+        values = _array(pa, [None if cell is None else bytes(cell[1]) for cell in cells], text)
         made.append((pa.field(f"columns.{name}", values.type, metadata=text and {_META: text}), values))
         if text is None:
             texts = pa.array([cell and cell[0] for cell in cells], type=pa.string())
