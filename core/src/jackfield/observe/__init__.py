@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jackfield.clock import Clock
 from jackfield.observe.display import LearningCurve, ProgressDisplay, plot_learning_curve
@@ -40,12 +40,8 @@ def observers(
     """
     from rich.console import Console as RichConsole
 
-    screen, time = console or RichConsole(stderr=True), clock or Clock()
-
-    def report(text: str) -> None:
-        screen.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
-
     made: list[object] = []
+    shared: Any = (settings, folder, console or RichConsole(stderr=True), clock or Clock())
     chosen: tuple[tuple[type[Observer], str, str | None], ...] = (
         (MetricsFile, "metrics_file", None),
         (TensorBoardFiles, "tensorboard", "tensorboard"),
@@ -58,7 +54,7 @@ def observers(
             if package is not None and importlib.util.find_spec(package) is None:
                 where = f"observe.{setting}"
                 raise missing_package(package, where, where, f", or set {where}=false")
-            made.append(make(settings, folder, report, time))
+            made.append(make(*shared))
     if settings.progress:  # hooks are called in reverse order, so its summary comes after the other files
-        made.insert(0, ProgressDisplay(settings, folder, report, time, screen))
+        made.insert(0, ProgressDisplay(*shared))
     return made

@@ -19,7 +19,6 @@ from jackfield.plugins.hooks import EvaluationEnded, RunEnded, RunStarted, Sampl
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from rich.console import Console
     from rich.progress import Progress
 
 _KINDS = ("engine", "rollout", "agent", "reward", "transfer_queue", "checkpoint_engine")
@@ -36,7 +35,6 @@ class ProgressDisplay(Observer):
 
     name = "progress"
 
-    console: Console
     _bar: Progress | None = attrs.field(default=None, init=False)
     _shown: float = attrs.field(default=-math.inf, init=False)  #: time of the last line
     _total: int = attrs.field(default=0, init=False)

@@ -7,9 +7,9 @@ import logging
 import math
 import numbers
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import attrs
 from attrs.validators import ge
@@ -19,6 +19,9 @@ from jackfield.errors import PluginError, RunError
 from jackfield.files import AppendFile, replacing
 from jackfield.plugins.hooks import EvaluationEnded, RunEnded, StepEnded, WeightsSynced, hookimpl
 from jackfield.settings import option
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # JSON allows these characters inside a string, but some readers end a line at them.
 _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
@@ -83,7 +86,7 @@ class Observer:
     output: ClassVar[str] = ""  #: file or folder that it writes, relative to the run's folder
     settings: ObserveSettings
     folder: Path  #: the run's folder; an observer creates it when the run starts
-    report: Callable[[str], None]  #: prints a message to the user, such as a failure of this observer
+    console: Console  #: for progress, and for messages such as a failure of this observer
     clock: Clock  #: the run's clock
     _files: dict[Path, AppendFile] = attrs.field(factory=dict, init=False)
     _origin: float = attrs.field(default=0.0, init=False)
@@ -100,6 +103,10 @@ class Observer:
     def hear(self, event: object) -> None:
         """Write or show an event of :mod:`jackfield.plugins.hooks`, if it concerns this observer."""
         raise NotImplementedError
+
+    def report(self, text: str) -> None:
+        """Print a message to the user."""
+        self.console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def close(self) -> None:
         """Close files and release the screen. It may be called more than once."""
