@@ -6,18 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 
 from jackfield.sdk import structure
 from jackfield_reward_rules.config import Config
-from jackfield_reward_rules.judge import Judge, settings_of
+from jackfield_reward_rules.judge import Judge
 from jackfield_testing import refused
 
 RIGHT, WRONG, FORMLESS = (True, True), (False, True), (False, False)
 
 
 def judge(response: str, truth: str, **settings: Any) -> tuple[bool, bool]:
-    return Judge(**settings_of(structure(Config, settings))).judge(response, truth)
+    return Judge(**attrs.asdict(structure(Config, settings))).judge(response, truth)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,10 @@ class FSDPEngine(BaseEngine):
         model.to(device)  # buffers; parameters are on the device already
         self._streams = RandomStreams(context.seed + context.rank, device)
         self._placement = Placement(model, self._optimization, device, streamed=config.cpu_offload)
-        self._unsharded_accumulation = self._accumulates_unsharded(sum(p.numel() for _, p in trainable))
+        small = sum(parameter.numel() for _, parameter in trainable) <= config.unsharded_max_parameters
+        automatic = "unsharded" if context.world_size > 1 and small else "sharded"
+        chosen = automatic if config.gradient_accumulation == "auto" else config.gradient_accumulation
+        self._unsharded_accumulation = chosen == "unsharded"
         self._model = model
 
     @staticmethod
@@ -130,7 +133,10 @@ class FSDPEngine(BaseEngine):
         if optimizer is None or spec.lora is not None or causal_lm.dtype == torch.float32:
             return {}
         if self.config.master_weights:
-            return loading.make_masters(causal_lm)
+            dtypes = {name: parameter.dtype for name, parameter in causal_lm.named_parameters()}
+            for parameter in causal_lm.parameters():  # ties are kept
+                parameter.data = parameter.data.float()
+            return dtypes
         share = loading.changed_by(optimizer.lr, causal_lm.parameters())
         logging.getLogger("jackfield").warning(
             "engine.master_weights is off: an update of %g (optimizer.lr) changes %.2g %% of the weights in %s, and is "
@@ -140,12 +146,6 @@ class FSDPEngine(BaseEngine):
             spec.dtype,
         )
         return {}
-
-    def _accumulates_unsharded(self, trainable: int) -> bool:
-        choice = self.config.gradient_accumulation
-        if choice == "auto":
-            return self.context.world_size > 1 and trainable <= self.config.unsharded_max_parameters
-        return choice == "unsharded"
 
     @property
     def layout(self) -> EngineLayout:
@@ -279,7 +279,8 @@ class FSDPEngine(BaseEngine):
 
     def lr_scheduler_step(self) -> float:
         """Advance the schedule; return the learning rate of the next optimizer step."""
-        return self._optimizing().advance_schedule()
+        optimization = self._optimizing()
+        return optimization.set_schedule_step(optimization.schedule_step + 1)
 
     # ---- weights
 
@@ -298,7 +299,8 @@ class FSDPEngine(BaseEngine):
         adapter = has_adapter(model.language_model)
         for name, parameter in self._optimizing().parameters.items():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            yield export.trainable_name(name, adapter), export.full(gradient)
+            inner = name.removeprefix("language_model.")
+            yield export.published_name(inner) if adapter and inner != name else inner, export.full(gradient)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move the chosen state to the CPU or to the engine's own device."""

@@ -49,12 +49,6 @@ def published_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "default")
 
 
-def trainable_name(name: str, adapter: bool) -> str:
-    """Return the published name of a parameter of :class:`TokenModel`."""
-    inner = name.removeprefix("language_model.")
-    return published_name(inner) if adapter and inner != name else inner
-
-
 def published_tensors(model: TokenModel, names: CheckpointNames) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that inference loads, in checkpoint form: the adapter's, else the model's.
 
@@ -71,13 +65,6 @@ def published_tensors(model: TokenModel, names: CheckpointNames) -> Iterator[tup
     for group in names.groups:
         parts = [full(tensors[part].detach().to(dtypes.get(part, tensors[part].dtype))) for part in group.parts]
         yield from names.to_checkpoint(group, parts).items()
-
-
-def value_head_tensors(model: TokenModel) -> dict[str, torch.Tensor]:
-    """Return the value head's full tensors; empty without a value head."""
-    if model.value_head is None:
-        return {}
-    return {name: full(parameter) for name, parameter in model.value_head.named_parameters()}
 
 
 def adapter_config(model: TokenModel) -> dict[str, Any] | None:
@@ -106,7 +93,7 @@ def save_folder(model: TokenModel, names: CheckpointNames, source: Path, folder:
     from ``source``, the model's folder.
     """
     tensors = {name: tensor.cpu() for name, tensor in published_tensors(model, names) if writes}
-    head = value_head_tensors(model)
+    head = {name: full(each) for name, each in model.value_head.named_parameters()} if model.value_head else {}
     if not writes:
         return
     if has_adapter(model.language_model):

@@ -28,14 +28,6 @@ _unusable = functools.partial(EngineError, code="engine.model", where="model.pat
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of a :attr:`ModelSpec.dtype`; ``config.invalid-value`` for another name."""
-    if name not in DTYPES:
-        expected = "one of " + ", ".join(sorted(DTYPES))
-        raise invalid(f"unknown dtype {name!r}", where="model.dtype", expected=expected, found=repr(name))
-    return DTYPES[name]
-
-
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
     """Hide transformers' progress bars inside the block: the run shows its own progress."""
@@ -63,7 +55,9 @@ def load_causal_lm(spec: ModelSpec, attention: str, seed: int) -> PreTrainedMode
         EngineError: ``engine.model`` if the folder is missing, cannot be loaded or lacks weights;
             ``config.invalid-value`` for an unknown dtype.
     """
-    dtype = torch_dtype(spec.dtype)
+    if spec.dtype not in DTYPES:
+        expected = "one of " + ", ".join(sorted(DTYPES))
+        raise invalid(f"unknown dtype {spec.dtype!r}", where="model.dtype", expected=expected, found=repr(spec.dtype))
     folder = Path(spec.path)
     if not (folder / "config.json").is_file():
         raise _unusable(
@@ -76,7 +70,7 @@ def load_causal_lm(spec: ModelSpec, attention: str, seed: int) -> PreTrainedMode
         with seeded(seed), without_progress_bars():
             model, report = auto_class(folder, spec.trust_remote_code).from_pretrained(
                 str(folder),
-                dtype=dtype,
+                dtype=DTYPES[spec.dtype],
                 attn_implementation=attention,
                 trust_remote_code=spec.trust_remote_code,
                 use_safetensors=True,  # no pickle
@@ -198,14 +192,6 @@ def _refuse_stacked(adapted: PeftModel, layers: dict[str, nn.Module]) -> None:
 
 def _last_names(layers: dict[str, nn.Module]) -> str:
     return ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
-
-
-def make_masters(model: PreTrainedModel) -> dict[str, torch.dtype]:
-    """Cast every parameter to float32 in place; return the previous dtypes by name. Ties are kept."""
-    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    for parameter in model.parameters():
-        parameter.data = parameter.data.float()
-    return dtypes
 
 
 @torch.no_grad()

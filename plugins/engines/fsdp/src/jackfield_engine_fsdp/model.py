@@ -45,8 +45,8 @@ class TokenModel(nn.Module):
 
     No attention mask is passed: with causal attention a token never sees the padding to its right.
 
-    Passes compute in ``dtype``, the model's own, whatever dtype its parameters are kept in. ``published_dtypes`` has
-    the dtypes of parameters that are kept in float32, by their names in the language model.
+    Passes compute in ``dtype``, the model's own, whatever the dtype of its parameters. ``published_dtypes`` has the
+    dtypes in which parameters that are kept in float32 are published, by their names in the language model.
     """
 
     def __init__(
@@ -160,12 +160,6 @@ def _statistics(
     return log_probs, -(all_log_probs.exp() * all_log_probs).sum(-1)
 
 
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder layers: the modules that the model's class declares as not to be split."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
-
-
 def shard(model: TokenModel, mesh: DeviceMesh, config: Config) -> FSDPModule:
     """Shard every parameter of ``model`` over ``mesh`` in place; gradients are *summed* over its ranks.
 
@@ -206,7 +200,8 @@ def _float32_modules(model: TokenModel) -> list[nn.Module]:
 
 
 def _layers_to_wrap(model: TokenModel, config: Config) -> list[nn.Module]:
-    layers = decoder_layers(model.causal_lm)
+    names = set(getattr(model.causal_lm, "_no_split_modules", None) or ())
+    layers = [module for module in model.causal_lm.modules() if type(module).__name__ in names]
     if config.wrap == "layers" and not layers:
         raise EngineError(
             f"{type(model.causal_lm).__name__} does not name its decoder layers",

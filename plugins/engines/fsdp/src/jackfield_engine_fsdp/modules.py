@@ -94,7 +94,9 @@ class Rotary:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.limits = length_limits(model.config.get_text_config().to_dict())
-        self._stateful = [module for module in model.modules() if "dynamic" in self.limits and _keeps(module)]
+        attributes = ("rope_type", "original_max_seq_len")
+        modules = model.modules() if "dynamic" in self.limits else ()
+        self._stateful = [module for module in modules if all(hasattr(module, name) for name in attributes)]
 
     def side(self, length: int) -> tuple[int, ...]:
         """Return the class of rows of ``length`` tokens (prompt and response); a pass has one class."""
@@ -111,10 +113,6 @@ class Rotary:
                 if original is not None:
                     setattr(module, f"{prefix}inv_freq", original.to(getattr(module, f"{prefix}inv_freq").device))
                     setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
-
-
-def _keeps(module: nn.Module) -> bool:
-    return hasattr(module, "rope_type") and hasattr(module, "original_max_seq_len")
 
 
 _NORM_TOLERANCE = 1e-5

@@ -107,10 +107,6 @@ class Optimization:
         )
         return math.sqrt(self._ranks.sum(total).item())
 
-    def advance_schedule(self) -> float:
-        """Advance the schedule by one step; return the learning rate of the next step."""
-        return self.set_schedule_step(self.schedule_step + 1)
-
     def set_schedule_step(self, step: int) -> float:
         """Move the schedule to ``step``; return the learning rate there."""
         self.schedule_step = step

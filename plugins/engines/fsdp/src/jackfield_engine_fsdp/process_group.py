@@ -75,14 +75,10 @@ class Ranks:
                 _ours = False
                 if dist.is_initialized():
                     dist.destroy_process_group()
-                _forget_meshes()
-
-
-def _forget_meshes() -> None:
-    """Clear torch's sharding caches, whose meshes would keep the ended group's sockets open."""
-    _clear_sharding_prop_cache()
-    DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_cached.cache_clear()
-    gc.collect()
+                # the meshes in torch's sharding caches would keep the ended group's sockets open
+                _clear_sharding_prop_cache()
+                DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_cached.cache_clear()
+                gc.collect()
 
 
 def _join(context: EngineContext, timeout: float) -> None:

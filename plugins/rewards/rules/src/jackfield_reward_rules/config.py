@@ -35,44 +35,44 @@ def _is_pattern(_: Config, attribute: attrs.Attribute[str | None], value: str | 
 
 @attrs.frozen(kw_only=True)
 class Config:
-    """Settings that say how an answer is found in a response, and when it is right."""
+    """Settings of how an answer is found in a response, and when it is right."""
 
     method: Literal["exact", "regex", "math"] = option(
         "exact", "exact: equal texts; regex: the ground truth is a pattern; math: equal mathematically."
     )
     pattern: str | None = option(
         attrs.Factory(_default_pattern, takes_self=True),
-        "Where the answer is in a response: the group `answer`, else the first group, else all that matches; null: the "
-        "whole response. Default for exact: GSM8K's `#### n`; else null.",
+        "Pattern that finds the answer in a response: its group `answer`, else its first group, else the whole match; "
+        "null: the whole response. Default for exact: GSM8K's `#### n`; else null.",
         _is_pattern,
     )
     ground_truth_pattern: str | None = option(
         attrs.Factory(_default_pattern, takes_self=True),
-        "The same for the ground truth, in which it has to match. Same defaults.",
+        "The same for the ground truth, where it must match. Same defaults.",
         _is_pattern,
     )
-    match: Literal["last", "first"] = option("last", "Which match in the response counts, where there are several.")
+    match: Literal["last", "first"] = option("last", "Which of several matches in the response counts.")
     expected: str | None = option(
-        None, "regex: the pattern an answer has to match fully, {ground_truth} in it; null: the ground truth."
+        None, "regex: pattern with {ground_truth} that an answer must match fully; null: the ground truth."
     )
     correct: float = option(1.0, "Score of a right answer.")
-    incorrect: float = option(0.0, "Score of a wrong answer, and of none.")
+    incorrect: float = option(0.0, "Score of a wrong or missing answer.")
     format_score: float | None = option(None, "Score of a wrong answer in the right form; null: incorrect.")
     remove: str | None = option(None, "exact: characters to ignore in both texts; null: commas.")
-    ignore_case: bool = option(False, "exact, regex: upper and lower case are the same.")
-    strip: bool = option(True, "exact, regex: white space around answers, and its amount inside, is ignored.")
+    ignore_case: bool = option(False, "exact, regex: ignore upper and lower case.")
+    strip: bool = option(True, "exact, regex: ignore white space around answers, and its amount inside.")
     seconds: float = option(
         10.0,
-        "Longest time for one answer, and at most half of the request's deadline; then its worker is killed, see "
+        "Longest time for one answer, at most half of the request's deadline; then its worker is killed, see "
         "on_timeout.",
         gt(0.0),
     )
     on_timeout: Literal["incorrect", "fail"] = option(
         "incorrect",
-        "What an answer is on which `seconds` run out: incorrect: wrong; fail: not scored, so that it is left out "
-        "of training, which a policy can learn to bring about.",
+        "Result of an answer that exceeds `seconds`. incorrect: wrong; fail: no score, so that it is left out of "
+        "training, which a policy can learn to exploit.",
     )
-    workers: int = option(1, "Worker processes for math (and for patterns that take long).", [gt(0), le(4096)])
+    workers: int = option(1, "Worker processes for math, and for slow patterns.", [gt(0), le(4096)])
     memory_bytes: int = option(4 * 2**30, "Address space of a worker process.", gt(0))
 
     def __attrs_post_init__(self) -> None:

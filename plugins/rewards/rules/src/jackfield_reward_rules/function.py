@@ -21,18 +21,18 @@ from jackfield_user_code import UserCodePool, WorkerLimits
 class FunctionRewardConfig:
     """Settings that name the function and the limits of its processes."""
 
-    path: str = option(help="folder/file.py:function or package.module:function; a class or an instance will do.")
-    method: str = option("compute_score", "What is called of a class or an instance.")
+    path: str = option(help="folder/file.py:function or package.module:function; also a class or an instance.")
+    method: str = option("compute_score", "The method of a class or an instance that is called.")
     keywords: Mapping[str, Any] = option(
         factory=dict, help="Further keyword arguments of the function, or of the class's constructor."
     )
-    workers: int = option(1, "Processes that score side by side.", [gt(0), le(4096)])
-    python: str | None = option(None, "Interpreter of these processes, for packages of its own; null: this one.")
+    workers: int = option(1, "Processes that score concurrently.", [gt(0), le(4096)])
+    python: str | None = option(None, "Interpreter of these processes, with its own packages; null: this one.")
     memory_bytes: int | None = option(4 * 2**30, "Address space of one process; null: unlimited.", optional(gt(0)))
     start_seconds: float = option(60.0, "Longest time to import the function.", gt(0.0))
 
     def __attrs_post_init__(self) -> None:
-        _interpreter(self.python)  # refuses it before a run has begun
+        _interpreter(self.python)  # refuses it before a run starts
 
 
 class FunctionReward(RewardAgent):
@@ -62,7 +62,7 @@ class FunctionReward(RewardAgent):
 
     @property
     def concurrency(self) -> int:
-        """As many as there are worker processes."""
+        """Return the number of worker processes."""
         workers: int = self.config.workers
         return workers
 

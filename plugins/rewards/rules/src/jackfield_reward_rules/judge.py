@@ -1,4 +1,4 @@
-"""The rules of the judge. The same class is used in the trainer's process and in worker processes."""
+"""The judge that compares answers. The same class works in the trainer's process and in worker processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import itertools
 import logging
 from typing import Any
 
-import attrs
 import regex
 
 from jackfield.errors import RewardError
@@ -30,7 +29,9 @@ class Judge:
         self._compare = {"exact": self._equal, "regex": self._matches, "math": self._equivalent}[config.method]
         self.truth = functools.lru_cache(_CACHED_TRUTHS)(self._truth)
         if config.method == "math":
-            _load_math_verify()
+            import math_verify  # noqa: F401
+
+            logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns about time limits, which we enforce
 
     def judge(self, response: str, ground_truth: str, timeout: float | None = None) -> tuple[bool, bool]:
         """Return whether the response is right, and whether it has an answer in the right form.
@@ -98,22 +99,10 @@ class Judge:
         return _any_equal(truth, expressions), bool(expressions)
 
 
-def settings_of(config: Config) -> dict[str, Any]:
-    """Return a configuration's fields as plain values for another process."""
-    return attrs.asdict(config)
-
-
 def _answer(found: regex.Match[str]) -> str:
     if "answer" in found.re.groupindex:
         return str(found["answer"] or "")
     return str((found[1] if found.re.groups else found[0]) or "")
-
-
-def _load_math_verify() -> None:
-    """Import the library, and silence its warning about time limits, which we enforce ourselves."""
-    import math_verify  # noqa: F401
-
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
 
 def _marked(text: str) -> str:
@@ -141,7 +130,7 @@ def _truth_expressions(text: str) -> list[Any]:
 
 
 def _any_equal(truths: list[Any], answers: list[Any]) -> bool:
-    """Return whether a pair is equal. If none is, raise the exception of a pair that raised."""
+    """Return whether some pair is equal. If none is, raise the first exception of a comparison."""
     from math_verify import verify
 
     failure: Exception | None = None

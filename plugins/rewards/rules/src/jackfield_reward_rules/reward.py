@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import attrs
+
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
 from jackfield.errors import RewardError
 from jackfield_reward_rules.config import Config
-from jackfield_reward_rules.judge import Judge, settings_of
+from jackfield_reward_rules.judge import Judge
 from jackfield_user_code import UserCodePool, WorkerLimits, WorkerResult
 
-#: A pattern that takes longer on one text goes to a worker process, where it cannot block the event loop.
+#: A pattern that takes longer on one text runs in a worker process, where it cannot block the event loop.
 INLINE_SECONDS = 0.02
 _PATIENCE = 4  #: a ground truth may take this many times as long as a response
 
@@ -28,7 +30,7 @@ class RulesReward(RewardAgent):
 
     def __init__(self, config: Config, context: RewardContext) -> None:
         super().__init__(config, context)
-        settings = settings_of(config)
+        settings = attrs.asdict(config)
         self._judge = None if config.method == "math" else Judge(**settings)
         self._pool = UserCodePool(
             "jackfield_reward_rules.judge:Judge",
@@ -42,7 +44,7 @@ class RulesReward(RewardAgent):
 
     @property
     def concurrency(self) -> int:
-        """As many as there are worker processes."""
+        """Return the number of worker processes."""
         workers: int = self.config.workers
         return workers
 
@@ -79,8 +81,8 @@ class RulesReward(RewardAgent):
         longest = min(_PATIENCE * seconds, left / 2)
         control = await self._call(request, request.ground_truth, left, longest)
         if control.status == "ok" or (timed_out and control.timed_out_after != longest):
-            # ground truth and checker work: the response broke it
-            return self._wrong(**{"timeout" if timed_out else "checker_failed": 1.0})
+            # ground truth and checker work, so the response broke the checker
+            return self._result(False, False, **{"timeout" if timed_out else "checker_failed": 1.0})
         return ScoreResult(status="failed", error=f"the ground truth cannot be compared with itself: {control.error}")
 
     async def _call(self, request: ScoreRequest, response: str, deadline: float, seconds: float) -> WorkerResult:
@@ -88,14 +90,10 @@ class RulesReward(RewardAgent):
         name = f"sample {request.idempotency_key}"
         return await self._pool.call(arguments, deadline, call_seconds=seconds, name=name)
 
-    def _wrong(self, **why: float) -> ScoreResult:
-        metrics = {"correct": 0.0, "well_formed": 0.0, "timeout": 0.0, "checker_failed": 0.0, **why}
-        return ScoreResult(score=self.config.incorrect, metrics=metrics)
-
-    def _result(self, correct: bool, well_formed: bool) -> ScoreResult:
+    def _result(self, correct: bool, well_formed: bool, **why: float) -> ScoreResult:
         config: Config = self.config
-        metrics = {"correct": float(correct), "well_formed": float(well_formed)}
-        metrics |= {"timeout": 0.0, "checker_failed": 0.0}
+        found = {"correct": float(correct), "well_formed": float(well_formed)}
+        metrics = {**found, "timeout": 0.0, "checker_failed": 0.0, **why}
         if correct:
             return ScoreResult(score=config.correct, metrics=metrics)
         partial = well_formed and config.format_score is not None

@@ -1,7 +1,4 @@
-"""``jackfield plugins new``: write a complete project of a small plugin that works.
-
-The templates are files below ``templates/``, see the README there.
-"""
+"""``jackfield plugins new``: write a complete project with a small working plugin, from the files in ``templates/``."""
 
 from __future__ import annotations
 
@@ -9,8 +6,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path, PurePosixPath
 
 import click
@@ -20,13 +15,14 @@ from jackfield.abc import ABI_VERSIONS, KINDS
 from jackfield.errors import PluginError
 from jackfield.plugins.registry import GROUPS
 
+_TEMPLATES = Path(__file__).parents[1] / "templates"
 _SUFFIX = ".template"
 _PACKAGE_FOLDER = "__package__"
 _NAME = re.compile(r"[a-z][a-z0-9]*(?:[_-][a-z0-9]+)*")
 _LONGEST_NAME = 40
 _PLACEHOLDER = re.compile(r"(?<!\$)\{\{(\w+)\}\}")  # `${{ … }}` is GitHub's
 
-#: The end of the class's name, and the first sentence of the plugin, by kind.
+#: The suffix of the class's name, and the plugin's first sentence, by kind.
 _KINDS: dict[str, tuple[str, str]] = {
     "engine": ("Engine", "Trains a causal language model on one device"),
     "rollout": ("Server", "Generates with a causal language model in this process"),
@@ -41,7 +37,7 @@ _KINDS: dict[str, tuple[str, str]] = {
 @click.argument("kind", type=click.Choice(KINDS))
 @click.argument("name")
 def new(kind: str, name: str) -> None:
-    """Write a new plugin into ./jackfield-KIND-NAME/: a small one that works, to change into your own."""
+    """Write a new plugin into ./jackfield-KIND-NAME/: a small working one as a starting point."""
     folder = write_scaffold(kind, name, Path.cwd())
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         click.echo(f"wrote {file.relative_to(folder.parent)}")
@@ -49,25 +45,24 @@ def new(kind: str, name: str) -> None:
 
 
 def available_kinds() -> tuple[str, ...]:
-    """Return the kinds that there are templates for."""
-    return tuple(kind for kind in KINDS if _templates(kind).is_dir())
+    """Return the kinds that have templates."""
+    return tuple(kind for kind in KINDS if (_TEMPLATES / kind).is_dir())
 
 
 def write_scaffold(kind: str, name: str, parent: Path) -> Path:
-    """Write the project ``jackfield-KIND-NAME`` into a folder of its own in ``parent``, and return that.
+    """Write the project into the new folder ``jackfield-KIND-NAME`` in ``parent``, and return the folder.
 
     The name is lower-case words of letters and digits, the first a letter, joined by ``_`` or ``-``.
 
     Raises:
-        PluginError: ``plugin.scaffold``: an unknown kind, a bad name, or something is there already. Nothing is
-            written then.
+        PluginError: ``plugin.scaffold`` for an unknown kind, a bad name or an existing folder; nothing is written.
     """
     values = _values(kind, name)
     target = parent / f"jackfield-{kind}-{name}"
     if target.exists() or target.is_symlink():
         fix = "choose another name, or move what is there out of the way"
         raise _refused(f"{target.name} is there already", "no file or folder of this name", target, fix)
-    # written beside its place and then moved, so that an interrupted call leaves no half project
+    # write to a temporary folder and move it, so that an interrupted call leaves no partial project
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=parent))
     try:
         for path, text in _texts(kind, values):
@@ -117,23 +112,14 @@ def _near_name(name: str) -> str:
 
 def _texts(kind: str, values: Mapping[str, str]) -> Iterator[tuple[PurePosixPath, str]]:
     """Yield path and content of each file; files of the kind replace common ones."""
-    found: dict[PurePosixPath, Traversable] = {}
-    for folder in ("common", kind):
-        found.update(_walk(_templates(folder), PurePosixPath()))
+    found: dict[PurePosixPath, Path] = {}
+    for folder in (_TEMPLATES / "common", _TEMPLATES / kind):
+        for file in folder.rglob(f"*{_SUFFIX}"):
+            found[PurePosixPath(file.relative_to(folder).as_posix().removesuffix(_SUFFIX))] = file
     for path, source in sorted(found.items()):
         where = PurePosixPath(*(values["package"] if part == _PACKAGE_FOLDER else part for part in path.parts))
-        yield (
-            PurePosixPath(_filled(str(where), values, path)),
-            _filled(source.read_text(encoding="utf-8"), values, path),
-        )
-
-
-def _walk(folder: Traversable, path: PurePosixPath) -> Iterator[tuple[PurePosixPath, Traversable]]:
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            yield from _walk(entry, path / entry.name)
-        elif entry.name.endswith(_SUFFIX):
-            yield path / entry.name.removesuffix(_SUFFIX), entry
+        text = source.read_text(encoding="utf-8")
+        yield PurePosixPath(_filled(str(where), values, path)), _filled(text, values, path)
 
 
 def _filled(text: str, values: Mapping[str, str], path: PurePosixPath) -> str:
@@ -142,7 +128,3 @@ def _filled(text: str, values: Mapping[str, str], path: PurePosixPath) -> str:
         return values[found[1]]
 
     return _PLACEHOLDER.sub(value, text)
-
-
-def _templates(folder: str) -> Traversable:
-    return files("jackfield_conformance") / "templates" / folder

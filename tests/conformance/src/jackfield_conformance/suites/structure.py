@@ -1,11 +1,13 @@
-"""What can be seen of a plugin without running it. The same checks, 001 to 009, hold for every kind."""
+"""Checks that do not run the plugin. The checks 001 to 009 are the same for every kind."""
 
 from __future__ import annotations
 
+import ast
 import datetime
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import attrs
 
@@ -13,7 +15,6 @@ from jackfield.errors import ConfigError, JackfieldError
 from jackfield.plugins import PluginRecord, Registry
 from jackfield.settings import structure
 from jackfield_conformance.certificates import package_folder
-from jackfield_conformance.reach import find_reaches
 from jackfield_conformance.registry import (
     EVERY_KIND,
     FIRST_BEHAVIOUR,
@@ -30,8 +31,11 @@ from jackfield_conformance.subject import Subject
 #: Seconds for a fresh interpreter to import a plugin's settings.
 IMPORT_DEADLINE = 50
 
-#: What settings must not need: a process that only validates a configuration does not have them.
+#: Packages that settings must not import, because a process that only validates a configuration lacks them.
 HEAVY = ("ray", "tensordict", "torch", "transformers")
+
+#: Modules that plugins may import, each with everything below it.
+ALLOWED = ("jackfield.abc", "jackfield.clock", "jackfield.errors", "jackfield.sdk")
 
 _PAGE = "docs/plugins/conformance.md#structure"
 _IMPORT_CONFIG = """
@@ -46,7 +50,7 @@ _Function = Callable[[Subject], None]
 
 
 def every_kind(number: int) -> Callable[[_Function], _Function]:
-    """Make a function the check of this number of all kinds."""
+    """Make a function the check of this number for all kinds."""
 
     def register(function: _Function) -> _Function:
         for prefix in PREFIXES.values():
@@ -166,14 +170,40 @@ def imports_stay_within_the_sdk(subject: Subject) -> None:
     """The plugin imports only contracts, SDK, errors and clock of Jackfield; a warning names every other line."""
     folder = package_folder(subject.manifest) if subject.manifest else None
     if folder is None or folder.name == "jackfield":
-        raise NotApplicable("no folder of the plugin's is known" if folder is None else "it is a part of Jackfield")
-    reaches = [attrs.evolve(reach, file=reach.file.relative_to(folder.parent)) for reach in find_reaches(folder)]
+        raise NotApplicable("the plugin's folder is not known" if folder is None else "it is a part of Jackfield")
+    reaches = find_reaches(folder, folder.parent)
     if reaches:
         raise Warned("\n".join(f"{reach}, which may change in any release" for reach in reaches))
 
 
+def find_reaches(folder: Path, root: Path) -> list[str]:
+    """Find imports of other Jackfield modules below a folder, also inside of functions, without importing the files.
+
+    Returns:
+        ``FILE:LINE imports MODULE`` for each, with files relative to ``root``.
+    """
+    found = []
+    allowed = tuple(f"{module}." for module in ALLOWED)
+    for file in folder.rglob("*.py"):
+        try:
+            tree = ast.parse(file.read_bytes())
+        except (SyntaxError, ValueError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            ours = (name for name in names if f"{name}.".startswith("jackfield."))
+            outside = (name for name in ours if not f"{name}.".startswith(allowed))
+            found += [(file.relative_to(root), node.lineno, name) for name in outside]
+    return [f"{file}:{line} imports {name}" for file, line, name in sorted(found)]
+
+
 def exception_problems(subject: Subject, today: datetime.date) -> list[str]:
-    """Find what is wrong with the exceptions that a manifest declares."""
+    """Find problems of the exceptions that a manifest declares."""
     manifest = subject.manifest
     declared: Mapping[str, object] = manifest.conformance.exceptions if manifest else {}
     known = {each.id: each for each in checks(subject.kind)}
