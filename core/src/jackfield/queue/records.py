@@ -327,8 +327,8 @@ class State:
         partition = self.partitions.get(key.partition, Partition(""))
         was_there, batch = 0 <= key.batch < partition.next_batch, partition.batches.get(key.batch)
         if was_there and batch is not None:
-            group = batch.groups[key.index] if 0 <= key.index < len(batch.groups) else Group(batch, 0)
-            was_there = (key.retry, key.reissue) < (group.retry, group.reissue + (group.status == Status.CONSUMED))
+            attempt, groups = (key.retry, key.reissue), [group for group in batch.groups if group.index == key.index]
+            was_there = any(attempt < (each.retry, each.reissue + (each.status == Status.CONSUMED)) for each in groups)
         if not was_there:
             raise QueueError(f"{name!r} is not in the queue", code="queue.unknown-sample", where=name)
         return None

@@ -22,7 +22,7 @@ class QueueServer(Server):
     def __init__(self, queue: TransferQueue, clock: Clock, heartbeat_seconds: float) -> None:
         """Create a server that is not listening. A client without a heartbeat for so long is dead."""
         service = {_SERVICE: Service(target=queue, contract=QUEUE)}
-        super().__init__(_SERVER, service, clock, heartbeat_seconds, self._client_ended)
+        super().__init__(_SERVER, service, clock, heartbeat_seconds, lambda ended, _: queue.end_holder(ended.session))
         self._queue, self._endings = queue, set[asyncio.Task[None]]()
         queue.caller = lambda: caller().session
         queue.on_reset = self._end_others
@@ -38,9 +38,6 @@ class QueueServer(Server):
             return await super().listen(host, port)
         except RpcError as error:
             raise QueueError(error.message, code="queue.store", where=error.where, fix=error.fix) from error
-
-    async def _client_ended(self, connection: Connection, _: str) -> None:
-        await self._queue.end_holder(connection.session)
 
     def _end_others(self, reason: str, explorers: set[str | None]) -> None:
         """End the clients that used the queue before its state was replaced."""

@@ -37,7 +37,6 @@ __all__ = [
     "split_request",
     "tensor_of",
     "unknown_sample",
-    "unlike_types",
 ]
 
 Kind: TypeAlias = Literal["dense", "jagged", "json"]
@@ -146,7 +145,9 @@ def join(name: str, cells: Sequence[Cell], memory: Callable[[int], torch.Tensor 
         raise QueueError("no rows are named", expected="one key at least")
     types = {text for text, _ in cells}
     if len(types) > 1:
-        raise unlike_types(f"rows of column {name!r} do not fit together", types, name)
+        message = f"rows of column {name!r} do not fit together"
+        expected = "one dtype, encoding and trailing shape, all jagged or all dense"
+        raise QueueError(message, code="queue.column", where=name, expected=expected, found=sorted(types))
     kind = ColumnType.parse(cells[0][0])
     contents = [content for _, content in cells]
     lengths = [kind.length(content) for content in contents]
@@ -207,12 +208,6 @@ def damaged_samples(partition: str, keys: Iterable[str], where: str) -> QueueErr
     shown = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
     message = f"values of {len(found)} rows of partition {partition!r} are not those that were put: {shown}"
     return QueueError(message, code="queue.lost", where=where, expected=expected, found=found)
-
-
-def unlike_types(message: str, types: Iterable[str], where: str | None = None) -> QueueError:
-    """Return the error for columns or cells of different types that are read as one column."""
-    expected = "one dtype, encoding and trailing shape, all jagged or all dense"
-    return QueueError(message, code="queue.column", where=where, expected=expected, found=sorted(types))
 
 
 def tensor_of(content: bytearray) -> torch.Tensor:

@@ -15,7 +15,7 @@ import attrs
 
 from jackfield.abc.transfer_queue import Column
 from jackfield.errors import QueueError
-from jackfield.sdk.cells import ColumnType, join, offsets_of, split, tensor_of, unlike_types
+from jackfield.sdk.cells import ColumnType, join, offsets_of, split, tensor_of
 
 if TYPE_CHECKING:
     import torch
@@ -123,18 +123,11 @@ def concatenate(columns: Sequence[Column]) -> Column:
     Raises:
         QueueError: ``queue.column`` if their types differ, or if there is no column.
     """
-    import torch
-
     if not columns:
         raise QueueError("there is nothing to concatenate", code="queue.column", expected="at least one column")
-    types = {ColumnType.of(column).text for column in columns}
-    if len(types) > 1:
-        raise unlike_types("columns do not fit together", types)
-    values = torch.cat([column.values for column in columns])
-    if columns[0].offsets is None:
-        return Column(values=values)
-    lengths = [each.offsets.diff() for each in columns if each.offsets is not None]
-    return Column(values=values, offsets=offsets_of(torch.cat(lengths).tolist()), encoding=columns[0].encoding)
+    found = [split(column) for column in columns]
+    cells = [(text, content) for text, contents in found for content in contents]
+    return join("", cells) if cells else columns[0]
 
 
 def check_column(name: str, column: Column, rows: int) -> list[int]:
