@@ -85,7 +85,7 @@ def test_what_is_posted_arrives_in_order(host: str) -> None:
         workers = await met(sender, address, 2)
         for count in range(3):
             workers[1].tell({"room": count, "worker": 1})
-        await sender.until(lambda peer: peer.number == 0 or peer.said.get("room") == 2, "make room")
+        await sender.until(lambda peer: peer.name == "worker 0" or peer.said.get("room") == 2, "make room")
         sender.tell({"bucket": 7})
         for worker in workers:
             await worker.until(lambda peer: peer.said.get("bucket") == 7, "send")

@@ -42,7 +42,6 @@ __all__ = ["LEFT", "TRANSFER", "OneSenderEngine", "Peer", "SessionSettings", "re
 T = TypeVar("T")
 
 _SENDER_FIRST = 1.0  #: seconds by which the deadline of the sender, which knows the late peers, precedes the workers'
-_CAUSE_SECONDS = 1.0  #: time for a peer to report a failure of which a failed transfer at this end is a consequence
 LEFT = "left before everything was taken"  #: reason of an end that leaves before it has finished
 _BROKE = "broke off: "
 
@@ -64,7 +63,6 @@ class Peer:
     """The other end of a connection."""
 
     name: str  #: ``worker 2``, or ``the sender``
-    number: int
     connection: Connection
     said: dict[str, Any] = attrs.field(factory=dict)  #: the last value of each name that it has posted
     broken: str | None = None  #: why it will not post again
@@ -89,7 +87,7 @@ class OneSenderEngine(CheckpointEngine):
     def __init__(self, config: Any, context: CheckpointEngineContext) -> None:
         super().__init__(config, context)
         self.buffers: list[torch.Tensor] = []  #: uint8 ``[bytes]``; kept from one transfer to the next
-        self._clock, self._changed = Clock(), asyncio.Event()  # tests may use a virtual loop time
+        self._clock, self._changed, self._ends = Clock(), asyncio.Event(), 0.0  #: the deadline is in loop time
         self._services: dict[str, Service] = {}
         self._server: Server | None = None
         self.peers: dict[int, Peer] = {}
@@ -99,7 +97,6 @@ class OneSenderEngine(CheckpointEngine):
         self.connected = self.whole = False  #: whole: everything was sent or received
         self.made = 0  #: buckets that were sent
         self.arrived: deque[Bucket] = deque()  #: buckets that this worker has not read
-        self._ends = 0.0  #: deadline in loop time
         self._expected = self._version = -1  #: unknown before the sender is connected
         self._why: str | None = None  #: why this end ended the transfer
         self._entries: list[Entry] = []  #: of the bucket that is filled
@@ -194,7 +191,7 @@ class OneSenderEngine(CheckpointEngine):
         place, version = request.arguments, request.version
         if self.context.end == "receiver":
             await self._begin()
-            await self._join(place["session"], place["worker"], version)
+            await self._join(place, version)
             await self.meet_sender(place)
         elif self.context.rank == 0:
             self._require(bool(self._services), "the sender was not prepared")
@@ -215,35 +212,32 @@ class OneSenderEngine(CheckpointEngine):
             await self._changed.wait()  # until the caller's deadline, or the end of the session
         if not 0 <= worker < self._expected or worker in self.peers:
             raise WeightsError(f"worker {worker} has no place in this transfer", where="the sender")
-        peer = self._add_peer(f"worker {worker}", worker, connection)
+        peer = self._add_peer(f"worker {worker}", connection, worker)
         if version != self._version:
             peer.broken = f"expects weights of version {version}, these are of version {self._version}"
         return self._version
 
-    async def _join(self, address: Mapping[str, Any], worker: int, version: int) -> None:
+    async def _join(self, place: Mapping[str, Any], version: int) -> None:
         self._start_clock()
         try:
-            connection = await self._dial(address, worker)
-            self._add_peer("the sender", 0, connection)  # it may post before its reply is read
-            found = await connection.call(
-                "transfer.enter", [worker, version], self.remaining(), int, "welcome a worker"
-            )
+            connection = await self._dial(place["session"], place["worker"])
+            self._add_peer("the sender", connection)  # it may post before its reply is read
+            found = await connection.call("transfer.enter", [place["worker"], version], self.remaining(), int, "join")
         except RpcError as error:
             details = {name: getattr(error, name) for name in ("where", "expected", "found", "fix")}
             raise WeightsError(f"the sender cannot be reached: {error.message}", **details) from error
         except DeadlineExceeded:
             raise self._late("the sender to welcome this worker") from None
         if found != version:
-            message = "weights of another version came"
-            raise WeightsError(message, code="weights.version", expected=version, found=found)
+            raise WeightsError("weights of another version came", code="weights.version", expected=version, found=found)
         self._start_clock(_SENDER_FIRST)
 
     async def _dial(self, address: Mapping[str, Any], worker: int) -> Connection:
         place, contracts = msgspec.convert(address, Address), {"transfer": TRANSFER}
         return await connect(place, f"worker {worker}", self._clock, contracts, self._services)
 
-    def _add_peer(self, name: str, number: int, connection: Connection) -> Peer:
-        peer = self.peers[number] = Peer(name, number, connection)
+    def _add_peer(self, name: str, connection: Connection, number: int = 0) -> Peer:
+        peer = self.peers[number] = Peer(name, connection)
 
         def gone(lost: asyncio.Future[str]) -> None:
             if peer.broken is None and "done" not in peer.said:
@@ -291,7 +285,7 @@ class OneSenderEngine(CheckpointEngine):
             return done.result()
         except (OSError, RuntimeError) as error:
             with suppress(DeadlineExceeded):
-                await self._clock.wait_for(self._wait(lambda: ["a peer"]), _CAUSE_SECONDS, "the cause")
+                await self._clock.wait_for(self._wait(lambda: ["a peer"]), 1.0, "the cause")  # that a peer reports
             raise WeightsError(f"the transfer broke off: {error}") from error
 
     async def _wait(self, late: Callable[[], list[str]]) -> None:
@@ -329,8 +323,7 @@ class OneSenderEngine(CheckpointEngine):
     async def send_weights(self, weights: Generator[tuple[str, torch.Tensor], None, None]) -> None:
         """Send every tensor to all workers and wait until all workers have received them."""
         if self.context.rank != 0:
-            for _ in weights:  # gathering a tensor needs every rank
-                pass
+            deque(weights, maxlen=0)  # gathering a tensor needs every rank
             return
         self._require(self.connected, "the sender is not connected")
         try:
@@ -352,15 +345,14 @@ class OneSenderEngine(CheckpointEngine):
     async def _add(self, name: str, tensor: torch.Tensor) -> None:
         if await self.send_alone(name, tensor):
             return
-        size = tensor.nbytes
-        if self._used + size > self.config.bucket_bytes:
+        if self._used + tensor.nbytes > self.config.bucket_bytes:
             await self.flush()
         if not self._entries:
-            self._bucket = await self.room(size)
+            self._bucket = await self.room(tensor.nbytes)
         entry = entry_of(name, tensor, self._used)
         put(self._bucket, entry, tensor)
         self._entries.append(entry)
-        self._used = aligned(self._used + size)
+        self._used = aligned(self._used + tensor.nbytes)
 
     async def flush(self) -> None:
         """Send the bucket that is filled."""
@@ -395,8 +387,7 @@ class OneSenderEngine(CheckpointEngine):
         if server is not None:
             await server.close()
         self._services.clear()  # connections that are not collected yet do not keep this end's memory
-        self._bucket = None
-        self.arrived.clear()
+        self._bucket, self.arrived = None, deque()
 
     async def finalize(self) -> None:
         """Leave the session and release everything else."""
