@@ -156,6 +156,28 @@ def test_lost_values_are_made_again_unless_they_were_used(run: Run) -> None:
     run(test)
 
 
+def test_samples_that_are_published_while_the_backend_lists_its_own_are_not_lost(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(bench: Any) -> None:
+        await bench.trainer()
+        batch = await bench.claim(groups=2)
+        backend = bench.queue.backend
+        list_samples = backend.keys
+
+        async def keys(request: Any) -> Any:
+            listed = await list_samples(request)
+            monkeypatch.undo()
+            await bench.publish(batch)
+            return listed
+
+        monkeypatch.setattr(backend, "keys", keys)
+        assert () == await bench.queue.fail_lost()
+        assert {"samples": 4} == await bench.counts("samples")
+
+    run(test)
+
+
 @pytest.mark.parametrize("reuse", [Reuse(max_uses=2), Reuse(cooldown=1), Reuse(capacity=1)])
 def test_groups_are_used_again_within_limits(run: Run, reuse: Reuse) -> None:
     async def test(bench: Any) -> None:

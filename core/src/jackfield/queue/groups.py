@@ -187,13 +187,13 @@ class Groups:
 
     async def lost(self, state: State) -> set[str]:
         """Return the samples of a state whose values are no longer in the backend."""
-        there = (await self.core.backend.keys(KeysRequest())).samples
-        return {
-            key
+        known = {  # before the backend answers: it may not list what is written meanwhile
+            (group.batch.partition.name, key): set(sample.columns)
             for group in state.groups.values()
             for key, sample in group.samples.items()
-            if not sample.columns <= set(there.get((group.batch.partition.name, key), ()))
         }
+        there = (await self.core.backend.keys(KeysRequest())).samples
+        return {key for (name, key), columns in known.items() if not columns <= set(there.get((name, key), ()))}
 
     def _retry(self, group: Group, reason: str, *, failed: bool = True) -> None:
         """Drop a group and retry its index, or fail its batch after too many retries."""
