@@ -10,8 +10,7 @@ import attrs
 
 from jackfield.abc.engine import LossFunction, TokenOutput
 from jackfield.algorithms import clipped, weighted  # noqa: F401 (they register losses)
-from jackfield.algorithms.aggregation import aggregate, means
-from jackfield.algorithms.divergences import kl
+from jackfield.algorithms.per_token import aggregate, kl, means
 from jackfield.algorithms.registry import COUNTS, INPUTS, TOKEN_INPUTS, Part, part
 from jackfield.algorithms.tensors import Term, clean, require_shapes
 from jackfield.errors import ConfigError

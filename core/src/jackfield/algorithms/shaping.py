@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import attrs
 from attrs.validators import ge, gt
 
-from jackfield.algorithms.divergences import kl
+from jackfield.algorithms.per_token import kl
 from jackfield.algorithms.registry import Epsilon, NotNegative, above, ascending, register
 from jackfield.algorithms.tensors import (
     CLAMP,
