@@ -60,7 +60,10 @@ def devices_of(devices: str | None, host: str) -> str | None:
 
 
 class Agent:
-    """One agent over UCX; :meth:`close` releases everything."""
+    """One agent over UCX; :meth:`close` releases everything.
+
+    Methods with access to NIXL run in the agent's thread: call them by :meth:`run`.
+    """
 
     def __init__(self, devices: str | None) -> None:
         """Let UCX use these devices; None: all."""
@@ -78,7 +81,7 @@ class Agent:
 
         The future raises OSError where UCX cannot work with the devices.
         """
-        return self._do(self._make)
+        return self.run(self._make)
 
     def _make(self) -> None:
         settings = {} if self.devices is None else {"engine_config": f"NET_DEVICES={self.devices}"}
@@ -87,59 +90,39 @@ class Agent:
         agent.create_backend(_BACKEND, settings)
         self._agent = agent
 
-    def metadata(self) -> Future[bytes]:
-        """Return the metadata that peers need for this agent and its registered memory."""
-        return self._do(self.metadata_now)
+    def run(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
+        """Call a function in the agent's thread, after earlier calls."""
+        future = self._thread.submit(self._cleanly, work, *arguments)
+        self._asked.set()
+        return future
 
-    def metadata_now(self) -> bytes:
-        """Do the same in this agent's thread."""
+    def metadata(self) -> bytes:
+        """Return the metadata that peers need for this agent and its registered memory."""
         return bytes(self._agent.get_agent_metadata())
 
-    def meet(self, metadata: bytes) -> Future[str]:
+    def meet(self, metadata: bytes) -> str:
         """Add a peer, or more memory of a known peer; return its name."""
-        return self._do(lambda: self.meet_now(metadata))
-
-    def meet_now(self, metadata: bytes) -> str:
-        """Do the same in this agent's thread."""
         name = self._agent.add_remote_agent(metadata)
         return name.decode() if isinstance(name, bytes) else str(name)
 
-    def forget(self, name: str) -> Future[None]:
+    def forget(self, name: str) -> None:
         """Remove a peer."""
-        return self._do(lambda: self._agent.remove_remote_agent(name))
+        self._agent.remove_remote_agent(name)
 
-    def register(self, tensor: torch.Tensor) -> Future[None]:
-        """Register a tensor's memory for transfers; the tensor must live until it is released."""
-        return self._do(lambda: self.register_now(tensor))
-
-    def register_now(self, tensor: torch.Tensor) -> None:
-        """Do the same in this agent's thread, once."""
+    def register(self, tensor: torch.Tensor) -> None:
+        """Register a tensor's memory for transfers, once; the tensor must live until it is released."""
         place = tensor.data_ptr(), tensor.nbytes
         if place not in self._registered:
             self._registered[place] = self._agent.register_memory(tensor, backends=[_BACKEND])
 
-    def release(self, tensor: torch.Tensor) -> Future[None]:
+    def release(self, tensor: torch.Tensor) -> None:
         """Deregister a tensor's memory."""
-        return self._do(lambda: self.release_now(tensor))
-
-    def release_now(self, tensor: torch.Tensor) -> None:
-        """Do the same in this agent's thread."""
         found = self._registered.pop((tensor.data_ptr(), tensor.nbytes), None)
         if found is not None:
             self._agent.deregister_memory(found, backends=[_BACKEND])
 
-    def run(self, work: Callable[[], T]) -> Future[T]:
-        """Run something in this agent's thread, after earlier calls."""
-        return self._do(work)
-
-    def read_now(self, name: str, theirs: Place, ours: Place) -> None:
-        """Copy bytes of a peer into this process, in this agent's thread, like :meth:`move_now`."""
-        self.move_now("READ", name, [theirs], [ours])
-
-    def move_now(
-        self, way: Literal["READ", "WRITE"], name: str, theirs: Sequence[Place], ours: Sequence[Place]
-    ) -> None:
-        """Copy bytes from a peer's registered memory to ours (``READ``), or back; in this agent's thread.
+    def move(self, way: Literal["READ", "WRITE"], name: str, theirs: Sequence[Place], ours: Sequence[Place]) -> None:
+        """Copy bytes from a peer's registered memory to ours (``READ``), or back.
 
         Both lists have places of the same sizes, and each list has one kind of memory.
 
@@ -178,16 +161,11 @@ class Agent:
         self._asked.clear()  # it is in the queue before this thread's next turn
         self._thread.submit(self._answer)
 
-    def _do(self, work: Callable[[], T]) -> Future[T]:
-        future = self._thread.submit(self._cleanly, work)
-        self._asked.set()
-        return future
-
     @staticmethod
-    def _cleanly(work: Callable[[], T]) -> T:
+    def _cleanly(work: Callable[..., T], *arguments: Any) -> T:
         """Strip NIXL's frames from errors: they would keep the agent, its sockets and its memory."""
         try:
-            return work()
+            return work(*arguments)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
         raise OSError(text)
@@ -307,12 +285,12 @@ class Regions:
             if self.bytes + wanted <= self._max_bytes:
                 break
             del self.regions[region.number]
-            await asyncio.wrap_future(self._agent.release(region.memory))
+            await asyncio.wrap_future(self._agent.run(self._agent.release, region.memory))
         return not self._waits or not self.regions or self.bytes + wanted <= self._max_bytes
 
     async def _new(self, size: int) -> Region:
         memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-        await asyncio.wrap_future(self._agent.register(memory))
+        await asyncio.wrap_future(self._agent.run(self._agent.register, memory))
         region = self.regions[self._made] = Region(self._made, memory, [(0, size)])
         self._made += 1
         return region

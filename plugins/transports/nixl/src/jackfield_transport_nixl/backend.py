@@ -157,12 +157,12 @@ class NIXLBackend(TransferQueueBackend):
             def write() -> None:
                 agent, registered = client.agent, [source for source, _ in sources]
                 for source in registered:
-                    agent.register_now(source)
+                    agent.register(source)
                 try:
-                    agent.move_now("WRITE", client.name, theirs, [place_of(source) for source in registered])
+                    agent.move("WRITE", client.name, theirs, [place_of(source) for source in registered])
                 finally:
                     for source in registered:
-                        agent.release_now(source)
+                        agent.release(source)
 
             await client.done(client.agent.run(write))
             await client.within(client.store.keep(*rows, entries, room.block))
@@ -212,7 +212,7 @@ class NIXLBackend(TransferQueueBackend):
             start += entry.size
 
         def read(_: Any = values) -> None:  # the memory is not reused before this has ended
-            client.agent.move_now("READ", client.name, theirs, ours)
+            client.agent.move("READ", client.name, theirs, ours)
 
         if theirs:
             await client.done(client.agent.run(read))

@@ -93,8 +93,8 @@ class Client:
             if number not in self._regions:
                 described = await self.within(self.store.describe())
                 if self.name:  # its old regions may have lain where new ones lie
-                    await self.done(self.agent.forget(self.name))
-                self.name = await self.done(self.agent.meet(described.metadata))
+                    await self.done(self.agent.run(self.agent.forget, self.name))
+                self.name = await self.done(self.agent.run(self.agent.meet, described.metadata))
                 self._regions = described.regions
         try:
             return self._regions[number]

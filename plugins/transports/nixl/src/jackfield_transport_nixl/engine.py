@@ -74,8 +74,8 @@ class NIXLCheckpointEngine(OneSenderEngine):
         self._in_place = near if self.config.in_place is None else self.config.in_place
         for slot in range(self.slots):
             buffer = kept_buffer(self.buffers, slot, self.config.bucket_bytes, self.device)
-            await self.finished(agent.register(buffer), "memory to be registered")
-        metadata = await self.finished(agent.metadata(), "the sender's agent")
+            await self.finished(agent.run(agent.register, buffer), "memory to be registered")
+        metadata = await self.finished(agent.run(agent.metadata), "the sender's agent")
         agent.progress()
         self.tell({"agent": b64encode(metadata).decode(), "slot": attrs.astuple(place_of(buffer))})
         await self.until(lambda peer: "ready" in peer.said, "read the sender's memory")
@@ -85,13 +85,13 @@ class NIXLCheckpointEngine(OneSenderEngine):
         agent = await self._open(place["host"])
         await self.until(lambda peer: "agent" in peer.said, "show its memory")
         said = self.peers[0].said
-        name = await self.finished(agent.meet(b64decode(said["agent"])), "the sender's agent")
+        name = await self.finished(agent.run(agent.meet, b64decode(said["agent"])), "the sender's agent")
         theirs = Place(*said["slot"])
 
         def first() -> None:
             for slot in self._slots:
                 self._fit(agent, slot, theirs.size)
-            agent.read_now(name, theirs.part(0, 1), place_of(self.buffers[0]).part(0, 1))
+            agent.move("READ", name, [theirs.part(0, 1)], [place_of(self.buffers[0]).part(0, 1)])
 
         await self.finished(agent.run(first), "the sender to have its memory read")
         self._name = name
@@ -127,8 +127,8 @@ class NIXLCheckpointEngine(OneSenderEngine):
         assert agent is not None, "there are workers"
 
         def registered() -> bytes:
-            agent.register_now(content)
-            return agent.metadata_now()
+            agent.register(content)
+            return agent.metadata()
 
         metadata = await self.finished(agent.run(registered), "memory to be registered")
         self._show(place_of(content), [entry], 0, content.numel(), b64encode(metadata).decode())
@@ -142,7 +142,7 @@ class NIXLCheckpointEngine(OneSenderEngine):
             _, content = self._lent.popleft()
             again = any(content.data_ptr() == other.data_ptr() for _, other in self._lent)  # by another name
             if self._agent is not None and not again:
-                self._agent.release(content)
+                self._agent.run(self._agent.release, content)
 
     async def launch(self, content: torch.Tensor, entries: Sequence[Entry]) -> None:
         """Announce a bucket to the workers."""
@@ -181,16 +181,17 @@ class NIXLCheckpointEngine(OneSenderEngine):
                 last.result()  # after a failure nothing is read
             self._fit(agent, slot, piece["size"])
             if piece["agent"] is not None:
-                agent.meet_now(b64decode(piece["agent"]))
-            agent.read_now(name, theirs, place_of(self.buffers[slot.number]).part(piece["start"], theirs.size))
+                agent.meet(b64decode(piece["agent"]))
+            ours = place_of(self.buffers[slot.number]).part(piece["start"], theirs.size)
+            agent.move("READ", name, [theirs], [ours])
 
         return read
 
     def _fit(self, agent: Agent, slot: _Slot, size: int) -> None:
         """Let a buffer be registered and have ``size`` bytes; in the agent's thread."""
         if slot.number < len(self.buffers) and self.buffers[slot.number].numel() < size:
-            agent.release_now(self.buffers[slot.number])
-        agent.register_now(kept_buffer(self.buffers, slot.number, size, self.device))
+            agent.release(self.buffers[slot.number])
+        agent.register(kept_buffer(self.buffers, slot.number, size, self.device))
 
     def _was_received(self, job: asyncio.Future[None]) -> None:
         if not job.cancelled() and job.exception() is None:

@@ -177,7 +177,7 @@ class Store:
 
     async def describe(self) -> Description:
         """Describe the store's memory."""
-        metadata = await asyncio.wrap_future(self._agent.metadata())
+        metadata = await asyncio.wrap_future(self._agent.run(self._agent.metadata))
         regions = self._regions.regions.items()
         return Description(metadata, {number: place_of(region.memory) for number, region in regions})
 
