@@ -249,14 +249,12 @@ class EngineGroup:
     _seconds: float = attrs.field(kw_only=True)
     #: compute with the base model (the reference policy of a LoRA actor)
     _adapter_off: bool = attrs.field(default=False, kw_only=True)
-    _layouts: list[EngineLayout] = attrs.field(factory=list, init=False)
+    _layouts: list[EngineLayout] = attrs.field(factory=list, kw_only=True)
     reading: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)  #: held while weights are read between steps
 
     def without_adapter(self) -> EngineGroup:
         """Return a group of the same ranks that computes with the base model."""
-        base = attrs.evolve(self, role="reference", adapter_off=True)
-        base._layouts = self._layouts
-        return base
+        return attrs.evolve(self, role="reference", adapter_off=True, layouts=self._layouts)
 
     async def initialize(self) -> None:
         """Load the model on every rank."""
