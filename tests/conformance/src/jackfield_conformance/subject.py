@@ -16,20 +16,16 @@ if TYPE_CHECKING:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Subject:
-    """One plugin under one check.
-
-    ``make`` builds its object. ``record`` and ``registry`` are for the checks that look at a plugin from outside; a
-    mutant, which is not installed, has none.
-    """
+    """One plugin under one check. A mutant is not installed and has no ``record`` and ``registry``."""
 
     kind: str
     name: str
     cls: Any  #: the plugin's class
     config: Any  #: an instance of ``config_class``, made from ``settings``
     config_class: Any
-    settings: Mapping[str, Any] = attrs.field(factory=dict)  #: of a tiny instance
+    settings: Mapping[str, Any] = attrs.field(factory=dict)  #: of a small instance
     capabilities: Mapping[str, str] = attrs.field(factory=dict)  #: name to declared level
-    fixture: Mapping[str, Any] = attrs.field(factory=dict)  #: what the plugin's fixture function returned
+    fixture: Mapping[str, Any] = attrs.field(factory=dict)  #: the result of the plugin's fixture function
     folder: Path  #: fresh and empty for each check
     abi: str = "1.0"
     record: PluginRecord | None = None
@@ -37,7 +33,7 @@ class Subject:
 
     @property
     def label(self) -> str:
-        """Return its name in messages."""
+        """Return the name for messages."""
         return f"{self.kind}:{self.name}"
 
     @property
@@ -50,7 +46,7 @@ class Subject:
         return self.capabilities.get(capability) in ("full", "partial")
 
     def make(self, context: Any, **settings: Any) -> Any:
-        """Build a new object of the plugin on this context; ``settings`` replace those of its fixture."""
+        """Create an object of the plugin on this context; ``settings`` replace those of its fixture."""
         if not settings:
             return self.cls(self.config, context)
         from jackfield.settings import structure
@@ -58,7 +54,7 @@ class Subject:
         return self.cls(structure(self.config_class, {**self.settings, **settings}), context)
 
     def plain(self) -> dict[str, Any]:
-        """Return what :meth:`of_plain` makes it of in another process; of the fixture only ``device``."""
+        """Return plain values for :meth:`of_plain` in another process; of the fixture only ``device``."""
         found = {name: getattr(self, name) for name in ("cls", "config_class")}
         classes = {name: [cls.__module__, cls.__qualname__] for name, cls in found.items()}
         fixture = {name: self.fixture[name] for name in ("device",) if name in self.fixture}
@@ -66,7 +62,7 @@ class Subject:
 
     @classmethod
     def of_plain(cls, plain: Mapping[str, Any], folder: Path) -> Subject:
-        """Return the plugin that :meth:`plain` describes."""
+        """Create the subject that :meth:`plain` describes."""
         from jackfield.settings import structure
 
         found: dict[str, Any] = {"folder": folder}

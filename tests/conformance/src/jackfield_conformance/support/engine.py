@@ -1,4 +1,4 @@
-"""For the suite of training engines: a tiny model, rows, a loss, and what float64 makes of them."""
+"""Helpers for the suite of training engines: a tiny model, rows, a loss, and their float64 reference."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from jackfield.abc.engine import (
 )
 from jackfield.sdk.jagged import jagged, rows
 from jackfield_conformance.subject import Subject
+from jackfield_conformance.support import expecting
 
 VOCABULARY = 64
 LAYERS = 2
@@ -36,12 +37,15 @@ LENGTHS = ((3, 5), (7, 1), (1, 9), (10, 4), (2, 8), (4, 3), (6, 6))  #: prompt a
 SMALL = 24  #: ``micro_batch_tokens`` that split the rows into several passes
 OPTIMIZER = OptimizerSpec(lr=1e-2, weight_decay=0.1, clip_grad=1.0)
 
+_SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "head_dim": 8}
+_SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+
 Gradients = dict[str, torch.Tensor]
 
 
 @functools.cache
 def temporary_root() -> Path:
-    """A folder for this process; it goes when the process ends."""
+    """Create a folder that is removed when this process ends."""
     folder = Path(tempfile.mkdtemp(prefix="jackfield-conformance-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
@@ -49,7 +53,7 @@ def temporary_root() -> Path:
 
 @contextlib.contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Inside, transformers draws none."""
+    """Hide transformers' progress bars inside the block."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -62,41 +66,32 @@ def without_progress_bars() -> Iterator[None]:
 
 
 def model_folder(*, tied: bool = True, dropout: float = 0.0) -> Path:
-    """A Qwen3 of two layers and hidden size 16, in float32, always the same; ``dropout`` is of its attention weights.
+    """Write a Qwen3 of two layers and hidden size 16, in float32, with this dropout of attention weights.
 
-    Weights are drawn wider than at an initialization, so that each of them shows in the results. If it is ``tied``,
-    embeddings and output layer are one tensor.
+    Weights are larger than after an initialization, so that each affects the results. If it is ``tied``, embeddings and
+    output layer are one tensor.
     """
     return _made(tied, dropout, LAYERS)
 
 
 @functools.cache
 def mixture_folder() -> Path:
-    """A Qwen3 mixture of four experts, whose checkpoint has a tensor for each, and whose model stacks them."""
+    """Write a Qwen3 mixture of four experts: separate tensors in the checkpoint, stacked in memory."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8, "head_dim": 8}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    experts = {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(19)
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=VOCABULARY, **sizes, **heads, **experts))
-    folder = temporary_root() / "model-mixture"
-    with without_progress_bars():
-        model.save_pretrained(folder)
-    return folder
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(num_hidden_layers=2, **_SIZES, **experts))
+    return _saved(model, "model-mixture")
 
 
 @functools.cache
 def _made(tied: bool, dropout: float, layers: int) -> Path:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "head_dim": 8, "max_position_embeddings": 64}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": layers}
-    ends = {"bos_token_id": 1, "eos_token_id": 2}
-    config = Qwen3Config(
-        vocab_size=VOCABULARY, tie_word_embeddings=tied, attention_dropout=dropout, **sizes, **heads, **ends
-    )
+    ends = {"bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 64, "num_hidden_layers": layers}
+    config = Qwen3Config(tie_word_embeddings=tied, attention_dropout=dropout, **_SIZES, **ends)
     generator = torch.Generator().manual_seed(17)
     with torch.random.fork_rng(devices=[]):
         model = Qwen3ForCausalLM(config)
@@ -104,7 +99,11 @@ def _made(tied: bool, dropout: float, layers: int) -> Path:
         for parameter in model.parameters():
             offset = 1.0 if parameter.ndim == 1 else 0.0
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2 + offset)
-    folder = temporary_root() / f"model-{'tied' if tied else 'untied'}-{dropout:g}-{layers}"
+    return _saved(model, f"model-{'tied' if tied else 'untied'}-{dropout:g}-{layers}")
+
+
+def _saved(model: Any, name: str) -> Path:
+    folder = temporary_root() / name
     with without_progress_bars():
         model.save_pretrained(folder)
     return folder
@@ -112,7 +111,7 @@ def _made(tied: bool, dropout: float, layers: int) -> Path:
 
 @functools.cache
 def plain_model(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
-    """The folder's model as transformers loads it, with its plainest attention. Shared: copy it before a change."""
+    """Load the folder's model with transformers' plainest attention. It is shared: copy it before a change."""
     from transformers import AutoModelForCausalLM
 
     with without_progress_bars():
@@ -122,7 +121,7 @@ def plain_model(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
 
 @attrs.frozen
 class Row:
-    """One sample, in plain values."""
+    """A sample in plain values."""
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
@@ -133,7 +132,7 @@ class Row:
 
 @functools.cache
 def make_rows() -> tuple[Row, ...]:
-    """Rows of very different lengths, in no order, always the same."""
+    """Make rows of very different lengths, in no order, always the same."""
     draw = random.Random(23)
     return tuple(
         Row(
@@ -148,7 +147,7 @@ def make_rows() -> tuple[Row, ...]:
 
 
 def batch(chosen: Sequence[Row] | None = None, **columns: torch.Tensor) -> TensorDict:
-    """Rows as an engine gets them; ``columns`` are added."""
+    """Return rows as an engine gets them, with further ``columns``."""
     chosen = make_rows() if chosen is None else tuple(chosen)
     return TensorDict({**_columns(chosen), **columns}, batch_size=[len(chosen)])
 
@@ -163,7 +162,7 @@ def _columns(chosen: tuple[Row, ...]) -> dict[str, torch.Tensor]:
 
 
 def split_rows(nested: torch.Tensor) -> list[torch.Tensor]:
-    """The rows of a jagged tensor; much cheaper than ``unbind``."""
+    """Return the rows of a jagged tensor; much cheaper than ``unbind``."""
     assert nested.is_nested, f"a dense tensor of shape {tuple(nested.shape)}, expected a jagged one"
     assert nested.layout == torch.jagged, f"a nested tensor of layout {nested.layout}, expected torch.jagged"
     if nested.lengths() is not None:  # type: ignore[attr-defined]
@@ -174,7 +173,7 @@ def split_rows(nested: torch.Tensor) -> list[torch.Tensor]:
 
 
 class Loss:
-    """``sum(mask * (-advantages * log_probs + log_probs**2 / 20 - entropy * H)) / global tokens``, and metrics."""
+    """The loss ``sum(mask * (-advantages * log_probs + log_probs**2 / 20 - entropy * H)) / global tokens``."""
 
     def __init__(self, entropy: float = 0.0) -> None:
         self.tokens = sum(sum(row.response_mask) for row in make_rows())
@@ -183,7 +182,7 @@ class Loss:
         self.calls = 0
 
     def __call__(self, output: TokenOutput, data: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
-        """One micro-batch's share."""
+        """Return one micro-batch's share, and metrics."""
         self.calls += 1
         mask, advantages = data["response_mask"], data["advantages"]
         terms = -advantages * output.log_probs + output.log_probs.square() / 20.0
@@ -202,18 +201,18 @@ class Loss:
 
 @attrs.frozen(eq=False)
 class Expected:
-    """What a float64 forward of each row by itself, without padding, gives."""
+    """The results of a float64 forward pass of each row alone, without padding."""
 
     log_probs: list[torch.Tensor]  #: by row, ``[response]``
     entropy: list[torch.Tensor]
-    hidden: list[torch.Tensor]  #: by row, ``[response, hidden]``: where each response token is predicted
+    hidden: list[torch.Tensor]  #: by row, ``[response, hidden]``: states from which response tokens are predicted
     loss: float
     gradients: Gradients
 
 
 @functools.cache
 def expected(folder: Path, temperature: float = 1.0, entropy: float = 0.0) -> Expected:
-    """All of :func:`make_rows` under :class:`Loss`."""
+    """Return the results of :func:`make_rows` under :class:`Loss`."""
     model = plain_model(folder)
     log_prob_rows, entropies, hidden = [], [], []
     total = torch.zeros((), dtype=torch.float64)
@@ -235,14 +234,14 @@ def expected(folder: Path, temperature: float = 1.0, entropy: float = 0.0) -> Ex
 
 
 def hidden_states(model: Any, row: Row) -> torch.Tensor:
-    """The last hidden states ``[response, hidden]`` of a plain model, where each response token is predicted."""
+    """Return the last hidden states ``[response, hidden]`` from which a plain model predicts response tokens."""
     tokens = torch.tensor([row.prompt_ids + row.response_ids])
     states: torch.Tensor = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0]
     return states[len(row.prompt_ids) - 1 : -1]
 
 
 def context_of(subject: Subject, folder: Path | None = None, **changes: Any) -> EngineContext:
-    """A context on the tiny model; ``changes`` are of the context or of its model."""
+    """Make a context on the tiny model; ``changes`` are fields of the context or of its model."""
     fields = {field.name for field in attrs.fields(ModelSpec)}
     of_model = {name: changes.pop(name) for name in fields & changes.keys()}
     model = ModelSpec(path=str(folder or model_folder()), **of_model)
@@ -251,13 +250,13 @@ def context_of(subject: Subject, folder: Path | None = None, **changes: Any) -> 
 
 
 def dropout(subject: Subject) -> dict[str, Any]:
-    """For :func:`opened`: a model with dropout in training, as far as the engine has it (1.0 had no setting)."""
+    """Return arguments of :func:`opened` for a model with dropout in training, if the engine has dropout."""
     return {"folder": model_folder(dropout=0.5), **({"dropout": 0.5} if subject.has("dropout") else {})}
 
 
 @contextlib.contextmanager
 def opened(subject: Subject, folder: Path | None = None, **changes: Any) -> Iterator[BaseEngine]:
-    """An initialized engine, closed at the end."""
+    """Initialize an engine, and close it at the end."""
     engine: BaseEngine = subject.make(context_of(subject, folder, **changes))
     engine.initialize()
     try:
@@ -267,7 +266,7 @@ def opened(subject: Subject, folder: Path | None = None, **changes: Any) -> Iter
 
 
 def gradients(engine: BaseEngine, data: TensorDict | None = None, loss: Any = None) -> Gradients:
-    """Those of one pass."""
+    """Return the gradients of one pass."""
     with engine.train_mode():
         engine.optimizer_zero_grad()
         engine.forward_backward_batch(batch() if data is None else data, loss or Loss())
@@ -275,12 +274,12 @@ def gradients(engine: BaseEngine, data: TensorDict | None = None, loss: Any = No
 
 
 def held_gradients(engine: BaseEngine) -> Gradients:
-    """Return what the engine has accumulated, as copies on the CPU."""
+    """Return the accumulated gradients, as copies on the CPU."""
     return {name: tensor.detach().cpu().clone() for name, tensor in engine.get_per_tensor_grad()}
 
 
 def train(engine: BaseEngine, steps: int = 1, loss: Any = None) -> tuple[EngineOutput, float]:
-    """Whole training steps; the last output and gradient norm."""
+    """Run whole training steps; return the last output and gradient norm."""
     with engine.train_mode():
         for _ in range(steps):
             engine.optimizer_zero_grad()
@@ -291,7 +290,7 @@ def train(engine: BaseEngine, steps: int = 1, loss: Any = None) -> tuple[EngineO
 
 
 def assert_goes_on(subject: Subject, what: str, **changes: Any) -> None:
-    """Save, load into a new engine of another seed, step is bitwise equal to step."""
+    """Require that a step after save and load into a new engine of another seed equals a step without them."""
     folder = str(subject.folder / "native")
     with opened(subject, **changes) as engine:
         train(engine, steps=2)
@@ -305,12 +304,12 @@ def assert_goes_on(subject: Subject, what: str, **changes: Any) -> None:
 
 
 def weights(engine: BaseEngine) -> dict[str, torch.Tensor]:
-    """Return what the engine publishes, as copies on the CPU."""
+    """Return the published weights, as copies on the CPU."""
     return {name: tensor.detach().cpu().clone() for name, tensor in engine.get_per_tensor_param()[0]}
 
 
 def log_probs(engine: BaseEngine, data: TensorDict | None = None) -> list[torch.Tensor]:
-    """By row, of an inference pass."""
+    """Return log-probabilities of an inference pass, by row."""
     with engine.eval_mode():
         output = engine.forward_backward_batch(batch() if data is None else data, None, forward_only=True)
     assert output.log_probs is not None, "an inference pass of an actor has no log_probs"
@@ -318,7 +317,7 @@ def log_probs(engine: BaseEngine, data: TensorDict | None = None) -> list[torch.
 
 
 def relative_error(wanted: torch.Tensor, found: torch.Tensor) -> float:
-    """Norm of the difference over the norm of what is wanted."""
+    """Return the norm of the difference over the norm of ``wanted``."""
     return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30))
 
 
@@ -336,9 +335,7 @@ def assert_close(
 
 def assert_names(wanted: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], what: str) -> None:
     """Require the same names and the same shapes."""
-    missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
-    assert not missing, f"{what}: not there: {missing[:4]}"
-    assert not unknown, f"{what}: there, and not expected: {unknown[:4]}"
+    expecting.assert_names(wanted, found, what)
     for name, tensor in wanted.items():
         assert tensor.shape == found[name].shape, (
             f"{what}: {name} has shape {tuple(found[name].shape)}, expected {tuple(tensor.shape)}"
@@ -357,7 +354,7 @@ def assert_same_tensors(wanted: Mapping[str, torch.Tensor], found: Mapping[str, 
 
 
 def assert_tokens(wanted: Sequence[torch.Tensor], found: Any, tolerance: float, what: str) -> None:
-    """Per-token results, nested or by row, are those of each row within an absolute tolerance."""
+    """Require per-token results, nested or by row, within an absolute tolerance of those of each row."""
     assert found is not None, f"{what} are missing from the result"
     by_row = split_rows(found) if isinstance(found, torch.Tensor) else list(found)
     assert len(wanted) == len(by_row), f"{what}: results of {len(by_row)} rows, expected {len(wanted)}"

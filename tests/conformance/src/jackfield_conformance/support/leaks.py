@@ -1,4 +1,4 @@
-"""What a plugin may leave behind: tasks, threads, processes, open files and sockets, shared memory, files."""
+"""Detection of leaks: tasks, threads, processes, open files and sockets, shared memory, files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jackfield_conformance.support.processes import adopting, descendants, remai
 _SHARED_MEMORY = Path("/dev/shm")
 _SELF = Path("/proc/self")
 
-#: A leak repeats each time; what happens once is an import, a cache or another process of the machine.
+#: A leak repeats each time; an import, a cache or another process of the machine shows once.
 _ATTEMPTS = 3
 _GRACE_SECONDS = 5.0  #: for processes to end
 
@@ -33,11 +33,11 @@ class _Held:
 
     @classmethod
     def now(cls) -> _Held:
-        gc.collect()  # what only a cycle of dead objects holds is not held
+        gc.collect()  # cycles of dead objects hold nothing
         return cls(frozenset(threading.enumerate()), _descriptors(), _processes(), shared_memory())
 
     def since(self, before: _Held) -> list[str]:
-        """What is held beyond ``before``, in words."""
+        """Describe what is held beyond ``before``."""
         return [
             *(f"thread {thread.name}" for thread in self.threads - before.threads if thread.is_alive()),
             *(f"open file or socket {name}" for name in sorted(self.descriptors - before.descriptors)),
@@ -51,7 +51,7 @@ def _descriptors() -> frozenset[str]:
         return frozenset()
     found = set()
     for entry in os.listdir(_SELF / "fd"):
-        with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
+        with contextlib.suppress(OSError):  # the descriptor of the listing is already closed
             found.add(f"{entry} -> {os.readlink(_SELF / 'fd' / entry)}")
     return frozenset(found)
 
@@ -65,21 +65,21 @@ def _processes() -> frozenset[str]:
 
 
 def shared_memory() -> frozenset[str]:
-    """Return the names of all shared memory of the machine."""
+    """Return the names of all shared memory of this machine."""
     return frozenset(os.listdir(_SHARED_MEMORY)) if _SHARED_MEMORY.exists() else frozenset()
 
 
 def shared_memory_since(before: frozenset[str]) -> list[str]:
-    """The names that are new since ``before``, without those that another user owns or only strangers hold."""
+    """Return new names since ``before``, except those of another user and those that only other processes hold."""
     return sorted(name for name in shared_memory() - before if _is_ours(_SHARED_MEMORY / name))
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether this process or one that it started holds the shared memory, or no process at all."""
+    """Return whether this process, a descendant or no process holds the shared memory."""
     try:
         if path.stat().st_uid != os.getuid():
             return False
-    except OSError:  # gone by now
+    except OSError:  # it was removed
         return False
     holders = {process for process in psutil.process_iter() if _holds(process.pid, path)}
     me = psutil.Process()
@@ -88,7 +88,7 @@ def _is_ours(path: Path) -> bool:
 
 def _holds(pid: int, path: Path) -> bool:
     process = Path("/proc") / str(pid)
-    with contextlib.suppress(OSError):  # it ended, or is another user's
+    with contextlib.suppress(OSError):  # it ended, or belongs to another user
         if any(line.endswith(f" {path}") for line in (process / "maps").read_text().splitlines()):
             return True
         return any(os.readlink(descriptor) == str(path) for descriptor in (process / "fd").iterdir())
@@ -96,13 +96,13 @@ def _holds(pid: int, path: Path) -> bool:
 
 
 def other_tasks() -> list[str]:
-    """The names of the running loop's tasks beside the calling one."""
+    """Return the names of the running loop's tasks except the calling one."""
     return [task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
 
 @contextlib.contextmanager
 def _scratch(folder: Path) -> Iterator[None]:
-    """Make ``folder`` the current one and the one of temporary files, but not of the cache that torch makes."""
+    """Use ``folder`` as current folder and for temporary files, but not for torch's cache."""
     folder.mkdir(parents=True)
     here, temporary, variables = os.getcwd(), tempfile.tempdir, dict(os.environ)
     os.chdir(folder)
@@ -118,7 +118,7 @@ def _scratch(folder: Path) -> Iterator[None]:
 
 
 def assert_nothing_left(life: Callable[[Path], Awaitable[None]], folder: Path) -> None:
-    """Make, use and stop a plugin in a folder, which is for temporary files, too, and look at what is left of it."""
+    """Run a plugin's life in a folder, which also has its temporary files; require that nothing is left."""
     left: list[str] = []
     for attempt in range(_ATTEMPTS):
         scratch = folder / f"scratch-{attempt}"
@@ -136,7 +136,7 @@ def assert_nothing_left(life: Callable[[Path], Awaitable[None]], folder: Path) -
 
 
 async def _live(life: Callable[[Path], Awaitable[None]], folder: Path) -> list[str]:
-    """Live it, give its processes time to end, and return the names of the tasks that are left."""
+    """Run the life, give its processes time to end, and return the names of remaining tasks."""
     folder.mkdir(parents=True)
     before = descendants()
     await life(folder)

@@ -31,7 +31,7 @@ LORA = LoraSpec(rank=3, alpha=12.0)
 
 
 def value_loss(output: TokenOutput, data: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
-    """The squared error of the values against the advantages, by global tokens."""
+    """Return the squared error of the values against the advantages, over global tokens."""
     assert output.values is not None, "a loss of an engine with a value head gets no values"
     mask = data["response_mask"]
     return ((output.values - data["advantages"]).square() * mask).sum() / support.Loss().tokens, {}
@@ -47,7 +47,7 @@ def _values(engine: BaseEngine) -> list[torch.Tensor]:
 
 
 def _fitted_head(values: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """The linear head that explains the values best: weight ``[hidden]``, bias ``[]``, and its largest error."""
+    """Fit a linear head to the values; return weight ``[hidden]``, bias ``[]`` and the largest error."""
     hidden = torch.cat(support.expected(support.model_folder()).hidden)
     found = torch.cat(values).double()
     inputs = torch.cat([hidden, torch.ones(len(hidden), 1, dtype=torch.float64)], dim=1)
@@ -126,7 +126,7 @@ def _export(engine: BaseEngine) -> tuple[dict[str, torch.Tensor], dict[str, Any]
 
 
 def _with_peft(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Any:
-    """The plain base model under the exported adapter, loaded as anybody would, and what PEFT says it has loaded."""
+    """Load the exported adapter onto the plain base model; return the model and the state that PEFT loaded."""
     from peft import PeftModel
     from peft.utils import get_peft_model_state_dict
     from safetensors.torch import save_file
@@ -136,14 +136,14 @@ def _with_peft(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str,
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
     base = copy.deepcopy(support.plain_model(support.model_folder(), torch.float32))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what does not fit is told below, in our words
+        warnings.simplefilter("ignore")  # tensors that do not fit are reported below
         model = PeftModel.from_pretrained(base, folder)
         state = dict(get_peft_model_state_dict(model))
     return model, state
 
 
 def _randomized(engine: BaseEngine) -> None:
-    """Train until the adapter does something: a fresh one is the identity."""
+    """Train until the adapter has an effect: a fresh one is the identity."""
     support.train(engine, steps=3)
 
 
@@ -244,7 +244,7 @@ def gradient_checkpointing_changes_no_gradient(subject: Subject) -> None:
 
 
 def has_value_head(subject: Subject) -> bool:
-    """Return whether a model with a value head is loaded and gives values."""
+    """Return whether the engine loads a model with a value head and gives values."""
     try:
         with support.opened(subject, role="critic", value_head=True) as engine:
             return bool(_values(engine))
@@ -253,7 +253,7 @@ def has_value_head(subject: Subject) -> bool:
 
 
 def has_lora(subject: Subject) -> bool:
-    """Return whether a model with an adapter is loaded and exports it."""
+    """Return whether the engine loads a model with an adapter and exports it."""
     try:
         with support.opened(subject, lora=LORA) as engine:
             return bool(_export(engine))

@@ -1,4 +1,4 @@
-"""What a forward and backward pass gives: log-probabilities, entropies, losses, metrics and gradients."""
+"""Checks of engines: log-probabilities, entropies, losses, metrics and gradients of passes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Result = tuple[torch.Tensor, Mapping[str, Any]]
 _PAGE = "docs/plugins/engine.md#passes"
 _GRADIENTS = "docs/plugins/engine.md#gradients"
 
-#: Absolute, of log-probabilities and entropies of a float32 model.
+#: Absolute, for log-probabilities and entropies of a float32 model.
 TOKEN_TOLERANCE = 1e-4
-#: Relative, of gradients, by the dtype of the model.
+#: Relative, for gradients, by the dtype of the model.
 GRADIENT_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 #: Relative, between two ways to add up the same numbers in float32.
 SUM_TOLERANCE = 2e-5

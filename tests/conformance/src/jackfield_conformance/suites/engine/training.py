@@ -1,10 +1,9 @@
-"""What a step does: AdamW, its schedule, determinism, offloading, checkpoints."""
+"""Checks of engines: AdamW, its schedule, determinism, offloading, checkpoints."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Literal
 
 import attrs
@@ -24,7 +23,7 @@ COSINE = OptimizerSpec(lr=2e-2, weight_decay=0.1, scheduler="cosine", warmup_ste
 
 
 def _assert_follows_adamw(engine: BaseEngine, spec: OptimizerSpec, rates: Iterator[float], what: str) -> None:
-    """Three steps of the engine move its weights as AdamW in float64 does when it is fed the same gradients."""
+    """Require that three steps move the weights as AdamW in float64 does on the same gradients."""
     start = support.weights(engine)
     plain = {name: tensor.double().requires_grad_() for name, tensor in start.items()}
     optimizer = torch.optim.AdamW(
@@ -50,15 +49,11 @@ def _assert_follows_adamw(engine: BaseEngine, spec: OptimizerSpec, rates: Iterat
 @check("ENG-040", page=_OPTIMIZER)
 def steps_are_adamw(subject: Subject) -> None:
     """A step is AdamW's, with the spec's rate, betas, eps and weight decay, on gradients clipped to the global norm."""
-    specs = (
-        OptimizerSpec(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.2, clip_grad=0.05),
-        OptimizerSpec(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.2, clip_grad=None),
-    )
-    for spec in specs:
+    for clip_grad in (0.05, None):
+        spec = OptimizerSpec(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.2, clip_grad=clip_grad)
         with support.opened(subject, optimizer=spec) as engine:
-            _assert_follows_adamw(
-                engine, spec, iter([spec.lr] * 4), f"what three steps with clip_grad={spec.clip_grad} change"
-            )
+            what = f"changes of three steps with clip_grad={clip_grad}"
+            _assert_follows_adamw(engine, spec, iter([spec.lr] * 4), what)
 
 
 @check("ENG-041", page=_OPTIMIZER)
@@ -100,7 +95,7 @@ def a_norm_that_is_not_finite_skips_the_step(subject: Subject) -> None:
 
 
 def _rates(spec: OptimizerSpec) -> Iterator[float]:
-    """The rate of each step, the first one included: linear from 0 over the warm-up, then the decay."""
+    """Yield the rate of each step, from the first on: linear from 0 over the warm-up, then the decay."""
     step = 0
     while True:
         if step < spec.warmup_steps:
@@ -123,7 +118,7 @@ def schedules_have_their_closed_form(subject: Subject) -> None:
     for scheduler in ("constant", "linear", "cosine"):
         spec = attrs.evolve(COSINE, scheduler=scheduler)
         rates = _rates(spec)
-        next(rates)  # of the first step, which nothing returns
+        next(rates)  # the rate of the first step, which no call returns
         wanted = [next(rates) for _ in range(11)]
         with support.opened(subject, optimizer=spec) as engine, engine.train_mode():
             engine.forward_backward_batch(data, support.Loss())
@@ -141,17 +136,13 @@ def steps_use_the_schedule(subject: Subject) -> None:
         _assert_follows_adamw(engine, spec, _rates(spec), "what three steps on a cosine schedule change")
 
 
-def _save(engine: BaseEngine, folder: Path) -> None:
-    engine.save_checkpoint(SaveCheckpointRequest(folder=str(folder)))
-
-
 @check("ENG-050", page=_CHECKPOINTS)
 def save_load_step_is_step(subject: Subject) -> None:
     """A step after save and load into a new engine is bitwise the step without them: moments and schedule are saved."""
     with support.opened(subject, optimizer=COSINE) as engine:
         support.train(engine, steps=3)
         saved = support.weights(engine)
-        _save(engine, subject.folder / "native")
+        engine.save_checkpoint(SaveCheckpointRequest(folder=str(subject.folder / "native")))
         support.assert_same_tensors(saved, support.weights(engine), "weights after a checkpoint was saved")
         support.train(engine, steps=2)
         wanted, rate = support.weights(engine), engine.lr_scheduler_step()
@@ -178,7 +169,7 @@ def model_only_leaves_the_rest(subject: Subject) -> None:
     with support.opened(subject, optimizer=COSINE) as engine:
         support.train(engine, steps=3)
         saved = support.weights(engine)
-        _save(engine, subject.folder / "native")
+        engine.save_checkpoint(SaveCheckpointRequest(folder=str(subject.folder / "native")))
     rates = _rates(COSINE)
     wanted = [next(rates) for _ in range(2)][1]
     with support.opened(subject, optimizer=COSINE) as engine:

@@ -1,4 +1,4 @@
-"""What leaves an engine, how it is to be used, several ranks in processes of their own, and GPUs."""
+"""Checks of engines: exports, life, ranks and GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jackfield_conformance.registry import Skipped, check
 from jackfield_conformance.subject import Subject
 from jackfield_conformance.support import engine as support
 from jackfield_conformance.support import engine_ranks
-from jackfield_conformance.support.expecting import refused
+from jackfield_conformance.support.expecting import assert_names, refused
 from jackfield_conformance.support.leaks import assert_nothing_left
 
 _EXPORT = "docs/plugins/engine.md#export"
@@ -38,9 +38,7 @@ def a_mixture_is_exported_as_its_checkpoint_has_it(subject: Subject) -> None:
         found = _experts(support.weights(engine))
     finally:
         engine.close()
-    missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
-    assert not missing, f"not exported: {missing[:4]}"
-    assert not unknown, f"exported under names that the checkpoint does not have: {unknown[:4]}"
+    assert_names(wanted, found, "exported experts")
     # ENG-031 is about bits; this is about which values have which name
     wrong = [
         name
@@ -70,13 +68,9 @@ def exported_names_are_those_of_hugging_face(subject: Subject) -> None:
         with support.opened(subject, folder) as engine:
             tensors, adapter = engine.get_per_tensor_param()
             pairs = [(name, tuple(tensor.shape)) for name, tensor in tensors]
-        names = [name for name, _ in pairs]
         assert adapter is None, f"a model without an adapter is exported with a PEFT config: {adapter}"
-        doubled = sorted({name for name in names if names.count(name) > 1})
-        assert not doubled, f"exported twice: {doubled[:4]}"
-        missing, unknown = sorted(wanted.keys() - set(names)), sorted(set(names) - wanted.keys())
-        assert not missing, f"not exported: {missing[:4]} (embeddings {'tied' if tied else 'not tied'})"
-        assert not unknown, f"exported under names that Hugging Face does not have: {unknown[:4]}"
+        what = f"exported tensors (embeddings {'tied' if tied else 'not tied'})"
+        assert_names(wanted, [name for name, _ in pairs], what)
         shapes = {name: shape for name, shape in pairs if shape != wanted[name].shape}
         assert not shapes, f"not exported in full: {shapes}"
 
@@ -209,7 +203,7 @@ def close_leaves_nothing(subject: Subject) -> None:
         engine.close()
         engine.close()
 
-    support.model_folder()  # made once, and not by the engine
+    support.model_folder()  # made before, and not by the engine
     assert_nothing_left(life, subject.folder)
 
 
