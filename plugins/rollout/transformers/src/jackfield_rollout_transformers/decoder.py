@@ -142,7 +142,6 @@ class Decoder:
             self._table.move(rows[0], rows[1])
 
     def _decode(self) -> list[Sequence]:
-        """Generate one token for every row."""
         self._arrange([])
         sequences = self.sequences
         table = self._table.head(len(sequences))

@@ -87,7 +87,6 @@ class TransformersServer(RelayServer):
         return ServerInfo(replica=self.context.replica, workers=1, openai_base_url=url)
 
     async def _listen(self) -> str | None:
-        """Open the OpenAI-compatible endpoint, if it is configured."""
         if self.config.openai is None:
             return None
         from jackfield_openai.endpoint import OpenAIEndpoint  # imports a web server, which few replicas need
@@ -156,7 +155,6 @@ class TransformersServer(RelayServer):
         return Sequence(running, limit, own.union(sampling.stop_token_ids), stop_strings)
 
     def _made(self, sequence: Sequence) -> None:
-        """Handle a sequence's new tokens or end after a hop."""
         if sequence.done.done():  # its caller has left
             return
         sequence.feed(self._version)
@@ -304,5 +302,4 @@ class TransformersServer(RelayServer):
 
 
 def _line(error: BaseException) -> str:
-    """Return an error's message in one line."""
     return error.message if isinstance(error, JackfieldError) else f"{type(error).__name__}: {error}"

@@ -48,7 +48,6 @@ class VllmServer(SleepingServer):
         return ServerInfo(replica=self.context.replica, workers=self.config.tensor_parallel)
 
     async def _open_engine(self) -> Any:
-        """Start vLLM on this event loop."""
         try:
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -109,7 +108,6 @@ class VllmServer(SleepingServer):
         return "vLLM's engine core has died" if self._engine.errored else None
 
     async def _read(self, running: Running) -> None:
-        """Read vLLM's answers to the last one."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -181,7 +179,6 @@ class VllmServer(SleepingServer):
 
 
 def _weights_error(error: JackfieldError) -> JackfieldError:
-    """Convert a worker's error to one that an update may raise."""
     if isinstance(error, WeightsError | PluginError):
         return error
     return WeightsError(f"the update broke off: {error.message}", where=error.where, found=error.found, fix=error.fix)

@@ -111,7 +111,6 @@ class CheckpointEngineReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         check_complete(self.digests, self._expected, tied=tied)
 
     async def _receive_delta(self, receiver: WeightReceiver, request: UpdateWeightsRequest) -> None:
-        """Receive all changes, then change blocks in place."""
         connect = request.connect[self.parallel_config.rank]
         changes = await receiver.changes(connect, request.version, request.base_version)
         digests = self._held.unchanged(changes)

@@ -151,11 +151,7 @@ def abandoned(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except FileNotFoundError:
-        return False
-    except OSError:  # no locks here
+    except OSError:  # it is locked or gone, or there are no locks here
         return False
     return True
 
@@ -201,16 +197,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return found
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a small file atomically."""
-    replace_file(path, json.dumps(dict(content)), durable=False)
-
-
 def publish(transfer: Path, version: int, shards: Sequence[Sequence[Any]]) -> None:
     """Mark a transfer as complete and the newest."""
     with guarded(transfer.parent):
-        write_json(transfer / INDEX, {"version": version, "shards": list(shards)})
-        write_json(transfer.parent / MARKER, {"version": version, "transfer": transfer.name})
+        index, newest = {"version": version, "shards": list(shards)}, {"version": version, "transfer": transfer.name}
+        replace_file(transfer / INDEX, json.dumps(index), durable=False)
+        replace_file(transfer.parent / MARKER, json.dumps(newest), durable=False)
 
 
 def clean(folder: Path, keep: int) -> None:

@@ -85,7 +85,6 @@ class NIXLBackend(TransferQueueBackend):
         return agent
 
     async def _started(self, host: str, folder: Path) -> Path:
-        """Start the store; return the file with its address."""
         self._store = Store(self._settings, await self._agent(host), self.context.heartbeat_seconds)
         address = await self._store.listen(host, self._settings.port)
         address.write(folder / FILE)

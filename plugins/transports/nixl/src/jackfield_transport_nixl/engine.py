@@ -122,7 +122,6 @@ class NIXLCheckpointEngine(OneSenderEngine):
         return True
 
     async def _lend(self, content: torch.Tensor, entry: Entry) -> None:
-        """Let workers read a tensor where it is, uint8 ``[bytes]``."""
         agent = self._agent
         assert agent is not None, "there are workers"
 
@@ -158,7 +157,6 @@ class NIXLCheckpointEngine(OneSenderEngine):
         self.tell({**shown, "tensors": list(entries)})
 
     def _pump(self) -> None:
-        """Read the buckets for which there is room."""
         while self._shown and self._name:
             slot = self._filling or next((slot for slot in self._slots if slot.free), None)
             if slot is None or self._agent is None:

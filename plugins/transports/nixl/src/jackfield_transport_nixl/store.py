@@ -163,7 +163,6 @@ class Store:
                 self._free(block)
 
     def _drop(self, kept: Iterable[_Kept]) -> int:
-        """Cells that are not needed any more; their bytes."""
         size = 0
         for cell in kept:
             size += cell.size
@@ -350,7 +349,6 @@ class Store:
         return Count(len(staged), self._bytes)
 
     async def _stage(self, staged: dict[tuple[str, str], dict[str, _Kept]], batch: Sequence[SavedSample]) -> None:
-        """Rows of a checkpoint into memory, in one block."""
         block = await self._regions.take(
             sum(aligned(len(content)) for row in batch for _, content in row.cells.values())
         )

@@ -102,7 +102,6 @@ class RayBackend(TransferQueueBackend):
             ) from error
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
-        """Ask the index."""
         self._open()
         index = self._index
         if isinstance(index, Index):
@@ -143,7 +142,6 @@ class RayBackend(TransferQueueBackend):
     async def _fetched(
         self, objects: Mapping[str, Any], rows_of: Callable[[set[str]], list[str]], request: GetRequest
     ) -> dict[str, list[Any]]:
-        """Return the arrays of objects, by name."""
         names, seconds = list(objects), self._settings.seconds
         try:
             arrays = await self._in_thread(lambda: ray.get([objects[name] for name in names], timeout=seconds))
@@ -232,7 +230,6 @@ def _archived(
 
 
 def _staged(folder: Path) -> tuple[dict[tuple[str, str], dict[str, Entry]], dict[str, Any]]:
-    """The rows of a checkpoint, as objects."""
     rows: dict[tuple[str, str], dict[str, Entry]] = {}
     objects: dict[str, Any] = {}
     for batch in batches(read_archive(folder), lambda row: row.bytes):
@@ -249,7 +246,6 @@ def _staged(folder: Path) -> tuple[dict[tuple[str, str], dict[str, Entry]], dict
 
 
 def _lost(objects: Mapping[str, Any], seconds: float) -> set[str]:
-    """Return the names of lost objects."""
     found = set()
     for name, reference in objects.items():
         try:
@@ -260,7 +256,6 @@ def _lost(objects: Mapping[str, Any], seconds: float) -> set[str]:
 
 
 def _rows_of(found: Found, names: set[str], keys: Sequence[str], width: int) -> list[str]:
-    """Return the rows with cells in the named objects."""
     return [
         key
         for number, key in enumerate(keys)

@@ -90,7 +90,6 @@ def prepare(connection: sql.Connection, tag_columns: Sequence[str] | None) -> No
 
 
 def _make_view(connection: sql.Connection, tag_columns: Sequence[str]) -> None:
-    """Create the view of all samples, with tags as columns."""
     parts = [
         sql.select(
             *(table.c[name] for name in ("queue", "partition", "key", "created")),

@@ -200,7 +200,6 @@ class Client:
         return Lease(give_back)
 
     def _release(self) -> None:
-        """Tell units which leases have ended."""
         while self._given_back:
             unit, number = self._given_back.popleft()
             if unit in self._lines:

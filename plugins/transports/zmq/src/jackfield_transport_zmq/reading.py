@@ -206,7 +206,6 @@ def _rows(reader: Reader, reply: Message, lease: Lease | None) -> list[SavedSamp
 
 
 def _by_unit(client: Client, rows: Sequence[SavedSample]) -> dict[tuple[int, str, tuple[str, ...]], list[SavedSample]]:
-    """Rows of one unit, partition and set of columns together."""
     found: defaultdict[tuple[int, str, tuple[str, ...]], list[SavedSample]] = defaultdict(list)
     for row in rows:
         (places,) = client.places(row.partition, [row.key]).values()

@@ -100,7 +100,6 @@ class Sending:
                 self._pump()
 
     def _pump(self) -> None:
-        """Send each worker the chunks for which it has room."""
         for number, worker in self._workers.items():
             room = self._peers[number].said.get("room", 0) if number in self._peers else 0
             while worker.chunk < min(room, self._first + len(self._chunks)):

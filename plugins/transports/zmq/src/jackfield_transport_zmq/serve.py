@@ -83,14 +83,12 @@ def _serve(order: Mapping[str, Any], owner: int) -> None:
 
 
 def _receive(router: zmq.Socket[Any], unit: Unit) -> None:
-    """All that has come."""
     while readable(router):
         identity, *frames = router.recv_multipart(copy=False)
         unit.receive(bytes(identity.buffer), whole(frames))
 
 
 def _watch(unit: Unit, watched: dict[int, bytes], poller: zmq.Poller) -> None:
-    """Have the poller tell when the process of a client ends."""
     now = {client.process: identity for identity, client in unit.clients.items() if client.process is not None}
     if now == watched:
         return

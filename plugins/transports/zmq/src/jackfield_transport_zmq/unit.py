@@ -217,7 +217,6 @@ class Unit:
         self._counted(identity, message)
 
     def _go_on(self) -> None:
-        """End the hold, and do what came meanwhile."""
         self._holder = None
         waiting, self._waiting = self._waiting, []
         for identity, message in waiting:

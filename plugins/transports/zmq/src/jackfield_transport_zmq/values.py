@@ -199,7 +199,6 @@ class Reader:
 
 
 def _together(slots: Sequence[Slot]) -> bool:
-    """Whether the rows lie back to back in one arena."""
     mapping, end = slots[0].mapping, slots[0].offset
     for slot in slots:
         if slot.mapping is not mapping or slot.offset != end:
