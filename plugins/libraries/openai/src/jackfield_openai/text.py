@@ -13,11 +13,7 @@ _UNFINISHED = "\ufffd"  # a character whose bytes are incomplete
 
 
 class ServedTokenizer:
-    """The tokenizer of a model folder. Only chats need a chat template.
-
-    Raises:
-        OSError: If the folder has no tokenizer.
-    """
+    """The tokenizer of a model folder. Only chats need a chat template; ``OSError`` if the folder has no tokenizer."""
 
     def __init__(self, path: str, trust_remote_code: bool = False) -> None:
         from transformers import AutoTokenizer

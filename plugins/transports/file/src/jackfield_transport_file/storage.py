@@ -86,11 +86,7 @@ class Parties:
     """This party, and the others that it watches."""
 
     def __init__(self, own: Path, seconds: float, poll_seconds: float) -> None:
-        """Create this party's file; the deadline of the transfer is ``seconds`` from now.
-
-        Raises:
-            WeightsError: If another process is this party; ``weights.storage``.
-        """
+        """Create this party's file, with a deadline in ``seconds``; ``WeightsError`` if another process has it."""
         self.others: list[Other] = []
         self._clock = Clock()
         self._seconds = seconds

@@ -77,10 +77,7 @@ class Agent:
         self.devices = devices
 
     def start(self) -> Future[None]:
-        """Make the agent.
-
-        The future raises OSError where UCX cannot work with the devices.
-        """
+        """Make the agent; the future raises ``OSError`` if UCX cannot work with the devices."""
         return self.run(self._make)
 
     def _make(self) -> None:

@@ -102,10 +102,7 @@ class Arena:
 
     @classmethod
     def make(cls, size: int) -> Arena:
-        """
-        Raises:
-            QueueError: ``queue.full`` where the system has no memory.
-        """
+        """Create an arena; ``queue.full`` if the system has no memory."""
         descriptor = os.memfd_create("jackfield-samples", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, size)

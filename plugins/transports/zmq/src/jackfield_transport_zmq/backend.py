@@ -27,13 +27,14 @@ from jackfield.abc.transfer_queue import (
     TransferQueueContext,
 )
 from jackfield.errors import QueueError
+from jackfield.sdk.cells import split_request
 from jackfield.sdk.rpc import Process, is_loopback
 from jackfield_transport_zmq.client import Client, all_of
 from jackfield_transport_zmq.config import QueueConfig
 from jackfield_transport_zmq.directory import FILE, Directory, UnitAddress, UnitProcess, started
 from jackfield_transport_zmq.line import Lost, Stale
 from jackfield_transport_zmq.reading import Reading, lost_rows, restored, written
-from jackfield_transport_zmq.values import COPIERS, Outgoing, Reader, copied_columns, outgoing
+from jackfield_transport_zmq.values import COPIERS, Outgoing, Reader, copied_columns
 
 T = TypeVar("T")
 
@@ -176,7 +177,7 @@ class ZMQBackend(TransferQueueBackend):
         If a unit dies meanwhile, ``queue.lost`` names the rows.
         """
         client = self._open()
-        made = outgoing(request)
+        made = Outgoing([list(cells.values()) for cells in split_request(request)])
         size = sum(len(content) for row in made.rows for _, content in row)
         threshold = self._settings.shared_from_bytes
         block = None

@@ -66,11 +66,7 @@ class Sending:
     """The sender's socket, and the chunks that some worker has not received."""
 
     def __init__(self, host: str, keys: Keys | None, tcp: bool, port: int, secret: str) -> None:
-        """Listen: by TCP with a port, or within this host. All workers know the secret.
-
-        Raises:
-            zmq.ZMQError: If the address is taken.
-        """
+        """Listen by TCP with a port, or within this host; ``zmq.ZMQError`` if the address is taken."""
         self._context = zmq.Context[Any]()
         try:
             self._gate = Gate(self._context, keys, bytes.fromhex(secret))

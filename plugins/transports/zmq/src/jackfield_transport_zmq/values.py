@@ -17,7 +17,7 @@ import torch
 from jackfield.abc.transfer_queue import Column, PutRequest
 from jackfield.errors import QueueError
 from jackfield.sdk.buckets import aligned
-from jackfield.sdk.cells import Buffer, Cell, content_of, join, split_request
+from jackfield.sdk.cells import Buffer, Cell, content_of, join
 from jackfield_transport_zmq.arenas import Arenas, Block, ForeignArena, Held
 from jackfield_transport_zmq.wire import Packer, bytes_of
 
@@ -53,15 +53,6 @@ def packed_cells(cells: Sequence[Cell]) -> tuple[dict[str, Any], list[Buffer]]:
     packer = Packer()
     entries = [[text, *packer.add(content), len(content)] for text, content in cells]
     return {"cells": entries, "blocks": []}, packer.buffers()
-
-
-def outgoing(request: PutRequest) -> Outgoing:
-    """Return the cells of a put, without copies.
-
-    Raises:
-        QueueError: ``queue.invalid`` for rows that are named twice or columns of other lengths.
-    """
-    return Outgoing([list(cells.values()) for cells in split_request(request)])
 
 
 async def copied_columns(request: PutRequest, made: Outgoing, block: Block, threads: ThreadPoolExecutor) -> Outgoing:
