@@ -67,10 +67,7 @@ def check_log_probs(request: GenerateRequest) -> None:
     """Refuse log-probabilities that SGLang does not compute.
 
     Its own are those before top-k, top-p and min-p, at the request's temperature. It reports those of the filtered
-    distribution only for a finite top-k.
-
-    Raises:
-        PluginError: ``plugin.capability`` for other requests.
+    distribution only for a finite top-k. Other requests raise ``plugin.capability``.
     """
     sampling = request.sampling
     expected = None

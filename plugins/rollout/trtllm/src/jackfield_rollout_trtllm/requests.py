@@ -30,10 +30,8 @@ def llm_arguments(config: Config, context: RolloutContext) -> dict[str, Any]:
 def check_sampling(request: GenerateRequest) -> None:
     """Refuse sampling parameters for which TensorRT-LLM's log-probabilities are of another distribution.
 
-    They are of the softmax, which is the distribution drawn from at temperature 1 without filters.
-
-    Raises:
-        PluginError: ``plugin.capability`` for other requests that are not greedy.
+    They are of the softmax, which is the distribution drawn from at temperature 1 without filters. Other requests that
+    are not greedy raise ``plugin.capability``.
     """
     sampling = request.sampling
     filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0

@@ -69,11 +69,7 @@ class FileCheckpointEngine(CheckpointEngine):
 
     @classmethod
     async def newer(cls, config: Config, than: ConnectRequest | None, seconds: float) -> ConnectRequest:
-        """Wait until the folder's newest weights are not ``than``, a result of this method or :meth:`newest`.
-
-        Raises:
-            DeadlineExceeded: If there are no other weights within ``seconds``.
-        """
+        """Wait for newest weights that are not ``than``, an earlier result; ``DeadlineExceeded`` after ``seconds``."""
         clock = Clock()
         ends = clock.time() + seconds
         while (found := cls.newest(config)) is None or found == than:

@@ -121,10 +121,8 @@ class Agent:
     def move(self, way: Literal["READ", "WRITE"], name: str, theirs: Sequence[Place], ours: Sequence[Place]) -> None:
         """Copy bytes from a peer's registered memory to ours (``READ``), or back.
 
-        Both lists have places of the same sizes, and each list has one kind of memory.
-
-        Raises:
-            OSError: If the peer is gone, or the agent is closed.
+        Both lists have places of the same sizes and one kind of memory each. Raises ``OSError`` if the peer is gone, or
+        the agent is closed.
         """
         agent = self._agent
         here, there = (

@@ -287,10 +287,8 @@ def _name_what_lacks(request: GetRequest, found: Found) -> None:
 def joined(address: str | None, object_store_bytes: int | None) -> bool:
     """Join or start a cluster; return whether the process was not in one before.
 
-    Without an address, use the cluster that the process is in, or a new one on this machine.
-
-    Raises:
-        QueueError: ``queue.unreachable`` if the cluster cannot be joined.
+    Without an address, use the cluster that the process is in, or a new one on this machine. Raises
+    ``queue.unreachable`` if the cluster cannot be joined.
     """
     if ray.is_initialized():
         return False

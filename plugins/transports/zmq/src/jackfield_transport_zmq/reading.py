@@ -150,11 +150,7 @@ async def written(client: Client, reader: Reader, folder: Path, in_thread: InThr
 
 
 async def restored(client: Client, folder: Path, in_thread: InThread) -> SnapshotResult:
-    """Bring the rows of a checkpoint to the units, and put them in the place of all others at once.
-
-    Raises:
-        QueueError: ``queue.invalid`` without a checkpoint; ``queue.lost`` where a unit dies meanwhile.
-    """
+    """Replace all rows by a checkpoint's, at once; ``queue.invalid`` without one, ``queue.lost`` if a unit dies."""
     mark = uuid.uuid4().hex
     units = client.living()
     archive = batches(read_archive(folder), lambda row: row.bytes)
