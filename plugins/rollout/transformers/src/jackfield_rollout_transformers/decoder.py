@@ -256,11 +256,7 @@ def check_requests(model: LoadedModel, rows: int) -> list[GenerateRequest]:
 
 
 def check_decoding(model: LoadedModel, decoder: Decoder, sequences: list[Sequence]) -> None:
-    """Generate ``sequences`` (two together, then another joins) and compare with plain forward passes.
-
-    Raises:
-        RolloutError: ``engine.model`` if the decode loop does not fit this architecture.
-    """
+    """Compare ``sequences`` (two together, then one joins) with plain passes; ``engine.model`` if they differ."""
     path = str(model.module.config.name_or_path)
     try:
         for joiners in (sequences[:2], sequences[2:]):

@@ -24,9 +24,7 @@ _WORKER_SLOTS = 2  #: one is read by the worker while the next one arrives
 
 @attrs.define(eq=False)
 class _Slot:
-    """A buffer of a worker."""
-
-    number: int
+    number: int  #: of a buffer of a worker
     free: bool = True
 
 

@@ -26,9 +26,7 @@ Rows = dict[tuple[str, str], Row]
 
 
 @attrs.define(eq=False)
-class _Moment:
-    """A checkpoint that is being read, or a restore that is being brought."""
-
+class _Moment:  # a checkpoint that is read, or a restore that is staged
     rows: Rows = attrs.field(factory=dict)
     pending: deque[tuple[str, str]] = attrs.field(factory=deque)
 
