@@ -1,11 +1,11 @@
 """Compare the contracts with their snapshots, and say what a change means for plugins.
 
-``python -m jackfield_conformance.abi_snapshot check`` compares the code with ``core/abi/<kind>.json``: it fails where
-they differ and ``abi_version`` was not bumped accordingly, or was bumped for nothing. ``write`` renews the files, and
-refuses likewise. A snapshot holds, for each kind: the methods and properties of the contract and its ``__init__``
-(abstractness, what a call yields, parameters, return annotation), its class attributes, the methods of protocols that
-the host implements, the fields of the frozen attrs classes in its module, and type aliases. ``core/abi/sdk.json`` holds
-the same of the public names of :mod:`jackfield.sdk`.
+``python -m jackfield_conformance.abi_snapshot check`` compares the code with ``core/abi/<kind>.json``. It fails if they
+differ and ``abi_version`` was not raised accordingly, or was raised without a difference. ``write`` writes the files,
+and refuses in the same cases. A snapshot has the methods and properties of the contract and its ``__init__``
+(abstractness, flavour, parameters, return annotation), its class attributes, the methods of protocols that the host
+implements, the fields of the frozen attrs classes in its module, and type aliases. ``core/abi/sdk.json`` has the same
+of the public names of :mod:`jackfield.sdk`.
 
 *Major*: a new abstract method, a method that becomes abstract, a new parameter on a method, any changed parameter,
 return or flavour (synchronous, asynchronous, …), a removed method, class or field, a changed field type, a new required
@@ -69,7 +69,11 @@ def describe(kind: str, contract: type, module: types.ModuleType | None = None) 
         "abi_version": contract.abi_version,  # type: ignore[attr-defined]
         "contract": contract.__name__,
         "methods": _methods(contract),
-        "attributes": _attributes(contract),
+        "attributes": {  # those that an implementer sets
+            name: {"type": annotation_text(annotation), "default": hasattr(contract, name)}
+            for name, annotation in inspect.get_annotations(contract).items()
+            if not name.startswith("_") and name != "abi_version"
+        },
         "protocols": protocols,
         "records": records,
         "aliases": _aliases(module),
@@ -126,15 +130,6 @@ def _method(cls: type, name: str) -> dict[str, Any]:
             for parameter in signature_of(cls, name).parameters.values()
         ],
         "returns": annotation_text(signature_of(cls, name).return_annotation),
-    }
-
-
-def _attributes(contract: type) -> dict[str, Any]:
-    """Return the class attributes that an implementer sets."""
-    return {
-        name: {"type": annotation_text(annotation), "default": hasattr(contract, name)}
-        for name, annotation in inspect.get_annotations(contract).items()
-        if not name.startswith("_") and name != "abi_version"
     }
 
 
@@ -262,12 +257,6 @@ def check_kind(old: Snapshot | None, new: Snapshot) -> tuple[list[str], list[str
     return [], [*lines, *remark]
 
 
-def _default_folder() -> Path:
-    """Return ``core/abi`` of this module's source tree, or of the working directory."""
-    folder = Path(__file__).parents[4] / "core" / "abi"
-    return folder if folder.is_dir() else Path("core/abi")
-
-
 def main(arguments: Sequence[str] | None = None, contracts: Mapping[str, type] | None = None) -> int:
     """Run ``python -m jackfield_conformance.abi_snapshot`` and return the exit code, 0 or 1.
 
@@ -275,7 +264,9 @@ def main(arguments: Sequence[str] | None = None, contracts: Mapping[str, type] |
     """
     parser = argparse.ArgumentParser(prog="abi_snapshot", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("command", choices=("check", "write"))
-    parser.add_argument("--folder", type=Path, default=_default_folder(), help="where the snapshots are")
+    source = Path(__file__).parents[4] / "core" / "abi"
+    folder = source if source.is_dir() else Path("core/abi")
+    parser.add_argument("--folder", type=Path, default=folder, help="where the snapshots are")
     parser.add_argument(
         "--unreleased", action="store_true", help="write whatever changed: no release has these versions yet"
     )

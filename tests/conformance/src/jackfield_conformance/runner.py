@@ -16,7 +16,7 @@ from typing import Any, Literal
 import attrs
 
 from jackfield.errors import JackfieldError
-from jackfield.plugins import Manifest, PluginRecord, Registry, discover
+from jackfield.plugins import Manifest, PluginRecord, discover
 from jackfield.settings import structure
 from jackfield_conformance.certificates import FORMAT, plugin_digest
 from jackfield_conformance.registry import FIRST_BEHAVIOUR, PREFIXES, TIERS, Check, Outcome, Tier, checks, run_check
@@ -127,7 +127,6 @@ class Run:
     """The checks of one plugin, in order, and their outcomes so far."""
 
     record: PluginRecord
-    registry: Registry
     folder: Path  #: each check gets one of its own below
     tiers: Collection[Tier] = DEFAULT_TIERS  #: those that run
     checks: tuple[Check, ...] = attrs.field(init=False)
@@ -136,7 +135,7 @@ class Run:
 
     def __attrs_post_init__(self) -> None:
         self.checks = checks(self.record.kind)
-        self._subject = _subject(self.record, self.registry, self.folder)
+        self._subject = _subject(self.record, self.folder)
 
     @classmethod
     def of(cls, plugin: str, folder: Path, tiers: Collection[Tier] = DEFAULT_TIERS) -> Run:
@@ -149,8 +148,7 @@ class Run:
         kind, colon, name = plugin.partition(":")
         if not colon or kind not in PREFIXES or not name:
             raise ValueError(f"expected KIND:NAME, KIND one of {', '.join(PREFIXES)}; found {plugin!r}")
-        registry = discover()
-        return cls(record=registry.resolve(name, kind), registry=registry, folder=folder, tiers=tiers)
+        return cls(record=discover().resolve(name, kind), folder=folder, tiers=tiers)
 
     def execute(self, check: Check) -> Outcome:
         """Run one check if it applies, and keep its outcome."""
@@ -229,7 +227,7 @@ def certify(
     return certificate
 
 
-def _subject(record: PluginRecord, registry: Registry, folder: Path) -> Subject:
+def _subject(record: PluginRecord, folder: Path) -> Subject:
     """Build the subject; without class or config, only the checks of the structure run."""
     manifest = record.manifest
     bare = Subject(
@@ -242,19 +240,17 @@ def _subject(record: PluginRecord, registry: Registry, folder: Path) -> Subject:
         folder=folder,
         abi=record.abi or "1.0",
         record=record,
-        registry=registry,
     )
     if manifest is None or record.error is not None:
         return bare
     try:
-        loaded = registry.load(record.kind, record.name)
+        bare = attrs.evolve(bare, cls=record.cls, config_class=record.settings_class)
     except JackfieldError:
         return bare
-    bare = attrs.evolve(bare, cls=loaded.cls, config_class=loaded.settings_class)
     try:
         fixture = _fixture(manifest, folder / "fixture")
         settings = fixture.get("settings", {})
-        config: Any = structure(loaded.settings_class, settings, "settings")
+        config: Any = structure(bare.config_class, settings, "settings")
     except Exception as error:  # a fixture may raise anything
         return attrs.evolve(bare, fixture={"problem": f"{type(error).__name__}: {error}"})
     return attrs.evolve(bare, config=config, settings=settings, fixture=fixture)

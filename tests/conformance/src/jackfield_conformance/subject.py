@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 if TYPE_CHECKING:
-    from jackfield.plugins import Manifest, PluginRecord, Registry
+    from jackfield.plugins import Manifest, PluginRecord
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Subject:
-    """One plugin under one check. A mutant is not installed and has no ``record`` and ``registry``."""
+    """One plugin under one check. A mutant is not installed and has no ``record``."""
 
     kind: str
     name: str
@@ -29,7 +29,6 @@ class Subject:
     folder: Path  #: fresh and empty for each check
     abi: str = "1.0"
     record: PluginRecord | None = None
-    registry: Registry | None = None
 
     @property
     def label(self) -> str:

@@ -87,17 +87,13 @@ def load_causal_lm(spec: ModelSpec, attention: str, seed: int) -> PreTrainedMode
     _refuse_bidirectional(spec.path, model)
     model.config.use_cache = False
     if spec.gradient_checkpointing:
-        _enable_checkpointing(model)
+        # transformers 5.2x renamed the method, and the old name warns
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        try:
+            enable({"use_reentrant": False})
+        except ValueError as caught:
+            raise invalid(str(caught), where="model.gradient_checkpointing", fix="set it to false") from caught
     return model
-
-
-def _enable_checkpointing(model: PreTrainedModel) -> None:
-    # transformers 5.2x renamed the method, and the old name warns
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    try:
-        enable({"use_reentrant": False})
-    except ValueError as caught:
-        raise invalid(str(caught), where="model.gradient_checkpointing", fix="set it to false") from caught
 
 
 def _refuse_missing_weights(path: str, report: dict[str, Any]) -> None:

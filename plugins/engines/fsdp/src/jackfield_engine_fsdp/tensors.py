@@ -103,7 +103,12 @@ def read_tensors(folder: Path, ranks: int, tensors: Mapping[str, torch.Tensor]) 
             for piece in saved.get(name, ()):
                 if piece.file not in files:
                     files[piece.file] = stack.enter_context(safe_open(piece.file, "pt"))
-                left -= _copy(files[piece.file], name, piece, part)
+                stored = files[piece.file].get_slice(name)
+                theirs, ours = _common(piece.start, stored.get_shape(), part.start, part.values.shape)
+                target = part.values[ours]
+                if target.numel():
+                    target.copy_(stored[theirs] if theirs else files[piece.file].get_tensor(name))
+                left -= target.numel()
             if left:
                 raise ValueError(f"{left} elements of {name} are in no file")
 
@@ -118,16 +123,6 @@ def _saved(folder: Path, ranks: int) -> dict[str, list[_Saved]]:
                 part = _Saved(folder / Path(file).name, tuple(place["shape"]), tuple(place["start"]))
                 found.setdefault(name, []).append(part)
     return found
-
-
-def _copy(file: Any, name: str, piece: _Saved, part: _Part) -> int:
-    """Copy the overlap of a saved part and our part; return its number of elements."""
-    stored = file.get_slice(name)
-    theirs, ours = _common(piece.start, stored.get_shape(), part.start, part.values.shape)
-    target = part.values[ours]
-    if target.numel():
-        target.copy_(stored[theirs] if theirs else file.get_tensor(name))
-    return target.numel()
 
 
 def _common(

@@ -85,7 +85,9 @@ def _values(kind: str, name: str) -> dict[str, str]:
             "lower-case letters and digits, words joined by '_' or '-', the first character a letter, at most"
             f" {_LONGEST_NAME} characters: llama_judge"
         )
-        raise _refused("a plugin cannot have this name", expected, repr(name), f"for example: {_near_name(name)}")
+        words = re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
+        near = "_".join(words).lstrip("0123456789_")[:_LONGEST_NAME].rstrip("_") or "my_plugin"
+        raise _refused("a plugin cannot have this name", expected, repr(name), f"for example: {near}")
     suffix, description = _KINDS[kind]
     return {
         "name": name,
@@ -102,12 +104,6 @@ def _values(kind: str, name: str) -> dict[str, str]:
 
 def _refused(message: str, expected: str, found: object, fix: str) -> PluginError:
     return PluginError(message, code="plugin.scaffold", expected=expected, found=found, fix=fix)
-
-
-def _near_name(name: str) -> str:
-    words = re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
-    near = "_".join(words).lstrip("0123456789_")[:_LONGEST_NAME].rstrip("_")
-    return near or "my_plugin"
 
 
 def _texts(kind: str, values: Mapping[str, str]) -> Iterator[tuple[PurePosixPath, str]]:

@@ -6,13 +6,13 @@ import ast
 import datetime
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import attrs
 
 from jackfield.errors import ConfigError, JackfieldError
-from jackfield.plugins import PluginRecord, Registry
+from jackfield.plugins import PluginRecord
 from jackfield.settings import structure
 from jackfield_conformance.certificates import package_folder
 from jackfield_conformance.registry import (
@@ -78,11 +78,11 @@ def abi_is_accepted(subject: Subject) -> None:
 @every_kind(3)
 def class_fits_the_contract(subject: Subject) -> None:
     """The plugin's class can be imported and fits the abstract class of its contract."""
-    _need_manifest(subject)
+    record = _need_manifest(subject)
     try:
-        _registry(subject).load(subject.kind, subject.name)
+        record.cls, record.settings_class  # noqa: B018 - the first use imports and checks them
     except JackfieldError as error:
-        if error.code != "plugin.config-class":  # that is the next check's subject
+        if error.code != "plugin.config-class":  # the next check's subject
             raise AssertionError(str(error)) from None
 
 
@@ -100,8 +100,11 @@ def settings_are_light(subject: Subject) -> None:
 @every_kind(5)
 def settings_have_defaults_or_say_which_not(subject: Subject) -> None:
     """Without settings the plugin's defaults apply, or the error names a setting without a default."""
-    _need_manifest(subject)
-    config_class = _config_class(subject)
+    record = _need_manifest(subject)
+    try:
+        config_class = record.settings_class
+    except JackfieldError as error:
+        raise AssertionError(f"not checked: the settings were refused ({error.code})") from None
     required = [field.name for field in attrs.fields(config_class) if field.init and field.default is attrs.NOTHING]
     refused: ConfigError | None = None
     try:
@@ -143,8 +146,6 @@ def declared_is_implemented(subject: Subject) -> None:
 def exceptions_are_in_order(subject: Subject) -> None:
     """Each exception in the manifest names a check that applies, gives a reason, and is not due for review."""
     _need_manifest(subject)
-    manifest = subject.manifest
-    assert manifest is not None
     problems = exception_problems(subject, datetime.date.today())
     assert not problems, "\n".join(problems)
 
@@ -204,12 +205,10 @@ def find_reaches(folder: Path, root: Path) -> list[str]:
 
 def exception_problems(subject: Subject, today: datetime.date) -> list[str]:
     """Find problems of the exceptions that a manifest declares."""
-    manifest = subject.manifest
-    declared: Mapping[str, object] = manifest.conformance.exceptions if manifest else {}
+    declared = subject.manifest.conformance.exceptions if subject.manifest else {}
     known = {each.id: each for each in checks(subject.kind)}
     problems = []
-    for id in sorted(declared):
-        exception = manifest.conformance.exceptions[id]  # type: ignore[union-attr]
+    for id, exception in sorted(declared.items()):
         if id not in known:
             problems.append(f"{id}: there is no such check of {subject.kind}")
             continue
@@ -230,24 +229,13 @@ def _record(subject: Subject) -> PluginRecord:
     return subject.record
 
 
-def _registry(subject: Subject) -> Registry:
-    assert subject.registry is not None
-    return subject.registry
-
-
-def _config_class(subject: Subject) -> type:
-    try:
-        return _registry(subject).resolve(subject.name, subject.kind).settings_class
-    except JackfieldError as error:
-        raise AssertionError(f"not looked at: the settings were refused ({error.code})") from None
-
-
-def _need_manifest(subject: Subject) -> None:
+def _need_manifest(subject: Subject) -> PluginRecord:
     record = _record(subject)
     refused = record.manifest is None or record.error is not None
-    assert not refused, f"not looked at: the plugin was refused ({getattr(record.error, 'code', 'no manifest')})"
+    assert not refused, f"not checked: the plugin was refused ({getattr(record.error, 'code', 'no manifest')})"
+    return record
 
 
 def _need_class(subject: Subject) -> None:
     _need_manifest(subject)
-    assert subject.cls is not None, "not looked at: the plugin's class was refused (see 003 and 004)"
+    assert subject.cls is not None, "not checked: the plugin's class was refused (see 003 and 004)"

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Generator, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import attrs
@@ -20,6 +21,7 @@ from jackfield.abc.rollout import (
     GenerateResult,
     RolloutContext,
     SamplingParams,
+    ServerInfo,
     UpdateWeightsRequest,
     WeightReceipt,
 )
@@ -48,15 +50,24 @@ T = TypeVar("T")
 
 
 @contextlib.asynccontextmanager
-async def serving(subject: Subject, *, dtype: str = "float32", **context: Any) -> AsyncIterator[BaseRolloutServer]:
+async def started(
+    subject: Subject, *, dtype: str = "float32", settings: Mapping[str, Any] = MappingProxyType({}), **context: Any
+) -> AsyncIterator[tuple[BaseRolloutServer, ServerInfo]]:
     """Start a server of the tiny model, and stop it at the end."""
     model = ModelSpec(path=model_folder(), dtype=dtype)
-    server: BaseRolloutServer = subject.make(RolloutContext(model=model, **context))
-    await server.start()
+    server: BaseRolloutServer = subject.make(RolloutContext(model=model, **context), **settings)
+    info = await server.start()
     try:
-        yield server
+        yield server, info
     finally:
         await server.stop()
+
+
+@contextlib.asynccontextmanager
+async def serving(subject: Subject, **options: Any) -> AsyncIterator[BaseRolloutServer]:
+    """Start a server of the tiny model, and stop it at the end."""
+    async with started(subject, **options) as (server, _):
+        yield server
 
 
 def request(

@@ -45,6 +45,7 @@ from jackfield_conformance.support.rollout import (
     request,
     serving,
     standing_still,
+    started,
 )
 from jackfield_conformance.support.rollout_model import (
     assert_greedy,
@@ -58,12 +59,8 @@ from jackfield_conformance.support.rollout_model import (
 @check("ROL-090", page=PAGE + "life")
 async def starting_says_who(subject: Subject) -> None:
     """``start`` returns the replica's number and its number of workers; it is then healthy, idle and of version 0."""
-    server: BaseRolloutServer = subject.make(RolloutContext(model=ModelSpec(path=model_folder()), replica=5))
-    info = await server.start()
-    try:
+    async with started(subject, replica=5) as (server, info):
         health = await server.health()
-    finally:
-        await server.stop()
     assert 5 == info.replica, f"replica 5 says that it is replica {info.replica}"
     assert info.workers >= 1, f"a replica has at least one worker, this says {info.workers}"
     found = health.healthy, health.running, health.waiting, health.weight_version
@@ -237,13 +234,9 @@ _SECONDS = 20.0
 @asynccontextmanager
 async def _listening(subject: Subject) -> AsyncIterator[tuple[BaseRolloutServer, ServerInfo]]:
     settings = subject.fixture.get("openai", {"openai": {}})
-    server: BaseRolloutServer = subject.make(RolloutContext(model=ModelSpec(path=model_folder())), **settings)
-    info = await server.start()
-    try:
-        assert info.openai_base_url is not None, f"start names no openai_base_url with the settings {settings}"
+    async with started(subject, settings=settings) as (server, info):
+        assert info.openai_base_url is not None, f"start returns no openai_base_url with the settings {settings}"
         yield server, info
-    finally:
-        await server.stop()
 
 
 @check("ROL-110", capability="openai", page=_PAGE, using=_listening)

@@ -7,8 +7,7 @@ from contextlib import suppress
 
 import torch
 
-from jackfield.abc.engine import ModelSpec
-from jackfield.abc.rollout import BaseRolloutServer, GenerateResult, PauseRequest, ResumeRequest, RolloutContext
+from jackfield.abc.rollout import BaseRolloutServer, GenerateResult, PauseRequest, ResumeRequest
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, RolloutError, WeightsError
 from jackfield.weights import Replica, WeightSynchronizer
@@ -31,6 +30,7 @@ from jackfield_conformance.support.rollout import (
     request,
     serving,
     standing_still,
+    started,
 )
 from jackfield_conformance.support.rollout_model import (
     Weights,
@@ -39,7 +39,6 @@ from jackfield_conformance.support.rollout_model import (
     adapter,
     assert_log_probs,
     assert_quantised,
-    model_folder,
     named_weights,
 )
 
@@ -84,15 +83,11 @@ async def receipts_prove(subject: Subject) -> None:
     def source() -> tuple[Generator[tuple[str, torch.Tensor], None, None], None]:
         return ((name, tensor) for name, tensor in weights.items()), None
 
-    server: BaseRolloutServer = subject.make(RolloutContext(model=ModelSpec(path=model_folder()), replica=3))
-    info = await server.start()
-    try:
+    async with started(subject, replica=3) as (server, info):
         name, settings = checkpoint_engine(subject)
         senders, replicas = [make_sender(subject, 0, source)], [Replica(server, info)]
         synchronizer = WeightSynchronizer(senders, replicas, name, Clock(), settings=settings, deadline_seconds=20.0)
         report = await synchronizer.sync(2)  # compares every digest, and raises
-    finally:
-        await server.stop()
     receipt = report.receipts[0]
     assert 0 <= receipt.paused_seconds <= receipt.seconds, (
         f"an update of {receipt.seconds} s cannot have paused for {receipt.paused_seconds} s"
