@@ -9,18 +9,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import pickle
 import select
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import attrs
 
@@ -45,9 +43,6 @@ _ORPHAN_SECONDS = 10.0  #: for the worker to stop what it has started, once its 
 _STOP_SECONDS = 30.0
 _END_SECONDS = 15.0  #: for the process to exit by itself, once its socket is closed
 
-#: Makes a worker and returns its services; the stack is closed when the worker has to end.
-MakeServices: TypeAlias = Callable[[AsyncExitStack], Awaitable[Mapping[str, Service]]]
-
 
 class Host:
     """The service of a process that makes a worker and serves it, too. Another worker can follow its end."""
@@ -60,13 +55,21 @@ class Host:
         """Return which installation of jackfield and which plugin this interpreter has."""
         return introduce(kind, name)
 
-    async def make(self, make: bytes) -> None:
-        """Make the worker by a pickled :data:`MakeServices`."""
+    async def make_rollout(self, name: str, settings: dict[str, Any], context: RolloutContext) -> None:
+        """Make a rollout server of its plugin, without starting it."""
+        async with self._making() as stack:
+            server = load_plugin("rollout", name).build(settings, context, "rollout")
+            stack.push_async_callback(server.stop)
+            self.services["worker"] = Service(target=server, contract=ROLLOUT)
+
+    @asynccontextmanager
+    async def _making(self) -> AsyncIterator[AsyncExitStack]:
+        """Yield the stack of what ends with the worker that is made meanwhile."""
         async with self._lock:
             gc.unfreeze()  # imports were frozen together with an earlier worker
             gc.collect()
             with collection_paused():
-                self.services |= await pickle.loads(make)(self._stack)  # noqa: S301, it comes from the run
+                yield self._stack
 
     async def end(self) -> None:
         """End the worker, if there is one, and close its resources."""
@@ -77,14 +80,6 @@ class Host:
 
 
 HOST, ROLLOUT = Contract(Host), Contract(BaseRolloutServer)
-
-
-async def _make_rollout(
-    name: str, settings: Mapping[str, Any], context: RolloutContext, stack: AsyncExitStack
-) -> Mapping[str, Service]:
-    server = load_plugin("rollout", name).build(settings, context, "rollout")
-    stack.push_async_callback(server.stop)
-    return {"worker": Service(target=server, contract=ROLLOUT)}
 
 
 async def _serve(descriptor: int) -> None:
@@ -202,8 +197,7 @@ class RolloutProcess:
             introduced = True
             for problem in refusals(self._record, found, self._python):
                 raise problem
-            make = partial(_make_rollout, self._record.name, self.config, self.context)
-            await host.make(pickle.dumps(make))
+            await host.make_rollout(self._record.name, dict(self.config), self.context)
             server: Any = BaseRolloutServer
             self._server = stub(connection, "worker", ROLLOUT, server, self._seconds)
             return await self._server.start()

@@ -9,8 +9,9 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import TypeAlias, cast
@@ -31,6 +32,9 @@ from jackfield.sdk.cells import join, split_request
 _PIECE_BYTES = 16 * 2**20  #: a message is complete once its values reach this size
 
 _Sample: TypeAlias = dict[str, tuple[str, bytes]]  #: encoded cells by column
+
+#: Makes a worker and returns its services; the stack is closed when the worker has to end.
+MakeServices: TypeAlias = Callable[[AsyncExitStack], Awaitable[Mapping[str, Service]]]
 
 
 @attrs.frozen(kw_only=True)
@@ -64,12 +68,19 @@ class RayHost(Host):
             os.chdir(folder)
 
     async def listen(self) -> Address:
-        """Return where this process is served from now on. Only this method is called by Ray."""
+        """Return where this process is served. Ray calls this method and :meth:`make`; the RPC calls all others."""
         if self._one_thread:
             pool = ThreadPoolExecutor(1, thread_name_prefix="jackfield-compute")
             asyncio.get_running_loop().set_default_executor(pool)
         address = await self._server.listen(node_address())
         return attrs.evolve(address, process=attrs.evolve(address.process, host=f"node {node_address()}"))
+
+    async def make(self, make: bytes) -> None:
+        """Make the worker by a :data:`MakeServices`, which Ray's ``cloudpickle`` has pickled."""
+        from ray import cloudpickle
+
+        async with self._making() as stack:
+            self.services |= await cloudpickle.loads(make)(stack)
 
     async def place(self) -> Place:
         """Return where this process runs."""
@@ -88,7 +99,7 @@ class RayHost(Host):
         await super().end()
 
 
-RAY_HOST = Contract(RayHost, ["place", "make", "end"])
+RAY_HOST = Contract(RayHost, ["place", "end"])
 
 
 def rollout_service(server: BaseRolloutServer, number: int) -> Service:

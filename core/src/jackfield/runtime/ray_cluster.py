@@ -26,8 +26,7 @@ from jackfield.config.sections import RayConfig
 from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RunError, WorkerLost
 from jackfield.plugins.interpreters import look
 from jackfield.rpc import Address, Connection, Contract, stub
-from jackfield.runtime.process import MakeServices
-from jackfield.runtime.ray_actor import RAY_HOST, Place, RayHost, connect_worker, death, kill_if_stopped
+from jackfield.runtime.ray_actor import RAY_HOST, MakeServices, Place, RayHost, connect_worker, death, kill_if_stopped
 from jackfield.sdk.ray_loopback import HOST, enter
 
 T = TypeVar("T")
@@ -182,7 +181,6 @@ class Cluster:
 
     async def _started(self, spec: WorkerSpec) -> Actor:
         import ray
-        from ray.exceptions import RayActorError, RayTaskError
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         strategy = "SPREAD" if spec.group is None else PlacementGroupSchedulingStrategy(spec.group, spec.bundle)
@@ -194,17 +192,8 @@ class Cluster:
         }
         host: Any = ray.remote(RayHost).options(**options)
         handle = host.remote(spec.name, os.getcwd(), spec.group is not None, self._heartbeat_seconds)
-        try:
-            listening = handle.listen.remote()
-            address = await self._clock.wait_for(listening, self._start_seconds, f"{spec.name} to start")
-            connection = await connect_worker(address, spec.name, "the controller", self._clock, kills=True)
-        except RayTaskError as error:
-            if isinstance(error.cause, JackfieldError):
-                raise error.cause from None
-            found = f"{spec.name} raised {type(error.cause).__name__}: {error.cause}"
-            raise RunError(found, where=spec.name, fix="the traceback is in error.txt") from error
-        except RayActorError as error:
-            raise death(spec.name, spec.name, _reason(str(error))) from None
+        address = await self._answer(spec.name, handle.listen.remote(), "to start")
+        connection = await connect_worker(address, spec.name, "the controller", self._clock, kills=True)
         actor = Actor(spec, handle, address, connection)
 
         def note_death(lost: asyncio.Future[str]) -> None:
@@ -219,8 +208,29 @@ class Cluster:
         """Make the worker of an actor, or raise the error of making it in the process."""
         from ray import cloudpickle
 
-        await actor.host(self._start_seconds).make(cast(Any, cloudpickle).dumps(actor.spec.make()))
+        making = actor.handle.make.remote(cast(Any, cloudpickle).dumps(actor.spec.make()))
+        await self._answer(actor.spec.name, making, "to be ready")
         actor.made = True
+
+    async def _answer(self, name: str, reference: Any, what: str) -> Any:
+        """Return the result of a call of an actor by Ray, or raise the error of the worker or of its death."""
+        import ray
+        from ray.exceptions import RayActorError, RayError, RayTaskError
+
+        try:
+            return await self._clock.wait_for(reference, self._start_seconds, f"{name} {what}")
+        except (asyncio.CancelledError, DeadlineExceeded):
+            if ray.is_initialized():  # otherwise Ray would start a cluster to cancel
+                with suppress(RayError):
+                    ray.cancel(reference)
+            raise
+        except RayTaskError as error:
+            if isinstance(error.cause, JackfieldError):
+                raise error.cause from None
+            found = f"{name} raised {type(error.cause).__name__}: {error.cause}"
+            raise RunError(found, where=name, fix="the traceback is in error.txt") from error
+        except RayActorError as error:
+            raise death(name, name, _reason(str(error))) from None
 
     async def restart(self, name: str) -> Actor:
         """Make a worker again, in its process if that still works, otherwise in a new one."""
