@@ -1,4 +1,4 @@
-"""A connection to a store, and the transfers that belong to its calls."""
+"""A connection to a store, and the transfers of its calls."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Client:
         return self._unreachable(f"the process that keeps the samples {reason}")
 
     async def within(self, call: Awaitable[T]) -> T:
-        """Wait for a call of the store, and raise what it raises; ``queue.unreachable``: it does not answer in time."""
+        """Await a call of the store and raise its error; raise ``queue.unreachable`` without an answer in time."""
         try:
             return await call
         except DeadlineExceeded as error:
@@ -80,7 +80,7 @@ class Client:
             ) from None
 
     def notify_after(self, method: str, argument: Room | Found) -> None:
-        """Call a method of the store without waiting, once the transfers that were begun have ended."""
+        """Call a method of the store, without waiting, when the started transfers have ended."""
         loop, connection = asyncio.get_running_loop(), self._connection
         assert connection is not None, "connected"
         notify = lambda: connection.notify(f"store.{method}", STORE, argument)  # noqa: E731
@@ -88,7 +88,7 @@ class Client:
             self.agent.run(lambda: loop.call_soon_threadsafe(notify))
 
     async def region(self, number: int) -> Place:
-        """Return where a region of the store lies."""
+        """Return the place of a region of the store."""
         async with self._region_lock:
             if number not in self._regions:
                 described = await self.within(self.store.describe())

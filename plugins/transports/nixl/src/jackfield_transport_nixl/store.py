@@ -1,4 +1,4 @@
-"""The store: rows, and the registered memory in which their values lie, for others to write to and read from."""
+"""The store: rows, and registered memory with their values, which other processes write and read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PIECE_BYTES = 16 * 2**20  #: of the values in one message
 
 @attrs.frozen(eq=False)
 class _Kept:
-    """One cell."""
+    """One stored cell."""
 
     type: str
     size: int  #: bytes
@@ -34,7 +34,7 @@ class _Kept:
     start: int = 0  #: in the region
 
     def cell(self) -> Cell:
-        """With its bytes; they are copied from a GPU only."""
+        """Return the cell with its bytes, which are copied only from a GPU."""
         content = self.content
         if self.block is not None:
             memory = self.block.region.memory[self.start : self.start + self.size]
@@ -44,7 +44,7 @@ class _Kept:
 
 @attrs.frozen
 class Description:
-    """What a process has to know to reach the store's memory."""
+    """The data that a process needs to reach the store's memory."""
 
     metadata: bytes  #: of the store's agent
     regions: dict[int, Place]
@@ -61,7 +61,7 @@ class Room:
 
 @attrs.frozen
 class CellEntry:
-    """Where the bytes of a cell lie."""
+    """The place of a cell's bytes."""
 
     type: str
     start: int  #: in the region, in the block that is kept, or in the content that is sent along
@@ -71,7 +71,7 @@ class CellEntry:
 
 @attrs.frozen(kw_only=True)
 class Found:
-    """What a get has found: cells row after row, or what is missing."""
+    """The result of a get: cells row after row, or what is missing."""
 
     unknown: list[int] = attrs.field(factory=list)  #: indexes of keys
     lacking: list[tuple[int, str, list[str]]] = attrs.field(factory=list)  #: index, column, columns that are there
@@ -82,7 +82,7 @@ class Found:
 
 @attrs.frozen
 class Count:
-    """How much a call was about."""
+    """The numbers of rows and bytes of a call."""
 
     rows: int
     bytes: int
@@ -90,14 +90,14 @@ class Count:
 
 @attrs.frozen
 class State(Count):
-    """What the store has."""
+    """The state of the store."""
 
     details: dict[str, float]
 
 
 @attrs.define(eq=False)
 class _Lease:
-    """What a client may read."""
+    """Memory that a client may read."""
 
     blocks: list[Block]
     rest: bytes  #: content that has not been sent along
@@ -105,14 +105,14 @@ class _Lease:
 
 @attrs.define(eq=False)
 class _Client:
-    """What a client may write to and read now."""
+    """Memory that a client may write and read now."""
 
     rooms: dict[int, Block] = attrs.field(factory=dict)
     leases: dict[int, _Lease] = attrs.field(factory=dict)
 
 
 class Store:
-    """Answers its clients. Values above ``inline_bytes`` do not pass here."""
+    """The store, which answers its clients. Values above ``inline_bytes`` are moved by NIXL instead."""
 
     def __init__(self, settings: QueueConfig, agent: Agent, heartbeat_seconds: float) -> None:
         self._settings = settings
@@ -128,7 +128,7 @@ class Store:
         )
 
     async def listen(self, host: str, port: int) -> Address:
-        """Listen for clients; ``queue.store``: the address is taken, or none of this machine's."""
+        """Listen for clients; raise ``queue.store`` if the address is taken or not of this machine."""
         try:
             return await self._server.listen(host, port)
         except RpcError as error:
@@ -181,7 +181,7 @@ class Store:
         return Description(metadata, {number: place_of(region.memory) for number, region in regions})
 
     async def room(self, size: int) -> Room:
-        """Wait for memory that the caller may write to until it keeps it or lets it go."""
+        """Wait for memory that the caller may write to until it keeps or releases it."""
         client = self._client()
         while (block := await self._regions.take(size)) is None:
             future = asyncio.get_running_loop().create_future()
@@ -202,7 +202,7 @@ class Store:
     async def put(
         self, partition: str, keys: list[str], columns: list[str], cells: list[CellEntry], content: bytes
     ) -> Count:
-        """Store cells whose bytes are sent along, row after row."""
+        """Store cells whose bytes come with the call, row after row."""
         made = []
         for cell in cells:
             value = content[cell.start : cell.start + cell.size]
@@ -234,7 +234,7 @@ class Store:
         return count
 
     def _stored(self, partition: str, keys: list[str], columns: list[str], made: Sequence[_Kept]) -> Count:
-        """Store all or nothing: the cells were checked before."""
+        """Store all cells or none; they were checked before."""
         if len(made) != len(keys) * len(columns):
             raise QueueError(f"{len(made)} cells for {len(keys)} rows of {len(columns)} columns", code="queue.store")
         cells = iter(made)
@@ -284,13 +284,13 @@ class Store:
         return Found(lease=lease, cells=entries, content=bytes(content[:_PIECE_BYTES]))
 
     async def further_content(self, lease: int) -> AsyncIterator[bytes]:
-        """Yield the content that was not sent along with what a get has found."""
+        """Yield the content that did not come with the result of a get."""
         rest = self._client().leases[lease].rest
         for start in range(0, len(rest), _PIECE_BYTES):
             yield rest[start : start + _PIECE_BYTES]
 
     async def done(self, found: Found) -> None:
-        """End the lease of what was found."""
+        """End the lease of a get's result."""
         ended = self._client().leases.pop(found.lease, None)
         if ended is not None:
             self._release(ended.blocks)
@@ -308,13 +308,13 @@ class Store:
         return [(*place, list(row)) for place, row in self._rows.items()]
 
     async def stats(self) -> State:
-        """Return what the store has, and what it has refused."""
+        """Return counts of the store, and of refused connections."""
         clients, refused = len(self._server.clients), self._server.refused
         details = {"clients": clients, "registered bytes": self._regions.bytes, "refused": refused}
         return State(len(self._rows), self._bytes, {name: float(value) for name, value in details.items()})
 
     async def checkpoint(self, folder: str) -> Count:
-        """Write the rows of this moment, in a thread."""
+        """Write the current rows, in a thread."""
         rows = {place: dict(row) for place, row in self._rows.items()}
         blocks = [cell.block for row in rows.values() for cell in row.values() if cell.block is not None]
         for block in blocks:
@@ -332,7 +332,7 @@ class Store:
         return Count(written.samples, written.bytes)
 
     async def restore(self, folder: str) -> Count:
-        """Replace everything by a checkpoint, at once."""
+        """Replace all rows by a checkpoint, atomically."""
         staged: dict[tuple[str, str], dict[str, _Kept]] = {}
         archive = batches(read_archive(Path(folder)), lambda row: row.bytes)
         try:
