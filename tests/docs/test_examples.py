@@ -48,7 +48,7 @@ from jackfield.data.tokens import HuggingFaceChatTokenizer
 from jackfield.errors import EngineError, PluginError, QueueError, RolloutError, WeightsError
 from jackfield.plugins import Registry
 from jackfield.sdk.buckets import digest
-from jackfield.sdk.columns import column_from_rows, dense_column, json_column, rows_of
+from jackfield.sdk.cells import column_from_rows, dense_column, json_column, rows_of
 from jackfield.sdk.jagged import jagged, rows
 from jackfield.sdk.receiver import WeightReceiver
 from jackfield.weights import Replica, WeightSender, WeightSynchronizer

@@ -22,7 +22,7 @@ from jackfield.compose.resolve import resolve_algorithm
 from jackfield.config import load_config, make_config, plugin_settings
 from jackfield.plugins import HookManager, Registry
 from jackfield.plugins.hooks import StepEnded
-from jackfield.sdk.columns import column_from_rows
+from jackfield.sdk.cells import column_from_rows
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"

@@ -48,7 +48,7 @@ from jackfield.queue import (
     read_ledger,
 )
 from jackfield.queue.store import STORE_FILE
-from jackfield.sdk.columns import column_from_rows, dense_column, rows_of
+from jackfield.sdk.cells import column_from_rows, dense_column, rows_of
 from jackfield_transport_sql.backend import SQLBackend
 from jackfield_transport_sql.config import Config as SQLConfig
 from jackfield_transport_zmq.backend import ZMQBackend

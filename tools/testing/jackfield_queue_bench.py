@@ -14,7 +14,7 @@ from jackfield.errors import DeadlineExceeded, QueueFull
 from jackfield.queue.meta import Batch, BatchMeta, GroupKey, Lineage, NewGroup, RolloutReport
 from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.queue.values import MemoryBackend, MemoryConfig, Values
-from jackfield.sdk.columns import column_from_rows, dense_column
+from jackfield.sdk.cells import column_from_rows, dense_column
 from jackfield_virtual_clock import VirtualClock
 
 

@@ -46,7 +46,7 @@ from jackfield.queue.records import State
 from jackfield.queue.store import STORE_FILE, Store
 from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.queue.values import MemoryBackend, MemoryConfig, Values
-from jackfield.sdk.columns import dense_column
+from jackfield.sdk.cells import dense_column
 from jackfield_testing import refused
 from jackfield_virtual_clock import VirtualClock
 

@@ -32,7 +32,7 @@ from jackfield.abc.transfer_queue import (
 )
 from jackfield.errors import QueueError
 from jackfield.sdk.archive import write_archive
-from jackfield.sdk.columns import column_from_rows, concatenate, dense_column, json_column, take
+from jackfield.sdk.cells import column_from_rows, concatenate, dense_column, json_column, take
 
 PARTITIONS = st.sampled_from(["train", "other/ä"])
 KEYS = st.lists(st.sampled_from(["a", "b", "b/0", "ü"]), unique=True, min_size=1, max_size=4)

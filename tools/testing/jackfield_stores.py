@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from jackfield.abc.transfer_queue import GetRequest, PutRequest
-from jackfield.sdk.columns import dense_column
+from jackfield.sdk.cells import dense_column
 from jackfield_testing import refused
 
 #: Opens a backend with these settings.

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from jackfield.cli import main
-from jackfield.sdk.columns import column_from_rows, json_column
+from jackfield.sdk.cells import column_from_rows, json_column
 
 torch = pytest.importorskip("torch")
 

@@ -21,7 +21,7 @@ from jackfield.abc.transfer_queue import (
 )
 from jackfield.errors import QueueError
 from jackfield.queue.values import MemoryBackend, MemoryConfig
-from jackfield.sdk.columns import column_from_rows, dense_column, json_column, rows_of
+from jackfield.sdk.cells import column_from_rows, dense_column, json_column, rows_of
 from jackfield_testing import refused
 
 torch = pytest.importorskip("torch")

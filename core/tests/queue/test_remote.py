@@ -20,7 +20,7 @@ from jackfield.errors import DeadlineExceeded, JackfieldError, LeaseError, Queue
 from jackfield.queue import Reuse, SamplerSpec, TransferQueue
 from jackfield.queue.remote import QUEUE, QueueServer, connect_queue
 from jackfield.rpc import Connection
-from jackfield.sdk.columns import column_from_rows
+from jackfield.sdk.cells import column_from_rows
 
 torch = pytest.importorskip("torch")
 

@@ -19,8 +19,7 @@ from jackfield.queue import Lineage
 from jackfield.queue.sample_files import cell_of, from_plain, read_samples, saved_samples, to_plain, write_samples
 from jackfield.queue.store import STORE_FILE
 from jackfield.sdk.archive import SavedSample
-from jackfield.sdk.cells import Cell, split
-from jackfield.sdk.columns import column_from_rows, dense_column, json_column
+from jackfield.sdk.cells import Cell, column_from_rows, dense_column, json_column, split
 
 torch = pytest.importorskip("torch")
 

@@ -18,7 +18,7 @@ from jackfield.errors import DeadlineExceeded, QueueError
 from jackfield.queue import BatchMeta, Ready, Reuse, Sampler, SamplerSpec, TransferQueue, register_sampler
 from jackfield.queue.samplers import SAMPLERS, Priority, Random, Sequential
 from jackfield.queue.values import MemoryBackend, MemoryConfig
-from jackfield.sdk.columns import dense_column
+from jackfield.sdk.cells import dense_column
 from jackfield_testing import refused
 
 torch = pytest.importorskip("torch")

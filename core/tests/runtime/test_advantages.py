@@ -16,7 +16,7 @@ from jackfield.errors import ConfigError
 from jackfield.queue import BatchMeta, Lease, Values
 from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.runtime.advantages import AdvantageWorker
-from jackfield.sdk.columns import column_from_rows, rows_of
+from jackfield.sdk.cells import column_from_rows, rows_of
 
 SIZES = (2, 3, 1, 2)
 GROUPS = ("a", "a", "b", "b")

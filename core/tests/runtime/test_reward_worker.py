@@ -16,7 +16,7 @@ from jackfield.config import make_config
 from jackfield.queue import Values
 from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.runtime.reward_worker import RewardWorker, Scored
-from jackfield.sdk.columns import column_from_rows, json_column, rows_of
+from jackfield.sdk.cells import column_from_rows, json_column, rows_of
 
 
 class Letters:

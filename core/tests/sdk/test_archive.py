@@ -9,8 +9,7 @@ import pytest
 
 from jackfield.errors import QueueError
 from jackfield.sdk.archive import ArchiveWriter, SavedSample, queue_name, read_archive, write_archive
-from jackfield.sdk.cells import ColumnType, join, split
-from jackfield.sdk.columns import column_from_rows
+from jackfield.sdk.cells import ColumnType, column_from_rows, join, split
 
 torch = pytest.importorskip("torch")
 

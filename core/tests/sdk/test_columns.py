@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jackfield.abc.transfer_queue import Column
 from jackfield.errors import QueueError
-from jackfield.sdk.columns import (
+from jackfield.sdk.cells import (
     check_column,
     column_from_rows,
     concatenate,

@@ -40,7 +40,7 @@ from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
-from jackfield.sdk.columns import column_from_rows
+from jackfield.sdk.cells import column_from_rows
 from jackfield.trainer.checkpoint import Checkpointer, CheckpointStore
 from jackfield.trainer.log_prob_check import LogProbCheck
 from jackfield.trainer.role import Role, RunWorkers, Schedule

@@ -38,8 +38,7 @@ from jackfield.sdk.archive import (
     read_archive,
     to_arrow,
 )
-from jackfield.sdk.cells import Cell, ColumnType, join, split
-from jackfield.sdk.columns import column_from_rows, dense_column, json_column, rows_of
+from jackfield.sdk.cells import Cell, ColumnType, column_from_rows, dense_column, join, json_column, rows_of, split
 
 _WHO = "import"
 _SECONDS = 600.0  #: deadline of a wait for room in the queue

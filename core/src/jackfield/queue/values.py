@@ -29,8 +29,16 @@ from jackfield.abc.transfer_queue import (
 from jackfield.errors import QueueError
 from jackfield.queue.meta import BatchMeta, Written
 from jackfield.sdk.archive import SavedSample, read_archive, write_archive
-from jackfield.sdk.cells import Cell, join, lacking_column, split_request, unknown_sample
-from jackfield.sdk.columns import check_column, concatenate, take
+from jackfield.sdk.cells import (
+    Cell,
+    check_column,
+    concatenate,
+    join,
+    lacking_column,
+    split_request,
+    take,
+    unknown_sample,
+)
 
 _INLINE_BYTES = 1 << 24  #: checkpoints below this size are written without a thread
 

@@ -12,7 +12,7 @@ from jackfield.algorithms import advantages, kl_in_reward, part, prepare
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.queue import BatchMeta, Values, Written
 from jackfield.runtime.samples import is_baseline, is_expert, naming_samples, own, trained, where
-from jackfield.sdk.columns import dense_column, from_nested, to_nested
+from jackfield.sdk.cells import dense_column, from_nested, to_nested
 from jackfield.sdk.jagged import from_padded, lengths, to_padded
 
 if TYPE_CHECKING:

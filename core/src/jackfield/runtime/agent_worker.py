@@ -21,7 +21,7 @@ from jackfield.plugins.hooks import SampleRecord
 from jackfield.queue import RolloutReport, Values
 from jackfield.runtime.samples import metric_tags, not_finite, sequence_columns, sequence_tags
 from jackfield.runtime.workers import is_lost, resubmitted
-from jackfield.sdk.columns import rows_of
+from jackfield.sdk.cells import rows_of
 
 
 @attrs.frozen(kw_only=True)

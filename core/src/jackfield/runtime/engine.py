@@ -16,7 +16,7 @@ from jackfield.clock import Clock
 from jackfield.errors import EngineError, JackfieldError, WorkerLost
 from jackfield.queue import BatchMeta, TransferQueue, Values, Written
 from jackfield.runtime.samples import naming_samples
-from jackfield.sdk.columns import column_from_rows, from_nested, to_nested
+from jackfield.sdk.cells import column_from_rows, from_nested, to_nested
 from jackfield.sdk.jagged import to_padded
 from jackfield.weights import WeightSender
 

@@ -20,7 +20,7 @@ from jackfield.config import RunConfig
 from jackfield.errors import DeadlineExceeded, RewardError, described
 from jackfield.queue import Values, Written
 from jackfield.runtime.samples import not_finite
-from jackfield.sdk.columns import column_from_rows, rows_of
+from jackfield.sdk.cells import column_from_rows, rows_of
 
 REWARD_INPUTS = ("prompt_ids", "response_ids", "task")  #: the columns from which a reward agent's request is built
 

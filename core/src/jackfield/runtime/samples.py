@@ -14,7 +14,7 @@ from jackfield.abc.transfer_queue import Column
 from jackfield.data.tasks import Task
 from jackfield.errors import ConfigError
 from jackfield.queue import BatchMeta
-from jackfield.sdk.columns import column_from_rows, json_column
+from jackfield.sdk.cells import column_from_rows, json_column
 
 TRAIN = "train"  #: the partition that the trainer consumes
 

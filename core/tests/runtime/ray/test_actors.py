@@ -211,7 +211,7 @@ def test_values_cross_bit_by_bit(hosted: Hosted, monkeypatch: pytest.MonkeyPatch
     """Values of any dtype and shape are sent in pieces, and the results are writable."""
     torch = pytest.importorskip("torch")
     from jackfield.queue import Values
-    from jackfield.sdk.columns import column_from_rows, dense_column, json_column
+    from jackfield.sdk.cells import column_from_rows, dense_column, json_column
 
     monkeypatch.setattr(store, "_PIECE_BYTES", 100)
     columns = {

@@ -8,7 +8,7 @@ import sys
 import torch
 
 from jackfield.abc.transfer_queue import GetRequest, PutRequest, TransferQueueContext
-from jackfield.sdk.columns import dense_column
+from jackfield.sdk.cells import dense_column
 from jackfield_transport_nixl.backend import NIXLBackend
 from jackfield_transport_nixl.config import QueueConfig
 

@@ -15,7 +15,7 @@ import torch
 
 from jackfield.abc.transfer_queue import DeleteRequest, GetRequest, PutRequest, TransferQueueContext
 from jackfield.errors import QueueError
-from jackfield.sdk.columns import dense_column
+from jackfield.sdk.cells import dense_column
 from jackfield.sdk.rpc import Address
 from jackfield_testing import in_loop
 from jackfield_transport_nixl.backend import FILE, NIXLBackend

@@ -19,7 +19,7 @@ from jackfield.clock import Clock
 from jackfield.config.sections import RayConfig
 from jackfield.errors import QueueError
 from jackfield.runtime.ray_cluster import Cluster
-from jackfield.sdk.columns import dense_column
+from jackfield.sdk.cells import dense_column
 from jackfield_conformance import certify
 from jackfield_queue_machine import check_queue_against_model
 from jackfield_queue_model import check_against_model

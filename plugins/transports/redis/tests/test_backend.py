@@ -16,7 +16,7 @@ from jackfield.abc.transfer_queue import TransferQueueContext as Context
 from jackfield.errors import ConfigError, QueueError
 from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.sdk import structure
-from jackfield.sdk.columns import column_from_rows, dense_column, json_column
+from jackfield.sdk.cells import column_from_rows, dense_column, json_column
 from jackfield_servers import RedisServer
 from jackfield_testing import in_loop
 from jackfield_transport_redis import backend as backend_module
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.needs("redis")
 _WRITER = """
 import asyncio, sys, torch
 from jackfield.abc.transfer_queue import PutRequest, TransferQueueContext
-from jackfield.sdk.columns import dense_column
+from jackfield.sdk.cells import dense_column
 from jackfield_transport_redis.backend import RedisBackend
 from jackfield_transport_redis.config import Config
 

@@ -24,7 +24,7 @@ from jackfield.abc.transfer_queue import (
 from jackfield.errors import ConfigError, QueueError
 from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.sdk import structure
-from jackfield.sdk.columns import column_from_rows, dense_column, json_column, rows_of
+from jackfield.sdk.cells import column_from_rows, dense_column, json_column, rows_of
 from jackfield_testing import in_loop, refused
 from jackfield_transport_sql import rows as rows_module
 from jackfield_transport_sql.backend import SQLBackend
@@ -34,7 +34,7 @@ from jackfield_transport_sql.schema import VIEW
 _WRITER = """
 import asyncio, sys, torch
 from jackfield.abc.transfer_queue import PutRequest, TransferQueueContext
-from jackfield.sdk.columns import dense_column
+from jackfield.sdk.cells import dense_column
 from jackfield_transport_sql.backend import SQLBackend
 from jackfield_transport_sql.config import Config
 

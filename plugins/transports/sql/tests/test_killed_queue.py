@@ -21,7 +21,7 @@ from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded
 from jackfield.queue import Lineage, TransferQueue
 from jackfield.queue.store import trace
-from jackfield.sdk.columns import column_from_rows, dense_column
+from jackfield.sdk.cells import column_from_rows, dense_column
 from jackfield_queue_bench import Bench
 from jackfield_transport_sql.backend import SQLBackend
 from jackfield_transport_sql.config import Config

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from zmq.utils.monitor import recv_monitor_message
 
 from jackfield.abc.transfer_queue import GetRequest, PutRequest
-from jackfield.sdk.columns import dense_column
+from jackfield.sdk.cells import dense_column
 from jackfield_testing import in_loop
 from jackfield_transport_zmq.arenas import place_of_this_process
 from jackfield_transport_zmq.sockets import dealer

@@ -26,7 +26,7 @@ from jackfield.abc.transfer_queue import (
 )
 from jackfield.errors import QueueError, QueueFull
 from jackfield.queue.values import MemoryBackend, MemoryConfig
-from jackfield.sdk.columns import dense_column
+from jackfield.sdk.cells import dense_column
 from jackfield_testing import in_loop, refused
 from jackfield_transport_zmq.backend import ZMQBackend
 from jackfield_transport_zmq.config import QueueConfig
@@ -37,7 +37,7 @@ WIDE = 1 << 16  #: float32 of a row: 256 KiB
 _OTHER = """
 import asyncio, sys, torch
 from jackfield.abc.transfer_queue import GetRequest, PutRequest, TransferQueueContext
-from jackfield.sdk.columns import dense_column
+from jackfield.sdk.cells import dense_column
 from jackfield_transport_zmq.backend import ZMQBackend
 from jackfield_transport_zmq.config import QueueConfig
 

@@ -24,8 +24,8 @@ from jackfield.abc.transfer_queue import (
     TransferQueueContext,
 )
 from jackfield.errors import QueueError
-from jackfield.sdk.columns import column_from_rows as jagged
-from jackfield.sdk.columns import dense_column as dense
+from jackfield.sdk.cells import column_from_rows as jagged
+from jackfield.sdk.cells import dense_column as dense
 from jackfield_conformance.subject import Subject
 from jackfield_conformance.support import expecting
 from jackfield_conformance.support.processes import hosts

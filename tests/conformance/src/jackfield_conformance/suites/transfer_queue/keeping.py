@@ -18,8 +18,8 @@ from jackfield.abc.transfer_queue import (
     TransferQueueContext,
 )
 from jackfield.errors import JackfieldError, QueueError
-from jackfield.sdk.columns import column_from_rows as jagged
-from jackfield.sdk.columns import dense_column as dense
+from jackfield.sdk.cells import column_from_rows as jagged
+from jackfield.sdk.cells import dense_column as dense
 from jackfield_conformance.registry import check
 from jackfield_conformance.subject import Subject
 from jackfield_conformance.support import expecting

@@ -7,8 +7,8 @@ import asyncio
 import torch
 
 from jackfield.abc.transfer_queue import Column, DeleteRequest, SnapshotRequest, TransferQueueBackend
-from jackfield.sdk.columns import column_from_rows as jagged
-from jackfield.sdk.columns import dense_column as dense
+from jackfield.sdk.cells import column_from_rows as jagged
+from jackfield.sdk.cells import dense_column as dense
 from jackfield_conformance.registry import check
 from jackfield_conformance.subject import Subject
 from jackfield_conformance.support.transfer_queue import (
