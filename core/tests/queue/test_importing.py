@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -13,7 +13,8 @@ import pytest
 
 from jackfield.queue import sample_files
 from jackfield.queue.sample_files import ImportedSamples, cell_of, read_samples, saved_samples, write_samples
-from jackfield.sdk.archive import BATCH_ROWS, ArchiveWriter, SavedSample
+from jackfield.sdk import archive
+from jackfield.sdk.archive import BATCH_ROWS, SavedSample
 from jackfield.sdk.cells import join
 
 torch = pytest.importorskip("torch")
@@ -50,7 +51,8 @@ def test_groups_come_together_though_their_rows_lie_apart(run: Run) -> None:
         rows = Rows()
         await bench.trainer()
         imported = ImportedSamples(bench.queue, bench.values, "train", rows, "file.jsonl")
-        assert (6, 2) == (await imported.put(), rows.read), "once to count, once to put"
+        await imported.put()
+        assert 2 == rows.read, "once to count, once to put"
         assert [[0, 2, 5], [1, 4], [3]] == await contents(bench)
 
     run(test)
@@ -83,32 +85,29 @@ def test_an_import_holds_no_more_rows_than_are_read_together(
     write_samples(file, lambda: (SavedSample(group=f"g{n % 7}", cells={"n": cell_of("n", [n])}) for n in range(count)))
     alive: WeakSet[SavedSample] = WeakSet()
     written: list[int] = []
-    most = 0
+    most, made = 0, archive.to_arrow
 
-    class Writer(ArchiveWriter):
-        def add(self, samples: Iterable[SavedSample]) -> None:
-            added = list(samples)
-            super().add(added)
-            written.extend(int(join("n", [sample.cells["n"]]).values) for sample in added)
+    def to_arrow(samples: list[SavedSample], types: Any) -> Any:
+        written.extend(int(join("n", [sample.cells["n"]]).values) for sample in samples)
+        return made(samples, types)
 
     def read(path: Path) -> Iterator[SavedSample]:
         nonlocal most
         before = len(written)
         for number, row in enumerate(read_samples(path)):
-            done = (len(written) - before) % count
-            assert done == 0 or number - done <= BATCH_ROWS, "no more is held back than a batch"
+            assert number - (len(written) - before) <= BATCH_ROWS, "no more is held back than a batch"
             alive.add(row)
             most = max(most, len(alive))
             if number == count - 1 and len(written) < count:  # of the first import
                 assert living_tensors() - tensors < 10
             yield row
 
-    monkeypatch.setattr(sample_files, "ArchiveWriter", Writer)
+    monkeypatch.setattr(archive, "to_arrow", to_arrow)
     monkeypatch.setattr(sample_files, "read_samples", read)
     tensors = living_tensors()
     for times in (1, 2):
         written.clear()
-        assert count == asyncio.run(sample_files.import_file(file, folder, "human"))
+        assert count == sample_files.import_file(file, folder, "human")
         assert times * list(range(count)) == written
     assert most <= 2 * together + 2
     assert 2 * count == len(list(saved_samples(folder)))

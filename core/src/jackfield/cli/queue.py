@@ -157,8 +157,7 @@ def import_(file: Path, folder: Path, partition: str) -> None:
     """
     from jackfield.queue.sample_files import import_file
 
-    count = asyncio.run(import_file(file, folder, partition))
-    click.echo(f"{count} samples in {folder}")
+    click.echo(f"{import_file(file, folder, partition)} samples in {folder}")
 
 
 @queue.command()

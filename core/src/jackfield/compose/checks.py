@@ -296,7 +296,7 @@ def check_rows(config: RunConfig) -> None:
 def mixed_samples(settings: MixingConfig, queue: TransferQueue, values: Values) -> list[ImportedSamples]:
     """Return the imports of mixed-in samples, for a new run's start and after losses."""
     return [
-        ImportedSamples(queue, values, name, partial(_read, file), file, partial(_completed, expert=name == "expert"))
+        ImportedSamples(queue, values, name, partial(_completed, file, expert=name == "expert"), file)
         for name, file in _files(settings).items()
     ]
 
@@ -313,18 +313,19 @@ def _read(file: str) -> Iterator[SavedSample]:
     return read_samples(path)
 
 
-def _completed(row: SavedSample, *, expert: bool) -> SavedSample:
-    """Add the tags that a run needs, and the columns that an expert does not write.
+def _completed(file: str, *, expert: bool) -> Iterator[SavedSample]:
+    """Yield a file's samples with the tags that a run needs, and the columns that an expert does not write.
 
     Weight versions are removed, because those of other runs mean nothing here.
     """
-    cells, length = dict(row.cells), shape_of(row.cells["response_ids"])[0]
-    cells.setdefault("response_mask", cell_of("response_mask", [True] * length))
-    tags = {name: value for name, value in row.tags.items() if not name.startswith("weight_version_")}
-    tags |= {"prompt_tokens": shape_of(row.cells["prompt_ids"])[0], "response_tokens": length}
-    tags["model_tokens"] = sum(bytes(cells["response_mask"][1]))
-    if expert:
-        cells.setdefault("rollout_log_probs", cell_of("rollout_log_probs", [0.0] * length))
-        cells.setdefault("reward", cell_of("reward", 0.0))
-        tags["expert"] = True
-    return attrs.evolve(row, cells=cells, tags=tags)
+    for row in _read(file):
+        cells, length = dict(row.cells), shape_of(row.cells["response_ids"])[0]
+        cells.setdefault("response_mask", cell_of("response_mask", [True] * length))
+        tags = {name: value for name, value in row.tags.items() if not name.startswith("weight_version_")}
+        tags |= {"prompt_tokens": shape_of(row.cells["prompt_ids"])[0], "response_tokens": length}
+        tags["model_tokens"] = sum(bytes(cells["response_mask"][1]))
+        if expert:
+            cells.setdefault("rollout_log_probs", cell_of("rollout_log_probs", [0.0] * length))
+            cells.setdefault("reward", cell_of("reward", 0.0))
+            tags["expert"] = True
+        yield attrs.evolve(row, cells=cells, tags=tags)

@@ -6,6 +6,7 @@ The rows of a state are kept by the store and by checkpoints. Leases are not sav
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from typing import Any
@@ -19,6 +20,7 @@ from jackfield.queue.samplers import Sampler, Sequential
 
 FORMAT = 8
 HEAD = "head"  #: key of the row that has everything but groups
+_MARKS = 8  #: number of checkpoint ids that a state keeps
 Row = tuple[str, str]  #: key and JSON
 
 
@@ -301,6 +303,10 @@ class State:
 
     def partition(self, name: str) -> Partition:
         return self.partitions.setdefault(name, Partition(name))
+
+    def mark(self, ledger: LedgerEnd | None) -> None:
+        """Record that a checkpoint begins, at this end of the ledger."""
+        self.marks, self.ledger = [*self.marks[1 - _MARKS :], uuid.uuid4().hex], ledger
 
     def batches(self) -> list[BatchState]:
         return [batch for partition in self.partitions.values() for batch in partition.batches.values()]

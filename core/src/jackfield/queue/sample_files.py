@@ -12,22 +12,20 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from jackfield.abc.transfer_queue import PutRequest, PutResult, SnapshotRequest, SnapshotResult, TransferQueueContext
-from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, QueueError
 from jackfield.files import replacing
-from jackfield.queue.meta import Batch, GroupKey, Lineage, NewGroup, RolloutReport, group_of
-from jackfield.queue.store import STORE_FILE, VALUES_FOLDER, read_checkpoint
+from jackfield.queue.meta import GroupKey, Lineage, NewGroup, RolloutReport, group_of
+from jackfield.queue.records import BatchState, Group, Sample, State, Status
+from jackfield.queue.store import STORE_FILE, VALUES_FOLDER, Store, read_checkpoint
 from jackfield.queue.transfer_queue import TransferQueue
-from jackfield.queue.values import MemoryBackend, MemoryConfig, Values
+from jackfield.queue.values import Values
 from jackfield.sdk.archive import (
-    BATCH_BYTES,
     BATCH_ROWS,
     ArchiveWriter,
     SavedSample,
@@ -40,7 +38,7 @@ from jackfield.sdk.archive import (
 )
 from jackfield.sdk.cells import Cell, ColumnType, column_from_rows, dense_column, join, json_column, rows_of, split
 
-_WHO = "import"
+_IMPORT = "import"  #: the explorer of imported samples, and the operation that made them
 _SECONDS = 600.0  #: deadline of a wait for room in the queue
 
 #: Dtypes of well-known columns, for files without types.
@@ -225,11 +223,11 @@ def _refusing(where: str, expected: str) -> Iterator[None]:
 
 @attrs.define(eq=False)
 class ImportedSamples:
-    """The samples of a file or of a queue's folder, imported as one batch of published groups.
+    """The samples of a file or of a queue's folder, imported as the first batch of a partition.
 
     Samples of one group form one group again, each as a rollout of its own. A sample's parent is ``ORIGIN:KEY``, or
     ``ORIGIN`` if it had no key, and the parent's lineage is kept. Samples are read one by one; only the names of their
-    groups stay in memory. Lost samples are imported again.
+    groups stay in memory.
     """
 
     queue: TransferQueue  #: a started queue
@@ -237,38 +235,25 @@ class ImportedSamples:
     partition: str  #: the partition that gets the samples
     read: Callable[[], Iterable[SavedSample]]  #: reads all samples, each time in the same order
     origin: str  #: the file or folder of the samples
-    complete: Callable[[SavedSample], SavedSample] = lambda sample: sample  #: adds missing columns to a sample
     _sizes: Counter[object] = attrs.field(factory=Counter, init=False)  # group sizes in the order of first samples
-
-    async def put(self) -> int:
-        """Put all samples and return their number."""
-        batch = await self._claim()
-        while batch is not None and not batch.vacant:  # of an earlier import, offered again after a restore
-            batch = await self._claim()
-        if batch is not None:
-            await self._fill(batch)
-        return sum(self._sizes.values())
 
     async def keep(self) -> None:
         """Put groups again whose samples were lost with a part of the store. It runs until it is cancelled."""
-        while True:
+        is_left = True
+        while is_left:
             with suppress(DeadlineExceeded):
-                batch = await self._claim(below=1)
-                if batch is None:
-                    return  # all its groups were consumed
-                await self._fill(batch)
+                is_left = await self.put()
 
-    async def _claim(self, below: int | None = None) -> Batch | None:
-        """Claim the batch of these samples. Return None if there are none, or no group is left to put."""
+    async def put(self) -> bool:
+        """Put all groups that are missing; wait until one is. Return whether groups may be lost later."""
         if not self._sizes:
             self._sizes = Counter(_group_of(sample, number) for number, sample in enumerate(self.read()))
-        if not (groups := len(self._sizes)):
-            return None
-        return await self.queue.claim_batch(self.partition, _WHO, groups, below=below, deadline_seconds=_SECONDS)
-
-    async def _fill(self, batch: Batch) -> None:
-        """Fill the vacant places of a batch, as many at a time as there is room for."""
         places = {group: place for place, group in enumerate(self._sizes)}
+        if not places:
+            return False
+        batch = await self.queue.claim_batch(self.partition, _IMPORT, len(places), below=1, deadline_seconds=_SECONDS)
+        if batch is None:
+            return False  # all its groups were consumed
         async for keys in self.queue.groups_to_fill(batch, _SECONDS, until="published"):
             wanted, opened = {key.index: key for key in keys}, Counter[int]()
             for number, sample in enumerate(self.read()):
@@ -276,19 +261,16 @@ class ImportedSamples:
                 if place not in wanted:
                     continue
                 if not opened[place]:
-                    task = sample.task if sample.task is not None else f"row-{place}"
-                    new = NewGroup(key=wanted[place], task_id=task, rollouts=self._sizes[name])
+                    new = NewGroup(key=wanted[place], task_id=_task_of(sample, place), rollouts=self._sizes[name])
                     await self.queue.open_groups([new])
-                await self._put(wanted[place], opened[place], self.complete(sample))
+                await self._put(wanted[place], opened[place], sample)
                 opened[place] += 1
+        return True
 
     async def _put(self, group: GroupKey, rollout: int, sample: SavedSample) -> None:
-        key, parent = group.sample(rollout, 0), f"{self.origin}:{sample.key}" if sample.key else self.origin
-        lineage = {key: Lineage(_WHO, (parent,))}
-        if "operation" in sample.tags and "parents" in sample.tags:
-            lineage[parent] = Lineage(sample.tags["operation"], tuple(sample.tags["parents"]))
+        key = group.sample(rollout, 0)
+        tags, lineage = _derived(sample, key, self.origin)
         columns = {name: join(name, [cell]) for name, cell in sample.cells.items()}
-        tags = {**sample.tags, "operation": _WHO, "parents": [parent]}
         written = await self.values.put(self.partition, [key], columns, [tags])
         report = RolloutReport(group=str(group), rollout=rollout, keys=(key,), written=written, lineage=lineage)
         await self.queue.end_rollouts([report])
@@ -298,55 +280,24 @@ def _group_of(sample: SavedSample, number: int) -> object:
     return number if sample.group is None else (sample.partition, sample.group)
 
 
-class _AppendingBackend(MemoryBackend):
-    """A backend that appends whole samples to a folder's checkpoint; only column names stay in memory.
-
-    The folder's previous checkpoint stays valid until :meth:`checkpoint`.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(MemoryConfig(), TransferQueueContext())
-        self._folder, self._archive = folder, ArchiveWriter(folder)
-        self._pending: list[SavedSample] = []  #: samples that are not in the file yet, at most one batch
-
-    def _append(self, samples: Iterable[SavedSample]) -> None:
-        """Append samples to the file, and keep the names of their columns."""
-
-        def appended() -> Iterator[SavedSample]:
-            for sample in samples:
-                yield sample
-                self._cells[sample.partition, sample.key] = dict.fromkeys(sample.cells, ("", b""))
-
-        self._archive.add(appended())
-        self._bytes = 0
-
-    async def put(self, request: PutRequest) -> PutResult:
-        """Append samples to the file. Each sample is put once, with all its columns."""
-        result = await super().put(request)
-        for key in request.keys:
-            cells = self._cells[request.partition, key]
-            self._pending.append(SavedSample(partition=request.partition, key=key, cells=cells))
-        if len(self._pending) >= BATCH_ROWS or self._bytes >= BATCH_BYTES:
-            self._append(self._pending)
-            self._pending = []
-        return result
-
-    async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
-        self._append(self._pending)
-        return self._archive.finish()
-
-    async def restore(self, request: SnapshotRequest) -> SnapshotResult:
-        self._append(read_archive(self._folder))
-        return SnapshotResult(samples=len(self._cells), bytes=0)
-
-    async def close(self) -> None:
-        self._archive.close()
+def _task_of(sample: SavedSample, place: int) -> str:
+    return f"row-{place}" if sample.task is None else sample.task
 
 
-async def import_file(file: Path, folder: Path, partition: str) -> int:
+def _derived(sample: SavedSample, key: str, origin: str) -> tuple[dict[str, Any], dict[str, Lineage]]:
+    """Return the tags of an imported sample with its new ``key``, and the derivations of it and of its parent."""
+    parent = f"{origin}:{sample.key}" if sample.key else origin
+    lineage = {key: Lineage(_IMPORT, (parent,))}
+    if "operation" in sample.tags and "parents" in sample.tags:
+        lineage[parent] = Lineage(sample.tags["operation"], tuple(sample.tags["parents"]))
+    return {**sample.tags, "operation": _IMPORT, "parents": [parent]}, lineage
+
+
+def import_file(file: Path, folder: Path, partition: str) -> int:
     """Put the samples of a JSONL or Parquet file into a folder's checkpointed queue; return their number.
 
-    The file may be larger than memory: values are copied batch by batch; tags and keys stay in memory.
+    The file may be larger than memory: values are copied batch by batch; tags and keys stay in memory. The folder's
+    previous checkpoint stays valid until the new one is complete.
 
     Raises:
         QueueError: If the file is not a file of samples, or the folder holds something other than a queue.
@@ -354,15 +305,36 @@ async def import_file(file: Path, folder: Path, partition: str) -> int:
     is_kept = (folder / STORE_FILE).is_file()
     if not is_kept and folder.is_dir() and any(folder.iterdir()):
         raise QueueError("the folder holds something else than a queue", where=str(folder), expected=STORE_FILE)
-    backend = _AppendingBackend(folder / VALUES_FOLDER)
-    queue = TransferQueue(backend, Clock())
-    await queue.start()
-    try:
-        if is_kept:
-            await queue.restore(folder)
-        imported = ImportedSamples(queue, Values(backend), partition, lambda: read_samples(file), str(file))
-        count = await imported.put()
-        await queue.checkpoint(folder)
-    finally:
-        await queue.close()
-    return count
+    state, lineage = read_checkpoint(folder / STORE_FILE) if is_kept else (State(), {})
+    own = state.partition(partition)
+    batch, groups = BatchState(own, own.next_batch), dict[object, Group]()
+
+    def imported() -> Iterator[SavedSample]:
+        for number, sample in enumerate(read_samples(file)):
+            if (name := _group_of(sample, number)) not in groups:
+                groups[name] = Group(batch, len(groups), task_id=_task_of(sample, len(groups)))
+            group = groups[name]
+            key = group.key.sample(group.rollouts, 0)
+            tags, derived = _derived(sample, key, str(file))
+            lineage.update(derived)
+            group.samples[key] = Sample(group.rollouts, tags, frozenset(sample.cells), sample.bytes)
+            group.ended[group.rollouts] = None
+            group.rollouts += 1
+            cells = {name: (text, bytes(content)) for name, (text, content) in sample.cells.items()}
+            yield SavedSample(partition=partition, key=key, cells=cells)
+
+    with closing(ArchiveWriter(folder / VALUES_FOLDER)) as writer, closing(Store(None)) as store:
+        writer.add(read_archive(folder / VALUES_FOLDER) if is_kept else ())
+        writer.add(imported())
+        for group in groups.values():
+            group.status, group.name = Status.PUBLISHED, str(group.key)
+            state.groups[group.name] = group
+        if groups:
+            batch.groups = list(groups.values())
+            own.batches[batch.number], own.next_batch = batch, batch.number + 1
+        state.mark(None)
+        store.derived = lineage
+        store.write(state)
+        writer.finish()
+        store.save(folder / STORE_FILE, list(state.rows()), list(state.keys()))
+    return sum(group.rollouts for group in batch.groups)

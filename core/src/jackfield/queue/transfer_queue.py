@@ -6,7 +6,6 @@ import asyncio
 import functools
 import inspect
 import logging
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -25,8 +24,6 @@ from jackfield.queue.store import STORE_FILE, VALUES_FOLDER, Store, read_checkpo
 P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
-
-_MARKS = 8  #: number of checkpoint ids that a state keeps
 
 
 def mutates(method: F) -> F:
@@ -221,7 +218,7 @@ class TransferQueue:
         while True:
             await self.fail_lost()
             state = self._core.state
-            state.marks, state.ledger = [*state.marks[1 - _MARKS :], uuid.uuid4().hex], self._core.store.end
+            state.mark(self._core.store.end)
             self._core.store.write(state)
             rows, keys = list(state.rows(again_from)), list(state.keys())
             try:
