@@ -18,7 +18,7 @@ import yaml
 
 from jackfield.config.sections import PluginSection, RunConfig
 from jackfield.plugins import discover
-from jackfield.queue.samplers import SAMPLERS
+from jackfield.queue.meta import SAMPLERS
 from jackfield.settings import range_of
 from packages import ROOT
 from pages import write_or_check

@@ -17,7 +17,7 @@ from jackfield.cli import main
 from jackfield.errors import JackfieldError
 from jackfield.plugins import hookimpl
 from jackfield.queue import Ready, Sampler, read_ledger
-from jackfield.queue.samplers import SAMPLERS
+from jackfield.queue.meta import SAMPLERS
 
 from .conftest import Run
 from .test_modes import GRADED, INVARIANT, steps

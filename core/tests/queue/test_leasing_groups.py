@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from jackfield.errors import DeadlineExceeded, LeaseError, QueueError, QueueFull
-from jackfield.queue.meta import Reuse
-from jackfield.queue.samplers import SamplerSpec
+from jackfield.queue.meta import Reuse, SamplerSpec
 
 torch = pytest.importorskip("torch")
 

@@ -24,11 +24,14 @@ from jackfield.queue.meta import (
     Lease,
     Lineage,
     NewGroup,
+    Ready,
     Reuse,
     RolloutReport,
+    Sampler,
+    SamplerSpec,
     Written,
+    register_sampler,
 )
-from jackfield.queue.samplers import Ready, Sampler, SamplerSpec, register_sampler
 from jackfield.queue.store import effective_acks, read_ledger
 from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.queue.values import Values

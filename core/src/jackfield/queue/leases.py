@@ -8,9 +8,8 @@ import attrs
 
 from jackfield.errors import LeaseError, QueueError
 from jackfield.queue.controller import Controller, missing, some
-from jackfield.queue.meta import BatchMeta, Lease, Reuse
+from jackfield.queue.meta import BatchMeta, Lease, Ready, Reuse, SamplerSpec
 from jackfield.queue.records import Consumer, Group, Hold, Status, Use
-from jackfield.queue.samplers import Ready, SamplerSpec
 
 
 @attrs.define(eq=False)

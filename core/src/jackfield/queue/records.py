@@ -15,8 +15,7 @@ import attrs
 import msgspec
 
 from jackfield.errors import QueueError
-from jackfield.queue.meta import Batch, GroupKey, Reuse, group_of
-from jackfield.queue.samplers import Sampler, Sequential
+from jackfield.queue.meta import Batch, GroupKey, Reuse, Sampler, Sequential, group_of
 
 FORMAT = 8
 HEAD = "head"  #: key of the row that has everything but groups
