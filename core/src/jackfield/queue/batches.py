@@ -61,7 +61,7 @@ class Batches:
                     for group in batch.groups:
                         self.core.touch(group)
                 batch.is_offered, batch.explorers[explorer] = False, self.core.caller()
-                return batch.public(explorer)
+                return Batch(partition, batch.number, len(batch.groups), explorer, len(batch.vacant()))
             left = [each for number, each in mine.batches.items() if number < below and not each.is_final()]
             for each in left:
                 each.require_well()

@@ -15,7 +15,7 @@ import attrs
 import msgspec
 
 from jackfield.errors import QueueError
-from jackfield.queue.meta import Batch, GroupKey, Reuse, Sampler, Sequential, group_of
+from jackfield.queue.meta import GroupKey, Reuse, Sampler, Sequential, group_of
 
 FORMAT = 8
 HEAD = "head"  #: key of the row that has everything but groups
@@ -179,9 +179,6 @@ class BatchState:
         """Offer the batch to the next claimant if groups are vacant and no iteration hands them out."""
         if self.failure is None and not self.readers and self.vacant():
             self.is_offered = True
-
-    def public(self, explorer: str) -> Batch:
-        return Batch(self.partition.name, self.number, len(self.groups), explorer, len(self.vacant()))
 
     def require_well(self) -> None:
         if self.failure is not None:

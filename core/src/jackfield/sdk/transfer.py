@@ -156,26 +156,21 @@ class OneSenderEngine(CheckpointEngine):
             return PrepareResult()
         await self._begin()
         try:
-            address = await self._serve()
-            further = self.listen(address["secret"])
+            server = Server("the sender", self._services, self._clock, self.context.deadline_seconds + _SENDER_FIRST)
+            address = await server.listen(self.context.host, self.config.port)
+            self._server = server
+            further = self.listen(address.secret)
+        except RpcError as error:
+            raise WeightsError(error.message, where=error.where, fix=error.fix) from error
         except BaseException:
             await self.finalize()
             raise
-        return PrepareResult(metadata={"session": address, "host": self.context.host, **further})
+        return PrepareResult(metadata={"session": attrs.asdict(address), "host": self.context.host, **further})
 
     async def _begin(self) -> None:
         await self.finalize()  # an earlier prepare may not have been followed by a transfer
         self._reset()
         self._services = {"transfer": Service(target=self, contract=TRANSFER)}
-
-    async def _serve(self) -> dict[str, Any]:
-        server = Server("the sender", self._services, self._clock, self.context.deadline_seconds + _SENDER_FIRST)
-        try:
-            address = await server.listen(self.context.host, self.config.port)
-        except RpcError as error:
-            raise WeightsError(error.message, where=error.where, fix=error.fix) from error
-        self._server = server
-        return attrs.asdict(address)
 
     @classmethod
     def build_topology(cls, request: TopologyRequest) -> Topology:
@@ -205,14 +200,11 @@ class OneSenderEngine(CheckpointEngine):
 
     async def enter(self, worker: int, version: int) -> int:
         """Admit the calling worker and return the version that is sent (called by workers over RPC)."""
-        return await self._enter(worker, version, caller())
-
-    async def _enter(self, worker: int, version: int, connection: Connection) -> int:
         while self._version < 0:
             await self._changed.wait()  # until the caller's deadline, or the end of the session
         if not 0 <= worker < self._expected or worker in self.peers:
             raise WeightsError(f"worker {worker} has no place in this transfer", where="the sender")
-        peer = self._add_peer(f"worker {worker}", connection, worker)
+        peer = self._add_peer(f"worker {worker}", caller(), worker)
         if version != self._version:
             peer.broken = f"expects weights of version {version}, these are of version {self._version}"
         return self._version
@@ -220,7 +212,8 @@ class OneSenderEngine(CheckpointEngine):
     async def _join(self, place: Mapping[str, Any], version: int) -> None:
         self._start_clock()
         try:
-            connection = await self._dial(place["session"], place["worker"])
+            address, name = msgspec.convert(place["session"], Address), f"worker {place['worker']}"
+            connection = await connect(address, name, self._clock, {"transfer": TRANSFER}, self._services)
             self._add_peer("the sender", connection)  # it may post before its reply is read
             found = await connection.call("transfer.enter", [place["worker"], version], self.remaining(), int, "join")
         except RpcError as error:
@@ -231,10 +224,6 @@ class OneSenderEngine(CheckpointEngine):
         if found != version:
             raise WeightsError("weights of another version came", code="weights.version", expected=version, found=found)
         self._start_clock(_SENDER_FIRST)
-
-    async def _dial(self, address: Mapping[str, Any], worker: int) -> Connection:
-        place, contracts = msgspec.convert(address, Address), {"transfer": TRANSFER}
-        return await connect(place, f"worker {worker}", self._clock, contracts, self._services)
 
     def _add_peer(self, name: str, connection: Connection, number: int = 0) -> Peer:
         peer = self.peers[number] = Peer(name, connection)
@@ -252,10 +241,7 @@ class OneSenderEngine(CheckpointEngine):
 
     async def post(self, values: dict[str, Any]) -> None:
         """Record values of the calling peer. Both ends call it over RPC."""
-        self._take(values, caller())
-
-    def _take(self, values: Mapping[str, Any], connection: Connection) -> None:
-        peer = next((each for each in self.peers.values() if each.connection is connection), None)
+        peer = next((each for each in self.peers.values() if each.connection is caller()), None)
         if peer is None:
             raise WeightsError("a worker posted before it entered the transfer")
         peer.said.update(values)
