@@ -18,7 +18,7 @@ import pytest
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, LeaseError, QueueError
 from jackfield.queue import Reuse, SamplerSpec, TransferQueue
-from jackfield.queue.remote import QUEUE, QueueServer, connect_queue
+from jackfield.queue.transfer_queue import QUEUE, QueueServer, connect_queue
 from jackfield.rpc import Connection
 from jackfield.sdk.cells import column_from_rows
 
@@ -219,7 +219,7 @@ def test_a_process_that_is_killed_is_noticed(tmp_path: Path) -> None:
 import asyncio, sys
 from pathlib import Path
 from jackfield.clock import Clock
-from jackfield.queue.remote import connect_queue
+from jackfield.queue.transfer_queue import connect_queue
 
 async def main():
     queue, connection = await connect_queue(Path(sys.argv[1]), "to be killed", Clock())

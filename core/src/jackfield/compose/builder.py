@@ -26,7 +26,7 @@ from jackfield.config import as_plain
 from jackfield.data.task_set import SeededOrder, TaskSet
 from jackfield.data.tasks import Task
 from jackfield.queue import GroupKey, Values
-from jackfield.queue.remote import connect_queue
+from jackfield.queue.transfer_queue import connect_queue
 from jackfield.runtime.engine import EngineGroup
 from jackfield.runtime.workers import resubmitted
 from jackfield.trainer.checkpoint import Checkpoint, Checkpointer, CheckpointStore

@@ -29,7 +29,7 @@ from jackfield.files import replace_file
 from jackfield.observe import observers
 from jackfield.plugins import Registry, discover
 from jackfield.plugins.hooks import RunEnded, RunStarted
-from jackfield.queue.remote import QueueServer
+from jackfield.queue.transfer_queue import QueueServer
 from jackfield.runtime.workers import one_line
 from jackfield.trainer.checkpoint import Checkpoint
 from jackfield.trainer.role import RoleName

@@ -1,4 +1,4 @@
-"""The TransferQueue, the interface for producers and consumers."""
+"""The TransferQueue, the interface for producers and consumers, and its server and client for other processes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import asyncio
 import functools
 import inspect
 import logging
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from jackfield.abc.transfer_queue import DeleteRequest, KeysRequest, SnapshotRequest, TransferQueueBackend
 from jackfield.clock import Clock
-from jackfield.errors import QueueError
+from jackfield.errors import QueueError, RpcError
 from jackfield.queue.batches import Batches
 from jackfield.queue.controller import Controller, some
 from jackfield.queue.groups import Groups
@@ -20,10 +21,12 @@ from jackfield.queue.leases import Leases
 from jackfield.queue.meta import Notice, group_of
 from jackfield.queue.records import LedgerEnd, Row, State
 from jackfield.queue.store import STORE_FILE, VALUES_FOLDER, Store, read_checkpoint, uses
+from jackfield.rpc import Address, Connection, Contract, Server, Service, caller, connect, stub
 
 P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
+_SERVICE, _SERVER = "queue", "the queue's controller"
 
 
 def mutates(method: F) -> F:
@@ -102,9 +105,7 @@ class TransferQueue:
         """
         self.backend, self.clock = backend, clock
         self.caller: Callable[[], str | None] = lambda: None  #: the calling client
-        #: called after the state was replaced, with the clients whose explorers had batches
-        self.on_reset: Callable[[str, set[str | None]], None] = lambda reason, explorers: None
-        self.served: Callable[[], Mapping[str, int]] = dict  #: further counts for :meth:`stats`
+        self.server: QueueServer | None = None
         kept = Store(store, durable=durable and store is not None)
         self._core = Controller(backend, clock, kept, lambda: self.caller())
         self._leases = Leases(self._core)
@@ -143,14 +144,13 @@ class TransferQueue:
     async def stats(self) -> dict[str, int]:
         """Return the numbers of samples, bytes, and open batches and groups."""
         state = self._core.state
-        leased = [group for consumer in state.consumers.values() for group in consumer.held]
         return {
             "samples": state.samples,
             "bytes": state.bytes,
             "batches": len(state.batches()),
             "groups_open": sum(not group.is_made for group in state.groups.values()),
-            "samples_leased": sum(len(group.samples) for group in leased),
-            **self.served(),
+            "samples_leased": sum(len(group.samples) for each in state.consumers.values() for group in each.held),
+            **({} if self.server is None else {"clients": len(self.server.clients), "refused": self.server.refused}),
         }
 
     @mutates
@@ -320,7 +320,8 @@ class TransferQueue:
             if batch.failure is None and (vacant := [group.index for group in batch.vacant()]):
                 where = {"partition": batch.partition.name, "batch": batch.number}
                 self._core.record("release", **where, groups=vacant, reason="the queue was restored")
-        self.on_reset("has made the queue another one; what was begun before is in vain", clients)
+        if self.server is not None:
+            self.server.end_others("has made the queue another one; what was begun before is in vain", clients)
 
     def _void_acks(self, end: LedgerEnd, step: int | None) -> None:
         """Record in the ledger the acks of steps after ``step`` as revoked; with None, all acks after its ``end``."""
@@ -340,3 +341,59 @@ class TransferQueue:
         if found or before:
             self._core.record("clear", samples=found)
         self._core.store.begin(list(self._core.state.rows()))
+
+
+_LOCAL = {"start", "close", "end_holder"}
+QUEUE = Contract(TransferQueue, without=_LOCAL, undo={"lease_batch": "release", "lease_groups": "release"})
+
+
+class QueueServer(Server):
+    """A server of a queue. A client's leases, batches and iterations end with its connection."""
+
+    def __init__(self, queue: TransferQueue, clock: Clock, heartbeat_seconds: float) -> None:
+        """Create a server that is not listening. A client without a heartbeat for so long is dead."""
+        service = {_SERVICE: Service(target=queue, contract=QUEUE)}
+        super().__init__(_SERVER, service, clock, heartbeat_seconds, lambda ended, _: queue.end_holder(ended.session))
+        self._queue, self._endings = queue, set[asyncio.Task[None]]()
+        queue.caller = lambda: caller().session
+        queue.server = self
+
+    async def listen(self, host: str = "127.0.0.1", port: int = 0) -> Address:
+        """Listen for clients; raise ``queue.store`` if the address is in use, or is not one of this machine."""
+        try:
+            return await super().listen(host, port)
+        except RpcError as error:
+            raise QueueError(error.message, code="queue.store", where=error.where, fix=error.fix) from error
+
+    def end_others(self, reason: str, explorers: set[str | None]) -> None:
+        """End the clients that used the queue before its state was replaced."""
+        for client in list(self.clients.values()):
+            begun = client.session in explorers or client.iterates
+            if begun and client.session != self._queue.caller():
+                task = asyncio.get_running_loop().create_task(client.close(reason))
+                self._endings.add(task)
+                task.add_done_callback(self._endings.discard)
+
+
+async def connect_queue(file: Path, name: str, clock: Clock) -> tuple[TransferQueue, Connection]:
+    """Connect to a served queue. Waits end at the deadlines of their calls or with the connection.
+
+    ``file`` is the server's address file, ``name`` the name of this process for the server's messages. The caller must
+    close the connection that is returned with the queue.
+
+    Raises:
+        QueueError: ``queue.unreachable`` if the file is missing; ``queue.session`` if no controller answers.
+    """
+    try:
+        address = Address.read(file)
+    except RpcError as error:
+        message, fix = "no controller of a queue is served there", "start `jackfield queue serve` first"
+        raise QueueError(message, code="queue.unreachable", where=str(file), found=error.found, fix=fix) from error
+
+    def lost(reason: str) -> QueueError:
+        message = f"the connection to {_SERVER} is lost: it {reason}"
+        fix = "start this process again, once `jackfield queue serve` runs"
+        return QueueError(message, code="queue.session", where=str(address.process), fix=fix)
+
+    connection = await connect(address, name, clock, {_SERVICE: QUEUE}, lost_error=lost)
+    return stub(connection, _SERVICE, QUEUE, TransferQueue, math.inf), connection
