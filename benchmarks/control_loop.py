@@ -222,7 +222,7 @@ async def measure(made: RunWorkers, samples: int, steps: int) -> list[float]:
         role=role,
         batches=BatchSource(role=role),
         actor=actor,
-        log_prob_check=LogProbCheck(role=role, bound=0.01, train_mode_bound=0.01),
+        log_prob_check=LogProbCheck(role=role),
         sync=Weights().sync,
         evaluator=Evaluator(role=role, placement=lease),
         checkpoints=Checkpointer(role=role, store=CheckpointStore(Path("nowhere")), engines={}, description={}),

@@ -20,7 +20,7 @@ from jackfield.abc.rollout import (
     SamplingParams,
     ServerInfo,
 )
-from jackfield.cluster.pool import ReplicaPool, WeightSource
+from jackfield.cluster.pool import ReplicaPool
 from jackfield.config import make_config
 from jackfield.errors import ConfigError, JackfieldError, RolloutError, RunError, WeightsError, WorkerLost
 from jackfield.routing import Replica, Router
@@ -140,9 +140,7 @@ class World:
             self.routers += [Router(self.clock) for _ in range(2)]
             await self.pool.start(1)
             self.servers[0].version = 3
-            self.pool.source = WeightSource(
-                load=self.load, hold=self.hold, sync=self.sync, takes_turns=self.takes_turns
-            )
+            self.pool.source = self
             self.keeping = asyncio.ensure_future(self.pool.keep())
             await asyncio.sleep(0)
             self.notes.clear()
@@ -162,7 +160,7 @@ class World:
 
     async def sync(self, version: int) -> SyncReport:
         self.syncs.append(version)
-        if self.syncing is not None:
+        if self.syncing is not None and self.pool.members:
             await self.syncing(version)
         for replica in self.pool.members:
             replica.server.version = version  # type: ignore[attr-defined]
@@ -499,7 +497,7 @@ def test_a_synchronisation_is_repeated_without_those_that_die_in_it() -> None:
     async def life() -> None:
         await world.pool.scale(2)
         world.syncing = fail
-        assert 7 == (await world.pool.sync(4)).bytes
+        assert 7 == (await world.pool.sync(4, world.sync)).bytes
         assert (4, [0]) == (world.servers[0].version, world.members)
         await world.clock.sleep(60.0)
         assert [0, 1] == world.members
@@ -517,8 +515,8 @@ def test_a_synchronisation_in_which_the_only_replica_dies_ends_and_its_successor
 
     async def life() -> None:
         world.syncing = fail
-        report = await world.pool.sync(4)
-        assert ((), 0) == (report.receipts, report.bytes)
+        report = await world.pool.sync(4, world.sync)
+        assert (4, []) == (report.version, world.pool.members)
         await world.clock.sleep(60.0)
         assert [0] == world.members
 
@@ -535,7 +533,7 @@ def test_a_synchronisation_that_fails_by_itself_is_not_repeated() -> None:
     async def life() -> None:
         world.syncing = fail
         with pytest.raises(WeightsError) as caught:
-            await world.pool.sync(5)
+            await world.pool.sync(5, world.sync)
         assert "weights.transfer" == caught.value.code
 
     world.run(life)

@@ -11,10 +11,10 @@ import pytest
 from jackfield.abc.rollout import BaseRolloutServer, ServerInfo, UpdateWeightsRequest, WeightReceipt, WorkerReceipt
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.cluster.device import DeviceLease
-from jackfield.compose.builder import following
 from jackfield.config import make_config
 from jackfield.plugins import HookManager
-from jackfield.trainer.role import Role, WeightSubscriber
+from jackfield.trainer.role import Role
+from jackfield.trainer.weights import WeightSubscriber
 from jackfield.weights import Replica, SyncReport
 from jackfield_virtual_clock import VirtualClock
 
@@ -45,17 +45,16 @@ def test_newer_weights_wait_for_one_that_joins_or_are_its_first(seconds: float) 
         values = {"model": {"path": "none"}, "data": {"train": "none"}, "deadlines": {"sync": 60.0}}
         hooks, algorithm = HookManager([], []).hook, ResolvedAlgorithm(loss="ppo", loss_options={})
         role = Role(config=make_config(values, ()), name="explore", algorithm=algorithm, clock=clock, hooks=hooks)
-        subscriber = WeightSubscriber(role=role, replicas=members)
-        source = following(subscriber, DeviceLease(clock, 60.0))
+        subscriber = WeightSubscriber(role=role, replicas=members, placement=DeviceLease(clock, 60.0))
         await subscriber.load_all(published(1))
         later = asyncio.ensure_future(clock.sleep(4.0))
         later.add_done_callback(lambda _: loads.append(asyncio.ensure_future(subscriber.load_all(newer))))
         loads: list[asyncio.Task[None]] = []
         newer = published(2)
         await clock.sleep(seconds)
-        async with source.hold():
+        async with subscriber.hold():
             second = replica(clock, 1)
-            await source.load(second)
+            await subscriber.load(second)
             members.append(second)
         await later
         await asyncio.gather(*loads)

@@ -9,7 +9,7 @@ import pytest
 
 from jackfield.algorithms import algorithm, names, part, register, registry
 from jackfield.algorithms.settings import ResolvedAlgorithm
-from jackfield.compose.resolve import resolve_algorithm, rollout_bound
+from jackfield.compose.resolve import resolve_algorithm
 from jackfield.config import make_config
 from jackfield.errors import ConfigError
 from jackfield.plugins import Manifest
@@ -181,7 +181,7 @@ def test_an_algorithm_says_that_it_has_to_see_a_whole_batch() -> None:
 
 def test_the_probe_allows_what_rounding_explains() -> None:
     assert [0.01, 0.25, 0.25, 0.25, 0.01, 0.5, 0.75] == [
-        rollout_bound(make_config({"model": {"path": "somewhere"}}, overrides))
+        make_config({"model": {"path": "somewhere"}}, overrides).rollout_bound
         for overrides in (
             (),
             ("model.dtype=bfloat16",),

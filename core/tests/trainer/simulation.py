@@ -368,7 +368,7 @@ class Simulation:
             batches=BatchSource(role=role),
             critic=None if self.critic_warmup is None else self.critic,
             actor=self.actor,
-            log_prob_check=LogProbCheck(role=role, bound=0.01, train_mode_bound=0.01),
+            log_prob_check=LogProbCheck(role=role),
             sync=self.synchronizer.sync,
             evaluator=Evaluator(role=role, placement=lease),
             checkpoints=checkpointer,

@@ -12,12 +12,14 @@ import pytest
 from jackfield.abc.rollout import ServerInfo, UpdateWeightsRequest, WeightReceipt, WorkerReceipt
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.algorithms.settings import ResolvedAlgorithm
+from jackfield.cluster.device import DeviceLease
 from jackfield.config import make_config
 from jackfield.errors import DeadlineExceeded, WeightsError
 from jackfield.plugins import HookManager
 from jackfield.queue import TransferQueue
 from jackfield.queue.values import MemoryBackend, MemoryConfig
-from jackfield.trainer.role import Role, WeightSubscriber, publish
+from jackfield.trainer.role import Role
+from jackfield.trainer.weights import WeightSubscriber, publish
 from jackfield.weights import Replica, SyncReport
 from jackfield_virtual_clock import VirtualClock
 
@@ -75,7 +77,7 @@ def run(test: Callable[[Bench], Awaitable[None]]) -> None:
         hooks, algorithm = HookManager([], []).hook, ResolvedAlgorithm(loss="ppo", loss_options={})
         role = Role(config=make_config(values, ()), name="explore", algorithm=algorithm, clock=clock, hooks=hooks)
         role.queue = queue
-        subscriber = WeightSubscriber(role=role, replicas=[replica])
+        subscriber = WeightSubscriber(role=role, replicas=[replica], placement=DeviceLease(clock, 60.0))
         try:
             await test(Bench(clock, queue, server, subscriber))
         finally:

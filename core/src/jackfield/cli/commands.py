@@ -183,7 +183,7 @@ def validate(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
     With --json, print the resolved algorithm and what it needs.
     """
     from jackfield.compose.checks import hooks_of
-    from jackfield.compose.resolve import resolve_algorithm, rollout_bound
+    from jackfield.compose.resolve import resolve_algorithm
     from jackfield.config import load_config, plugin_settings
     from jackfield.plugins import discover
 
@@ -191,7 +191,7 @@ def validate(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
     plugin_settings(loaded, registry)
     hooks_of(loaded, registry)
     algorithm = resolve_algorithm(loaded, registry.find("rollout", loaded.rollout.name))
-    described = {**algorithm.as_plain(), "replica_bound": rollout_bound(loaded)}
+    described = {**algorithm.as_plain(), "replica_bound": loaded.rollout_bound}
     show({"file": file, "algorithm": described}, [f"{file}: valid"])
 
 

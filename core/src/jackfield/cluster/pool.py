@@ -35,16 +35,16 @@ class Places(Protocol):
         """Tell all agents which replicas serve (see :class:`jackfield.routing.Router`)."""
 
 
-@attrs.frozen(kw_only=True)
-class WeightSource:
-    """Functions that bring the engine's weights to replicas."""
+class WeightSource(Protocol):
+    """Brings the engine's current weights to replicas that join or are restarted."""
 
-    load: Callable[[Replica], Awaitable[None]]  #: sends them to one replica, with a receipt, inside ``hold``
-    #: blocks training and weight syncs, and gives replicas the device
-    hold: Callable[[], AbstractAsyncContextManager[None]]
-    sync: Callable[[int], Awaitable[SyncReport]] | None = None  #: sends a version to all members, if it is this process
-    takes_turns: bool = False  #: whether the engine must leave the device before a replica starts
-    posts: bool = False  #: whether versions are also published to replicas of other processes
+    takes_turns: bool  #: whether the engine must leave the device before a replica starts
+
+    async def load(self, replica: Replica) -> None:
+        """Send them to one replica, with a receipt, inside :meth:`hold`."""
+
+    def hold(self) -> AbstractAsyncContextManager[None]:
+        """Block training and weight syncs, and give replicas the device."""
 
 
 @attrs.define(eq=False)
@@ -100,22 +100,19 @@ class ReplicaPool:
             replica = self.replicas.pop(max(self.replicas))
             await self._stop(replica)
 
-    async def sync(self, version: int) -> SyncReport:
-        """Send a version to all members, and again without those that die meanwhile.
+    async def sync(self, version: int, send: Callable[[int], Awaitable[SyncReport]]) -> SyncReport:
+        """Send a version to all members by ``send``, and again without those that die meanwhile.
 
         Raises:
             JackfieldError: If it fails although every member is alive.
         """
-        source = self._connected()
-        assert source.sync is not None, "this process has the engine"
-        while self.members or source.posts:
+        while True:
             replicas = [each for each in self.replicas.values() if each.state != "starting"]
             try:
-                return await source.sync(version)
+                return await send(version)
             except JackfieldError:
                 if not await self._remove_lost(replicas):
                     raise
-        return SyncReport(version=version, receipts=(), seconds=0.0, paused_seconds=0.0, bytes=0)
 
     async def each(self, call: Callable[[BaseRolloutServer], Awaitable[object]]) -> None:
         """Call every member, and drop those that have died.

@@ -6,8 +6,8 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -16,11 +16,10 @@ from typing import Any, NoReturn, TypeVar, cast
 import attrs
 
 from jackfield.cluster.control import serve_control
-from jackfield.cluster.device import DeviceLease, SharedDevice
-from jackfield.cluster.pool import ReplicaPool, WeightSource
+from jackfield.cluster.device import DeviceLease
+from jackfield.cluster.pool import ReplicaPool
 from jackfield.compose.checks import mixed_samples
 from jackfield.compose.folder import export_model, mark_finished
-from jackfield.compose.resolve import log_prob_check_options, rollout_bound
 from jackfield.compose.workers import WorkerFactory
 from jackfield.config import as_plain
 from jackfield.data.task_set import SeededOrder, TaskSet
@@ -28,19 +27,18 @@ from jackfield.data.tasks import Task
 from jackfield.queue import GroupKey, Values
 from jackfield.queue.transfer_queue import connect_queue
 from jackfield.runtime.engine import EngineGroup
-from jackfield.runtime.workers import resubmitted
 from jackfield.trainer.checkpoint import Checkpoint, Checkpointer, CheckpointStore
-from jackfield.trainer.log_prob_check import LogProbCheck
-from jackfield.trainer.role import FINISHED, WEIGHTS, Role, RunWorkers, WeightSubscriber
+from jackfield.trainer.log_prob_check import LogProbCheck, ReplicaProbe
+from jackfield.trainer.role import FINISHED, WEIGHTS, Role, RunWorkers
 from jackfield.trainer.rollouts import Evaluator, Explorer, RewardPipeline
 from jackfield.trainer.trainer import BatchSource, Trainer
-from jackfield.weights import Replica, ReplicaProbe, WeightSynchronizer
+from jackfield.trainer.weights import EngineWeights, WeightSubscriber
+from jackfield.weights import WeightSynchronizer
 
 T = TypeVar("T")
 
 _WORKING = 0.8  #: share of the grace period for reaching a boundary; the rest is for closing
 _STARTING_SECONDS = 2.0  #: grace period of a run that is still starting and has nothing to save
-_PROBE_PROMPT = 32  #: how many tokens of the first task's prompt the probe uses
 #: Name of each role at the queue's controller; the run's name follows.
 _CLIENTS = {"all": "the run", "train": "the trainer of", "explore": "the explorer", "reward": "the role"}
 
@@ -211,8 +209,7 @@ class RunBuilder:
         """Explore for a trainer elsewhere until it has all batches; return the newest version."""
         pool = await self._start_replicas()
         assert pool is not None
-        weights = WeightSubscriber(role=self.role, replicas=pool.members)
-        pool.source = following(weights, self.placement)
+        pool.source = weights = WeightSubscriber(role=self.role, replicas=pool.members, placement=self.placement)
         self.stop.begun = True
         self._run(pool.keep, weights.run)
         who, seconds = "the trainer to say which weights it has", self.role.config.deadlines.batch
@@ -270,42 +267,37 @@ class RunBuilder:
             await self.stack.enter_async_context(control)
 
     async def _trainer(self) -> Trainer:
-        """Build the trainer with engines, replicas and the weight source for later replicas."""
+        """Build the trainer with engines, replicas and their weights."""
         role, config, workers = self.role, self.role.config, self.role.workers
         actor = await self._engine_group("actor")
         pool = await self._start_replicas()
-        takes_turns, probe = workers.shares_devices and config.cluster.offload, self._probe(actor)
-        synchronizer = None
+        placement = self.placement if workers.shares_devices else DeviceLease(role.clock, config.deadlines.batch)
+        weights = None
         if pool is not None or role.name == "train":
-            synchronizer = self._synchronizer(pool, None if takes_turns or pool is None else probe)
+            weights = self._weights(actor, pool, placement)
         reference = None
         if role.algorithm.reference:  # the initial policy: the actor without its adapter, or a separate model
             own = "reference" in role.engines
             reference = await self._engine_group("reference") if own else actor.without_adapter()
         critic = await self._engine_group("critic") if role.algorithm.critic else None
-        shared = SharedDevice(self._engines, pool, config.cluster.device, probe) if takes_turns and pool else None
-        placement = DeviceLease(role.clock, config.deadlines.batch, shared.hand_over if shared else None)
-        if workers.shares_devices:
-            self.placement = placement
         trained = {"actor": actor} if critic is None else {"actor": actor, "critic": critic}
         data = {which: tasks.digest for which, tasks in self.tasks.items()}
         description = {"config": as_plain(config), "data": data}
         store = CheckpointStore(Path(config.folder) / "checkpoints", config.checkpoint.keep)
-        weights = shared or pool or synchronizer
         trainer = Trainer(
             role=role,
             batches=BatchSource(role=role, stop=self.stop.requested),
             actor=actor,
             critic=critic,
             reference=reference,
-            log_prob_check=LogProbCheck(role=role, **log_prob_check_options(config)),
+            log_prob_check=LogProbCheck(role=role),
             sync=None if weights is None else weights.sync,
             evaluator=Evaluator(role=role, tasks=self.tasks.get("eval", ()), placement=self.placement),
             checkpoints=Checkpointer(role=role, store=store, engines=trained, description=description),
             placement=placement,
         )
-        if pool is not None and synchronizer is not None:
-            pool.source = self._source(synchronizer, shared, trainer)
+        if pool is not None:
+            pool.source = weights
             self._run(pool.keep)
         await trainer.batches.register()
         return trainer
@@ -317,64 +309,26 @@ class RunBuilder:
         self._engines.append(group)
         return group
 
-    def _synchronizer(self, pool: ReplicaPool | None, probe: ReplicaProbe | None) -> WeightSynchronizer:
-        config, ranks = self.role.config, self.role.workers.ranks["actor"]
-        return WeightSynchronizer(
-            senders=[rank.sender for rank in ranks if rank.sender is not None],
+    def _weights(self, actor: EngineGroup, pool: ReplicaPool | None, placement: DeviceLease) -> EngineWeights:
+        role, config = self.role, self.role.config
+        synchronizer = WeightSynchronizer(
+            senders=[rank.sender for rank in role.workers.ranks["actor"] if rank.sender is not None],
             replicas=[] if pool is None else pool.members,
             name=config.checkpoint_engine.name,
-            clock=self.role.clock,
+            clock=role.clock,
             settings=config.checkpoint_engine.settings,
             deadline_seconds=config.deadlines.sync,
-            probe=probe,
             kind=config.weights.kind,
             on_missing_base=config.weights.on_missing_base,
         )
-
-    def _source(self, synchronizer: WeightSynchronizer, shared: SharedDevice | None, trainer: Trainer) -> WeightSource:
-        """Return the source of weights for replicas that join later or are restarted."""
-
-        async def load(replica: Replica) -> None:
-            version = trainer.updated
-            async with self.role.measure("load_weights", "weights", version):
-                if version:  # version 0 is the model's folder, which the replica has loaded
-                    async with trainer.actor.reading:
-                        await synchronizer.catch_up(replica, version)
-                if shared is not None:
-                    await shared.ask([replica], version)
-
-        hold = partial(trainer.placement.hold, "rollout", joins=True)
-        turns, posts = shared is not None, self.role.name == "train"
-        return WeightSource(load=load, hold=hold, sync=synchronizer.sync, takes_turns=turns, posts=posts)
-
-    def _probe(self, actor: EngineGroup) -> ReplicaProbe | None:
-        config, agents, task = self.role.config, self.role.workers.agents, cast(Task, self.tasks["train"][0])
-        if not config.log_prob_check.probe_tokens:
-            return None
-        ask = lambda: agents.of("probe").prompt_ids(task, _PROBE_PROMPT)  # noqa: E731
-        return ReplicaProbe(
-            prompt=lambda: resubmitted(ask, "the probe's prompt"),
-            score=actor.score,
-            clock=self.role.clock,
-            tokens=config.log_prob_check.probe_tokens,
-            temperature=config.sampling.temperature if self.role.explores else 1.0,
-            bound=rollout_bound(config),
-            stops=config.log_prob_check.on_mismatch == "stop",
-            seconds=config.deadlines.rollout,
-            report=partial(self.role.note, "log_prob_check/replica/mean"),
+        task = cast(Task, self.tasks["train"][0])
+        return EngineWeights(
+            role=role,
+            actor=actor,
+            synchronizer=synchronizer,
+            placement=placement,
+            pool=pool,
+            engines=self._engines,
+            probe=ReplicaProbe(role=role, actor=actor, task=task) if config.log_prob_check.probe_tokens else None,
+            takes_turns=role.workers.shares_devices and config.cluster.offload and pool is not None,
         )
-
-
-def following(subscriber: WeightSubscriber, placement: DeviceLease) -> WeightSource:
-    """Return an explorer's weight source for later replicas; it holds newer versions back."""
-
-    @asynccontextmanager
-    async def hold() -> AsyncIterator[None]:
-        async with placement.hold("rollout", joins=True), subscriber.loading:
-            yield
-
-    async def load(replica: Replica) -> None:
-        async with subscriber.role.measure("load_weights", "weights", max(subscriber.newest.version, 0)):
-            await subscriber.load(replica)
-
-    return WeightSource(load=load, hold=hold)

@@ -124,17 +124,16 @@ def check_capabilities(config: RunConfig, registry: Registry, role: RoleName = "
         raise config.refusal("cluster.name", what, "inline, or no queue.address")
 
 
+def register_any(kind: str, name: str, part: Any) -> None:
+    """Register a sampler or a part of an algorithm (see :data:`~jackfield.plugins.hooks.Registrar`)."""
+    register = register_sampler if kind == "sampler" else partial(register_part, kind)
+    register(name, part)
+
+
 def hooks_of(config: RunConfig, registry: Registry, hooks: Sequence[object] = ()) -> HookManager:
     """Collect the hooks of the run's plugins, let plugins register components, and check the mixing samplers."""
     manager = HookManager(hooks, [registry.find(kind, name) for kind, name in config.plugins.items()])
-
-    def register(kind: str, name: str, part: Any) -> None:
-        if kind == "sampler":
-            register_sampler(name, part)
-        else:
-            register_part(kind, name, part)
-
-    manager.hook.register_parts(register=register)
+    manager.hook.register_parts(register=register_any)
     for name, mixed in attrs.asdict(config.mixing, recurse=False).items():
         if mixed is not None:
             mixed.sampler.make(f"mixing.{name}.sampler.options")

@@ -19,10 +19,9 @@ import attrs
 
 from jackfield.abc import KINDS
 from jackfield.abc.rollout import BaseRolloutServer
-from jackfield.algorithms import register_part
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
-from jackfield.compose.checks import check_tokens, interpreters, read_tasks
+from jackfield.compose.checks import check_tokens, interpreters, read_tasks, register_any
 from jackfield.compose.resolve import resolve_algorithm
 from jackfield.compose.workers import RankPlace, WorkerFactory
 from jackfield.config import RunConfig
@@ -166,7 +165,7 @@ class WorkerMaker:
         for kind in _KINDS[self.kind][1]:
             registry.load(kind, chosen[kind])
         here = [each.manifest for each in registry.records() if each.manifest and each.name == chosen[each.kind]]
-        HookManager([], here).hook.register_parts(register=register_part)
+        HookManager([], here).hook.register_parts(register=register_any)
         if self.kind == "agent" and self.number == 0:
             algorithm = resolve_algorithm(config, registry.find("rollout", chosen["rollout"]))
             check_tokens(config, read_tasks(config, algorithm))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import attrs
@@ -18,11 +17,6 @@ _ESTIMATOR_INPUTS = {"token_rewards", "response_mask", "group_ids", "rollout_ids
 _ESTIMATOR_INPUTS |= {"old_log_probs", "values", "reward_dimensions", "baseline_rewards"}
 #: Words that a run knows in a bundle's ``needs``, in addition to the estimator's inputs.
 _KNOWN_NEEDS = {"critic", "reference", "dynamic_sampling", "expert_data", "pairs", "prepare", "rollout_log_probs"}
-
-#: Default bounds on the mean distance of a replica's log-probs from the engine's, in nats.
-_EXACT_BOUND, _ROUNDED_BOUND, _FLOAT8_BOUND = 0.01, 0.25, 0.5
-#: Default bounds on the distance between two passes of the engine with the same weights.
-_EXACT_ENGINE_BOUND, _ROUNDED_ENGINE_BOUND = 0.001, 0.1
 
 
 def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm:
@@ -163,13 +157,6 @@ def _check(config: RunConfig, chosen: Algorithm, resolved: ResolvedAlgorithm, th
             raise config.refusal(where, what, expected)
 
 
-def _filters(config: RunConfig) -> dict[str, float]:
-    """Return the sampling filters that exclude tokens from training responses, by name."""
-    sampling = config.sampling
-    active = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
-    return {name: getattr(sampling, name) for name, found in active.items() if found and config.mode == "online"}
-
-
 def _correction(config: RunConfig, loss: Part, rollout: Manifest, *, sampled: bool) -> tuple[Correction | None, bool]:
     """Return the correction, and whether the old log-probs come from the engine.
 
@@ -177,9 +164,9 @@ def _correction(config: RunConfig, loss: Part, rollout: Manifest, *, sampled: bo
     log-probs are the rollout server's, the loss's ratio already weights, and the correction only rejects. Sampling
     filters change the server's log-probs, so that ratios to them would not start at 1.
     """
-    settings, given, active = config.algorithm.correction, config.algorithm.old_log_probs, _filters(config)
+    settings, given, active = config.algorithm.correction, config.algorithm.old_log_probs, config.sampling_filters
     mismatch, weighs_itself = config.log_prob_check.on_mismatch == "correct", "rollout_log_probs" in loss.inputs
-    exact = rollout.capabilities.get("engine_log_probs") == "full" and not _rounding(config)[1] and not active
+    exact = rollout.capabilities.get("engine_log_probs") == "full" and not config.rounds and not active
     fits = (mismatch or not exact) and not loss.per_sequence and not weighs_itself
     corrects = sampled and (fits if settings.enabled is None else settings.enabled)
     from_engine = given == "engine" or (given == "auto" and bool(corrects or active))
@@ -201,33 +188,3 @@ def _correction(config: RunConfig, loss: Part, rollout: Manifest, *, sampled: bo
         raise config.refusal("log_prob_check.on_mismatch", what, expected)
     used = settings if from_engine else attrs.evolve(settings, bound="none", batch_normalize=False)
     return used if corrects else None, from_engine
-
-
-def _rounding(config: RunConfig) -> tuple[bool, bool]:
-    """Return whether the engine, and whether anything, computes in less than float32."""
-    mixed = config.engine.settings.get("mixed_precision") or "none"
-    engine = mixed != "none" or config.model.dtype != "float32"
-    return engine, engine or config.weights.dtype not in (None, "float32")
-
-
-def rollout_bound(config: RunConfig) -> float:
-    """Return the bound on the mean distance of replicas' log-probs from the engine's, in nats."""
-    bound = _ROUNDED_BOUND if _rounding(config)[1] else _EXACT_BOUND
-    return config.log_prob_check.bound or (_FLOAT8_BOUND if config.weights.dtype == "float8_e4m3fn" else bound)
-
-
-def log_prob_check_options(config: RunConfig) -> dict[str, Any]:
-    """Return the bounds of :class:`~jackfield.trainer.log_prob_check.LogProbCheck`.
-
-    The slack is the amount, in nats, by which filters may raise the log-probs of the remaining tokens. It is known for
-    top-p, which keeps at least that share of the probability; for other filters it depends on the batch.
-    """
-    lora, active = config.model.lora, _filters(config)
-    engine = _ROUNDED_ENGINE_BOUND if _rounding(config)[0] else _EXACT_ENGINE_BOUND
-    slack = -math.log(active["top_p"]) if active.keys() == {"top_p"} else math.inf if active else 0.0
-    return {
-        "bound": rollout_bound(config),
-        "train_mode_bound": config.log_prob_check.bound or engine,
-        "slack": slack,
-        "dropout": config.model.dropout > 0 or (lora is not None and lora.dropout > 0),
-    }

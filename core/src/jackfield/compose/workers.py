@@ -125,7 +125,7 @@ class WorkerFactory:
             local_rank=place.local_rank,
             init_method=place.init_method,
             seed=config.seed,
-            temperature=config.sampling.temperature if config.mode == "online" else 1.0,
+            temperature=config.engine_temperature,
             micro_batch_tokens=config.cluster.micro_batch_tokens,
             **shared,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import socket
 from collections.abc import Mapping
@@ -24,6 +25,10 @@ from jackfield.plugins.interpreters import EnvironmentSettings
 from jackfield.queue import Reuse, SamplerSpec
 from jackfield.settings import option
 
+#: Default bounds on the mean distance of a replica's log-probs from the engine's, in nats.
+_EXACT_BOUND, _ROUNDED_BOUND, _FLOAT8_BOUND = 0.01, 0.25, 0.5
+#: Default bounds on the distance between two passes of the engine with the same weights.
+_EXACT_ENGINE_BOUND, _ROUNDED_ENGINE_BOUND = 0.001, 0.1
 _WORKERS = ("engine", "rollout", "agent", "reward")  #: kinds of plugins that can run in their own interpreter
 
 
@@ -285,6 +290,53 @@ class RunConfig:
     def seed_of(self, sampling: SamplingParams) -> int:
         """Return the seed for these sampling parameters, which is the run's unless they have one."""
         return self.seed if sampling.seed is None else sampling.seed
+
+    @property
+    def engine_temperature(self) -> float:
+        """The temperature of the engine's log-probs."""
+        return self.sampling.temperature if self.mode == "online" else 1.0
+
+    @property
+    def engine_rounds(self) -> bool:
+        """Whether the engine computes in less than float32."""
+        return (self.engine.settings.get("mixed_precision") or "none") != "none" or self.model.dtype != "float32"
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the engine or a replica computes in less than float32."""
+        return self.engine_rounds or self.weights.dtype not in (None, "float32")
+
+    @property
+    def rollout_bound(self) -> float:
+        """The bound on the mean distance of replicas' log-probs from the engine's, in nats."""
+        bound = _ROUNDED_BOUND if self.rounds else _EXACT_BOUND
+        return self.log_prob_check.bound or (_FLOAT8_BOUND if self.weights.dtype == "float8_e4m3fn" else bound)
+
+    @property
+    def train_mode_bound(self) -> float:
+        """The bound on the mean distance between two passes of the engine with the same weights, in nats."""
+        return self.log_prob_check.bound or (_ROUNDED_ENGINE_BOUND if self.engine_rounds else _EXACT_ENGINE_BOUND)
+
+    @property
+    def trains_with_dropout(self) -> bool:
+        """Whether training and inference passes differ by dropout."""
+        return self.model.dropout > 0 or (self.model.lora is not None and self.model.lora.dropout > 0)
+
+    @property
+    def sampling_filters(self) -> dict[str, float]:
+        """The sampling filters that exclude tokens from training responses, by name."""
+        sampling = self.sampling
+        active = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
+        return {name: getattr(sampling, name) for name, found in active.items() if found and self.mode == "online"}
+
+    @property
+    def sampling_slack(self) -> float:
+        """The amount, in nats, by which filters may raise the log-probs of the remaining tokens.
+
+        It is known for top-p, which keeps at least that share of the probability; for others it depends on the batch.
+        """
+        active = self.sampling_filters
+        return -math.log(active["top_p"]) if active.keys() == {"top_p"} else math.inf if active else 0.0
 
     @property
     def plugins(self) -> dict[str, str]:

@@ -1,21 +1,29 @@
-"""A check of the training pass's log-probs against those of inference and rollout.
+"""Comparisons of log-probs: of a training pass with inference and rollout, and of replicas with the engine.
 
-The probe (:class:`jackfield.weights.ReplicaProbe`) asks replicas after a weight sync. This check compares the training
-pass of an optimizer step with an inference pass of the same weights, and with the log-probs that the rollout servers
-returned for the batch.
+:class:`LogProbCheck` compares the training pass of an optimizer step with an inference pass of the same weights, and
+with the log-probs that the rollout servers returned for the batch. :class:`ReplicaProbe` lets replicas generate a few
+tokens after a weight sync, which the engine scores.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
-from jackfield.errors import RunError
+from jackfield.abc.rollout import GenerateRequest, GenerateResult, SamplingParams
+from jackfield.data.tasks import Task
+from jackfield.errors import RunError, WeightsError
 from jackfield.queue import BatchMeta
-from jackfield.runtime.engine import PREFIX
+from jackfield.routing import Replica
+from jackfield.runtime.engine import PREFIX, EngineGroup
+from jackfield.runtime.workers import resubmitted
 from jackfield.trainer.role import Role
+
+_PROBE_PROMPT = 32  #: maximum number of tokens of the probe's prompt
 
 _SAMPLE_FACTOR = 10.0  #: a single sample's mean distance may exceed the bound of the batch by this factor
 _NEARLY_ALL = 0.99  #: sampling filters are suspected when this share of the distance has one sign
@@ -42,10 +50,6 @@ class LogProbCheck:
     """Compares log-probs in the first step, the first after a weight sync, and every few."""
 
     role: Role
-    bound: float  #: on the mean distance between training pass and rollout, in nats
-    train_mode_bound: float  #: on the mean distance between training pass and inference pass, in nats
-    slack: float = 0.0  #: nats by which sampling filters may raise the rollout's log-probs
-    dropout: bool = False  #: whether the model trains with dropout; training and inference passes then differ
     _begun: bool = attrs.field(default=False, init=False)
     _passed: int | None = attrs.field(default=None, init=False)  #: the newest weight version that passed the check
 
@@ -76,16 +80,17 @@ class LogProbCheck:
                     self.role.note(f"{PREFIX}{name}/{kind}", value)
         samples = {name: value for name, value in found.items() if name.startswith("sample/")}
         farthest = max(samples, key=lambda name: (samples[name] != samples[name], samples[name]), default="")
-        distance, most, where = samples.get(farthest, 0.0), _SAMPLE_FACTOR * self.bound, f"step {step + 1}"
-        on_mismatch = self.role.config.log_prob_check.on_mismatch
-        if not self.dropout and not mean["train_mode"] <= self.train_mode_bound:
+        config, distance, where = self.role.config, samples.get(farthest, 0.0), f"step {step + 1}"
+        bound, on_mismatch = config.rollout_bound, config.log_prob_check.on_mismatch
+        most = _SAMPLE_FACTOR * bound
+        if not config.trains_with_dropout and not mean["train_mode"] <= config.train_mode_bound:
             message = "the pass that is trained on computes other log-probs than an inference pass of the same weights"
-            expected = f"a mean distance of at most {self.train_mode_bound:.3g} nats"
+            expected = f"a mean distance of at most {config.train_mode_bound:.3g} nats"
             stops = on_mismatch != "warn"
             _refuse(message, where, expected, shown["train_mode"], _TRAIN_MODE_CAUSES, stops=stops)
-        elif not mean["rollout"] <= self.bound or not distance <= most:
+        elif not mean["rollout"] <= bound or not distance <= most:
             message = "the rollout's log-probs are not those of the policy that is trained, with weights of one version"
-            expected = f"a mean distance of at most {self.bound:.3g} nats, {most:.3g} in any sample"
+            expected = f"a mean distance of at most {bound:.3g} nats, {most:.3g} in any sample"
             key = farthest.removeprefix("sample/").removesuffix("/max")
             seen = f"{shown['rollout']}; farthest: sample {key}, {distance:.3g}"
             causes = self._rollout_causes(found, batch, version)
@@ -118,3 +123,67 @@ def _refuse(message: str, where: str, expected: str, found: str, causes: Iterabl
     if stops:
         raise RunError(message, code="run.log-probs", where=where, expected=expected, found=found, fix=fix)
     logging.getLogger("jackfield").warning("%s at %s (%s); %s", message, where, found, fix)
+
+
+@attrs.frozen
+class ProbeAnswer:
+    """The tokens that a replica generated with weights of ``version``."""
+
+    replica: int
+    version: int
+    result: GenerateResult
+
+
+@attrs.define(kw_only=True, eq=False)
+class ReplicaProbe:
+    """Lets replicas generate a few tokens, and compares log-probs with the engine's.
+
+    Raises ``weights.log-probs`` if a distance exceeds the bound (the worst replica is named).
+    """
+
+    role: Role
+    actor: EngineGroup
+    task: Task  #: the task whose prompt is used
+    _prompt_ids: tuple[int, ...] = attrs.field(default=(), init=False)
+
+    async def check(self, replicas: Sequence[Replica], version: int) -> None:
+        """Ask the replicas and compare, if the engine and the replicas can run at the same time."""
+        await self.compare(await self.ask(replicas, version))
+
+    async def ask(self, replicas: Sequence[Replica], version: int) -> list[ProbeAnswer]:
+        """Let every replica generate; one with older weights refuses."""
+        config, agents = self.role.config, self.role.workers.agents
+        if not self._prompt_ids:
+            ask = lambda: agents.of("probe").prompt_ids(self.task, _PROBE_PROMPT)  # noqa: E731
+            self._prompt_ids = tuple(await resubmitted(ask, "the probe's prompt"))
+        tokens, temperature = config.log_prob_check.probe_tokens, config.engine_temperature
+        sampling = SamplingParams(max_new_tokens=tokens, temperature=temperature, seed=0, ignore_eos=True)
+        name, prompt = f"probe-{version}", self._prompt_ids
+        request = GenerateRequest(request_id=name, prompt_ids=prompt, sampling=sampling, minimum_weight_version=version)
+        asked = asyncio.gather(*(replica.server.generate(request) for replica in replicas))
+        who = f"replicas to answer the probe of version {version}"
+        results = await self.role.clock.wait_for(asked, config.deadlines.rollout, who)
+        return [ProbeAnswer(each.number, version, result) for each, result in zip(replicas, results, strict=True)]
+
+    async def compare(self, answers: Sequence[ProbeAnswer]) -> None:
+        """Compare the replicas' log-probs with the engine's at the same weight version."""
+        scored = await self.actor.score(self._prompt_ids, [answer.result.token_ids for answer in answers])
+        compared = []
+        for answer, own in zip(answers, scored, strict=True):
+            pairs = zip(answer.result.log_probs, own, strict=True)
+            compared.append((sum(abs(found - expected) for found, expected in pairs) / len(own), answer, own))
+        distance, answer, own = max(compared, key=lambda each: math.inf if math.isnan(each[0]) else each[0])
+        self.role.note(f"{PREFIX}replica/mean", distance)
+        if distance <= (bound := self.role.config.rollout_bound):
+            return
+        error = WeightsError(
+            f"replica {answer.replica} computes other log-probs than the engine with version {answer.version}",
+            code="weights.log-probs",
+            where=f"replica {answer.replica}",
+            expected=f"a mean distance of at most {bound:.3g} nats over {len(own)} tokens",
+            found=f"{distance:.3g}: engine {own[:4]}, replica {list(answer.result.log_probs[:4])}",
+            fix="raise log_prob_check.bound if these numerics are wanted, or set log_prob_check.on_mismatch: correct",
+        )
+        if self.role.config.log_prob_check.on_mismatch == "stop":
+            raise error
+        logging.getLogger("jackfield").warning("%s (%s)", error.message, error.found)

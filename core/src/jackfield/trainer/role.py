@@ -1,22 +1,21 @@
-"""A role of a run: its state, progress and metrics, and weights for other processes."""
+"""A role of a run: its state, progress and metrics."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any, Literal, TypeAlias
 
 import attrs
 
-from jackfield.abc.rollout import UpdateWeightsRequest
 from jackfield.abc.transfer_queue import TransferQueueBackend
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
 from jackfield.cluster.pool import Places
 from jackfield.config import RunConfig
 from jackfield.config.sections import ScheduleConfig
-from jackfield.errors import DeadlineExceeded, QueueError, ScheduleError, WeightsError
+from jackfield.errors import QueueError, ScheduleError
 from jackfield.plugins.hooks import SampleRecord, StageEnded
 from jackfield.queue import BatchMeta, TransferQueue
 from jackfield.runtime.advantages import AdvantageWorker
@@ -24,12 +23,8 @@ from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine import EngineRank
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers, is_lost, lost_keys, resubmitted
-from jackfield.settings import structure
-from jackfield.weights import Replica, SyncReport, verify
 
 WEIGHTS, FINISHED = "weights", "finished"  #: topics of the queue: the newest weights, and the end of the last step
-
-_NOTHING = SyncReport(version=-1, receipts=(), seconds=0.0, paused_seconds=0.0, bytes=0)
 
 #: The part of a run that this process executes.
 RoleName: TypeAlias = Literal["all", "train", "explore", "reward"]
@@ -147,6 +142,7 @@ class Role:
     progress: Progress = attrs.field(init=False)  #: completed steps, an explorer's weight versions, or scored groups
     workers: RunWorkers = attrs.field(init=False)  #: set when they have been created
     queue: TransferQueue = attrs.field(init=False)  #: set when it has been opened
+    updated: int = attrs.field(default=0, init=False)  #: number of steps in the engine's weights
     _measured: dict[str, float] = attrs.field(factory=dict, init=False)  #: metrics of the step
 
     def __attrs_post_init__(self) -> None:
@@ -212,87 +208,3 @@ class Role:
             if not is_lost(error):
                 raise
             return ()
-
-
-async def publish(role: Role, report: SyncReport | None, version: int) -> None:
-    """Tell explorers in other processes how to load the trainer's weights of ``version``.
-
-    ``report`` comes from the newest weight sync. None means that the weights are those of the model's folder. A
-    checkpoint engine that keeps no weights for workers that join later is refused (``weights.transfer``).
-    """
-    if report is not None and (report.retained is None or report.kind == "delta"):
-        raise WeightsError(
-            "the checkpoint engine keeps no weights for explorers that come and go",
-            where="checkpoint_engine",
-            expected="one with the capability 'retains_weights' (file)",
-            fix="choose checkpoint_engine: {name: file, folder: …}",
-        )
-    await role.queue.post(WEIGHTS, attrs.asdict(attrs.evolve(report or _NOTHING, version=version, receipts=())))
-
-
-@attrs.define(kw_only=True, eq=False)
-class WeightSubscriber:
-    """Loads each published version into this process's replicas, verifies the receipts, and lets the explorer go on."""
-
-    role: Role
-    replicas: Sequence[Replica]  #: the pool's own list, which changes as replicas come and go
-    newest: SyncReport = attrs.field(default=_NOTHING, init=False)  #: the newest weights that all replicas have
-    loading: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)  #: held while replicas load weights
-
-    async def run(self) -> None:
-        """Follow the trainer until cancelled.
-
-        Errors are ``weights.version`` if the trainer's version went back, and those of a weight sync.
-        """
-        number, queue = 0, self.role.queue
-        while True:
-            try:
-                notice = await queue.wait_notice(WEIGHTS, number, self.role.config.deadlines.batch)
-            except DeadlineExceeded:
-                continue  # consumers of newer weights have their own deadlines
-            number, published = notice.number, structure(SyncReport, notice.value, WEIGHTS, WeightsError)
-            try:
-                async with self.role.measure("load_weights", "weights", published.version):
-                    await self.load_all(published)
-            except WeightsError:
-                with suppress(DeadlineExceeded):
-                    await queue.wait_notice(WEIGHTS, number, 0.0)
-                    continue  # newer weights exist, and these may have been removed
-                raise
-            await self.role.version.advance(published.version)
-
-    async def load_all(self, published: SyncReport) -> None:
-        """Load published weights into all replicas. It raises the errors of :meth:`run`."""
-        async with self.loading:
-            if published.version < self.newest.version:
-                raise WeightsError(
-                    "the trainer went back to earlier weights, which replicas do not take",
-                    code="weights.version",
-                    expected=f"at least {self.newest.version}",
-                    found=published.version,
-                    fix="start this explorer again",
-                )
-            if published != self.newest:  # a restored trainer may publish a version again
-                await asyncio.gather(*(self.load(replica, published) for replica in list(self.replicas)))
-            self.newest = published
-
-    async def load(self, replica: Replica, published: SyncReport | None = None) -> None:
-        """Load published weights (default: newest) into a replica, under :attr:`loading`."""
-        published = published or self.newest
-        if published.retained is None:
-            return  # the replica has the weights of the model's folder
-        engine, seconds = self.role.config.checkpoint_engine, self.role.config.deadlines.sync
-        request = UpdateWeightsRequest(
-            version=published.version,
-            checkpoint_engine=engine.name,
-            checkpoint_engine_config=engine.settings,
-            connect=(published.retained,) * replica.info.workers,
-            first_worker=0,
-            total_workers=replica.info.workers,
-            kind="full" if published.peft_config is None else "adapter",
-            peft_config=published.peft_config,
-            deadline_seconds=seconds,
-        )
-        who = f"replica {replica.number} to take weights {published.version}"
-        receipt = await self.role.clock.wait_for(replica.server.update_weights(request), seconds, who)
-        verify(replica.info, receipt, published.version, published.digests)

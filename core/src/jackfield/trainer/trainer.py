@@ -22,8 +22,9 @@ from jackfield.runtime.samples import TRAIN, global_counts, mini_batches, oldest
 from jackfield.runtime.workers import is_lost
 from jackfield.trainer.checkpoint import Checkpointer, random_state
 from jackfield.trainer.log_prob_check import LogProbCheck
-from jackfield.trainer.role import Role, publish
+from jackfield.trainer.role import Role
 from jackfield.trainer.rollouts import Evaluator
+from jackfield.trainer.weights import publish
 from jackfield.weights import SyncReport
 
 CONSUMER = "trainer"  #: the name under which the trainer leases samples
@@ -63,7 +64,6 @@ class Trainer:
     checkpoints: Checkpointer
     placement: DeviceLease
     kl_coefficient: float = attrs.field(init=False)  #: of the KL penalty, in the loss or in the reward
-    updated: int = attrs.field(default=0, init=False)  #: number of steps in the engine's weights
     _synced: SyncReport | None = attrs.field(default=None, init=False)  #: report of the newest published version
     _published: int = attrs.field(default=0, init=False)  #: the weight version that the replicas serve
 
@@ -76,7 +76,7 @@ class Trainer:
 
         ``restored`` is the trainer's state in a checkpoint (the KL controller's coefficient). None starts a new run.
         """
-        self._published = self.updated = first_step
+        self._published = self.role.updated = first_step
         if restored is None:
             await self.evaluate(0)
         else:
@@ -185,7 +185,7 @@ class Trainer:
         if (kl := step.metrics.get("policy/kl", step.metrics.get("reward/kl"))) is not None:
             settings = self.role.config.algorithm.kl
             self.kl_coefficient = settings.adapted(self.kl_coefficient, kl, len(step.rows))
-        self.updated = step.number + 1
+        self.role.updated = step.number + 1
 
     async def publish_weights(self, step: Step) -> None:
         """Send the new weights to the replicas if the schedule or an evaluation needs them."""
@@ -255,8 +255,9 @@ class Trainer:
         algorithm, check, comparison = self.role.algorithm, self.log_prob_check, None
         if first and check.is_due(step.number):  # before the weights change
             engine = "old_log_probs" if algorithm.recompute_old_log_probs else "log_probs"
-            version = self.updated if self.role.explores else None
-            comparison = Comparison(engine=engine, version=version, slack=check.slack, dropout=check.dropout)
+            version = self.role.updated if self.role.explores else None
+            slack, dropout = self.role.config.sampling_slack, self.role.config.trains_with_dropout
+            comparison = Comparison(engine=engine, version=version, slack=slack, dropout=dropout)
         if algorithm.prepares or (comparison is not None and comparison.engine == "log_probs"):
             await self.actor.compute("log_probs", part, "log_probs")
         if algorithm.prepares:
@@ -267,7 +268,7 @@ class Trainer:
         loss = LossSpec(name=algorithm.loss, options=options, global_counts=global_counts(part.tags))
         update = await self.actor.update(part, loss, comparison)
         if comparison is not None:
-            update = check.judge(update, part, step.number, self.updated)
+            update = check.judge(update, part, step.number, self.role.updated)
         return _finite(update, "policy/loss", step)
 
     def _measured(self, step: Step) -> dict[str, float]:

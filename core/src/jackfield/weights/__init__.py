@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from jackfield.routing import Replica
 from jackfield.weights.sender import WeightSender
-from jackfield.weights.synchronizer import ProbeAnswer, ReplicaProbe, SyncReport, WeightSynchronizer, verify
+from jackfield.weights.synchronizer import SyncReport, WeightSynchronizer, verify
 
-__all__ = ["ProbeAnswer", "Replica", "ReplicaProbe", "SyncReport", "WeightSender", "WeightSynchronizer", "verify"]
+__all__ = ["Replica", "SyncReport", "WeightSender", "WeightSynchronizer", "verify"]

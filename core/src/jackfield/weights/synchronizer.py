@@ -1,28 +1,20 @@
 """Weight sync, which brings a version to all replicas and verifies that they loaded it.
 
 Digests prove the contents of a replica's parameters. Errors in packed copies, caches, kernels or numerics only show in
-what it generates. So a probe lets each replica generate a few tokens, which the engine scores.
+what it generates, so a further check may follow.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import attrs
 
 from jackfield.abc.checkpoint_engine import TopologyRequest
-from jackfield.abc.rollout import (
-    GenerateRequest,
-    GenerateResult,
-    SamplingParams,
-    ServerInfo,
-    UpdateWeightsRequest,
-    WeightReceipt,
-)
+from jackfield.abc.rollout import ServerInfo, UpdateWeightsRequest, WeightReceipt
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, WeightsError
 from jackfield.routing import Replica
@@ -60,8 +52,8 @@ class WeightSynchronizer:
     clock: Clock  #: time source for all waits and deadlines
     settings: Mapping[str, Any] = attrs.field(factory=dict)  #: settings of the checkpoint engine, for all ends
     deadline_seconds: float = 600.0  #: deadline of one transfer
-    #: compares replicas with the engine after the transfer; None: it is skipped, or done elsewhere
-    probe: ReplicaProbe | None = None
+    #: compares replicas that have loaded a version with the engine after a transfer
+    check: Callable[[Sequence[Replica], int], Awaitable[None]] | None = None
     kind: Literal["full", "delta"] = "full"  #: delta: send changes since the last version that all acknowledged
     #: if that version is not held everywhere: "full" sends everything, "stop" raises ``weights.base``
     on_missing_base: Literal["full", "stop"] = "full"
@@ -117,8 +109,8 @@ class WeightSynchronizer:
             return await self._proved(replicas, version, delta=delta, again=False)
         for replica, receipt in zip(replicas, report.receipts, strict=True):
             verify(replica.info, receipt, version, report.digests)
-        if self.probe is not None and replicas:
-            await self.probe.check(replicas, version)
+        if self.check is not None and replicas:
+            await self.check(replicas, version)
         return attrs.evolve(report, seconds=self.clock.time() - start)
 
     async def _base(self, replicas: Sequence[Replica]) -> int | None:
@@ -266,69 +258,3 @@ async def run_together(
     details = {key: getattr(error, key, None) for key in ("expected", "found", "fix")}
     message = f"{name} failed while {what} was synchronised: {text}{stuck}"
     raise kind(message, code=code, where=name, **details) from error
-
-
-@attrs.frozen
-class ProbeAnswer:
-    """The tokens that a replica generated with weights of ``version``."""
-
-    replica: int
-    version: int
-    result: GenerateResult
-
-
-@attrs.define(kw_only=True, eq=False)
-class ReplicaProbe:
-    """Lets replicas generate a few tokens, and compares log-probs with the engine's.
-
-    Raises ``weights.log-probs`` if a distance exceeds the bound (the worst replica is named).
-    """
-
-    prompt: Callable[[], Awaitable[Sequence[int]]]  #: returns the prompt's tokens; called once
-    #: returns the engine's log-probs of each response's tokens, given a prompt and responses
-    score: Callable[[Sequence[int], Sequence[Sequence[int]]], Awaitable[list[list[float]]]]
-    clock: Clock
-    tokens: int  #: tokens that each replica generates
-    temperature: float  #: temperature of the engine's log-probs
-    bound: float  #: on the mean distance of a replica's log-probs from the engine's, in nats
-    stops: bool  #: whether a larger distance is an error rather than a warning
-    seconds: float  #: deadline for all replicas to respond
-    report: Callable[[float], None] = lambda _: None  #: called with the largest distance
-    _prompt_ids: tuple[int, ...] = attrs.field(default=(), init=False)
-
-    async def check(self, replicas: Sequence[Replica], version: int) -> None:
-        """Ask the replicas and compare, if the engine and the replicas can run at the same time."""
-        await self.compare(await self.ask(replicas, version))
-
-    async def ask(self, replicas: Sequence[Replica], version: int) -> list[ProbeAnswer]:
-        """Let every replica generate; one with older weights refuses."""
-        self._prompt_ids = self._prompt_ids or tuple(await self.prompt())
-        sampling = SamplingParams(max_new_tokens=self.tokens, temperature=self.temperature, seed=0, ignore_eos=True)
-        name, prompt = f"probe-{version}", self._prompt_ids
-        request = GenerateRequest(request_id=name, prompt_ids=prompt, sampling=sampling, minimum_weight_version=version)
-        asked = asyncio.gather(*(replica.server.generate(request) for replica in replicas))
-        results = await self.clock.wait_for(asked, self.seconds, f"replicas to answer the probe of version {version}")
-        return [ProbeAnswer(each.number, version, result) for each, result in zip(replicas, results, strict=True)]
-
-    async def compare(self, answers: Sequence[ProbeAnswer]) -> None:
-        """Compare the replicas' log-probs with the engine's at the same weight version."""
-        scored = await self.score(self._prompt_ids, [answer.result.token_ids for answer in answers])
-        compared = []
-        for answer, own in zip(answers, scored, strict=True):
-            pairs = zip(answer.result.log_probs, own, strict=True)
-            compared.append((sum(abs(found - expected) for found, expected in pairs) / len(own), answer, own))
-        distance, answer, own = max(compared, key=lambda each: math.inf if math.isnan(each[0]) else each[0])
-        self.report(distance)
-        if distance <= self.bound:
-            return
-        error = WeightsError(
-            f"replica {answer.replica} computes other log-probs than the engine with version {answer.version}",
-            code="weights.log-probs",
-            where=f"replica {answer.replica}",
-            expected=f"a mean distance of at most {self.bound:.3g} nats over {len(own)} tokens",
-            found=f"{distance:.3g}: engine {own[:4]}, replica {list(answer.result.log_probs[:4])}",
-            fix="raise log_prob_check.bound if these numerics are wanted, or set log_prob_check.on_mismatch: correct",
-        )
-        if self.stops:
-            raise error
-        logging.getLogger("jackfield").warning("%s (%s)", error.message, error.found)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Generator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -19,7 +20,7 @@ from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.abc.engine import ModelSpec
 from jackfield.abc.rollout import RolloutContext
 from jackfield.clock import Clock
-from jackfield.cluster.pool import ReplicaPool, WeightSource
+from jackfield.cluster.pool import ReplicaPool
 from jackfield.config import make_config
 from jackfield.plugins import installed, load_plugin
 from jackfield.routing import Replica, Router
@@ -149,13 +150,13 @@ def test_a_replica_killed_during_an_update_loses_nothing(processes: None) -> Non
             async def load(replica: Replica) -> None:
                 await synchronizer.catch_up(replica, 1)
 
-            pool.source = WeightSource(load=load, hold=hold, sync=synchronizer.sync)
+            pool.source = SimpleNamespace(load=load, hold=hold, takes_turns=False)
             keeping = asyncio.create_task(pool.keep())
             running = [
                 asyncio.create_task(places.router.of_one_rollout()(greedy(f"running-{n}", LONG))) for n in range(2)
             ]
             async with synchronized:
-                report = await pool.sync(1)
+                report = await pool.sync(1, synchronizer.sync)
             assert [1] == [receipt.replica for receipt in report.receipts]
             assert [LONG, LONG] == [len(result.token_ids) for result in await asyncio.gather(*running)]
             while len(pool.members) < 2:

@@ -6,14 +6,20 @@ import asyncio
 import logging
 import math
 from collections.abc import Sequence
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import attrs
 import pytest
 
 from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, GenerateResult
+from jackfield.config import make_config
+from jackfield.data.tasks import Task
 from jackfield.errors import DeadlineExceeded, WeightsError
-from jackfield.weights import Replica, ReplicaProbe
+from jackfield.runtime.engine import EngineGroup
+from jackfield.runtime.workers import Workers
+from jackfield.trainer.log_prob_check import ReplicaProbe
+from jackfield.weights import Replica
 from jackfield_virtual_clock import VirtualClock
 
 LOG_PROBS = (-0.5, -1.5)
@@ -56,13 +62,18 @@ def check(*replicas: FakeReplica, stops: bool = True, versions: Sequence[int] = 
     reported: list[float] = []
     engine, clock, prompts = FakeEngine(), VirtualClock(), [(5, 6)]
 
-    async def prompt() -> tuple[int, ...]:
+    async def prompt(task: Task, most: int) -> tuple[int, ...]:
         return prompts.pop()
 
-    probe = ReplicaProbe(
-        prompt=prompt, score=engine.score, clock=clock, tokens=2, temperature=0.7, bound=0.01, stops=stops, seconds=9.0,
-        report=reported.append,
-    )  # fmt: skip
+    values = {"model": {"path": "none"}, "deadlines": {"rollout": 9.0}, "sampling": {"temperature": 0.7}}
+    values["log_prob_check"] = {"probe_tokens": 2, "on_mismatch": "stop" if stops else "warn"}
+    role: Any = SimpleNamespace(
+        config=make_config(values, ()),
+        clock=clock,
+        workers=SimpleNamespace(agents=Workers([SimpleNamespace(prompt_ids=prompt)])),
+        note=lambda name, value: reported.append(value),
+    )
+    probe = ReplicaProbe(role=role, actor=cast(EngineGroup, engine), task=cast(Task, None))
 
     async def main() -> None:
         asked = [Replica(cast(BaseRolloutServer, each), number=number) for number, each in enumerate(replicas)]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from jackfield.abc.rollout import BaseRolloutServer, ServerInfo, SleepRequest, WakeUpRequest
-from jackfield.cluster.device import SharedDevice
-from jackfield.cluster.pool import ReplicaPool
+from jackfield.cluster.device import DeviceLease
 from jackfield.errors import WorkerLost
-from jackfield.runtime.engine import EngineGroup
-from jackfield.weights import Replica, ReplicaProbe
+from jackfield.trainer.weights import EngineWeights
+from jackfield.weights import Replica, WeightSynchronizer
+from jackfield_virtual_clock import VirtualClock
 
 
 class Model:
@@ -50,15 +53,22 @@ class Pool:
         for replica in self.members:
             await call(replica.server)
 
-    async def sync(self, version: int) -> Any:
+    async def sync(self, version: int, send: Callable[[int], Awaitable[object]]) -> Any:
         self.log.append(f"version {version}")
+
+
+def sharing(pool: Pool, engines: Sequence[Model] = (), probe: Any = None) -> EngineWeights:
+    clock, role = VirtualClock(), SimpleNamespace(config=SimpleNamespace(cluster=SimpleNamespace(device="cuda")))
+    parts: Any = {"role": role, "actor": None, "pool": pool, "engines": engines, "probe": probe}
+    synchronizer = WeightSynchronizer([], pool.members, "in_process", clock)
+    return EngineWeights(synchronizer=synchronizer, placement=DeviceLease(clock, 60.0), takes_turns=True, **parts)
 
 
 def test_everybody_takes_part_in_a_hand_over() -> None:
     log: list[str] = []
     engines = [Model(name, log) for name in ("actor", "reference", "critic")]
     pool = Pool(log, Server("first", log), Server("second", log))
-    device = SharedDevice(cast(list[EngineGroup], engines), cast(ReplicaPool, pool), "cuda")
+    device = sharing(pool, engines)
 
     async def main() -> None:
         await device.hand_over("rollout", "train")
@@ -94,8 +104,7 @@ class FakeProbe:
 def test_the_probe_is_asked_and_compared_at_hand_overs() -> None:
     """Neither side uses the other's memory; a version is compared once, before the engine trains again."""
     log: list[str] = []
-    probe = cast(ReplicaProbe, FakeProbe(log))
-    device = SharedDevice([], cast(ReplicaPool, Pool(log, Server("first", []))), "cuda", probe)
+    device = sharing(Pool(log, Server("first", [])), probe=FakeProbe(log))
 
     async def main() -> None:
         await device.hand_over(None, "rollout")  # replicas have the weights of the model's folder
@@ -112,8 +121,7 @@ def test_the_probe_is_asked_and_compared_at_hand_overs() -> None:
 def test_one_that_dies_need_not_answer() -> None:
     log: list[str] = []
     server = Server("first", [])
-    probe = cast(ReplicaProbe, FakeProbe(log))
-    device = SharedDevice([], cast(ReplicaPool, Pool(log, server)), "cuda", probe)
+    device = sharing(Pool(log, server), probe=FakeProbe(log))
 
     async def main() -> None:
         for version in (3, 4):
@@ -124,3 +132,18 @@ def test_one_that_dies_need_not_answer() -> None:
 
     asyncio.run(main())
     assert ["version 3", "asks [0] with 3", "compares ['answer']", "version 4", "asks [0] with 4"] == log
+
+
+def test_weights_are_sent_to_no_replica_only_for_explorers_elsewhere() -> None:
+    """The engine need not open a transfer if all replicas of its run are being restarted."""
+
+    class NoMembers(Pool):
+        async def sync(self, version: int, send: Callable[[int], Awaitable[object]]) -> Any:
+            return await send(version)
+
+    weights = sharing(NoMembers([]))
+    weights.role.name = "all"
+    assert (3, ()) == ((report := asyncio.run(weights.sync(3))).version, report.receipts)
+    weights.role.name = "train"
+    with pytest.raises(IndexError):  # it begins a transfer, and there is no sender
+        asyncio.run(weights.sync(4))
