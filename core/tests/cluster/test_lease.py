@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from jackfield.cluster.device import DeviceLease
+from jackfield.cluster.pool import DeviceLease
 from jackfield.errors import DeadlineExceeded
 from jackfield_virtual_clock import VirtualClock
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from textwrap import dedent
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from jackfield.compose.checks import check_capabilities
+from jackfield.compose.ray_workers import WorkerMaker
 from jackfield.config import make_config
 from jackfield.errors import ConfigError
 from jackfield.plugins import Manifest
+from jackfield.queue import meta
 from jackfield_testing import refused
 
 EVERYTHING = {"rollout": {"weights_delta": "full", "weights_float8": "partial"}, "checkpoint_engine": {"delta": "full"}}
@@ -55,3 +60,25 @@ def test_an_adapter_is_sent_as_it_is(override: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check(override, "model.lora={rank: 2}", **EVERYTHING)
     assert override.partition("=")[0] == caught.value.where
+
+
+def test_a_worker_of_a_cluster_registers_a_plugins_sampler_for_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hooks = """
+        from jackfield.plugins import hookimpl
+        from jackfield.queue.meta import Sequential
+        @hookimpl
+        def register_parts(register):
+            register("sampler", "of_a_worker", Sequential)
+    """
+    (tmp_path / "sampler_hooks.py").write_text(dedent(hooks))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(meta, "SAMPLERS", dict(meta.SAMPLERS))
+    config = make_config({"model": {"path": "somewhere"}}, ("cluster.threads=null",))
+    named: Any = {"name": config.reward.name, "kind": "reward", "abi": "1.0", "object": "a:B", "config": "a:C"}
+    record = SimpleNamespace(name=config.reward.name, kind="reward", manifest=Manifest(hooks="sampler_hooks", **named))
+    registry: Any = SimpleNamespace(load=lambda kind, name: None, records=lambda: [record])
+    rest: Any = {"store": None, "place": None, "algorithm": None}
+    WorkerMaker(config, generates=True, kind="reward", number=0, role="", **rest)._load(registry)
+    assert "of_a_worker" in meta.SAMPLERS

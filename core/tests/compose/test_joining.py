@@ -10,7 +10,7 @@ import pytest
 
 from jackfield.abc.rollout import BaseRolloutServer, ServerInfo, UpdateWeightsRequest, WeightReceipt, WorkerReceipt
 from jackfield.algorithms.settings import ResolvedAlgorithm
-from jackfield.cluster.device import DeviceLease
+from jackfield.cluster.pool import DeviceLease
 from jackfield.config import make_config
 from jackfield.plugins import HookManager
 from jackfield.trainer.role import Role

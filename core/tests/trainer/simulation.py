@@ -27,7 +27,7 @@ from jackfield.abc.transfer_queue import (
 from jackfield.algorithms import LossSpec
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
-from jackfield.cluster.device import DeviceLease
+from jackfield.cluster.pool import DeviceLease
 from jackfield.config import make_config
 from jackfield.data.tasks import Task
 from jackfield.errors import QueueError

@@ -12,7 +12,7 @@ import pytest
 from jackfield.abc.rollout import ServerInfo, UpdateWeightsRequest, WeightReceipt, WorkerReceipt
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.algorithms.settings import ResolvedAlgorithm
-from jackfield.cluster.device import DeviceLease
+from jackfield.cluster.pool import DeviceLease
 from jackfield.config import make_config
 from jackfield.errors import DeadlineExceeded, WeightsError
 from jackfield.plugins import HookManager

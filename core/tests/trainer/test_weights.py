@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from jackfield.abc.rollout import BaseRolloutServer, ServerInfo, SleepRequest, WakeUpRequest
-from jackfield.cluster.device import DeviceLease
+from jackfield.cluster.pool import DeviceLease
 from jackfield.errors import WorkerLost
 from jackfield.trainer.weights import EngineWeights
 from jackfield.weights import Replica, WeightSynchronizer

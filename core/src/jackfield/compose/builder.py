@@ -16,8 +16,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import attrs
 
 from jackfield.cluster.control import serve_control
-from jackfield.cluster.device import DeviceLease
-from jackfield.cluster.pool import ReplicaPool
+from jackfield.cluster.pool import DeviceLease, ReplicaPool
 from jackfield.compose.checks import mixed_samples
 from jackfield.compose.folder import export_model, mark_finished
 from jackfield.compose.workers import WorkerFactory

@@ -27,7 +27,7 @@ from jackfield.queue.store import STORE_FILE, check_ledger
 from jackfield.runtime.engine import EngineGroup
 from jackfield.sdk.archive import NAME_FILE
 from jackfield.settings import flatten
-from jackfield.trainer.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
+from jackfield.trainer.checkpoint import Checkpoint, CheckpointStore, open_checkpoint, unwritten
 
 T = TypeVar("T")
 
@@ -225,9 +225,8 @@ async def export_model(actor: EngineGroup, model: Path) -> None:
         shutil.rmtree(model, ignore_errors=True)
         partial.replace(model)
     except (OSError, JackfieldError) as error:
+        free = shutil.disk_usage(model.parent).free  # before the unfinished folder is removed
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, WorkerLost):
             raise  # the error names the process that ended; the disk is not at fault
-        what, code = "the trained model could not be written", "run.checkpoint-write"
-        found = error.message if isinstance(error, JackfieldError) else f"{type(error).__name__}: {error}"
-        raise RunError(what, code=code, where=str(model), found=found, fix=_ROOM) from error
+        raise unwritten("the trained model", str(model), free, error, "goes on from the newest checkpoint") from error

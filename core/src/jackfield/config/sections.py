@@ -27,8 +27,6 @@ from jackfield.settings import option
 
 #: Default bounds on the mean distance of a replica's log-probs from the engine's, in nats.
 _EXACT_BOUND, _ROUNDED_BOUND, _FLOAT8_BOUND = 0.01, 0.25, 0.5
-#: Default bounds on the distance between two passes of the engine with the same weights.
-_EXACT_ENGINE_BOUND, _ROUNDED_ENGINE_BOUND = 0.001, 0.1
 _WORKERS = ("engine", "rollout", "agent", "reward")  #: kinds of plugins that can run in their own interpreter
 
 
@@ -311,11 +309,6 @@ class RunConfig:
         """The bound on the mean distance of replicas' log-probs from the engine's, in nats."""
         bound = _ROUNDED_BOUND if self.rounds else _EXACT_BOUND
         return self.log_prob_check.bound or (_FLOAT8_BOUND if self.weights.dtype == "float8_e4m3fn" else bound)
-
-    @property
-    def train_mode_bound(self) -> float:
-        """The bound on the mean distance between two passes of the engine with the same weights, in nats."""
-        return self.log_prob_check.bound or (_ROUNDED_ENGINE_BOUND if self.engine_rounds else _EXACT_ENGINE_BOUND)
 
     @property
     def trains_with_dropout(self) -> bool:

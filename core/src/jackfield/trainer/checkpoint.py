@@ -85,18 +85,9 @@ class Checkpointer:
                 await asyncio.to_thread(shutil.rmtree, self.store.partial(steps), ignore_errors=True)
                 if isinstance(error, WorkerLost) or getattr(error, "code", None) == "queue.session":
                     raise  # the error names the process that ended; the disk is not at fault
-                earlier, cause = self.store.folders(), f"{type(error).__name__}: {error}"
-                if isinstance(error, JackfieldError):
-                    cause = error.message if error.found is None else f"{error.message}: {error.found}"
-                raise RunError(
-                    "a checkpoint could not be written",
-                    code="run.checkpoint-write",
-                    where=f"{self.store.folder}, step {steps}",
-                    expected="room on the disk, and permission to write",
-                    found=f"{cause} ({free >> 20} MB of the disk were free)",
-                    fix="look at the disk's room and permissions, then give the same command: it "
-                    + (f"goes on after step {max(earlier)}" if earlier else "starts again"),
-                ) from error
+                earlier, where = self.store.folders(), f"{self.store.folder}, step {steps}"
+                how = f"goes on after step {max(earlier)}" if earlier else "starts again"
+                raise unwritten("a checkpoint", where, free, error, how) from error
             await self.role.queue.commit(steps - 1)
         self.saved = steps
         self.role.hooks.checkpoint_saved(event=CheckpointSaved(step=steps, folder=str(saved.folder), bytes=saved.bytes))
@@ -122,6 +113,21 @@ class Checkpointer:
             torch.set_rng_state(torch.tensor(words, dtype=torch.uint8))
         self.saved = checkpoint.step
         return dict(state["trainer"])
+
+
+def unwritten(what: str, where: str, free: int, error: JackfieldError | OSError, how: str) -> RunError:
+    """Return the error ``run.checkpoint-write``. ``free``: bytes that the disk had; ``how``: what a new start does."""
+    cause = f"{type(error).__name__}: {error}"
+    if isinstance(error, JackfieldError):
+        cause = error.message if error.found is None else f"{error.message}: {error.found}"
+    return RunError(
+        f"{what} could not be written",
+        code="run.checkpoint-write",
+        where=where,
+        expected="room on the disk, and permission to write",
+        found=f"{cause} ({free >> 20} MB of the disk were free)",
+        fix=f"look at the disk's room and permissions, then give the same command: it {how}",
+    )
 
 
 def random_state() -> dict[str, Any]:

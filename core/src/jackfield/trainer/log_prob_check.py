@@ -25,6 +25,8 @@ from jackfield.trainer.role import Role
 
 _PROBE_PROMPT = 32  #: maximum number of tokens of the probe's prompt
 
+#: Default bounds on the mean distance between two passes of the engine with the same weights, in nats.
+_EXACT_BOUND, _ROUNDED_BOUND = 0.001, 0.1
 _SAMPLE_FACTOR = 10.0  #: a single sample's mean distance may exceed the bound of the batch by this factor
 _NEARLY_ALL = 0.99  #: sampling filters are suspected when this share of the distance has one sign
 
@@ -83,9 +85,10 @@ class LogProbCheck:
         config, distance, where = self.role.config, samples.get(farthest, 0.0), f"step {step + 1}"
         bound, on_mismatch = config.rollout_bound, config.log_prob_check.on_mismatch
         most = _SAMPLE_FACTOR * bound
-        if not config.trains_with_dropout and not mean["train_mode"] <= config.train_mode_bound:
+        engine_bound = config.log_prob_check.bound or (_ROUNDED_BOUND if config.engine_rounds else _EXACT_BOUND)
+        if not config.trains_with_dropout and not mean["train_mode"] <= engine_bound:
             message = "the pass that is trained on computes other log-probs than an inference pass of the same weights"
-            expected = f"a mean distance of at most {config.train_mode_bound:.3g} nats"
+            expected = f"a mean distance of at most {engine_bound:.3g} nats"
             stops = on_mismatch != "warn"
             _refuse(message, where, expected, shown["train_mode"], _TRAIN_MODE_CAUSES, stops=stops)
         elif not mean["rollout"] <= bound or not distance <= most:
@@ -125,15 +128,6 @@ def _refuse(message: str, where: str, expected: str, found: str, causes: Iterabl
     logging.getLogger("jackfield").warning("%s at %s (%s); %s", message, where, found, fix)
 
 
-@attrs.frozen
-class ProbeAnswer:
-    """The tokens that a replica generated with weights of ``version``."""
-
-    replica: int
-    version: int
-    result: GenerateResult
-
-
 @attrs.define(kw_only=True, eq=False)
 class ReplicaProbe:
     """Lets replicas generate a few tokens, and compares log-probs with the engine's.
@@ -150,7 +144,7 @@ class ReplicaProbe:
         """Ask the replicas and compare, if the engine and the replicas can run at the same time."""
         await self.compare(await self.ask(replicas, version))
 
-    async def ask(self, replicas: Sequence[Replica], version: int) -> list[ProbeAnswer]:
+    async def ask(self, replicas: Sequence[Replica], version: int) -> list[tuple[Replica, GenerateResult]]:
         """Let every replica generate; one with older weights refuses."""
         config, agents = self.role.config, self.role.workers.agents
         if not self._prompt_ids:
@@ -163,25 +157,26 @@ class ReplicaProbe:
         asked = asyncio.gather(*(replica.server.generate(request) for replica in replicas))
         who = f"replicas to answer the probe of version {version}"
         results = await self.role.clock.wait_for(asked, config.deadlines.rollout, who)
-        return [ProbeAnswer(each.number, version, result) for each, result in zip(replicas, results, strict=True)]
+        return list(zip(replicas, results, strict=True))
 
-    async def compare(self, answers: Sequence[ProbeAnswer]) -> None:
+    async def compare(self, answers: Sequence[tuple[Replica, GenerateResult]]) -> None:
         """Compare the replicas' log-probs with the engine's at the same weight version."""
-        scored = await self.actor.score(self._prompt_ids, [answer.result.token_ids for answer in answers])
+        scored = await self.actor.score(self._prompt_ids, [answer.token_ids for _, answer in answers])
         compared = []
-        for answer, own in zip(answers, scored, strict=True):
-            pairs = zip(answer.result.log_probs, own, strict=True)
-            compared.append((sum(abs(found - expected) for found, expected in pairs) / len(own), answer, own))
-        distance, answer, own = max(compared, key=lambda each: math.inf if math.isnan(each[0]) else each[0])
+        for (replica, answer), own in zip(answers, scored, strict=True):
+            pairs = zip(answer.log_probs, own, strict=True)
+            distance = sum(abs(found - expected) for found, expected in pairs) / len(own)
+            compared.append((distance, replica.number, answer, own))
+        distance, number, answer, own = max(compared, key=lambda each: math.inf if math.isnan(each[0]) else each[0])
         self.role.note(f"{PREFIX}replica/mean", distance)
         if distance <= (bound := self.role.config.rollout_bound):
             return
         error = WeightsError(
-            f"replica {answer.replica} computes other log-probs than the engine with version {answer.version}",
+            f"replica {number} computes other log-probs than the engine with version {answer.weight_versions[0]}",
             code="weights.log-probs",
-            where=f"replica {answer.replica}",
+            where=f"replica {number}",
             expected=f"a mean distance of at most {bound:.3g} nats over {len(own)} tokens",
-            found=f"{distance:.3g}: engine {own[:4]}, replica {list(answer.result.log_probs[:4])}",
+            found=f"{distance:.3g}: engine {own[:4]}, replica {list(answer.log_probs[:4])}",
             fix="raise log_prob_check.bound if these numerics are wanted, or set log_prob_check.on_mismatch: correct",
         )
         if self.role.config.log_prob_check.on_mismatch == "stop":

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import attrs
 
 from jackfield.abc.transfer_queue import DeleteRequest
-from jackfield.cluster.device import DeviceLease
+from jackfield.cluster.pool import DeviceLease
 from jackfield.data.tasks import Task
 from jackfield.errors import DeadlineExceeded, JackfieldError, QueueError, RewardError, WorkerLost
 from jackfield.plugins.hooks import EvaluationEnded, SampleRecord, SamplesRecorded

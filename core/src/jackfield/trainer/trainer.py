@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 from jackfield.algorithms import VALUE_LOSS, LossSpec
-from jackfield.cluster.device import DeviceLease
+from jackfield.cluster.pool import DeviceLease
 from jackfield.config.sections import MixConfig, ReplayConfig
 from jackfield.errors import QueueError, RunError
 from jackfield.plugins.hooks import SamplesFailed, SamplesRecorded, StepEnded, WeightsSynced

@@ -8,14 +8,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 
 import attrs
 
-from jackfield.abc.rollout import SleepRequest, UpdateWeightsRequest, WakeUpRequest
-from jackfield.cluster.device import DeviceLease
-from jackfield.cluster.pool import ReplicaPool
+from jackfield.abc.rollout import GenerateResult, SleepRequest, UpdateWeightsRequest, WakeUpRequest
+from jackfield.cluster.pool import DeviceLease, ReplicaPool
 from jackfield.errors import DeadlineExceeded, JackfieldError, WeightsError
 from jackfield.routing import LOST, Replica
 from jackfield.runtime.engine import EngineGroup
 from jackfield.settings import structure
-from jackfield.trainer.log_prob_check import ProbeAnswer, ReplicaProbe
+from jackfield.trainer.log_prob_check import ReplicaProbe
 from jackfield.trainer.role import WEIGHTS, Role
 from jackfield.weights import SyncReport, WeightSynchronizer, verify
 
@@ -138,7 +137,7 @@ class EngineWeights:
     takes_turns: bool = False
     #: the version that replicas have loaded but not yet answered the probe with
     _unasked: int | None = attrs.field(default=None, init=False)
-    _answers: list[ProbeAnswer] = attrs.field(factory=list, init=False)
+    _answers: list[tuple[Replica, GenerateResult]] = attrs.field(factory=list, init=False)
 
     def __attrs_post_init__(self) -> None:
         """Compare replicas at hand-overs if they take turns with the engine, otherwise after each transfer."""
