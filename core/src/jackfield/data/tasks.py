@@ -167,10 +167,10 @@ def _value(record: dict[str, Any], path: str) -> Any:
     return value
 
 
-def read_conversation(value: Any, key: str) -> Conversation:
+def read_conversation(value: Any, key: str, expected: str = _MESSAGES) -> Conversation:
     """Check and return a list of messages."""
     if not is_conversation(value):
-        raise malformed(f"field {key!r} is not a conversation", _MESSAGES, repr(value)[:200])
+        raise malformed(f"field {key!r} is not a conversation", expected, repr(value)[:200])
     return tuple(value)
 
 
@@ -178,9 +178,7 @@ def read_answer(value: Any, key: str) -> Answer:
     """Check and return a target answer: a text, a number (as its JSON text) or a list of messages."""
     if isinstance(value, str | int | float):
         return plain_text(value)
-    if not isinstance(value, list):
-        raise malformed(f"field {key!r} is not an answer", f"a text, or {_MESSAGES}", repr(value)[:200])
-    return read_conversation(value, key)
+    return read_conversation(value, key, f"a text, or {_MESSAGES}")
 
 
 def check_turn(answer: Answer | None) -> None:

@@ -368,7 +368,7 @@ class QueueServer(Server):
     def end_others(self, reason: str, explorers: set[str | None]) -> None:
         """End the clients that used the queue before its state was replaced."""
         for client in list(self.clients.values()):
-            begun = client.session in explorers or client.iterates
+            begun = client.session in explorers or client.iterations
             if begun and client.session != self._queue.caller():
                 task = asyncio.get_running_loop().create_task(client.close(reason))
                 self._endings.add(task)

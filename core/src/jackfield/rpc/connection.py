@@ -62,7 +62,7 @@ class Connection(asyncio.Protocol):
         self._bytes = bytearray()  #: received bytes of an incomplete message
         self._asked: dict[int, tuple[str, asyncio.Future[wire.Reply]]] = {}  #: open calls with a description, by id
         self._served: dict[object, asyncio.Task[None]] = {}
-        self._iterations: dict[int, AsyncGenerator[Any, None]] = {}  #: by the id of the call that opened them
+        self.iterations: dict[int, AsyncGenerator[Any, None]] = {}  #: open ones, by the call that began them
         self._transport: asyncio.Transport | None = None
         self._room = asyncio.Event()
         self._room.set()
@@ -138,7 +138,7 @@ class Connection(asyncio.Protocol):
         self.send(wire.Goodbye(reason))
         self.end(reason or "was closed")
         await asyncio.gather(*self._served.values(), return_exceptions=True)
-        for number in list(self._iterations):
+        for number in list(self.iterations):
             await self._close(number)
 
     def error(self) -> JackfieldError:
@@ -147,11 +147,6 @@ class Connection(asyncio.Protocol):
             return self._lost_error(self.lost.result())
         where = f"{self.name}, {self.process}" if self.process else self.name
         return RpcError(f"{self.name} is lost", code="rpc.lost", where=where, found=f"it {self.lost.result()}")
-
-    @property
-    def iterates(self) -> bool:
-        """Return whether the other end has an open iteration here."""
-        return bool(self._iterations)
 
     @property
     def local_host(self) -> str:
@@ -216,19 +211,19 @@ class Connection(asyncio.Protocol):
             raise
         work = getattr(service.target, member)(**msgspec.structs.asdict(arguments))
         if method.streams:
-            self._iterations[call.id] = work
+            self.iterations[call.id] = work
             work = asyncio.sleep(0)
         return work, f"{call.method} {wire.subject(msgspec.structs.astuple(arguments))}".rstrip()
 
     async def _next(self, number: int) -> list[Any]:
         """Return a list with the next item of an iteration; it is empty at the end."""
         try:
-            return [await anext(self._iterations[number])]
+            return [await anext(self.iterations[number])]
         except (KeyError, StopAsyncIteration):
             return []
 
     async def _close(self, number: int) -> None:
-        iteration = self._iterations.pop(number, None)
+        iteration = self.iterations.pop(number, None)
         if iteration is not None:
             await iteration.aclose()
 
