@@ -296,12 +296,12 @@ class RunConfig:
 
     @property
     def engine_rounds(self) -> bool:
-        """Whether the engine computes in less than float32."""
+        """Return whether the engine computes in less than float32."""
         return (self.engine.settings.get("mixed_precision") or "none") != "none" or self.model.dtype != "float32"
 
     @property
     def rounds(self) -> bool:
-        """Whether the engine or a replica computes in less than float32."""
+        """Return whether the engine or a replica computes in less than float32."""
         return self.engine_rounds or self.weights.dtype not in (None, "float32")
 
     @property
@@ -312,7 +312,7 @@ class RunConfig:
 
     @property
     def trains_with_dropout(self) -> bool:
-        """Whether training and inference passes differ by dropout."""
+        """Return whether training and inference passes differ by dropout."""
         return self.model.dropout > 0 or (self.model.lora is not None and self.model.lora.dropout > 0)
 
     @property
