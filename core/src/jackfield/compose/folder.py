@@ -229,4 +229,5 @@ async def export_model(actor: EngineGroup, model: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, WorkerLost):
             raise  # the error names the process that ended; the disk is not at fault
-        raise unwritten("the trained model", str(model), free, error, "goes on from the newest checkpoint") from error
+        what, how = "the trained model could not be written", "goes on from the newest checkpoint"
+        raise unwritten(what, str(model), free, error, how) from error

@@ -87,7 +87,7 @@ class Checkpointer:
                     raise  # the error names the process that ended; the disk is not at fault
                 earlier, where = self.store.folders(), f"{self.store.folder}, step {steps}"
                 how = f"goes on after step {max(earlier)}" if earlier else "starts again"
-                raise unwritten("a checkpoint", where, free, error, how) from error
+                raise unwritten("a checkpoint could not be written", where, free, error, how) from error
             await self.role.queue.commit(steps - 1)
         self.saved = steps
         self.role.hooks.checkpoint_saved(event=CheckpointSaved(step=steps, folder=str(saved.folder), bytes=saved.bytes))
@@ -115,13 +115,13 @@ class Checkpointer:
         return dict(state["trainer"])
 
 
-def unwritten(what: str, where: str, free: int, error: JackfieldError | OSError, how: str) -> RunError:
+def unwritten(message: str, where: str, free: int, error: JackfieldError | OSError, how: str) -> RunError:
     """Return the error ``run.checkpoint-write``. ``free``: bytes that the disk had; ``how``: what a new start does."""
     cause = f"{type(error).__name__}: {error}"
     if isinstance(error, JackfieldError):
         cause = error.message if error.found is None else f"{error.message}: {error.found}"
     return RunError(
-        f"{what} could not be written",
+        message,
         code="run.checkpoint-write",
         where=where,
         expected="room on the disk, and permission to write",
