@@ -276,9 +276,9 @@ def _processor_seconds() -> float:
     """Of this process, of its children that have ended, and of those that live with all that they have waited for."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     seconds = sum(usage.ru_utime + usage.ru_stime for usage in usages)
-    for children in Path("/proc/self/task").glob("*/children"):
-        for child in children.read_text().split():
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread, or a child, has ended meanwhile
+            for child in (task / "children").read_text().split():
                 fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
                 seconds += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
     return seconds

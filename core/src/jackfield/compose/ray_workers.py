@@ -37,6 +37,7 @@ from jackfield.runtime.engine import EngineRank
 from jackfield.runtime.process import ROLLOUT
 from jackfield.runtime.ray_actor import (
     connect_worker,
+    death,
     interface_of,
     node_address,
     remote_backend,
@@ -244,6 +245,9 @@ class RayWorkers:
             await self._cluster.close()
 
     def _stub(self, actor: Actor, cls: type[T], seconds: float) -> T:
+        """Return a stub of the worker in an actor, or raise ``WorkerLost`` while a restart has not made it yet."""
+        if not actor.made:
+            raise death(actor.spec.name, actor.spec.name, "it was not made")
         return stub(actor.connection, cls.__name__, CONTRACTS[cls], cls, seconds)
 
     def _restarting_stub(self, name: str, cls: type[T]) -> T:
