@@ -173,7 +173,9 @@ class Router:
             asks(request.sampling)
             while True:
                 if chosen is None or self._is_removed(chosen):
-                    chosen = await self._least_loaded()
+                    while not self._replicas:
+                        await self._clock.wait_for(self._changed.wait(), _WAIT_SECONDS, "a rollout replica that serves")
+                    chosen = min(self._replicas.values(), key=lambda replica: len(self._running[replica]))
                 try:
                     result = await self._generate(chosen, request)
                 except JackfieldError as error:
@@ -244,11 +246,6 @@ class Router:
                 raise DeadlineExceeded(f"waited {_UPDATE_SECONDS:g} s for {what}")
             await self._clock.sleep(_LOOK_SECONDS)
         return True
-
-    async def _least_loaded(self) -> Replica:
-        while not self._replicas:
-            await self._clock.wait_for(self._changed.wait(), _WAIT_SECONDS, "a rollout replica that serves")
-        return min(self._replicas.values(), key=lambda replica: len(self._running[replica]))
 
     def _is_removed(self, replica: Replica) -> bool:
         return self._replicas.get(replica.number) is not replica

@@ -350,7 +350,5 @@ def _use_token(*, joins: bool) -> None:
 
 def _reason(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if "creation task" in text:
-        return lines[-1][:300]
     telling = [line for line in lines if "exit" in line.lower() or "dead" in line.lower()]
-    return (telling or lines or ["no reason is known"])[0][:300]
+    return (lines[-1:] if "creation task" in text else telling or lines or ["no reason is known"])[0][:300]
