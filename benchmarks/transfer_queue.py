@@ -404,7 +404,7 @@ async def between(cls: Any, config: Any, folder: str, repeats: int) -> dict[str,
 
 
 async def reader(join: str) -> dict[str, Any]:
-    """The other process: gets a batch when told, says so, and then the sum of its bytes."""
+    """Read a batch when the first process asks for it, in a second process; report that, then the sum of its bytes."""
     from jackfield.abc.transfer_queue import GetRequest, TransferQueueContext
     from jackfield.plugins import load_plugin
 
@@ -489,7 +489,7 @@ async def controller(rows: int) -> dict[str, Any]:
     from jackfield.queue.values import MemoryBackend, MemoryConfig
 
     class Nothing(MemoryBackend):
-        """Keeps nothing."""
+        """A backend that stores no values."""
 
         async def put(self, request: Any) -> PutResult:
             return PutResult(bytes=0)

@@ -210,7 +210,8 @@ class Contract:
         without: Iterable[str] = (),
         undo: Mapping[str, str] | None = None,
     ) -> None:
-        """
+        """Read the signatures of the methods.
+
         Args:
             cls: The class, whose annotations are the types of arguments and results.
             methods: Names of methods; None: all public coroutine functions and generators.

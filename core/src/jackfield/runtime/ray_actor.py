@@ -51,12 +51,11 @@ class RayHost(Host):
     """The Ray actor, a host that listens for the controller and other workers."""
 
     def __init__(self, name: str, folder: str, one_thread: bool, heartbeat_seconds: float) -> None:
-        """
-        Args:
-            name: Name of the worker.
-            folder: The controller's working directory, which relative paths in the configuration start from.
-            one_thread: Whether the worker's threaded calls share one thread and run in order.
-            heartbeat_seconds: Silence after which clients consider this process dead.
+        """Make the host of the worker ``name``.
+
+        Relative paths in the configuration start from ``folder``, the controller's working directory. With
+        ``one_thread`` the worker's threaded calls share one thread and run in order. Clients consider the process dead
+        after ``heartbeat_seconds`` without a heartbeat.
         """
         super().__init__()
         self.services["host"] = Service(target=self, contract=RAY_HOST)
