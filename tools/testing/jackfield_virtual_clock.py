@@ -46,8 +46,6 @@ class _JumpingSelector(selectors.DefaultSelector):
         self._clock = clock
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        found = super().select(0)
-        if found or timeout is None:
-            return found or super().select(None)
-        self._clock.now += max(timeout, 0.0)
-        return []
+        if timeout is not None:
+            self._clock.now += max(timeout, 0.0)
+        return super().select(None if timeout is None else 0)

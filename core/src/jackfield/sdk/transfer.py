@@ -156,21 +156,26 @@ class OneSenderEngine(CheckpointEngine):
             return PrepareResult()
         await self._begin()
         try:
-            server = Server("the sender", self._services, self._clock, self.context.deadline_seconds + _SENDER_FIRST)
-            address = await server.listen(self.context.host, self.config.port)
-            self._server = server
-            further = self.listen(address.secret)
-        except RpcError as error:
-            raise WeightsError(error.message, where=error.where, fix=error.fix) from error
+            address = await self._serve()
+            further = self.listen(address["secret"])
         except BaseException:
             await self.finalize()
             raise
-        return PrepareResult(metadata={"session": attrs.asdict(address), "host": self.context.host, **further})
+        return PrepareResult(metadata={"session": address, "host": self.context.host, **further})
 
     async def _begin(self) -> None:
         await self.finalize()  # an earlier prepare may not have been followed by a transfer
         self._reset()
         self._services = {"transfer": Service(target=self, contract=TRANSFER)}
+
+    async def _serve(self) -> dict[str, Any]:
+        server = Server("the sender", self._services, self._clock, self.context.deadline_seconds + _SENDER_FIRST)
+        try:
+            address = await server.listen(self.context.host, self.config.port)
+        except RpcError as error:
+            raise WeightsError(error.message, where=error.where, fix=error.fix) from error
+        self._server = server
+        return attrs.asdict(address)
 
     @classmethod
     def build_topology(cls, request: TopologyRequest) -> Topology:
@@ -200,11 +205,14 @@ class OneSenderEngine(CheckpointEngine):
 
     async def enter(self, worker: int, version: int) -> int:
         """Admit the calling worker and return the version that is sent (called by workers over RPC)."""
+        return await self._enter(worker, version, caller())
+
+    async def _enter(self, worker: int, version: int, connection: Connection) -> int:
         while self._version < 0:
             await self._changed.wait()  # until the caller's deadline, or the end of the session
         if not 0 <= worker < self._expected or worker in self.peers:
             raise WeightsError(f"worker {worker} has no place in this transfer", where="the sender")
-        peer = self._add_peer(f"worker {worker}", caller(), worker)
+        peer = self._add_peer(f"worker {worker}", connection, worker)
         if version != self._version:
             peer.broken = f"expects weights of version {version}, these are of version {self._version}"
         return self._version
@@ -212,8 +220,7 @@ class OneSenderEngine(CheckpointEngine):
     async def _join(self, place: Mapping[str, Any], version: int) -> None:
         self._start_clock()
         try:
-            address, name = msgspec.convert(place["session"], Address), f"worker {place['worker']}"
-            connection = await connect(address, name, self._clock, {"transfer": TRANSFER}, self._services)
+            connection = await self._dial(place["session"], place["worker"])
             self._add_peer("the sender", connection)  # it may post before its reply is read
             found = await connection.call("transfer.enter", [place["worker"], version], self.remaining(), int, "join")
         except RpcError as error:
@@ -224,6 +231,10 @@ class OneSenderEngine(CheckpointEngine):
         if found != version:
             raise WeightsError("weights of another version came", code="weights.version", expected=version, found=found)
         self._start_clock(_SENDER_FIRST)
+
+    async def _dial(self, address: Mapping[str, Any], worker: int) -> Connection:
+        place, contracts = msgspec.convert(address, Address), {"transfer": TRANSFER}
+        return await connect(place, f"worker {worker}", self._clock, contracts, self._services)
 
     def _add_peer(self, name: str, connection: Connection, number: int = 0) -> Peer:
         peer = self.peers[number] = Peer(name, connection)
@@ -241,7 +252,10 @@ class OneSenderEngine(CheckpointEngine):
 
     async def post(self, values: dict[str, Any]) -> None:
         """Record values of the calling peer. Both ends call it over RPC."""
-        peer = next((each for each in self.peers.values() if each.connection is caller()), None)
+        self._take(values, caller())
+
+    def _take(self, values: Mapping[str, Any], connection: Connection) -> None:
+        peer = next((each for each in self.peers.values() if each.connection is connection), None)
         if peer is None:
             raise WeightsError("a worker posted before it entered the transfer")
         peer.said.update(values)
@@ -276,15 +290,15 @@ class OneSenderEngine(CheckpointEngine):
 
     async def _wait(self, late: Callable[[], list[str]]) -> None:
         while True:
-            broken = [f"{peer.name} {peer.broken}" for peer in self.peers.values() if peer.broken is not None]
-            if broken:
+            if broken := [f"{peer.name} {peer.broken}" for peer in self.peers.values() if peer.broken is not None]:
                 raise WeightsError("; ".join(broken))
             if not late():
                 return
             try:
                 await self._clock.wait_for(self._changed.wait(), self.remaining(), "a peer")
             except DeadlineExceeded:
-                raise self._late(" and ".join(late())) from None
+                if who := late():  # otherwise the last one answered at the deadline
+                    raise self._late(" and ".join(who)) from None
 
     def remaining(self) -> float:
         """Return the seconds until the deadline."""

@@ -2,28 +2,52 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.errors import WeightsError
+from jackfield.rpc import Connection
+from jackfield.rpc.wire import Message
 from jackfield.sdk.buckets import Bucket, Entry, entry_of, raw
-from jackfield.sdk.transfer import LEFT, OneSenderEngine, Peer
+from jackfield.sdk.transfer import OneSenderEngine, Peer
 from jackfield.settings import option
 
 if TYPE_CHECKING:
     import torch
 
-_SESSIONS: dict[str, InProcessCheckpointEngine] = {}  #: senders by the secrets of their sessions
+_NUMBERS = itertools.count()
+_SESSIONS: dict[str, InProcessCheckpointEngine] = {}  #: senders by the names of their transfers
+
+
+class _Link(Connection):
+    """One end of a connection within a process, which passes values by reference."""
+
+    owner: InProcessCheckpointEngine
+    other: _Link
+
+    def notify(self, method: str, contract: object, *values: Any) -> None:
+        if not self.other.lost.done():
+            self.other.owner._take(values[0], self.other)
+
+    async def call(self, method: str, arguments: Any, *limits: Any, **options: Any) -> Any:
+        if method == "transfer.enter":
+            return await self.clock.wait_for(
+                self.other.owner._enter(arguments[0], arguments[1], self.other), limits[0], "it"
+            )
+        self.notify(method, None, *arguments)
+
+    def send(self, message: Message) -> None:
+        self.other.handle(message)
 
 
 @attrs.frozen(kw_only=True)
 class InProcessConfig:
     """Settings of the in-process checkpoint engine."""
 
-    port: ClassVar[int] = 0
     bucket_bytes: int = option(
         0,
         help="Tensors are copied into buckets of about this size, and the sender runs up to two buckets ahead of its "
@@ -39,21 +63,22 @@ class InProcessCheckpointEngine(OneSenderEngine):
     slots = 3
 
     def __init__(self, config: InProcessConfig, context: CheckpointEngineContext) -> None:
-        super().__init__(config, attrs.evolve(context, host="127.0.0.1"))
-        self._secret = ""  #: of the session
-        self._sent: dict[int, torch.Tensor] = {}  #: contents of the sender's buckets that a worker has not read
+        super().__init__(config, context)
+        self._name = ""  #: of the transfer, as its sender
 
-    def listen(self, secret: str) -> Mapping[str, Any]:
-        """Offer this sender's memory to the workers."""
-        self._secret = secret
-        _SESSIONS[secret] = self
-        return {}
+    async def _serve(self) -> dict[str, Any]:
+        self._name = f"in-process-{next(_NUMBERS)}"
+        _SESSIONS[self._name] = self
+        return {"name": self._name, "secret": ""}
 
-    async def meet_sender(self, place: Mapping[str, Any]) -> None:
-        """Find the sender's memory."""
-        self._secret = place["session"]["secret"]
-        if self._secret not in _SESSIONS:
-            raise WeightsError("the sender of the weight transfer is not in this process", expected="the same process")
+    async def _dial(self, address: Mapping[str, Any], worker: int) -> Connection:
+        sender = _SESSIONS.get(address["name"])
+        if sender is None:
+            message = f"the weight transfer {address['name']} is over or was never begun in this process"
+            raise WeightsError(message, where=address["name"])
+        own, other = (_Link(name, {}, self._clock) for name in ("the sender", f"worker {worker}"))
+        own.owner, other.owner, own.other, other.other = self, sender, other, own
+        return own
 
     async def send_alone(self, name: str, tensor: torch.Tensor) -> bool:
         """Hand over a large tensor and wait until all workers have read it: its memory may then be reused."""
@@ -65,24 +90,19 @@ class InProcessCheckpointEngine(OneSenderEngine):
         return True
 
     async def launch(self, content: torch.Tensor, entries: Sequence[Entry]) -> None:
-        """Announce a bucket, whose memory stays until it is read."""
+        """Hand over a bucket."""
         self.made += 1
-        self._sent[self.made] = content
-        self.tell({"bucket": self.made, "tensors": entries})
+        self.tell({"bucket": Bucket(self.made, entries, content)})
 
     def heard(self, peer: Peer, values: Mapping[str, Any]) -> None:
-        """Take a bucket, or release one that all workers have read."""
+        """Take a bucket."""
         if "bucket" in values:
-            self.arrived.append(Bucket(values["bucket"], values["tensors"], None))
-        taken = min(each.got for each in self.peers.values())
-        self._sent = {number: content for number, content in self._sent.items() if number > taken}
+            self.arrived.append(values["bucket"])
 
     async def content(self, bucket: Bucket) -> torch.Tensor:
         """Return the sender's memory."""
-        sender = _SESSIONS.get(self._secret)
-        if sender is None or bucket.number not in sender._sent:
-            raise WeightsError(f"the sender {LEFT}")
-        return sender._sent[bucket.number]
+        content: torch.Tensor = bucket.place
+        return content
 
     def was_read(self, bucket: Bucket) -> None:
         """Tell the sender that a bucket was read."""
@@ -90,7 +110,5 @@ class InProcessCheckpointEngine(OneSenderEngine):
 
     async def leave(self) -> None:
         """Leave the transfer. Idempotent."""
-        if _SESSIONS.get(self._secret) is self:
-            del _SESSIONS[self._secret]
-        self._sent = {}
+        _SESSIONS.pop(self._name, None)
         await super().leave()
