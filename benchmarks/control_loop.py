@@ -36,13 +36,13 @@ from jackfield.errors import JackfieldError
 from jackfield.plugins import HookManager
 from jackfield.queue import BatchMeta, GroupKey, TransferQueue, Values, Written
 from jackfield.queue.values import MemoryBackend, MemoryConfig
-from jackfield.rpc import Address, Service, stub
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine import EngineGroup, EngineRank
 from jackfield.runtime.ray_actor import connect_worker, remote_backend, store_services
 from jackfield.runtime.ray_cluster import Actor, Cluster, WorkerSpec
 from jackfield.runtime.reward_worker import RewardWorker
 from jackfield.runtime.workers import Workers
+from jackfield.sdk.rpc import Address, Service, stub
 from jackfield.trainer.checkpoint import Checkpointer, CheckpointStore
 from jackfield.trainer.log_prob_check import LogProbCheck
 from jackfield.trainer.role import Role, RunWorkers

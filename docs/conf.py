@@ -48,7 +48,7 @@ def public_modules(package: str = "jackfield") -> list[str]:
         names.append(name)
         if name in ("jackfield.abc", "jackfield.sdk", "jackfield.trainer"):
             inner = [found.name for found in pkgutil.iter_modules(importlib.import_module(name).__path__)]
-            names += [f"{name}.{each}" for each in inner if each != "rpc"]  # names of jackfield.rpc, on its page
+            names += [f"{name}.{each}" for each in inner]
         if name == "jackfield.plugins":
             names.append(f"{name}.hooks")
     return sorted(names)

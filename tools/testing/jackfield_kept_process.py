@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import Any, ClassVar, cast
 
 from jackfield.plugins.interpreters import environment_of
-from jackfield.rpc import Connection, Process
 from jackfield.runtime.process import RolloutProcess
+from jackfield.sdk.rpc import Connection, Process
 
 _END_SECONDS = 15.0
 

@@ -22,7 +22,7 @@ from jackfield.cluster.control import list_replicas, scale_replicas, serve_contr
 from jackfield.cluster.pool import ReplicaPool
 from jackfield.errors import ConfigError, JackfieldError, RunError
 from jackfield.routing import ReplicaState
-from jackfield.rpc import Address, Server
+from jackfield.sdk.rpc import Address, Server
 
 
 class Fake:

@@ -19,8 +19,8 @@ from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, LeaseError, QueueError
 from jackfield.queue import Reuse, SamplerSpec, TransferQueue
 from jackfield.queue.transfer_queue import QUEUE, QueueServer, connect_queue
-from jackfield.rpc import Connection
 from jackfield.sdk.cells import column_from_rows
+from jackfield.sdk.rpc import Connection
 
 torch = pytest.importorskip("torch")
 

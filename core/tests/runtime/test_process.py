@@ -40,8 +40,8 @@ from jackfield.errors import (
     WeightsError,
 )
 from jackfield.plugins import PluginRecord, discover
-from jackfield.rpc import stub
 from jackfield.runtime.process import ROLLOUT, RolloutProcess
+from jackfield.sdk.rpc import stub
 
 SERVER = '''
 import asyncio, os, subprocess, sys

@@ -13,7 +13,7 @@ import pytest
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext, ConnectRequest
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, WeightsError
-from jackfield.rpc import Address, connect
+from jackfield.sdk.rpc import Address, connect
 from jackfield.sdk.transfer import TRANSFER, OneSenderEngine, SessionSettings, reason_of
 
 

@@ -15,7 +15,7 @@ from jackfield.clock import Clock
 from jackfield.cluster.pool import ReplicaPool
 from jackfield.errors import ConfigError, DeadlineExceeded, RpcError, RunError
 from jackfield.routing import ReplicaState
-from jackfield.rpc import Address, Contract, Server, Service, connect, stub
+from jackfield.sdk.rpc import Address, Contract, Server, Service, connect, stub
 
 _FILE = "control.json"
 _ANSWER_SECONDS = 60.0

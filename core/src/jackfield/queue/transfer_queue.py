@@ -21,7 +21,7 @@ from jackfield.queue.leases import Leases
 from jackfield.queue.meta import Notice, group_of
 from jackfield.queue.records import LedgerEnd, Row, State
 from jackfield.queue.store import STORE_FILE, VALUES_FOLDER, Store, read_checkpoint, uses
-from jackfield.rpc import Address, Connection, Contract, Server, Service, caller, connect, stub
+from jackfield.sdk.rpc import Address, Connection, Contract, Server, Service, caller, connect, stub
 
 P = ParamSpec("P")
 R = TypeVar("R")

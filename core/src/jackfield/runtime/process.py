@@ -36,8 +36,8 @@ from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, Roll
 from jackfield.imports import collection_paused, own_process
 from jackfield.plugins.interpreters import environment_of, resolve_interpreter
 from jackfield.plugins.registry import PluginRecord, introduce, load_plugin, refusals
-from jackfield.rpc import Connection, Contract, Service, stub
 from jackfield.sdk.child import ChildProcess
+from jackfield.sdk.rpc import Connection, Contract, Service, stub
 
 _ORPHAN_SECONDS = 10.0  #: for the worker to stop what it has started, once its owner is gone
 _STOP_SECONDS = 30.0

@@ -24,10 +24,10 @@ from jackfield.clock import Clock
 from jackfield.errors import JackfieldError, WorkerLost
 from jackfield.imports import own_process
 from jackfield.routing import Replica
-from jackfield.rpc import Address, Connection, Contract, Process, Server, Service, caller, connect, stub
 from jackfield.runtime.process import ROLLOUT, Host
 from jackfield.sdk.archive import batches
 from jackfield.sdk.cells import join, split_request
+from jackfield.sdk.rpc import Address, Connection, Contract, Process, Server, Service, caller, connect, stub
 
 _PIECE_BYTES = 16 * 2**20  #: a message is complete once its values reach this size
 

@@ -25,9 +25,9 @@ from jackfield.clock import Clock
 from jackfield.config.sections import RayConfig
 from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RunError, WorkerLost
 from jackfield.plugins.interpreters import look
-from jackfield.rpc import Address, Connection, Contract, stub
 from jackfield.runtime.ray_actor import RAY_HOST, MakeServices, Place, RayHost, connect_worker, death, kill_if_stopped
 from jackfield.sdk.ray_loopback import HOST, enter
+from jackfield.sdk.rpc import Address, Connection, Contract, stub
 
 T = TypeVar("T")
 

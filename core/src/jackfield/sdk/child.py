@@ -16,9 +16,9 @@ import attrs
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError
-from jackfield.rpc import Codec, Connection, Process
-from jackfield.rpc.sockets import watch
-from jackfield.rpc.wire import LIMIT
+from jackfield.sdk.rpc import Connection, Process
+from jackfield.sdk.rpc.sockets import watch
+from jackfield.sdk.rpc.wire import LIMIT, Codec
 
 __all__ = ["ChildProcess"]
 

@@ -30,8 +30,8 @@ from jackfield.abc.checkpoint_engine import (
 )
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, RpcError, WeightsError
-from jackfield.rpc import Address, Connection, Contract, Server, Service, caller, connect
 from jackfield.sdk.buckets import Bucket, Entry, aligned, entry_of, kept_buffer, put, views
+from jackfield.sdk.rpc import Address, Connection, Contract, Server, Service, caller, connect
 from jackfield.settings import option
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import attrs
 
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.errors import WeightsError
-from jackfield.rpc import Connection
-from jackfield.rpc.wire import Message
 from jackfield.sdk.buckets import Bucket, Entry, entry_of, raw
+from jackfield.sdk.rpc import Connection
+from jackfield.sdk.rpc.wire import Message
 from jackfield.sdk.transfer import OneSenderEngine, Peer
 from jackfield.settings import option
 

@@ -13,13 +13,13 @@ import pytest
 
 pytest.importorskip("ray")
 
-from jackfield import rpc
 from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, SamplingParams
 from jackfield.errors import EngineError, RunError, WorkerLost
 from jackfield.runtime import ray_actor as store
 from jackfield.runtime.process import ROLLOUT
 from jackfield.runtime.ray_cluster import Actor, Cluster, WorkerSpec
 from jackfield.runtime.workers import resubmitted
+from jackfield.sdk import rpc
 from jackfield_testing import refused
 
 from .workers import COUNTER, Counter, make_counter, make_failure, make_memory, make_replica

@@ -11,9 +11,9 @@ from jackfield.abc.rollout import GenerateRequest, GenerateResult, HealthReport
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.errors import EngineError
 from jackfield.queue.values import MemoryBackend, MemoryConfig
-from jackfield.rpc import Contract, Service
 from jackfield.runtime.process import ROLLOUT
 from jackfield.runtime.ray_actor import rollout_service, store_services
+from jackfield.sdk.rpc import Contract, Service
 
 
 class Counter:

@@ -1,7 +1,7 @@
 """The program of a worker process. It loads one function and calls it, one call at a time.
 
 It is run by its path, not as a module of a package, and needs only the standard library, so it starts fast in any
-interpreter. It speaks the messages of ``jackfield.rpc.wire`` as JSON. The user's code cannot reach the socket, its
+interpreter. It speaks the messages of ``jackfield.sdk.rpc.wire`` as JSON. The user's code cannot reach the socket, its
 forks do not inherit it, and its output goes elsewhere.
 """
 

@@ -19,7 +19,7 @@ import pytest
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, RolloutError, RpcError
-from jackfield.rpc import Address, Connection, Contract, Process, Server, Service, caller, connect, stub
+from jackfield.sdk.rpc import Address, Connection, Contract, Process, Server, Service, caller, connect, stub
 
 SECONDS = 30.0
 
@@ -308,7 +308,7 @@ def test_a_reply_without_a_call_ends_the_connection() -> None:
         (connection,) = made.server.clients.values()
         import msgspec
 
-        from jackfield.rpc.wire import Reply
+        from jackfield.sdk.rpc.wire import Reply
 
         connection.send(Reply(7, msgspec.Raw(msgspec.msgpack.encode(None))))
         with pytest.raises(RpcError) as caught:
@@ -334,7 +334,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_rpc import CONTRACT, Queue
 from jackfield.clock import Clock
-from jackfield.rpc import Address, connect, stub
+from jackfield.sdk.rpc import Address, connect, stub
 
 async def main():
     connection = await connect(Address.read(Path(sys.argv[1])), "the other", Clock(), {"queue": CONTRACT})

@@ -16,8 +16,8 @@ import msgspec
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, RpcError, error_fields, rebuilt_error
-from jackfield.rpc import wire
-from jackfield.rpc.wire import Codec, Contract, Message, Method, Process
+from jackfield.sdk.rpc import wire
+from jackfield.sdk.rpc.wire import Codec, Contract, Message, Method, Process
 
 T = TypeVar("T")
 Failure: TypeAlias = Literal["closed", "invalid", "silent"]

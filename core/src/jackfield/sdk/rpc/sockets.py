@@ -33,8 +33,8 @@ import msgspec
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, RpcError
 from jackfield.files import replace_file
-from jackfield.rpc.connection import Connection, Service
-from jackfield.rpc.wire import LIMIT, STRANGER_LIMIT, Contract, Heartbeat, Hello, Message, Process, Welcome
+from jackfield.sdk.rpc.connection import Connection, Service
+from jackfield.sdk.rpc.wire import LIMIT, STRANGER_LIMIT, Contract, Heartbeat, Hello, Message, Process, Welcome
 
 LOOKS = 4  #: checks of a process, and heartbeats that it sends, per deadline
 _STRANGERS = 64  #: maximum number of unauthenticated connections; further ones are closed at once
