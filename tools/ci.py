@@ -62,6 +62,7 @@ class Stage:
     action: Callable[[], bool | str]
     #: Stages of the same group have no effect on each other and run side by side; their output is captured.
     group: str = ""
+    by_name: bool = False  #: it runs only when it is named: a test does the same
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +94,7 @@ def main() -> None:
     unknown = [name for name in arguments.names if name not in known]
     if unknown:
         parser.error(f"no such stage: {', '.join(unknown)} (known: {', '.join(known)})")
-    chosen = [known[name] for name in arguments.names or known]
+    chosen = [known[name] for name in arguments.names or (name for name in known if not known[name].by_name)]
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process that a test starts would compile torch anew
     results = run(chosen)
     sys.exit(0 if all(result.passed for result in results) else 1)
@@ -119,7 +120,7 @@ def stages(packages: dict[str, Package], nightly: bool = False) -> list[Stage]:
         Stage("references", "the generated pages are up to date", _references),
         Stage("constraints", "installed versions are pinned", _command(pins, 60)),
         Stage("benchmarks", "each answers --help", _benchmarks),
-        Stage("docs", "Sphinx, warnings are errors", _command([*sphinx, "docs", "build/docs"], 300)),
+        Stage("docs", "Sphinx, warnings are errors", _command([*sphinx, "docs", "build/docs"], 300), by_name=True),
     ]
     return [
         Stage("environment", "servers for tests; tools and requirements in .venv", lambda: _environment(packages)),

@@ -32,8 +32,8 @@ import pytest
 
 from jackfield_commands import IMPORTS, CommandServer, ServerEnded
 
-MORE = 4  #: units that run beside those of ``--places`` while they leave processors idle
-BUSY = 80.0  #: percent of all processors from which no unit is added
+MORE = 8  #: units that run beside those of ``--places`` while they leave processors idle
+BUSY = 92.0  #: percent of all processors from which no unit is added
 
 #: Where a unit's process writes its reports; unset in the session that starts the units.
 REPORTS = "JACKFIELD_TEST_REPORTS"
@@ -146,7 +146,7 @@ class Session:
         import psutil  # not in every unit's environment
 
         with self._entering:
-            while len(self._running) >= self._config.option.places and psutil.cpu_percent(2.0) > BUSY:
+            while len(self._running) >= self._config.option.places and psutil.cpu_percent(1.0) > BUSY:
                 pass
             self._running.add(unit.name)
         try:
