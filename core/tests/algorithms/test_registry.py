@@ -140,10 +140,11 @@ def test_parts_of_ones_own() -> None:
 def test_a_loss_of_ones_own_that_needs_its_whole_batch() -> None:
     """Its column is computed if the call has the whole batch, and required if an engine runs a part of it."""
 
+    @register("preparation", "centred", "batch")
     def center(advantages: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"centre": advantages.mean().expand(len(advantages))}
 
-    @register("loss", "centred", "batch", whole_batch=("centre",), prepare=center)
+    @register("loss", "centred", "batch", whole_batch=("centre",))
     def centred(log_probs: torch.Tensor, advantages: torch.Tensor, centre: torch.Tensor) -> Any:
         """-(A - mean(A)) log pi. [Nowhere, 2026]
 

@@ -23,6 +23,7 @@ from jackfield.algorithms.shaping import (
     normalize_rewards,
     overlong_penalty,
 )
+from jackfield.algorithms.tensors import naming_rows
 from jackfield.algorithms.weighted import chord_mu
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "kl",
     "kl_in_reward",
     "names",
+    "naming_rows",
     "normalize_rewards",
     "overlong_penalty",
     "part",

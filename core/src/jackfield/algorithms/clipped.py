@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from jackfield.algorithms.registry import ClipDual, Inputs, NotNegative, Positive, Share, above, register
 from jackfield.algorithms.tensors import CLAMP, LossResult, log_ratio, masked_mean_std, row_means
@@ -176,18 +176,19 @@ _dppo(
 )
 
 
-def _m2po_mask(x: Inputs, *, m2_threshold: float) -> dict[str, Tensor]:
+@register("preparation", "m2po", "batch", "old_log_probs advantages m2_threshold")
+def _m2po_mask(x: Inputs) -> dict[str, Tensor]:
     """Return a mask that is 1 on kept tokens, ``[B, T]``."""
     logs, mask = x.log_probs - x.old_log_probs, x.response_mask != 0
     candidates = _outward(logs, x.advantages) & mask
     ordered, order = logs.double().square()[candidates].sort(stable=True)
     count = ordered.new_ones(len(ordered)).cumsum(0)
-    within = ordered.cumsum(0) / count <= m2_threshold  # prefix means of ascending values ascend
+    within = ordered.cumsum(0) / count <= x.m2_threshold  # prefix means of ascending values ascend
     mask[candidates] = within.new_zeros(len(ordered)).scatter(0, order, within)
     return {"m2po_mask": mask}
 
 
-@register("loss", "m2po", "batch", "old_log_probs advantages", whole_batch=("m2po_mask",), prepare=_m2po_mask)
+@register("loss", "m2po", "batch", "old_log_probs advantages", whole_batch=("m2po_mask",))
 def _m2po(x: Inputs, *, m2_threshold: NotNegative = 0.04) -> LossResult:
     """-M r A; M leaves out the largest (log r)^2 among outward tokens until the mean of the others is <= m2_threshold.
     [M2PO, arXiv:2510.01161, algorithm 1]
@@ -206,26 +207,28 @@ def _covariance(x: Inputs) -> Tensor:
     return covariance
 
 
-def _clip_cov_mask(x: Inputs, **options: Any) -> dict[str, Tensor]:
+_CLIP_COV = "clip_low clip_high clip_cov_ratio clip_cov_lower clip_cov_upper seed"
+
+
+@register("preparation", "clip_cov", "batch", f"old_log_probs advantages {_CLIP_COV}")
+def _clip_cov_mask(x: Inputs) -> dict[str, Tensor]:
     """Return a mask that is 1 on tokens without gradient, ``[B, T]``."""
     import torch
 
     keep, covariance = x.response_mask != 0, _covariance(x)
     r = log_ratio(x.log_probs, x.old_log_probs).exp()
-    clipped = r.clamp(1.0 - options["clip_low"], 1.0 + options["clip_high"]) * x.advantages < r * x.advantages
-    inside = (covariance > options["clip_cov_lower"]) & (covariance < options["clip_cov_upper"])
+    clipped = r.clamp(1.0 - x.clip_low, 1.0 + x.clip_high) * x.advantages < r * x.advantages
+    inside = (covariance > x.clip_cov_lower) & (covariance < x.clip_cov_upper)
     candidates = (keep & ~clipped & inside).nonzero()
-    wanted = max(int(options["clip_cov_ratio"] * int(keep.sum())), 1)
-    generator = torch.Generator().manual_seed(options["seed"])
+    wanted = max(int(x.clip_cov_ratio * int(keep.sum())), 1)
+    generator = torch.Generator().manual_seed(x.seed)
     chosen = candidates[torch.randperm(len(candidates), generator=generator)[:wanted].to(candidates.device)]
     mask = torch.zeros_like(keep)
     mask[chosen[:, 0], chosen[:, 1]] = True
     return {"clip_cov_mask": mask}
 
 
-@register(
-    "loss", "clip_cov", "batch", "old_log_probs advantages", whole_batch=("clip_cov_mask",), prepare=_clip_cov_mask
-)
+@register("loss", "clip_cov", "batch", "old_log_probs advantages", whole_batch=("clip_cov_mask",))
 def _clip_cov(
     x: Inputs,
     *,
@@ -249,17 +252,18 @@ def _clip_cov(
     return losses.masked_fill(cut, 0.0), {**metrics, "policy/cov_fraction": cut}
 
 
-def _kl_cov_mask(x: Inputs, *, kl_cov_ratio: float, **_: Any) -> dict[str, Tensor]:
+@register("preparation", "kl_cov", "batch", "advantages kl_cov_ratio")
+def _kl_cov_mask(x: Inputs) -> dict[str, Tensor]:
     """Return a mask that is 1 on the tokens with the largest covariance, ``[B, T]``."""
     keep = x.response_mask != 0
     covariance = _covariance(x).masked_fill(~keep, float("-inf")).flatten()
     tokens = int(keep.sum())
     mask = keep.new_zeros(keep.numel())
-    mask[covariance.topk(min(max(int(kl_cov_ratio * tokens), 1), tokens)).indices] = True
+    mask[covariance.topk(min(max(int(x.kl_cov_ratio * tokens), 1), tokens)).indices] = True
     return {"kl_cov_mask": mask.reshape(keep.shape)}
 
 
-@register("loss", "kl_cov", "batch", "old_log_probs advantages", whole_batch=("kl_cov_mask",), prepare=_kl_cov_mask)
+@register("loss", "kl_cov", "batch", "old_log_probs advantages", whole_batch=("kl_cov_mask",))
 def _kl_cov(x: Inputs, *, kl_cov_ratio: Share = 0.0002, kl_coefficient: NotNegative = 1.0) -> LossResult:
     """-r A, plus kl_coefficient |log r| on the kl_cov_ratio of the tokens with the largest Cov (see clip_cov), at least
     one. [Cui et al., arXiv:2505.22617, KL-Cov]

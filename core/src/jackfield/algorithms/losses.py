@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -12,15 +11,15 @@ from jackfield.abc.engine import LossFunction, TokenOutput
 from jackfield.algorithms import clipped, weighted  # noqa: F401 (they register losses)
 from jackfield.algorithms.per_token import aggregate, kl, means
 from jackfield.algorithms.registry import COUNTS, INPUTS, TOKEN_INPUTS, Part, part
-from jackfield.algorithms.tensors import Term, clean, require_shapes
+from jackfield.algorithms.tensors import Term, clean, naming_rows, require_shapes
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
 
-_GROUPING = frozenset({"group_ids", "pair_ids"})
-_GIVEN = COUNTS | {"log_probs", "response_mask", "rollout_weights"}
+#: Inputs that are not read from the columns of a micro-batch, which may have parts of groups and pairs.
+_NOT_READ = COUNTS | {"group_ids", "pair_ids", "log_probs", "response_mask", "rollout_weights"}
 VALUE_LOSS = "value"  #: the name of a critic's loss in a LossSpec
 
 
@@ -34,6 +33,7 @@ def policy_loss(
     aggregation: str = "token-mean",
     length_norm: float | None = None,
     rollout_weights: Tensor | None = None,
+    whole_batch: bool = True,
     **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the share of these rows in the batch's policy loss.
@@ -47,11 +47,12 @@ def policy_loss(
             sequences (or pairs) in every mode except ``token-sum``.
         rollout_weights: Importance weights, 0 for excluded tokens: the weights of
             :meth:`jackfield.algorithms.Correction.weights`, multiplied by its mask.
+        whole_batch: False if these rows are a part of the batch: then a loss that compares rows needs its columns.
         **options: Options of the loss and its other inputs: ``old_log_probs`` (of the policy before this batch),
             ``advantages``, ``ref_log_probs`` (of the reference) and ``rollout_log_probs`` (of the policy that
             generated); ``expert_mask`` bool ``[B]`` (the rows that an expert wrote), ``group_ids``, ``pair_ids`` int
             ``[B]``, ``rewards`` float ``[B]``; counts (``global_usual_tokens``, …); and the columns of
-            :func:`prepare`. Without these columns, the rows must be the whole batch.
+            :func:`prepare`, which are computed from these rows if they are missing.
 
     Returns:
         ``(loss, metrics)``: scalars; metrics are shares of batch means and are summed like the loss.
@@ -60,9 +61,13 @@ def policy_loss(
     inputs, options = chosen.split(options)
     counts = {"global_tokens": global_tokens, "global_sequences": global_sequences}
     offered = _clean(chosen, {**inputs, **counts, "log_probs": log_probs}, response_mask)
-    needed = {key for key, required in chosen.prepare_inputs.items() if required}
-    if not offered.keys() >= set(chosen.whole_batch) and offered.keys() >= needed:
-        offered |= _columns(chosen, offered, options)
+    lacking = [key for key in chosen.whole_batch if key not in offered]
+    if lacking and whole_batch:
+        offered |= _columns(chosen, offered, options, optional=not chosen.missing(offered))
+    elif any(key in COUNTS for key in lacking):
+        message = f"{name} depends on the whole batch and got no {' and '.join(lacking)}"
+        fix = "give these counts of the whole batch with global_tokens"
+        raise ConfigError(message, code="algorithm.input", where=f"algorithm: loss {name}", fix=fix)
     result, metrics = chosen(offered, options)
     del offered  # copies of the inputs; the autograd graph keeps those that it needs
     terms: tuple[Term, ...] = result if isinstance(result, tuple) else (Term(values=result),)
@@ -125,20 +130,22 @@ def value_loss(
     return loss, means(metrics, response_mask, loss, **averaging)
 
 
-def _columns(chosen: Part, offered: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the columns of the whole batch that the loss needs, with its ``prepare``."""
-    if chosen.preparation is None:
+def _columns(
+    chosen: Part, offered: Mapping[str, Any], options: Mapping[str, Any], optional: bool = False
+) -> dict[str, Tensor]:
+    """Return columns of the whole batch that the loss needs; none if they are ``optional`` and inputs are missing."""
+    preparation = chosen.preparation
+    given = {**chosen.options, **options, **offered, "log_probs": offered["log_probs"].detach()}
+    if preparation is None or (optional and preparation.missing(given)):
         return {}
-    settings, given = {**chosen.options, **options}, {**offered, "log_probs": offered["log_probs"].detach()}
-    if chosen.listed is None:  # the function names options as inputs
-        settings, given = {}, {**settings, **given}
-    columns: dict[str, Tensor] = chosen.preparation(given, settings)
+    columns: dict[str, Tensor] = preparation(given)
     return columns
 
 
 def _clean(chosen: Part, inputs: Mapping[str, Any], mask: Tensor) -> dict[str, Any]:
-    """Return the inputs that the part (or its ``prepare``) takes, checked and 0 where the mask is 0."""
-    wanted = inputs.keys() if chosen.open else {*chosen.inputs, *chosen.prepare_inputs}
+    """Return the inputs that the part or its preparation takes, checked and 0 where the mask is 0."""
+    wanted = {*chosen.inputs, *(chosen.preparation.inputs if chosen.preparation else ())}
+    wanted |= inputs.keys() if chosen.open else set()
     used = {key: value for key, value in inputs.items() if value is not None and key in wanted}
     rows = {key: value for key, value in used.items() if hasattr(value, "dim") and key not in TOKEN_INPUTS}
     require_shapes(rows, mask.shape[:1], mask.shape)
@@ -174,24 +181,11 @@ def resolve_loss(spec: LossSpec) -> LossFunction:
     def critic(output: TokenOutput, data: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         assert output.values is not None, "the model of a critic has a value head"
         columns = {"returns": data["returns"], "response_mask": data["response_mask"], "old_values": data.get("values")}
-        with _naming_rows(data):
+        with naming_rows(data.get("row")):
             loss, metrics = value_loss(values=output.values, **columns, **counts, **spec.options)
         return loss, {**metrics, "value/loss": loss.detach()}
 
     return critic
-
-
-@contextmanager
-def _naming_rows(data: TensorDict) -> Iterator[None]:
-    """Let errors name the row of the whole batch, according to the column ``row``."""
-    try:
-        yield
-    except ConfigError as error:
-        number, comma, rest = str(error.where).removeprefix("row ").partition(",")
-        rows = data.get("row")
-        if error.code == "algorithm.not-finite" and number.isdigit() and rows is not None:
-            error.where = f"row {int(rows[int(number)])}{comma}{rest}"
-        raise
 
 
 class _ComposedLoss:
@@ -218,45 +212,34 @@ class _ComposedLoss:
         self.needs_entropy = self._entropy_coefficient != 0.0
 
     def __call__(self, output: TokenOutput, data: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
-        with _naming_rows(data):
+        wanted = set(INPUTS if self._part.open else self._part.inputs) - _NOT_READ
+        mask, inputs = data["response_mask"], {name: data.get(name) for name in sorted(wanted)}
+        with naming_rows(data.get("row")):
             loss, metrics = policy_loss(
                 self._part.name,
                 log_probs=output.log_probs,
-                response_mask=data["response_mask"],
+                response_mask=mask,
                 rollout_weights=data.get("rollout_weights"),
+                whole_batch=False,
                 **self._averaging,
                 **self._counts,
-                **self._inputs(data),
+                **inputs,
                 **self._options,
             )
         metrics["policy/loss"] = loss.detach()
-        mask = data["response_mask"]
-        if "expert_mask" in self._part.inputs and (expert := data.get("expert_mask")) is not None:
-            mask = mask.masked_fill((expert != 0).unsqueeze(-1), 0)
+        if inputs.get("expert_mask") is not None:
+            mask = mask.masked_fill((inputs["expert_mask"] != 0).unsqueeze(-1), 0)
+
+        def penalty(name: str, values: Tensor) -> Tensor:
+            """Return the values aggregated like the loss, and put their mean per token into the metrics."""
+            metrics.update(means({name: values}, mask, values, **self._averaging))
+            return aggregate(values, mask, **self._averaging)
+
         if self._kl_coefficient:  # values that do not count are set to 0 first, so that no NaN reaches a gradient
             known = {"log_probs": output.log_probs}
             known |= {name: data.get(name) for name in ("ref_log_probs", "old_log_probs")}
             emptied = {name: one.masked_fill(mask == 0, 0.0) for name, one in known.items() if one is not None}
-            penalty = self._penalty("policy/kl", kl(self._kl, **emptied), mask, metrics)
-            loss = loss + self._kl_coefficient * penalty
+            loss = loss + self._kl_coefficient * penalty("policy/kl", kl(self._kl, **emptied))
         if output.entropy is not None:
-            loss = loss - self._entropy_coefficient * self._penalty("policy/entropy", output.entropy, mask, metrics)
+            loss = loss - self._entropy_coefficient * penalty("policy/entropy", output.entropy)
         return loss, metrics
-
-    def _penalty(self, name: str, values: Tensor, mask: Tensor, metrics: dict[str, Tensor]) -> Tensor:
-        """Return the values aggregated like the loss, and put their mean per token into the metrics."""
-        metrics |= means({name: values}, mask, values, **self._averaging)
-        return aggregate(values, mask, **self._averaging)
-
-    def _inputs(self, data: TensorDict) -> dict[str, Any]:
-        """Return the loss's inputs from the data, and check that inputs from the whole batch are there."""
-        wanted = set(INPUTS if self._part.open else self._part.inputs)
-        found = {name: data.get(name) for name in sorted(wanted - _GROUPING - _GIVEN)}
-        inputs = {name: value for name, value in found.items() if value is not None}
-        missing = [name for name in self._part.whole_batch if name not in inputs and name not in self._counts]
-        if missing and not wanted & _GROUPING:  # a loss that groups rows refuses missing groups itself
-            name, lacking = self._part.name, " and ".join(missing)
-            message, where = f"{name} depends on the whole batch and got no {lacking}", f"algorithm: loss {name}"
-            fix = f"counts come with the loss's global counts, columns from prepare({name!r}, …)"
-            raise ConfigError(message, code="algorithm.input", where=where, fix=fix)
-        return inputs

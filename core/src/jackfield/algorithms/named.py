@@ -60,10 +60,12 @@ def describe(chosen: Part) -> dict[str, Any]:
     if chosen.kind == "algorithm":
         made: Algorithm = chosen.function()
         return {**fields, **attrs.asdict(made), "needs": list(made.needs), "differs": differs}
+    prepared = {} if chosen.preparation is None else chosen.preparation.inputs
+    hidden = _ALWAYS.union(chosen.needs, chosen.options)
     return {
         **fields,
         "needs": [name for name in chosen.needs if name not in _ALWAYS],
-        "optional": [name for name in chosen.inputs if name not in _ALWAYS.union(chosen.needs)],
+        "optional": [name for name in {**chosen.inputs, **prepared} if name not in hidden],
         "options": {name: None if repr(value).startswith("<") else value for name, value in chosen.options.items()},
         "ranges": dict(chosen.ranges),
         "precomputed": list(chosen.whole_batch),

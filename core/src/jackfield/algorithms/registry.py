@@ -53,6 +53,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _parameters = functools.cache(lambda function: inspect.signature(function).parameters)
 #: Inputs of every part of a kind that takes an :class:`Inputs`.
 _COMMON = {"loss": "log_probs response_mask", "advantages": "token_rewards response_mask"}
+_COMMON["preparation"] = _COMMON["loss"]
 
 
 def above(lower: str) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
@@ -75,7 +76,7 @@ class Inputs(types.SimpleNamespace):
     """The inputs of one call as attributes, of the shapes that the caller documents; an absent optional one is None.
 
     Callers are :func:`jackfield.algorithms.policy_loss` and :func:`jackfield.algorithms.advantages`. Losses get
-    tensors with 0 where ``response_mask`` is 0.
+    tensors with 0 where ``response_mask`` is 0. Preparations also get options of the loss.
     """
 
     @functools.cached_property
@@ -97,17 +98,15 @@ def _is_option(one: inspect.Parameter) -> bool:
 class Part:
     """A registered function. A part of scope ``batch`` refuses a schedule that streams mini-batches."""
 
-    kind: str  #: ``advantages``, ``loss``, ``kl``, ``aggregation``, ``distillation``, ``shaping``, ``correction`` …
+    kind: str  #: ``advantages``, ``loss``, ``preparation`` (of a loss), ``kl``, ``aggregation``, ``shaping`` …
     name: str  #: unique in its kind
     function: Callable[..., Any]
     scope: Scope
-    #: attributes that it and :attr:`prepare` read from an :class:`Inputs` besides those of :attr:`whole_batch`, with
-    #: ``?`` after optional ones and ``*`` after those that only ``prepare`` requires; None: parameters name the inputs
+    #: attributes that it reads from an :class:`Inputs`, with ``?`` after optional ones, besides those of
+    #: :attr:`whole_batch`; None: parameters name the inputs
     listed: str | None = None
     whole_batch: tuple[str, ...] = ()  #: inputs that must be precomputed when the batch is split
     per_sequence: bool = False  #: a loss with one value per row, to which token weights cannot apply
-    #: Computes the columns of ``whole_batch`` by name, from inputs and options of the loss (without defaults).
-    prepare: Callable[..., Mapping[str, Any]] | None = None
     batch_options: Mapping[str, Any] = attrs.field(factory=dict)  #: option values that make its scope ``batch``
 
     def scope_with(self, options: Mapping[str, Any]) -> Scope:
@@ -133,7 +132,7 @@ class Part:
         """The inputs, and whether each is required."""
         if self.listed is not None:
             listed = f"{_COMMON.get(self.kind, '')} {self.listed}".split()
-            taken = {name.rstrip("?*"): name[-1] not in "?*" for name in listed}
+            taken = {name.rstrip("?"): name[-1] != "?" for name in listed}
             return {**dict.fromkeys(self.whole_batch, True), **taken}
         known = (one for one in _parameters(self.function).values() if not _is_option(one))
         return {one.name: one.default is one.empty for one in known if "VAR_" not in one.kind.name}
@@ -150,21 +149,12 @@ class Part:
 
     @property
     def preparation(self) -> Part | None:
-        """The function :attr:`prepare` as a part; if it names its inputs, they include options of the loss."""
-        if self.prepare is None:
-            return None
-        changed: dict[str, Any] = {"kind": "preparation", "prepare": None, "whole_batch": ()}
-        if self.listed is not None:
-            names = f"{_COMMON[self.kind]} {self.listed}".replace("*", "").split()
-            kept = (name for name in names if name.rstrip("?") not in COUNTS.union(self.whole_batch))
-            changed["listed"] = " ".join(kept)
-        return attrs.evolve(self, function=self.prepare, **changed)
+        """The part that computes the columns of :attr:`whole_batch`, from inputs and options of this loss."""
+        return _PARTS.get(("preparation", self.name)) if self.kind == "loss" else None
 
-    @property
-    def prepare_inputs(self) -> Mapping[str, bool]:
-        """The inputs of :attr:`prepare` that are not options of the loss, and whether each is required."""
-        known = {} if self.preparation is None else self.preparation.inputs
-        return {name: required for name, required in known.items() if name not in self.options}
+    def missing(self, offered: Mapping[str, Any]) -> list[str]:
+        """Return the required inputs that are not offered, or are None."""
+        return [name for name, required in self.inputs.items() if required and offered.get(name) is None]
 
     @property
     def ranges(self) -> Mapping[str, str]:
@@ -200,16 +190,14 @@ class Part:
         """
         known, takes_all = self.inputs, self.open
         given = {key: value for key, value in offered.items() if value is not None and (takes_all or key in known)}
-        missing = [name for name, required in known.items() if required and name not in given]
-        if missing:
-            hint = f"or {', '.join(self.prepare_inputs)}, of which prepare makes it" if self.prepare else None
-            raise ConfigError(
+        if missing := self.missing(given):
+            message, where = (
                 f"{self.kind} {self.name} needs {' and '.join(missing)}",
-                code="algorithm.input",
-                where=f"algorithm: {self.kind} {self.name}",
-                expected=hint or ", ".join(self.needs),
-                found=", ".join(sorted(given)),
+                f"algorithm: {self.kind} {self.name}",
             )
+            made = f"; {', '.join(self.whole_batch)} from prepare, of the whole batch" if self.preparation else ""
+            details = {"where": where, "expected": ", ".join(self.needs) + made, "found": ", ".join(sorted(given))}
+            raise ConfigError(message, code="algorithm.input", **details)
         if self.listed is not None:
             return self.function(Inputs(**{**dict.fromkeys(known), **given}), **(options or {}))
         return self.function(**given, **(options or {}))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
@@ -223,3 +224,16 @@ def require_finite(tensors: Mapping[str, Tensor], mask: Tensor | None, fix: str 
     where = f"row {place[0]}" if mask is None else f"row {place[0]}, response token {place[1]}"
     message = f"{name} is {float(tensors[name].detach()[tuple(place)])}"
     raise ConfigError(message, code="algorithm.not-finite", where=where, fix=fix)
+
+
+@contextmanager
+def naming_rows(names: Tensor | Sequence[str] | None) -> Iterator[None]:
+    """Replace ``row N`` in errors of :func:`require_finite` by ``names[N]``: a text, or a row of the whole batch."""
+    try:
+        yield
+    except ConfigError as error:
+        number, comma, rest = str(error.where).removeprefix("row ").partition(",")
+        if error.code == "algorithm.not-finite" and number.isdigit() and names is not None:
+            name = names[int(number)]
+            error.where = f"{name if isinstance(name, str) else f'row {int(name)}'}{comma}{rest}"
+        raise

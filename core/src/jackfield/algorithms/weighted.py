@@ -20,15 +20,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@register("loss", "reinforce", "token", "advantages")
-def _reinforce(x: Inputs) -> LossResult:
-    """-A log pi. [Williams, 1992]"""
-    return -x.advantages * x.log_probs, {}
-
-
 @register("loss", "gpg", "token", "advantages")
-def _gpg(x: Inputs) -> LossResult:
-    """-A log pi: GPG differs only in its advantages. [GPG, arXiv:2504.02546]"""
+@register("loss", "reinforce", "token", "advantages")
+def _policy_gradient(x: Inputs) -> LossResult:
+    """-A log pi; GPG and REINFORCE differ only in their advantages. [Williams, 1992; GPG, arXiv:2504.02546]"""
     return -x.advantages * x.log_probs, {}
 
 
@@ -227,23 +222,17 @@ def _kept(rows: Tensor, response_mask: Tensor) -> Tensor:
     return rows.masked_fill((response_mask == 0).all(-1), 0.0)
 
 
-_OPMD = "old_log_probs? ref_log_probs? advantages? group_ids*"
+_OPMD = "old_log_probs? ref_log_probs? advantages? rewards?"
+_PARTITION, _GROUP = ("opmd_log_partition",), ("opmd_group_means", "opmd_group_sizes")
 
 
-def _log_partitions(x: Inputs, *, tau: float, **_: Any) -> dict[str, Tensor]:
+@register("preparation", "opmd_kimi", "group", "rewards group_ids tau")
+def _log_partitions(x: Inputs) -> dict[str, Tensor]:
     """Compute log Z of each row's group, ``[B]``."""
-    return {"opmd_log_partition": x.groups.log_mean_exp(x.rewards.double() / tau)}
+    return {"opmd_log_partition": x.groups.log_mean_exp(x.rewards.double() / x.tau)}
 
 
-@register(
-    "loss",
-    "opmd_kimi",
-    "group",
-    f"{_OPMD} rewards* opmd_log_partition?",
-    whole_batch=("opmd_log_partition",),
-    prepare=_log_partitions,
-    per_sequence=True,
-)
+@register("loss", "opmd_kimi", "group", f"{_OPMD} opmd_log_partition?", whole_batch=_PARTITION, per_sequence=True)
 def _opmd_kimi(x: Inputs, *, tau: Positive = 1.0, reference: Literal["auto", "old", "ref"] = "auto") -> LossResult:
     """(R - tau log Z - tau (log pi(y) - log pi_ref(y)))^2 per sequence, log Z = log(mean_group(exp(R / tau))).
     [Trinity-RFT report, arXiv:2505.17826, appendix A.1; Kimi k1.5, arXiv:2501.12599, section 2.3.2]
@@ -259,27 +248,17 @@ def _opmd_kimi(x: Inputs, *, tau: Positive = 1.0, reference: Literal["auto", "ol
     return _kept(a.square(), x.response_mask), {"policy/log_ratio": logs}
 
 
-def _group_columns(x: Inputs, *, tau: float, reference: str) -> dict[str, Tensor]:
+@register("preparation", "opmd_pairwise", "group", f"{_OPMD} group_ids tau reference")
+def _group_columns(x: Inputs) -> dict[str, Tensor]:
     """Compute the mean of a and the number of responses of each row's group, ``[B]``."""
-    a, _ = _regularised(x, tau, reference)
+    a, _ = _regularised(x, x.tau, x.reference)
     groups, real = x.groups, (x.response_mask != 0).any(-1)
     sizes = groups.sums(real.double())
     means = groups.sums(a.double().masked_fill(~real, 0.0)) / sizes.clamp(min=1.0)
     return {"opmd_group_means": means.to(a.dtype), "opmd_group_sizes": sizes.to(a.dtype)}
 
 
-_COLUMNS = ("opmd_group_means", "opmd_group_sizes")
-
-
-@register(
-    "loss",
-    "opmd_pairwise",
-    "group",
-    f"{_OPMD} rewards?",
-    whole_batch=_COLUMNS,
-    prepare=_group_columns,
-    per_sequence=True,
-)
+@register("loss", "opmd_pairwise", "group", _OPMD, whole_batch=_GROUP, per_sequence=True)
 def _opmd_pairwise(x: Inputs, *, tau: Positive = 1.0, reference: Literal["auto", "old", "ref"] = "auto") -> LossResult:
     """sum_{i<j}((a_i - a_j)^2) over each group, a = R - tau (log pi(y) - log pi_ref(y)). [Trinity-RFT report,
     arXiv:2505.17826, appendix A.2; two responses: Flet-Berliac et al., arXiv:2406.19185]
@@ -303,7 +282,8 @@ def _require_pairs(wrong: Tensor, pair_ids: Tensor, message: str, fix: str) -> N
         raise ConfigError(message, code="algorithm.input", where=where, fix=fix)
 
 
-def _dpo_columns(x: Inputs, *, beta: float, **_: Any) -> dict[str, Tensor]:
+@register("preparation", "dpo", "group", "ref_log_probs pair_ids rewards? beta")
+def _dpo_columns(x: Inputs) -> dict[str, Tensor]:
     """Compute z of each row's pair, and +1 for the chosen row, -1 for the rejected, ``[B]``."""
     pairs = Groups(x.pair_ids)
     fix = "keep both in one call, or split the batch after jackfield.algorithms.prepare('dpo', …)"
@@ -314,14 +294,13 @@ def _dpo_columns(x: Inputs, *, beta: float, **_: Any) -> dict[str, Tensor]:
         signs = (2.0 * x.rewards.double() - pairs.sums(x.rewards.double())).sign()
         _require_pairs(signs == 0, x.pair_ids, "both rows have the same reward", "leave such pairs out")
     signs = signs.to(implicit.dtype)
-    return {"dpo_margins": beta * signs * (2.0 * implicit - pairs.sums(implicit)), "dpo_signs": signs}
+    return {"dpo_margins": x.beta * signs * (2.0 * implicit - pairs.sums(implicit)), "dpo_signs": signs}
 
 
-_PAIRS = "ref_log_probs global_sequences pair_ids* rewards?"
-_COLUMNS = ("dpo_margins", "dpo_signs")
+_PAIR = ("dpo_margins", "dpo_signs")
 
 
-@register("loss", "dpo", "group", _PAIRS, whole_batch=_COLUMNS, prepare=_dpo_columns, per_sequence=True)
+@register("loss", "dpo", "group", "ref_log_probs global_sequences", whole_batch=_PAIR, per_sequence=True)
 def _dpo(x: Inputs, *, beta: Positive = 0.1, label_smoothing: Annotated[float, ge(0.0), lt(0.5)] = 0.0) -> LossResult:
     """-(1 - e) log sigmoid(z) - e log sigmoid(-z) per pair, z = beta (h(chosen) - h(rejected)), h = log pi(y) - log
     pi_ref(y). [DPO, arXiv:2305.18290, equation 7; label smoothing: cDPO (Mitchell, 2023)]

@@ -57,7 +57,7 @@ def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm
         reward_dimensions=settings.reward_dimensions,
         experts=experts,
         mixes=experts > 0 or (learns and config.mixing.expert is not None),
-        pairs="pair_ids" in loss.inputs,
+        pairs=bool(loss.preparation and "pair_ids" in loss.preparation.inputs),
     )
     resolved, there = _with_columns(resolved, loss, kl)
     _check(config, chosen, resolved, there)
@@ -104,9 +104,10 @@ def _with_columns(resolved: ResolvedAlgorithm, loss: Part, kl: Part | None) -> t
     """
     supplied = {"old_log_probs"} | ({"advantages", "rollout_log_probs"} if resolved.advantages else set())
     supplied |= ({"ref_log_probs"} if resolved.reference else set()) | ({"expert_mask"} if resolved.mixes else set())
-    needed = {name for name, required in loss.prepare_inputs.items() if required}
-    prepares = loss.prepare is not None and needed <= supplied | {"log_probs", "response_mask", "group_ids", "pair_ids"}
-    prepared = {*loss.whole_batch} - COUNTS if prepares else set()
+    of_batch = {"log_probs", "response_mask", "group_ids", "pair_ids"}
+    offered = dict.fromkeys({*supplied, *of_batch, *loss.options}, True)
+    prepares = loss.preparation is not None and not loss.preparation.missing(offered)
+    prepared = {*loss.whole_batch} if prepares else set()
     there = frozenset(supplied | prepared)
     wanted = (there & loss.inputs.keys()) | ({"rewards"} & {*loss.needs})
     if resolved.correction is not None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jackfield.algorithms import advantages, kl_in_reward, part, prepare
+from jackfield.algorithms import advantages, kl_in_reward, naming_rows, part, prepare
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.queue import BatchMeta, Values, Written
-from jackfield.runtime.samples import is_baseline, is_expert, naming_samples, own, trained, where
+from jackfield.runtime.samples import is_baseline, is_expert, own, trained, where
 from jackfield.sdk.cells import dense_column, from_nested, to_nested
 from jackfield.sdk.jagged import from_padded, lengths, to_padded
 
@@ -49,7 +49,7 @@ class AdvantageWorker:
             "reward/max": float(totals.max()),
         }
         token_rewards, inputs = self._shaped(rows, kl_coefficient, metrics), await self._inputs(batch, rows)
-        with naming_samples(rows.batch):
+        with naming_rows([f"sample {key}" for key in rows.batch.keys]):
             estimated, returns = advantages(
                 algorithm.advantages,
                 token_rewards=token_rewards,
@@ -85,10 +85,11 @@ class AdvantageWorker:
         ``batch`` is the mini-batch of one optimizer step. Its column ``log_probs`` was computed before that step.
         """
         algorithm, loss = self._algorithm, part("loss", self._algorithm.loss)
+        assert loss.preparation is not None
         there = {"old_log_probs", "rollout_log_probs", "advantages"} if algorithm.advantages else set()
         if algorithm.reference:
             there.add("ref_log_probs")
-        names = {name: name for name in ("log_probs", *sorted(there.intersection(loss.prepare_inputs)))}
+        names = {name: name for name in ("log_probs", *sorted(there.intersection(loss.preparation.inputs)))}
         if "old_log_probs" in names:
             names["old_log_probs"] = algorithm.old_log_probs
         columns = await self._values.read(batch, ("response_mask", *names.values()))

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import attrs
 
 from jackfield.abc.engine import BaseEngine, EngineLayout, EngineOutput, LoadCheckpointRequest, SaveCheckpointRequest
-from jackfield.algorithms import LossSpec, resolve_loss
+from jackfield.algorithms import LossSpec, naming_rows, resolve_loss
 from jackfield.clock import Clock
 from jackfield.errors import EngineError, JackfieldError, WorkerLost
 from jackfield.queue import BatchMeta, TransferQueue, Values, Written
-from jackfield.runtime.samples import naming_samples
 from jackfield.sdk.cells import column_from_rows, from_nested, to_nested
 from jackfield.sdk.jagged import to_padded
 from jackfield.weights import WeightSender
@@ -124,7 +123,7 @@ class EngineRank:
         batch, comparison, table = self._taken()
         data = table.select(*_SAMPLE, *self._loss_columns)
         data["row"] = torch.arange(len(batch))
-        with naming_samples(batch):
+        with naming_rows([f"sample {key}" for key in batch.keys]):
             output, metrics = await self._in_thread(self._train, data, loss)
         if comparison is not None and self._engine.layout.is_output_rank:
             metrics |= distances(output.log_probs, table, batch, comparison)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import xxhash
@@ -12,7 +11,6 @@ import xxhash
 from jackfield.abc.agent import AgentSequence
 from jackfield.abc.transfer_queue import Column
 from jackfield.data.tasks import Task
-from jackfield.errors import ConfigError
 from jackfield.queue import BatchMeta
 from jackfield.sdk.cells import column_from_rows, json_column
 
@@ -47,18 +45,6 @@ def own(batch: BatchMeta) -> BatchMeta:
 def trained(batch: BatchMeta) -> BatchMeta:
     """Return the samples that a model is trained on: all but baselines."""
     return where(batch, lambda tags: not is_baseline(tags))
-
-
-@contextmanager
-def naming_samples(batch: BatchMeta) -> Iterator[None]:
-    """Add the sample's key to an algorithm's error that names a row of ``batch``."""
-    try:
-        yield
-    except ConfigError as error:
-        number, comma, rest = str(error.where).removeprefix("row ").partition(",")
-        if error.code == "algorithm.not-finite" and number.isdigit():
-            error.where = f"sample {batch.keys[int(number)]}{comma}{rest}"
-        raise
 
 
 def mini_batches(batch: BatchMeta, parts: int, *, whole_groups: bool) -> tuple[BatchMeta, ...]:
