@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jackfield.cli import main
 from jackfield.errors import QueueError
 from jackfield.queue import Lineage
-from jackfield.queue.sample_files import cell_of, from_plain, read_samples, saved_samples, to_plain, write_samples
+from jackfield.queue.sample_files import cell_of, read_samples, saved_samples, to_plain, write_samples
 from jackfield.queue.store import STORE_FILE
 from jackfield.sdk.archive import SavedSample
 from jackfield.sdk.cells import Cell, column_from_rows, dense_column, json_column, split
@@ -96,7 +96,7 @@ def test_plain_values_are_exact(values: list[float], json_value: Any) -> None:
     kind, (content,) = split(column_from_rows([torch.tensor(values, dtype=torch.float32)]))
     for cell in ((kind, content), cell_of("x", {"value": json_value})):
         text = json.dumps(to_plain(cell), allow_nan=False)
-        assert cell == from_plain(cell[0], json.loads(text))
+        assert cell == cell_of("x", json.loads(text), cell[0])
 
 
 def test_other_peoples_rows_need_columns_only(tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ from typing import Literal
 import attrs
 
 from jackfield.errors import DeadlineExceeded, QueueError, QueueFull
-from jackfield.queue.controller import Controller, unfinished
 from jackfield.queue.groups import Groups
+from jackfield.queue.leases import missing
 from jackfield.queue.meta import Batch, GroupKey
 from jackfield.queue.records import BatchState, Group, Status
+from jackfield.queue.store import Controller
 
 
 @attrs.define(eq=False)
@@ -67,7 +68,7 @@ class Batches:
                 each.require_well()
             if not left:
                 return None
-            await self.core.wait(self._until(left, since, deadline_seconds), functools.partial(unfinished, left[0]))
+            await self.core.wait(self._until(left, since, deadline_seconds), functools.partial(missing, left[:1]))
 
     def _until(self, batches: Sequence[BatchState], since: float, seconds: float) -> float:
         """Return the end of a wait, which restarts at each change of a batch and is infinite while one is leased."""
@@ -165,7 +166,7 @@ class Batches:
         """Wait until the batch changes or there may be room for its vacant groups."""
         until = self._until([batch], max(since, self.core.moved) if batch.vacant() else since, seconds)
         try:
-            await self.core.wait(until, lambda: unfinished(batch))
+            await self.core.wait(until, lambda: missing([batch]))
         except DeadlineExceeded as error:
             if not batch.vacant():
                 raise

@@ -10,10 +10,10 @@ import attrs
 
 from jackfield.abc.transfer_queue import KeysRequest
 from jackfield.errors import QueueError
-from jackfield.queue.controller import Controller, some
-from jackfield.queue.leases import Leases
+from jackfield.queue.leases import Leases, some
 from jackfield.queue.meta import BatchMeta, NewGroup, RolloutReport, Written, group_of
 from jackfield.queue.records import Group, Sample, State, Status, sequence_of
+from jackfield.queue.store import Controller
 
 _GONE = "its values are gone from the store, or damaged in it"
 

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 import attrs
 
 from jackfield.errors import LeaseError, QueueError
-from jackfield.queue.controller import Controller, missing, some
 from jackfield.queue.meta import BatchMeta, Lease, Ready, Reuse, SamplerSpec
-from jackfield.queue.records import Consumer, Group, Hold, Status, Use
+from jackfield.queue.records import BatchState, Consumer, Group, Hold, Status, Use
+from jackfield.queue.store import Controller
+
+_SHOWN = 4  #: maximum number of samples or groups that a message names
 
 
 @attrs.define(eq=False)
@@ -31,16 +33,12 @@ class Leases:
         """Register a consumer, for which groups of ``partition`` are ready once their samples have ``columns``.
 
         Groups are deleted when every consumer of their partition is finally done with them. If the consumer is already
-        registered with the same partition and columns, sampler and reuse are updated.
+        registered, sampler and reuse are updated; another partition or other columns are refused (``queue.invalid``).
 
         Args:
-            name: The name of the consumer of groups of ``partition``.
             columns: The columns that it needs; ``writes``: the columns that it adds, if it is a stage.
             sampler: Chooses among ready groups; None: in order. Checkpoints keep its state.
             reuse: How often :meth:`lease_groups` returns a group; None: once.
-
-        Raises:
-            QueueError: If the name is registered with another partition or other columns.
         """
         made = None if sampler is None else sampler.make()
         consumer = self.core.state.consumers.get(name)
@@ -132,12 +130,19 @@ class Leases:
         """Lease groups of one batch, or (None) of any batch, once they are ready."""
         if count is not None and count < 1:
             raise QueueError("at least one group is leased", expected="1 or more", found=count)
+
+        def describe() -> str:
+            found = [each for number, each in consumer.partition.batches.items() if batch in (None, number)]
+            what = f"{count or 1} groups" if batch is None else f"batch {batch}"
+            what += f" of partition {consumer.partition.name!r} for consumer {consumer.name!r}"
+            return missing(found, consumer, what)
+
         until = self.core.clock.time() + seconds
         consumer.awaited.append(batch)
         self.core.wake()  # a producer under backpressure may generate what this call waits for
         try:
             while (groups := ready()) is None:
-                await self.core.wait(until, lambda: missing(consumer, batch, count))
+                await self.core.wait(until, describe)
         finally:
             consumer.awaited.remove(batch)
         consumer.epoch += bool(groups)
@@ -314,3 +319,42 @@ def _drawn(consumer: Consumer, groups: Sequence[Group], step: int | None, count:
             found=some(list(chosen)),
         )
     return [named[name] for name in chosen]
+
+
+def missing(batches: Sequence[BatchState], consumer: Consumer | None = None, wanted: str = "") -> str:
+    """Describe what batches lack to be final, or (``consumer``) for ``wanted`` groups of them to be leased."""
+    groups = [group for batch in batches for group in batch.groups]
+    found = {
+        "indexes without a group": [str(group.index) for group in groups if group.status < Status.OPEN],
+        "groups whose rollouts have not ended": [
+            f"{group.name} (task {group.task_id!r}, rollouts {', '.join(map(str, group.running()))})"
+            for group in groups
+            if group.status == Status.OPEN
+        ],
+    }
+    if consumer is None:
+        wanted = f"batch {batches[0].number} of partition {batches[0].partition.name!r}"
+        made = [group for group in groups if group.status == Status.PUBLISHED]
+        found["groups that no consumer has leased"] = [group.name for group in made if not group.holders()]
+        holders = {name for group in made if not group.is_acked() for name in group.holders()}
+        found["consumers that have leased groups and not acked them"] = sorted(holders)
+    else:
+        found["groups are ready"] = [group.name for group in groups if consumer.is_fresh(group)]
+        found["samples lack columns"] = [
+            f"{key} ({', '.join(sorted(consumer.columns - sample.columns))})"
+            for group in groups
+            for key, sample in group.samples.items()
+            if not consumer.columns <= sample.columns
+        ]
+        used = [(group, use) for group in groups if (use := group.uses.get(consumer.name)) is not None]
+        spent = [group.name for group, use in used if use.is_spent(consumer.reuse)]
+        found["groups have been used as often as they may"] = spent
+        found["groups are leased"] = [group.name for group in consumer.held]
+    lacks = [f"{len(names)} {what}: {some(names)}" for what, names in found.items() if names]
+    return "; ".join([wanted, *(lacks if groups else ["no explorer has claimed it"])])
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first few names and the number of the others."""
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

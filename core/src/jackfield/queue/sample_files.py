@@ -18,9 +18,10 @@ from typing import Any
 
 import attrs
 
+from jackfield.abc.transfer_queue import Column
 from jackfield.errors import DeadlineExceeded, QueueError
 from jackfield.files import replacing
-from jackfield.queue.meta import GroupKey, Lineage, NewGroup, RolloutReport, group_of
+from jackfield.queue.meta import Lineage, NewGroup, RolloutReport, group_of
 from jackfield.queue.records import BatchState, Group, Sample, State, Status
 from jackfield.queue.store import STORE_FILE, VALUES_FOLDER, Store, read_checkpoint
 from jackfield.queue.transfer_queue import TransferQueue
@@ -36,7 +37,7 @@ from jackfield.sdk.archive import (
     read_archive,
     to_arrow,
 )
-from jackfield.sdk.cells import Cell, ColumnType, column_from_rows, dense_column, join, json_column, rows_of, split
+from jackfield.sdk.cells import Cell, ColumnType, dtype_of, join, json_column, offsets_of, rows_of, split
 
 _IMPORT = "import"  #: the explorer of imported samples, and the operation that made them
 _SECONDS = 600.0  #: deadline of a wait for room in the queue
@@ -50,10 +51,7 @@ _KNOWN |= dict.fromkeys((*_FLOATS, "returns"), "float32")
 def write_samples(file: Path, samples: Callable[[], Iterable[SavedSample]]) -> int:
     """Write a JSONL or, by the file's suffix, a Parquet file atomically; return the number of samples.
 
-    ``samples`` is called twice for Parquet, whose schema is written first.
-
-    Raises:
-        QueueError: ``plugin.requirement`` if pyarrow is missing.
+    Parquet's schema is written first, so ``samples`` is called twice; without pyarrow, raise ``plugin.requirement``.
     """
     count = 0
     with replacing(file) as partial:
@@ -104,47 +102,34 @@ def to_plain(cell: Cell) -> Any:
     """Return a cell as JSON without loss: a JSON column's value, nested lists, a number, or base64."""
     value = plain_values(cell)
     with suppress(ValueError, TypeError, RuntimeError, QueueError):
-        if from_plain(cell[0], json.loads(json.dumps(value, allow_nan=False)))[1] == cell[1]:
+        if cell_of("", json.loads(json.dumps(value, allow_nan=False)), cell[0])[1] == cell[1]:
             return value
     return {"base64": base64.b64encode(cell[1]).decode()}
 
 
-def from_plain(text: str, value: Any) -> Cell:
-    """Return the cell that :func:`to_plain` wrote; ``queue.store`` or an error of torch if type and value differ."""
-    import torch
+def cell_of(name: str, value: Any, text: str | None = None) -> Cell:
+    """Return the cell of a value of :func:`to_plain` and its type, or of another program's value in a column.
 
-    kind = ColumnType.parse(text)
-    if isinstance(value, dict) and value.keys() == {"base64"}:
-        content = base64.b64decode(value["base64"])
-        kind.length(content)
-        return text, content
-    if kind.kind == "json":
-        return cell_of("task", value)
-    values = torch.tensor(value, dtype=getattr(torch, kind.dtype))
-    if kind.kind == "dense":
-        return _cell(dense_column(values.reshape(1, *kind.shape)))
-    return _cell(column_from_rows([values.reshape(len(values), *kind.shape)]))
-
-
-def cell_of(name: str, value: Any) -> Cell:
-    """Return a cell of a column of unknown type: lists of numbers are jagged, numbers are dense.
-
-    Integers are int64 and others float32, except in well-known columns; anything else is JSON.
+    Without a type, lists of numbers are jagged and numbers are dense. Integers are int64 and others float32, except in
+    well-known columns; anything else is JSON. If type and value differ, raise ``queue.store`` or an error of torch.
     """
     import torch
 
-    wanted = _KNOWN.get(name)
-    if wanted == "json" or not _is_numeric(value):
-        return _cell(json_column([value]))
-    made = torch.tensor(value)
-    if wanted is not None or made.is_floating_point():
-        made = made.to(getattr(torch, wanted or "float32"))
-    return _cell(dense_column(made.unsqueeze(0)) if made.dim() == 0 else column_from_rows([made]))
-
-
-def _cell(column: Any) -> Cell:
-    text, (content,) = split(column)
-    return text, content
+    kind = None if text is None else ColumnType.parse(text)
+    if kind is not None and isinstance(value, dict) and value.keys() == {"base64"}:
+        content = base64.b64decode(value["base64"])
+        kind.length(content)
+        return kind.text, content
+    dtype = _KNOWN.get(name) if kind is None else kind.dtype
+    if dtype == "json" or not _is_numeric(value) if kind is None else kind.kind == "json":
+        column = json_column([value])
+    else:
+        values = torch.tensor(value, dtype=None if dtype is None else dtype_of(dtype))
+        is_dense, shape = (values.dim() == 0, values.shape[1:]) if kind is None else (kind.kind == "dense", kind.shape)
+        length = 1 if is_dense else len(values)
+        column = Column(values=values.reshape(length, *shape), offsets=None if is_dense else offsets_of([length]))
+    found, (made,) = split(column)
+    return found, bytes(made)
 
 
 def _is_numeric(value: Any) -> bool:
@@ -156,8 +141,7 @@ def _is_numeric(value: Any) -> bool:
 def saved_samples(folder: Path) -> Iterator[SavedSample]:
     """Read the samples that :meth:`~jackfield.queue.TransferQueue.checkpoint` wrote to ``folder``.
 
-    Raises:
-        QueueError: ``queue.invalid`` if there is no complete checkpoint, or it has another format.
+    If there is no complete checkpoint, or it has another format, raise ``queue.invalid``.
     """
     state, _ = read_checkpoint(folder / STORE_FILE)
     for sample in read_archive(folder / VALUES_FOLDER):
@@ -183,10 +167,7 @@ def _read_lines(file: Path) -> Iterator[SavedSample]:
                 with _refusing(f"{file}, line {number}", example):
                     record = json.loads(line.decode("utf-8"))
                     types = record.get("types", {})
-                    cells = {
-                        name: from_plain(types[name], each) if name in types else cell_of(name, each)
-                        for name, each in record["columns"].items()
-                    }
+                    cells = {name: cell_of(name, each, types.get(name)) for name, each in record["columns"].items()}
                     names = {field.name for field in attrs.fields(SavedSample)} - {"cells", "acked_by"}
                     given = {name: record[name] for name in names & record.keys() if record[name] is not None}
                     sample = SavedSample(cells=cells, acked_by=tuple(record.get("acked_by", ())), **given)
@@ -235,7 +216,7 @@ class ImportedSamples:
     partition: str  #: the partition that gets the samples
     read: Callable[[], Iterable[SavedSample]]  #: reads all samples, each time in the same order
     origin: str  #: the file or folder of the samples
-    _sizes: Counter[object] = attrs.field(factory=Counter, init=False)  # group sizes in the order of first samples
+    _sizes: Counter[int] = attrs.field(factory=Counter, init=False)  # group sizes in the order of first samples
 
     async def keep(self) -> None:
         """Put groups again whose samples were lost with a part of the store. It runs until it is cancelled."""
@@ -246,42 +227,37 @@ class ImportedSamples:
 
     async def put(self) -> bool:
         """Put all groups that are missing; wait until one is. Return whether groups may be lost later."""
+        self._sizes = self._sizes or Counter(place for place, _, _, _ in _placed(self.read()))
         if not self._sizes:
-            self._sizes = Counter(_group_of(sample, number) for number, sample in enumerate(self.read()))
-        places = {group: place for place, group in enumerate(self._sizes)}
-        if not places:
             return False
-        batch = await self.queue.claim_batch(self.partition, _IMPORT, len(places), below=1, deadline_seconds=_SECONDS)
+        size = len(self._sizes)
+        batch = await self.queue.claim_batch(self.partition, _IMPORT, size, below=1, deadline_seconds=_SECONDS)
         if batch is None:
             return False  # all its groups were consumed
         async for keys in self.queue.groups_to_fill(batch, _SECONDS, until="published"):
-            wanted, opened = {key.index: key for key in keys}, Counter[int]()
-            for number, sample in enumerate(self.read()):
-                place = places[name := _group_of(sample, number)]
-                if place not in wanted:
+            wanted = {key.index: key for key in keys}
+            for place, rollout, task, sample in _placed(self.read()):
+                if (group := wanted.get(place)) is None:
                     continue
-                if not opened[place]:
-                    new = NewGroup(key=wanted[place], task_id=_task_of(sample, place), rollouts=self._sizes[name])
-                    await self.queue.open_groups([new])
-                await self._put(wanted[place], opened[place], sample)
-                opened[place] += 1
+                if not rollout:
+                    await self.queue.open_groups([NewGroup(key=group, task_id=task, rollouts=self._sizes[place])])
+                key = group.sample(rollout, 0)
+                tags, lineage = _derived(sample, key, self.origin)
+                columns = {name: join(name, [cell]) for name, cell in sample.cells.items()}
+                written = await self.values.put(self.partition, [key], columns, [tags])
+                report = RolloutReport(group=str(group), rollout=rollout, keys=(key,), written=written, lineage=lineage)
+                await self.queue.end_rollouts([report])
         return True
 
-    async def _put(self, group: GroupKey, rollout: int, sample: SavedSample) -> None:
-        key = group.sample(rollout, 0)
-        tags, lineage = _derived(sample, key, self.origin)
-        columns = {name: join(name, [cell]) for name, cell in sample.cells.items()}
-        written = await self.values.put(self.partition, [key], columns, [tags])
-        report = RolloutReport(group=str(group), rollout=rollout, keys=(key,), written=written, lineage=lineage)
-        await self.queue.end_rollouts([report])
 
-
-def _group_of(sample: SavedSample, number: int) -> object:
-    return number if sample.group is None else (sample.partition, sample.group)
-
-
-def _task_of(sample: SavedSample, place: int) -> str:
-    return f"row-{place}" if sample.task is None else sample.task
+def _placed(samples: Iterable[SavedSample]) -> Iterator[tuple[int, int, str, SavedSample]]:
+    """Yield samples with the number of their group, their number in it, and its task."""
+    places, sizes = dict[object, int](), Counter[int]()
+    for number, sample in enumerate(samples):
+        name = number if sample.group is None else (sample.partition, sample.group)
+        place = places.setdefault(name, len(places))
+        yield place, sizes[place], f"row-{place}" if sample.task is None else sample.task, sample
+        sizes[place] += 1
 
 
 def _derived(sample: SavedSample, key: str, origin: str) -> tuple[dict[str, Any], dict[str, Lineage]]:
@@ -297,40 +273,33 @@ def import_file(file: Path, folder: Path, partition: str) -> int:
     """Put the samples of a JSONL or Parquet file into a folder's checkpointed queue; return their number.
 
     The file may be larger than memory: values are copied batch by batch; tags and keys stay in memory. The folder's
-    previous checkpoint stays valid until the new one is complete.
-
-    Raises:
-        QueueError: If the file is not a file of samples, or the folder holds something other than a queue.
+    previous checkpoint stays valid until the new one is complete. If the file is not a file of samples, or the folder
+    holds something other than a queue, raise ``queue.invalid``.
     """
     is_kept = (folder / STORE_FILE).is_file()
     if not is_kept and folder.is_dir() and any(folder.iterdir()):
         raise QueueError("the folder holds something else than a queue", where=str(folder), expected=STORE_FILE)
     state, lineage = read_checkpoint(folder / STORE_FILE) if is_kept else (State(), {})
     own = state.partition(partition)
-    batch, groups = BatchState(own, own.next_batch), dict[object, Group]()
+    batch = BatchState(own, own.next_batch)
 
     def imported() -> Iterator[SavedSample]:
-        for number, sample in enumerate(read_samples(file)):
-            if (name := _group_of(sample, number)) not in groups:
-                groups[name] = Group(batch, len(groups), task_id=_task_of(sample, len(groups)))
-            group = groups[name]
-            key = group.key.sample(group.rollouts, 0)
+        for place, rollout, task, sample in _placed(read_samples(file)):
+            if not rollout:
+                batch.groups.append(Group(batch, place, Status.PUBLISHED, task_id=task))
+            group = batch.groups[place]
+            key = group.key.sample(rollout, 0)
             tags, derived = _derived(sample, key, str(file))
             lineage.update(derived)
-            group.samples[key] = Sample(group.rollouts, tags, frozenset(sample.cells), sample.bytes)
-            group.ended[group.rollouts] = None
-            group.rollouts += 1
-            cells = {name: (text, bytes(content)) for name, (text, content) in sample.cells.items()}
-            yield SavedSample(partition=partition, key=key, cells=cells)
+            group.samples[key] = Sample(rollout, tags, frozenset(sample.cells), sample.bytes)
+            group.ended[rollout], group.rollouts = None, rollout + 1
+            yield SavedSample(partition=partition, key=key, cells=sample.cells)
 
     with closing(ArchiveWriter(folder / VALUES_FOLDER)) as writer, closing(Store(None)) as store:
         writer.add(read_archive(folder / VALUES_FOLDER) if is_kept else ())
         writer.add(imported())
-        for group in groups.values():
-            group.status, group.name = Status.PUBLISHED, str(group.key)
-            state.groups[group.name] = group
-        if groups:
-            batch.groups = list(groups.values())
+        state.groups |= {str(group.key): group for group in batch.groups}
+        if batch.groups:
             own.batches[batch.number], own.next_batch = batch, batch.number + 1
         state.mark(None)
         store.derived = lineage

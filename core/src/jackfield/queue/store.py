@@ -6,10 +6,12 @@ In WAL mode the operating system has a transaction when it returns, so it surviv
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,11 @@ from typing import Any
 import attrs
 import xxhash
 
-from jackfield.errors import QueueError
+from jackfield.abc.transfer_queue import TransferQueueBackend
+from jackfield.clock import Clock
+from jackfield.errors import DeadlineExceeded, QueueError
 from jackfield.files import replacing
-from jackfield.queue.meta import Lineage
+from jackfield.queue.meta import Lineage, partition_of
 from jackfield.queue.records import Group, LedgerEnd, Row, State
 
 STORE_FILE, VALUES_FOLDER = "controller.sqlite", "values"  #: names in the folder of a checkpoint
@@ -36,6 +40,7 @@ with recursive found(key) as (select value from json_each(?) union
     select parent.value from found join lineage using(key), json_each(lineage.parents) parent)
 select key, operation, parents from lineage join found using(key)
 """
+_KEPT_FAILURES = 10_000
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -48,12 +53,12 @@ class Store:
     """
 
     path: Path | None  #: None: in memory
-    durable: bool = attrs.field(default=False, kw_only=True)  #: after :meth:`begin` it has the state, too
+    durable: bool = attrs.field(default=False, kw_only=True)  #: it has the state, too
     coming: list[dict[str, Any]] = attrs.field(factory=list, init=False)  #: unwritten ledger entries
     derived: dict[str, Lineage] = attrs.field(factory=dict, init=False)  #: unwritten lineage
     changed: dict[Group, None] = attrs.field(factory=dict, init=False)  #: groups whose rows are to be written
     _connection: sqlite3.Connection | None = attrs.field(default=None, init=False)
-    _head: Row | None = attrs.field(default=None, init=False)  # last written head; None: not begun
+    _head: Row | None = attrs.field(default=None, init=False)  # last written head; None: no state is kept
     _end: LedgerEnd = attrs.field(factory=LedgerEnd, init=False)
     _failure: QueueError | None = attrs.field(default=None, init=False)
 
@@ -70,8 +75,7 @@ class Store:
                 if self.path is not None and db.execute("pragma journal_mode=wal").fetchone() != ("wal",):
                     db.executescript("pragma locking_mode=exclusive; pragma journal_mode=wal")  # no shared memory
                 db.executescript("pragma synchronous=normal; pragma wal_autocheckpoint=4000;" + _SCHEMA)
-                row = db.execute("select number, digest from ledger order by number desc").fetchone()
-                self._connection, self._end = db, LedgerEnd(*row) if row else LedgerEnd()
+                self._connection, self._end = db, _end_of(db)
         return self._connection
 
     @property
@@ -79,26 +83,24 @@ class Store:
         """The end of the ledger, or None for a ledger in memory."""
         return self._end if self.path is not None and self._db is not None else None
 
-    def write(self, state: State) -> None:
-        """Write the changes of one call in one transaction. After a failure no later call succeeds."""
-        head = None if self._head is None or not self.durable else next(state.rows())
-        is_new = head is not None and (bool(self.changed) or head != self._head)
-        if self.coming or self.derived or is_new:
-            changed = {} if head is None else self.changed
-            living = [group for group in changed if group.batch.number in group.batch.partition.batches]
-            rows = [] if head is None else [head, *(group.row() for group in living)]
-            self._write(rows, [group.row_key() for group in changed.keys() - set(living)])
-            self._head = head
+    def write(self, state: State, *, begin: bool = False) -> None:
+        """Write the changes of one call in one transaction. After a failure no later call succeeds.
+
+        ``begin`` replaces the file's state if the store is durable. From then on, each call updates it.
+        """
+        rows: list[Row] = []
+        gone: list[str] | None = []
+        if begin and self.durable:
+            rows, gone = list(state.rows()), None
+        elif self._head is not None and ((head := next(state.rows())) != self._head or self.changed):
+            living = [group for group in self.changed if group.batch.number in group.batch.partition.batches]
+            rows = [head, *(group.row() for group in living)]
+            gone = [group.row_key() for group in self.changed.keys() - set(living)]
+        if rows or self.coming or self.derived:
+            self._write(rows, gone)
         self.changed.clear()
 
-    def begin(self, rows: Sequence[Row]) -> None:
-        """Replace the file's state. From now on each :meth:`write` updates it."""
-        self._head = rows[0]
-        self.changed.clear()
-        if self.durable:
-            self._write(rows, None)
-
-    def _write(self, rows: Iterable[Row], gone: Iterable[str] | None) -> None:
+    def _write(self, rows: Sequence[Row], gone: Sequence[str] | None) -> None:
         """Write ledger, lineage and rows of the state in one transaction; without ``gone`` all other rows go."""
         end = self._end
         try:
@@ -118,6 +120,7 @@ class Store:
         except BaseException as error:
             self._end, self._failure = end, error if isinstance(error, QueueError) else None
             raise
+        self._head = rows[0] if rows else self._head
         self.coming.clear()
         self.derived.clear()
 
@@ -127,7 +130,7 @@ class Store:
             ancestors = self.lineage(_ANCESTORS, _encode(keys))
         with replacing(path) as partial, closing(Store(partial, durable=True)) as saved:
             saved.derived = ancestors
-            saved.begin(rows)
+            saved._write(rows, None)
             saved.sync()
 
     def clear(self) -> None:
@@ -167,47 +170,101 @@ class Store:
 
     def entries(self, after: int = 0) -> Iterator[dict[str, Any]]:
         """Yield the entries of the ledger after a number."""
-        return (entry for end, entry in self._entries() if end.number > after)
-
-    def _entries(self) -> Iterator[tuple[LedgerEnd, dict[str, Any]]]:
-        """Yield the entries of the ledger, each with the ledger's end after it."""
-        end = LedgerEnd()
+        before, query = "", "select * from ledger order by number"
         with _translated_errors(self.path, "queue.ledger"):
-            for number, event, step, consumer, value, digest in self._db.execute(
-                "select * from ledger order by number"
-            ):
-                entry = json.loads(value) if digest == _chained(end.digest, value) else {}
+            for place, (number, event, step, consumer, value, digest) in enumerate(self._db.execute(query), 1):
+                entry = json.loads(value) if digest == _chained(before, value) else {}
                 shown = (entry.get("event"), entry.get("step"), entry.get("consumer"))
-                if number != end.number + 1 or shown != (event, step, consumer):
-                    raise _damaged(self.path, f"entry {end.number + 1} as it was written", f"entry {number}")
-                end = LedgerEnd(number, digest)
-                yield end, entry
+                if number != place or shown != (event, step, consumer):
+                    raise _damaged(self.path, f"entry {place} as it was written", f"entry {number}")
+                before = digest
+                if number > after:
+                    yield entry
 
-    def check(self, end: LedgerEnd) -> LedgerEnd:
-        """Check the ledger up to the end that a checkpoint recorded; return the end of its undamaged part."""
-        good, known = LedgerEnd(), LedgerEnd()
+    def check(self, end: LedgerEnd, *, cut: bool = False) -> None:
+        """Check the ledger up to the end that a checkpoint recorded; ``cut`` removes damaged entries after it."""
+        whole = 0
         try:
-            for good, _ in self._entries():
-                known = good if good.number <= end.number else known
+            for _ in self.entries():
+                whole += 1
         except QueueError as error:
-            if known != end:
+            if whole < end.number:
                 raise
             message = "the ledger is damaged after the checkpoint (%s); what comes after entry %d is removed"
-            logging.getLogger("jackfield").warning(message, error.found, good.number)
-        if known != end:
-            raise _damaged(self.path, f"entry {end.number} with the digest {end.digest}", known)
-        return good
-
-    def cut(self, end: LedgerEnd) -> None:
-        """Remove damaged entries after the end that a checkpoint recorded; see :meth:`check`."""
-        self._end = self.check(end)
+            logging.getLogger("jackfield").warning(message, error.found, whole)
         with _translated_errors(self.path, "queue.ledger"):
-            self._db.execute("delete from ledger where number > ?", (self._end.number,))
+            if (found := _end_of(self._db, end.number)) != end:
+                raise _damaged(self.path, f"entry {end.number} with the digest {end.digest}", found)
+            if cut:
+                self._end = _end_of(self._db, whole)
+                self._db.execute("delete from ledger where number > ?", (whole,))
+
+
+@attrs.define(eq=False)
+class Controller:
+    """The shared state, store, waits, failures and pending deletions of the queue."""
+
+    backend: TransferQueueBackend
+    clock: Clock
+    store: Store
+    caller: Callable[[], str | None]  #: returns the calling client
+    state: State = attrs.field(factory=State, init=False)
+    is_closed: bool = attrs.field(default=True, init=False)
+    change: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)  #: set at any change
+    moved: float = attrs.field(default=0.0, init=False)  #: time of the last change of any group
+    failures: dict[str, str] = attrs.field(factory=dict, init=False)  #: reasons of failed or dropped data, by name
+    discarded: dict[str, list[str]] = attrs.field(factory=dict, init=False)  #: unused keys to delete, by partition
+    deletion: asyncio.Task[None] | None = attrs.field(default=None, init=False)
+
+    def require_open(self) -> None:
+        if self.is_closed:
+            raise QueueError("the TransferQueue is closed", code="queue.closed", fix="start() it, and close it last")
+        if self.deletion is not None and self.deletion.done():
+            error = self.deletion.exception()
+            raise QueueError(f"the backend failed to delete samples: {error}") from error
+
+    def wake(self) -> None:
+        """Wake all waiters, which evaluate their conditions again."""
+        self.change.set()
+        self.change = asyncio.Event()
+
+    async def wait(self, until: float, describe: Callable[[], str]) -> None:
+        """Wait for the next change until a time of the clock. ``describe`` says what is missing at the deadline."""
+        start = self.clock.time()
+        try:
+            await self.clock.wait_for(self.change.wait(), max(until - start, 0.0), "the TransferQueue")
+        except DeadlineExceeded:
+            message, fix = f"waited {until - start:.6g} s for", "look at why it did not come, or raise the deadline"
+            raise DeadlineExceeded(f"{message} {describe()}", fix=fix) from None
+        self.require_open()
+
+    def touch(self, group: Group) -> None:
+        """Record that a group has changed, so that it is stored and its batch's deadlines restart."""
+        self.store.changed[group] = None
+        group.batch.moved = self.moved = self.clock.time()
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Add an entry to the ledger."""
+        self.store.coming.append({"event": event, "time": self.clock.time(), **fields})
+
+    def fail(self, subject: str, reason: str) -> None:
+        """Record why something will not become training data."""
+        self.failures[subject] = reason
+        if len(self.failures) > _KEPT_FAILURES:
+            del self.failures[next(iter(self.failures))]
+
+    def discard(self, keys: Iterable[str], partition: str | None = None) -> None:
+        """Schedule the deletion of values from the backend."""
+        for key in keys:
+            self.discarded.setdefault(partition or partition_of(key), []).append(key)
 
 
 @contextmanager
 def _reading(path: Path, code: str = "queue.ledger") -> Iterator[Store]:
     """Open a file for reading. No further file is created unless a process writes it or was killed."""
+    if not path.is_file():
+        none = QueueError("the folder holds no checkpoint of a queue", where=str(path.parent), expected=path.name)
+        raise none if code == "queue.invalid" else _damaged(path, "the ledger of a run", "no file")
     store = Store(path)
     how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
     uri = f"{path.absolute().as_uri()}?{how}"
@@ -217,19 +274,14 @@ def _reading(path: Path, code: str = "queue.ledger") -> Iterator[Store]:
 
 
 def check_ledger(path: Path, checkpoint: Path) -> None:
-    """Check a ledger against a checkpoint without changing it.
+    """Check a ledger against a checkpoint without changing it; ``queue.invalid`` if the checkpoint is damaged.
 
-    Raises:
-        QueueError: ``queue.ledger`` as in :meth:`Store.check`, or if there is no file; ``queue.invalid`` if the
-            checkpoint is damaged.
+    If the ledger is missing or differs, raise ``queue.ledger``.
     """
     end = read_checkpoint(checkpoint)[0].ledger
-    if end is None:
-        return
-    if not path.is_file():
-        raise _damaged(path, f"entry {end.number} with the digest {end.digest}", "no file")
-    with _reading(path) as store:
-        store.check(end)
+    if end is not None:
+        with _reading(path) as store:
+            store.check(end)
 
 
 def read_checkpoint(path: Path) -> tuple[State, dict[str, Lineage]]:
@@ -237,8 +289,6 @@ def read_checkpoint(path: Path) -> tuple[State, dict[str, Lineage]]:
 
     A checkpoint that is missing or damaged raises ``queue.invalid``.
     """
-    if not path.is_file():
-        raise QueueError("the folder holds no checkpoint of a queue", where=str(path.parent), expected=path.name)
     with _reading(path, "queue.invalid") as store:
         return State.load(store.rows()), store.lineage()
 
@@ -251,26 +301,18 @@ def find_store(folder: Path) -> Path | None:
 def read_ledger(folder: Path) -> Iterator[dict[str, Any]]:
     """Read the ledger of the run in ``folder``, whether or not it is still running.
 
-    Raises:
-        QueueError: ``queue.ledger`` if there is none, or at the first entry that differs from what was written.
+    If there is none, and at the first entry that differs from what was written, raise ``queue.ledger``.
     """
-    path = find_store(folder)
-    if path is None:
-        raise _damaged(folder / "queue" / STORE_FILE, "the ledger of a run", "no file")
-    with _reading(path) as store:
+    with _reading(find_store(folder) or folder / "queue" / STORE_FILE) as store:
         yield from store.entries()
 
 
 def trace(key: str, checkpoint: Path | None, store: Path | None) -> dict[str, Any]:
     """Return the ancestors of a sample, which may have left the queue, as a tree of plain values.
 
-    ``checkpoint`` has the queue's samples and their ancestors; the ``store`` file of the run has every derivation.
-
-    Returns:
-        ``key``, ``in_queue``, ``operation`` (None: not made from other samples, or unknown) and ``parents``.
-
-    Raises:
-        QueueError: ``queue.unknown-sample`` if neither has the sample; ``queue.ledger``, ``queue.invalid`` if damaged.
+    ``checkpoint`` has the queue's samples and their ancestors; the ``store`` file of the run has every derivation. The
+    tree has ``key``, ``in_queue``, ``operation`` (None: not made from other samples, or unknown) and ``parents``.
+    If neither has the sample, raise ``queue.unknown-sample``; if one is damaged, ``queue.ledger`` or ``queue.invalid``.
     """
     derived, living = dict[str, Lineage](), set[str]()
     if store is not None:
@@ -315,6 +357,12 @@ def uses(entries: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, list[int |
                 steps = [*steps, entry["step"]] if entry["event"] == "ack" else steps[:-1]
                 mine |= {key: steps} if steps else {}
     return {name: keys for name, keys in found.items() if keys}
+
+
+def _end_of(db: sqlite3.Connection, most: int = sys.maxsize) -> LedgerEnd:
+    """Return the last entry of a ledger, or of its first ``most`` entries."""
+    row = db.execute("select number, digest from ledger where number <= ? order by number desc", (most,)).fetchone()
+    return LedgerEnd(*row) if row else LedgerEnd()
 
 
 def _digest(key: str, value: str) -> str:

@@ -15,12 +15,11 @@ from jackfield.abc.transfer_queue import DeleteRequest, KeysRequest, SnapshotReq
 from jackfield.clock import Clock
 from jackfield.errors import QueueError, RpcError
 from jackfield.queue.batches import Batches
-from jackfield.queue.controller import Controller, some
 from jackfield.queue.groups import Groups
-from jackfield.queue.leases import Leases
+from jackfield.queue.leases import Leases, some
 from jackfield.queue.meta import Notice, group_of
 from jackfield.queue.records import LedgerEnd, Row, State
-from jackfield.queue.store import STORE_FILE, VALUES_FOLDER, Store, read_checkpoint, uses
+from jackfield.queue.store import STORE_FILE, VALUES_FOLDER, Controller, Store, read_checkpoint, uses
 from jackfield.sdk.rpc import Address, Connection, Contract, Server, Service, caller, connect, stub
 
 P = ParamSpec("P")
@@ -239,16 +238,13 @@ class TransferQueue:
         again and acks of steps after ``step`` are revoked. ``step`` is the checkpoint's last step, whose acks are
         final; with None the checkpoint is restored unchanged. The samplers' state is always the checkpoint's.
 
-        Return whether a newer state was kept.
-
-        Raises:
-            QueueError: ``queue.invalid`` for a damaged checkpoint; ``queue.ledger`` if the ledger does not match the
-                checkpoint.
+        Return whether a newer state was kept. A damaged checkpoint raises ``queue.invalid``, and a ledger that does not
+        match it ``queue.ledger``.
         """
         saved, lineage = read_checkpoint(Path(folder) / STORE_FILE)
         end = None if self._core.store.end is None else saved.ledger
         if end is not None:
-            self._core.store.cut(end)
+            self._core.store.check(end, cut=True)
         async with self._deleting:
             newer = None if step is None else await self._newer(saved, step)
             if newer is None:
@@ -266,20 +262,29 @@ class TransferQueue:
                 self._leases.take_back(step)
                 await self._leases.commit(step)
             self._core.store.derived.update(lineage)
-            self._core.store.begin(list(self._core.state.rows()))
+            self._core.store.write(self._core.state, begin=True)
         await self.fail_lost()
         await self.flush()
         return newer is not None
 
     async def _newer(self, saved: State, step: int) -> State | None:
-        """Return a newer state that can roll back to ``step`` and has all samples of the checkpoint, or None."""
-        mark = saved.marks[-1]
-        state = self._core.state if mark in self._core.state.marks else self._stored(mark)
-        if state is None or state.committed > step:
+        """Return a newer state that can roll back to ``step`` and has all samples of the checkpoint, or None.
+
+        It is the living queue's or an earlier process's. Without the checkpoint's mark, another run or the same run
+        without a durable queue wrote the state.
+        """
+        mark, known, state = saved.marks[-1], saved.keys(), self._core.state
+        try:
+            if mark not in state.marks and self._core.store.durable:
+                state = State.load(rows) if (rows := self._core.store.rows()) else State()
+        except QueueError as error:
+            if error.code != "queue.invalid":
+                raise
+            message = "the queue's saved state is damaged (%s): what was made since the checkpoint is made again"
+            logging.getLogger("jackfield").warning(message, error)
+        if mark not in state.marks or state.committed > step:
             return None
-        known = saved.keys()
-        lost = await self._groups.lost(state) & known
-        if not lost:
+        if not (lost := await self._groups.lost(state) & known):
             return state
         groups = sorted(group.name for group in state.groups.values() if not known >= group.samples.keys())
         logging.getLogger("jackfield").warning(
@@ -288,20 +293,6 @@ class TransferQueue:
             *(len(lost), some(sorted(lost)), f"groups {some(groups)}" if groups else "nothing"),
         )
         return None
-
-    def _stored(self, mark: str) -> State | None:
-        """Read the stored state of an earlier process, if it is newer than the checkpoint with a mark."""
-        try:
-            rows = self._core.store.rows() if self._core.store.durable else {}
-            state = State.load(rows) if rows else State()
-            # without the mark, another run or the same run without a durable queue wrote the state
-            return state if mark in state.marks else None
-        except QueueError as error:
-            if error.code != "queue.invalid":
-                raise
-            message = "the queue's saved state is damaged (%s): what was made since the checkpoint is made again"
-            logging.getLogger("jackfield").warning(message, error)
-            return None
 
     def _replace(self, state: State) -> None:
         """Replace the state but keep the consumers' registrations, and wake waiters."""
@@ -340,7 +331,7 @@ class TransferQueue:
         found = await self.flush()
         if found or before:
             self._core.record("clear", samples=found)
-        self._core.store.begin(list(self._core.state.rows()))
+        self._core.store.write(self._core.state, begin=True)
 
 
 _LOCAL = {"start", "close", "end_holder"}
@@ -379,10 +370,8 @@ async def connect_queue(file: Path, name: str, clock: Clock) -> tuple[TransferQu
     """Connect to a served queue. Waits end at the deadlines of their calls or with the connection.
 
     ``file`` is the server's address file, ``name`` the name of this process for the server's messages. The caller must
-    close the connection that is returned with the queue.
-
-    Raises:
-        QueueError: ``queue.unreachable`` if the file is missing; ``queue.session`` if no controller answers.
+    close the connection that is returned with the queue. If the file is missing, raise ``queue.unreachable``; if no
+    controller answers, ``queue.session``.
     """
     try:
         address = Address.read(file)

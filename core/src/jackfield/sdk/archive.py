@@ -17,9 +17,8 @@ import uuid
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import attrs
 import xxhash
@@ -151,20 +150,18 @@ def batches(items: Iterable[T], size: Callable[[T], int], most: int = BATCH_BYTE
 
 
 def read_archive(folder: Path) -> Iterator[SavedSample]:
-    """Yield the samples of a folder's checkpoint.
+    """Yield the samples of a folder's checkpoint; damaged ones raise ``queue.store``.
 
-    Raises:
-        QueueError: ``queue.invalid``, before the first sample, if there is no complete checkpoint or it has another
-            format; ``queue.store`` if samples are damaged.
+    If there is no complete checkpoint or it has another format, raise ``queue.invalid`` before the first sample.
     """
     path, streams = _opened(folder)
     with path.open("rb") as file:
         for size, digest in streams:
             stream = file.read(size)
             if xxhash.xxh3_128_hexdigest(stream) != digest:
-                expected = f"bytes with the digest {digest}"
-                raise _damaged("samples of a queue's checkpoint are damaged", str(path), expected, "other bytes")
-            yield from from_arrow(import_pyarrow().ipc.open_stream(stream).read_next_batch(), _refuse)
+                message, expected = "samples of a queue's checkpoint are damaged", f"bytes with the digest {digest}"
+                raise QueueError(message, code="queue.store", where=str(path), expected=expected)
+            yield from from_arrow(import_pyarrow().ipc.open_stream(stream).read_next_batch())
 
 
 def queue_name(folder: str | None) -> str:
@@ -209,14 +206,6 @@ def _opened(folder: Path) -> tuple[Path, list[tuple[int, str]]]:
     return path, streams
 
 
-def _refuse(name: str, value: Any) -> NoReturn:
-    raise _damaged("a column of a checkpoint has no type", name, "a type", value)
-
-
-def _damaged(message: str, where: str, expected: str, found: object) -> QueueError:
-    return QueueError(message, code="queue.store", where=where, expected=expected, found=found)
-
-
 def column_types(samples: Iterable[SavedSample]) -> dict[str, str | None]:
     """Return the type of each column's cells by name, or None if they differ."""
     found: dict[str, str | None] = {}
@@ -246,14 +235,11 @@ def to_arrow(samples: Sequence[SavedSample], types: Mapping[str, str | None]) ->
     return pa.record_batch([values for _, values in made], schema=pa.schema([field for field, _ in made]))
 
 
-def from_arrow(batch: Any, foreign: Callable[[str, Any], Cell]) -> list[SavedSample]:
+def from_arrow(batch: Any, foreign: Callable[[str, Any], Cell] | None = None) -> list[SavedSample]:
     """Return the samples of a record batch that :func:`to_arrow` or another program wrote.
 
     ``foreign`` converts a column name and a value to a cell, if the batch does not have the value's type. Its errors
-    and those of pyarrow propagate.
-
-    Raises:
-        QueueError: ``queue.store`` for damaged types and values.
+    and those of pyarrow propagate; missing and damaged types, and damaged values, raise ``queue.store``.
     """
     names = [name.removeprefix("columns.") for name in batch.schema.names if name.startswith("columns.")]
     cells = {name: _cells(batch, name, foreign) for name in names}
@@ -268,50 +254,50 @@ def from_arrow(batch: Any, foreign: Callable[[str, Any], Cell]) -> list[SavedSam
     return samples
 
 
-def _array(pa: Any, contents: Sequence[Any], text: str | None) -> Any:
+def _array(pa: Any, contents: Sequence[bytes | None], text: str | None) -> Any:
     """Return an array of the cells' bytes; None is null."""
-    raw = pa.array(contents, type=pa.large_binary())
-    kind = None if text is None else ColumnType.parse(text)
+    kind, raw = None if text is None else ColumnType.parse(text), pa.array(contents, type=pa.large_binary())
     if kind is None or kind.kind == "json" or not kind.unit or kind.dtype not in _NATIVE:
         return raw.cast(pa.large_string()) if kind is not None and kind.kind == "json" else raw
     element = getattr(pa, kind.dtype.replace("bool", "uint8"))()
     if kind.kind == "dense" and not kind.shape:
-        data = b"".join(bytes(kind.unit) if content is None else content for content in contents)
-        return pa.Array.from_buffers(element, len(raw), [raw.buffers()[0], pa.py_buffer(data)])
-    there, offsets, data = raw.buffers()
-    width = element.bit_width // 8
-    bounds = array("q", [offset // width for offset in memoryview(offsets).cast("q")[: len(raw) + 1]])
-    values = pa.Array.from_buffers(element, bounds[-1], [None, data or pa.py_buffer(b"")])
+        return pa.array(contents, type=pa.binary(kind.unit)).view(element)
+    there, bounds, data = raw.buffers()
+    width, data = element.bit_width // 8, data or pa.py_buffer(b"")
+    bounds = array("q", [bound // width for bound in memoryview(bounds).cast("q")[: len(raw) + 1]])
+    values = pa.Array.from_buffers(element, data.size // width, [None, data])
     return pa.Array.from_buffers(pa.large_list(element), len(raw), [there, pa.py_buffer(bounds)], children=[values])
 
 
-def _cells(batch: Any, name: str, foreign: Callable[[str, Any], Cell]) -> list[Cell | None]:
+def _cells(batch: Any, name: str, foreign: Callable[[str, Any], Cell] | None) -> list[Cell | None]:
     values, metadata = batch[f"columns.{name}"], batch.schema.field(f"columns.{name}").metadata or {}
     if f"types.{name}" in batch.schema.names:
         texts = batch[f"types.{name}"].to_pylist()
     elif _META in metadata:
         texts = [metadata[_META].decode()] * len(values)
+    elif foreign is None:
+        raise QueueError("a column of a checkpoint has no type", code="queue.store", where=name)
     else:
         return [None if value is None else foreign(name, value) for value in values.to_pylist()]
     found: list[Cell | None] = []
-    for text, is_there, content in zip(texts, values.is_valid().to_pylist(), _contents(values), strict=True):
-        if is_there:
+    for text, content in zip(texts, _contents(import_pyarrow(), values), strict=True):
+        if content is not None:
             ColumnType.parse(text).length(content)
-        found.append((text, content) if is_there else None)
+        found.append(None if content is None else (text, content))
     return found
 
 
-def _contents(values: Any) -> list[memoryview]:
-    """Return the bytes of each value of an array from :func:`_array`, without a copy."""
-    buffers, inner = values.buffers(), values.values if values.type.num_fields else None
-    if values.type.num_buffers == 2 and inner is None:  # numbers
-        bounds = list(range(values.offset, values.offset + len(values) + 1))
-        data, width, base = buffers[1], values.type.bit_width // 8, 0
-    else:
-        whole = memoryview(buffers[1] or bytes(8)).cast("q")
-        bounds = whole[values.offset : values.offset + len(values) + 1].tolist()
-        data, width, base = buffers[2], 1, 0
-        if inner is not None:
-            data, width, base = inner.buffers()[1], inner.type.bit_width // 8, inner.offset
-    content = memoryview(data or b"").cast("B")
-    return [content[(base + start) * width : (base + end) * width] for start, end in pairwise(bounds)]
+def _contents(pa: Any, values: Any) -> list[bytes | None]:
+    """Return the bytes of each value of an array that :func:`_array` made; None is null."""
+    found: list[bytes | None] = []
+    if not values.type.num_fields:
+        is_number = pa.types.is_primitive(values.type)
+        binary = values.view(pa.binary(values.type.bit_width // 8)) if is_number else values
+        found += binary.cast(pa.large_binary()).to_pylist()
+        return found
+    flat, width = values.flatten(), values.type.value_type.bit_width // 8
+    data, end = memoryview(flat.buffers()[1] or b""), flat.offset * width
+    for length in values.value_lengths().to_pylist():
+        start, end = end, end + (length or 0) * width
+        found.append(None if length is None else bytes(data[start:end]))
+    return found
