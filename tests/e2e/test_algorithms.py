@@ -13,7 +13,7 @@ from jackfield.errors import JackfieldError
 from .conftest import Run
 from .test_modes import steps
 
-#: What a bundle has to be told beside its name.
+#: Settings that a bundle needs beside its name.
 SETTINGS: dict[str, tuple[str, ...]] = {
     "gdpo": ("algorithm.reward_dimensions=[even, length]",),
     "mix": ("data.expert_samples_per_batch=3",),

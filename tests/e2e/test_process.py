@@ -55,10 +55,10 @@ class Killer:
 
 
 def test_a_server_elsewhere_that_is_killed_after_every_step_changes_no_loss(small_run: Run, python: str) -> None:
-    """Another one takes its place, with the weights of the step, and generates what it would have.
+    """Another one replaces it, with the weights of the step, and generates the same.
 
-    Weights reach it by ``shared``, which the configuration chooses by itself, as deltas to those with which it was made
-    anew; its output is in the run's folder.
+    Weights reach it through ``shared``, the default for a server in another process, as deltas to those that it got
+    when it was started again. Its output is in the run's folder.
     """
     _, here = small_run("here", *SAME)
     killer = Killer(python)

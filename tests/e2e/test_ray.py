@@ -147,8 +147,8 @@ def lives(pid: int) -> bool:
 def joined(ray_run: RayRun, cluster: str) -> Path:
     """The folder of a run in a cluster that is there: two ranks and a replica take turns, with all hand-overs.
 
-    A second replica is added, and removed again. Workers without state are killed on the way, and that replica, which
-    is made anew.
+    A second replica is added and removed again. Meanwhile workers without state are killed, and the second replica,
+    which is started again.
     """
     kill = {"step 1": ["agent worker 0"], "step 2": ["rollout replica 1"], "step 3": ["reward worker 0"]}
     scale = [(1, 2, 1), (3, 1, 4)]
@@ -203,8 +203,9 @@ def check_close(expected: list[dict[str, Any]], folder: Path, *, steps: int) -> 
 
 
 def test_workers_that_die_are_named_and_the_run_ends_as_if_they_had_not(ray_run: RayRun, joined: Path) -> None:
-    """In a cluster of its own a replica is made anew; else the run goes on from its newest checkpoint. In the end
-    weights are the same, bit for bit.
+    """A replica of a run's own cluster is started again; else the run goes on from its newest checkpoint.
+
+    The final weights are the same, bit for bit.
 
     Here ranks and replica have places of their own, and weights are sent as deltas. Only who died has a new process.
     """

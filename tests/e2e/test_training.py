@@ -39,7 +39,7 @@ QUIET = (
 #: 1 where the answer subtracts
 SUBTRACTS = "reward={name: rules, method: regex, pattern: null, ground_truth_pattern: null, expected: '.*-.*'}"
 
-#: By bundle, what it is told beside its name.
+#: Settings beside the name, by bundle.
 EXPLORING: dict[str, tuple[str, ...]] = {
     "ppo": ("critic.optimizer.lr=3e-3", "critic.warmup_steps=1", "schedule.steps=8"),
     "grpo": (),

@@ -25,8 +25,8 @@ TWO_NODES = QUICKSTART.parent / "guides" / "two_nodes.sh"
 def test_four_ranks_on_two_nodes_are_the_inline_run(
     small_run: Run, made: Path, tmp_path: Path, ray_environment: dict[str, str], ray_interpreters: str
 ) -> None:
-    """The guide's script, and the real command. Gradients cross from node to node, and so do weights; nobody enters
-    without the token, and nothing is left.
+    """The guide's script, and the real command. Gradients and weights cross from node to node. Without the token a
+    process cannot join, and no process is left at the end.
     """
     settings = [
         "name=nodes", f"folder={tmp_path / 'nodes'}", f"model.path={made / 'model'}",

@@ -8,7 +8,7 @@ journal: it goes on where it was). The last line of the output is a JSON object 
 Three sorts of processes come from this one, which imports everything once, forks them and starts the controller again
 after it has killed it. The *controller* runs the queue: an explorer fills batches, a scorer writes a column later, a
 trainer takes whole batches in order, acks them and makes a checkpoint now and then; it kills the others. *Workers* put
-and read the values, straight at the store. Values follow from a row's place, so that whoever reads knows what is right.
+and read the values, straight at the store. Values follow from a row's place, so that a reader knows the right ones.
 """
 
 from __future__ import annotations
@@ -420,7 +420,7 @@ class Zygote:
             await work(self.name, self.folder, theirs)
 
         pid = self.fork(run)
-        with suppress(ConnectionError):  # nobody wants it any more, and it ends
+        with suppress(ConnectionError):  # the other end has closed, and this one ends
             socket.send_fds(channel, [str(pid).encode()], [mine.fileno()])
         mine.close()
         theirs.close()

@@ -85,7 +85,7 @@ MUTANTS = """
 
 
     class Retelling(SingleTurnAgent):
-        '''It tells of another prompt than it has sent.'''
+        '''It returns another prompt than it has sent.'''
 
         async def run(self, sampling_params, **fields):
             output = await super().run(sampling_params, **fields)

@@ -94,7 +94,7 @@ def _is_loopback(place: str) -> bool:
 FLOOD = 1 << 27  #: bytes that a stranger tries to send on each of its connections
 CONNECTIONS = 3
 BOUND = 150 << 20  #: bytes that a process may grow by; it is sent more than ten times as much
-STALLED_SECONDS = 2.0  #: a stranger whose bytes nobody takes gives up
+STALLED_SECONDS = 2.0  #: after which a stranger gives up whose bytes are not read
 
 
 def _greeting(mechanism: bytes) -> bytes:

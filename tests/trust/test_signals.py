@@ -193,7 +193,7 @@ def test_a_command_that_reads_its_file_ends_on_an_interrupt(jackfield: CommandSe
     command, writers = jackfield.start("config", "validate", str(tmp_path / "run.yaml")), list[int]()
 
     def is_read() -> bool:
-        with contextlib.suppress(OSError):  # nobody reads it yet
+        with contextlib.suppress(OSError):  # it has no reader yet
             writers.append(os.open(tmp_path / "run.yaml", os.O_WRONLY | os.O_NONBLOCK))
         return bool(writers)
 

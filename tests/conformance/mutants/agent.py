@@ -373,7 +373,7 @@ MUTANTS = harness.named(
     mutant(SwallowsCancellation, "a cancelled rollout returns as if it were done", "019 025"),
     mutant(SwallowsFailures, "an exception becomes a rollout without sequences", "020"),
     mutant(GoesOnAfterAbort, "after an aborted answer the model is asked again", "021"),
-    mutant(AbortedAsStopped, "an aborted answer is told as a finished one", "021"),
+    mutant(AbortedAsStopped, "an aborted answer is reported as finished", "021"),
     mutant(SameRequestId, "each object counts its requests from 0", "022 050"),
     mutant(SharedTask, "the task is kept in the class over a wait", "022 050"),
     mutant(KeepsTheTask, "messages of earlier rollouts come again", "023"),

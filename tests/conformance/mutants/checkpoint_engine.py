@@ -392,7 +392,7 @@ MUTANTS = harness.named(
     mutant(EmptyTransferRefused, "a transfer without tensors raises", "022 045"),
     mutant(OtherRanksDrawNothing, "a rank that does not send draws nothing from its generator", "023"),
     mutant(OneMeeting, "all transfers of a process meet at one place", "024"),
-    mutant(AnyVersion, "a worker takes weights of another version than it was told", "025"),
+    mutant(AnyVersion, "a worker takes weights of another version than it expects", "025"),
     mutant(FinalizeOnce, "a second finalize raises", "026"),
     mutant(SwallowedException, "when the generator raises, the transfer ends as if all had been sent", "030"),
     mutant(BreakNotTold, "when the sender breaks off, receivers end as if all had come", "030"),

@@ -180,7 +180,7 @@ MUTANTS = (
     mutant(UnseededAdapter, "a fresh adapter is drawn from whatever the process draws from", "095", only=("lora",)),
     mutant(
         RecomputedWithOtherDropout,
-        "the recomputation of gradient checkpointing draws its dropout anew",
+        "the recomputation of gradient checkpointing draws another dropout mask",
         "100",
         only=("dropout", "gradient_checkpointing"),
     ),

@@ -114,7 +114,7 @@ class PausesOneStepLate(ReferenceServer):
         return [job for job in super().batch() if not self.paused or job.request.request_id in self.admitted]
 
 
-class ResumesWithANewBudget(ReferenceServer):
+class ResumesWithAFreshBudget(ReferenceServer):
     def __init__(self, config: Any, context: Any) -> None:
         super().__init__(config, context)
         self.spent: dict[str, int] = {}
@@ -142,7 +142,7 @@ class KeepsWhatItShouldAbort(ReferenceServer):
         return
 
 
-class HidesWhoWaits(ReferenceServer):
+class HidesWaiting(ReferenceServer):
     async def health(self) -> HealthReport:
         return attrs.evolve(await super().health(), waiting=0)
 
@@ -512,11 +512,11 @@ MUTANTS = (
     mutant(AbortedGoOn, "an aborted request goes on generating", "055"),
     mutant(CancelledGoOn, "a cancelled call leaves its request running", "056"),
     mutant(PausesOneStepLate, "one more step runs after pause has returned", "057"),
-    mutant(ResumesWithANewBudget, "resume starts the token budget anew", "058 073 093"),
+    mutant(ResumesWithAFreshBudget, "resume restarts the token budget", "058 073 093"),
     mutant(WaitsForNobody, "pause(wait) keeps requests", "059"),
     mutant(DrainsWithNewOnes, "pause(wait) takes new requests in", "059"),
     mutant(KeepsWhatItShouldAbort, "pause(abort) keeps requests", "060"),
-    mutant(HidesWhoWaits, "health counts nobody as waiting", "061"),
+    mutant(HidesWaiting, "health counts no request as waiting", "061"),
     mutant(CountsPauses, "as many resumes are needed as there were pauses", "062"),
     mutant(StaleWeightsReportedFresh, "nothing is loaded, the receipt denies it", "070 072 075 085 094"),
     mutant(LosesATensorOfLaterUpdates, "one tensor is loaded only once", "070 094"),

@@ -294,7 +294,7 @@ class ForgetsTheDtypeOfNothing(ReferenceBackend):
         return attrs.evolve(column, values=torch.empty(0))
 
 
-class WritesJsonAnew(ReferenceBackend):
+class ReencodesJson(ReferenceBackend):
     def split(self, column: Column) -> tuple[str, Sequence[torch.Tensor]]:
         sort, rows = super().split(column)
         if sort != "json":
@@ -766,7 +766,7 @@ MUTANTS = harness.named(
     mutant(FlattensTrailingDimensions, "jagged rows of matrices come back as rows of vectors", "011"),
     mutant(SqueezesDenseRows, "dense rows of one element come back as scalars", "012"),
     mutant(ForgetsTheDtypeOfNothing, "a column of empty rows comes back as float32", "013"),
-    mutant(WritesJsonAnew, "JSON is parsed and written anew", "014"),
+    mutant(ReencodesJson, "JSON is parsed and written again", "014"),
     mutant(ForgetsThatItIsJson, "JSON comes back as plain bytes", "014"),
     mutant(LosesTheEndOfLargeRows, "the end of a large row is zero", "015"),
     mutant(DropsJson, "putting a column drops the row's JSON", "016 046"),

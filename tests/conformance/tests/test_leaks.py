@@ -45,4 +45,4 @@ def test_shared_memory_that_another_process_holds_is_not_the_plugin_s(segment: P
     assert segment.name not in theirs
     assert segment.name in leaks.shared_memory_since(before)
     del held
-    assert segment.name in leaks.shared_memory_since(before)  # nobody holds it: it was forgotten
+    assert segment.name in leaks.shared_memory_since(before)  # no process holds it: it was leaked

@@ -85,7 +85,7 @@ def played(
         for process in processes:
             process.wait(timeout=deadline - time.monotonic())
     except subprocess.TimeoutExpired:
-        pass  # told below, with what the ranks said
+        pass  # reported below, with the output of the ranks
     finally:
         for process in processes:
             process.kill()
