@@ -206,7 +206,7 @@ def role_of(samples: int, steps: int) -> Role:
         "observe": {"samples_per_step": 0},
     }
     algorithm = ResolvedAlgorithm(loss="ppo", advantages="grpo")
-    return Role(config=make_config(values, ()), algorithm=algorithm, clock=Clock(), hooks=HookManager([], []).hook)
+    return Role(config=make_config(values, ()), algorithm=algorithm, clock=Clock(), hooks=HookManager())
 
 
 async def measure(made: RunWorkers, samples: int, steps: int) -> list[float]:

@@ -197,7 +197,7 @@ def test_own_loss_and_algorithm_from_a_hook(model_folder: Path, tasks: Path, tmp
 
 def test_the_hook_of_the_documentation_hears_steps(capsys: pytest.CaptureFixture[str]) -> None:
     manager = HookManager([load(Path(__file__).with_name("hooks_example.py"))])
-    manager.hook.step_ended(event=StepEnded(step=3, metrics={"policy/loss": 99.0}))
+    manager.emit(StepEnded(step=3, metrics={"policy/loss": 99.0}))
     assert "step 3: the loss is 99" in capsys.readouterr().out
 
 

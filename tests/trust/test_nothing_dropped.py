@@ -97,6 +97,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
 def test_metrics_and_turns_of_an_agent(run: Run, tmp_path: Path) -> None:
     """Are on each sample of the tables, and their means in the metrics of the step and the evaluation."""
     given = ["schedule.steps=1", "evaluation.every=1", "evaluation.tasks=4", "observe.samples_per_step=16"]
+    given += ["observe.samples_per_evaluation=3"]
     ended = run("agent", "agent=observant", *given)
     assert 0 == ended.code, ended.error
     [step] = [line for line in lines(tmp_path / "agent" / "metrics.jsonl") if line["kind"] == "step"]
@@ -113,7 +114,9 @@ def test_metrics_and_turns_of_an_agent(run: Run, tmp_path: Path) -> None:
     for evaluation in evaluations:
         assert evaluation["response_tokens"] == pytest.approx(evaluation["agent/turns"])
         assert evaluation["response_tokens"] == pytest.approx(evaluation["agent/length/mean"])
-    for row in lines(tmp_path / "agent" / "samples" / "eval.jsonl"):
+    shown = lines(tmp_path / "agent" / "samples" / "eval.jsonl")
+    assert 3 * len(evaluations) == len(shown)
+    for row in shown:
         assert len(row["response_ids"]) == row["tags"]["turns"] == row["tags"]["agent/length"]
 
 

@@ -43,7 +43,7 @@ def test_newer_weights_wait_for_one_that_joins_or_are_its_first(seconds: float) 
     async def main() -> None:
         members = [replica(clock, 0)]
         values = {"model": {"path": "none"}, "data": {"train": "none"}, "deadlines": {"sync": 60.0}}
-        hooks, algorithm = HookManager([], []).hook, ResolvedAlgorithm(loss="ppo", loss_options={})
+        hooks, algorithm = HookManager(), ResolvedAlgorithm(loss="ppo", loss_options={})
         role = Role(config=make_config(values, ()), name="explore", algorithm=algorithm, clock=clock, hooks=hooks)
         subscriber = WeightSubscriber(role=role, replicas=members, placement=DeviceLease(clock, 60.0))
         await subscriber.load_all(published(1))

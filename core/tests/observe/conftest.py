@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import pluggy
 import pytest
 from rich.console import Console
 
@@ -19,7 +18,7 @@ from jackfield.clock import Clock
 from jackfield.observe import ObserveSettings, observers
 from jackfield.plugins.hooks import (
     EvaluationEnded,
-    HookSpecs,
+    HookManager,
     RunEnded,
     RunStarted,
     SampleRecord,
@@ -57,47 +56,42 @@ class FakeRun:
         self.console = Console(file=self.text, width=width, force_terminal=terminal or None, legacy_windows=False)
         config = ObserveSettings(**(OFF | settings))
         self.listeners = observers(config, folder, self.console, clock=self.clock)
-        manager = pluggy.PluginManager("jackfield")
-        manager.add_hookspecs(HookSpecs)
-        for listener in self.listeners:
-            manager.register(listener)
-        manager.check_pending()
-        self.hook = manager.hook
+        self.emit = HookManager(self.listeners).emit
 
     def start(self, first_step: int = 0, total_steps: int = 4, **config: Any) -> FakeRun:
         event = RunStarted(
             name="demo", folder=str(self.folder), total_steps=total_steps, first_step=first_step, config=config
         )
-        self.hook.run_started(event=event)
+        self.emit(event)
         return self
 
     def step(self, step: int, seconds: float = 1.0, **metrics: float) -> None:
         self.clock.now += seconds
-        self.hook.step_ended(event=StepEnded(step=step, metrics=metrics))
+        self.emit(StepEnded(step=step, metrics=metrics))
 
     def evaluate(self, step: int, **metrics: float) -> None:
-        self.hook.evaluation_ended(event=EvaluationEnded(step=step, metrics=metrics))
+        self.emit(EvaluationEnded(step=step, metrics=metrics))
 
     def sync(self, version: int) -> None:
         receipts = tuple(
             WeightReceipt(version=version, replica=replica, workers=(), paused_seconds=0.1 * (replica + 1))
             for replica in range(2)
         )
-        self.hook.weights_synced(event=WeightsSynced(version=version, receipts=receipts, seconds=0.5))
+        self.emit(WeightsSynced(version=version, receipts=receipts, seconds=0.5))
 
     def stage(self, name: str, lane: str, start: float, end: float, step: int = 0) -> None:
         """Report a stage. Times are in seconds after 100, where the clock starts."""
         event = StageEnded(name=name, lane=lane, start=100 + start, end=100 + end, step=step)
-        self.hook.stage_ended(event=event)
+        self.emit(event)
 
     def samples(self, step: int, *records: SampleRecord, partition: str = "train") -> None:
-        self.hook.samples_recorded(event=SamplesRecorded(step=step, partition=partition, samples=records))
+        self.emit(SamplesRecorded(step=step, partition=partition, samples=records))
 
     def failures(self, step: int, **reasons: str) -> None:
-        self.hook.samples_failed(event=SamplesFailed(step=step, reasons=reasons))
+        self.emit(SamplesFailed(step=step, reasons=reasons))
 
     def end(self, steps: int = 4, error: BaseException | None = None) -> None:
-        self.hook.run_ended(event=RunEnded(folder=str(self.folder), steps=steps, error=error))
+        self.emit(RunEnded(folder=str(self.folder), steps=steps, error=error))
 
     @property
     def screen(self) -> list[str]:

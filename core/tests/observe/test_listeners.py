@@ -36,8 +36,8 @@ def test_they_fit_the_strict_hook_manager(tmp_path):
     config = ObserveSettings(tensorboard=False, curve=False, progress=False)
     manager = HookManager(observers(config, tmp_path))
     event = RunStarted(name="", folder="", total_steps=1, first_step=0, config={})
-    manager.hook.run_started(event=event)
-    manager.hook.run_ended(event=RunEnded(folder="", steps=0))
+    manager.emit(event)
+    manager.emit(RunEnded(folder="", steps=0))
     assert ["metrics.jsonl", "samples", "trace.json"] == sorted(path.name for path in tmp_path.iterdir())
 
 

@@ -29,15 +29,15 @@ def test_a_sample_is_one_readable_object(make_run, sample):
     } == json.loads(raw)
 
 
-def test_tables_are_apart_and_limited(make_run, sample):
-    run = make_run(sample_table=True, samples_per_step=2, samples_per_evaluation=3).start()
-    for partition in ("train", "eval", "../odd"):
-        run.samples(1, *(sample(str(number)) for number in range(5)), partition=partition)
+def test_tables_are_apart(make_run, sample):
+    run = make_run(sample_table=True).start()
+    for count, partition in enumerate(("train", "eval", "../odd"), 2):
+        run.samples(1, *(sample(str(number)) for number in range(count)), partition=partition)
     run.failures(1, x="deadline", y="reward agent said no")
     run.end()
 
     folder = run.folder / "samples"
-    assert {"train.jsonl": 2, "eval.jsonl": 3, "_odd.jsonl": 3, "failed.jsonl": 2} == {
+    assert {"train.jsonl": 2, "eval.jsonl": 3, "_odd.jsonl": 4, "failed.jsonl": 2} == {
         path.name: len(read_samples(path)) for path in folder.iterdir()
     }
     assert {"step": 1, "key": "x", "reason": "deadline"} == read_samples(folder / "failed.jsonl")[0]

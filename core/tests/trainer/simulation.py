@@ -327,7 +327,7 @@ class Simulation:
         clock = self.clock
         asyncio.get_running_loop().set_default_executor(Inline())
         self.recorder = Recorder(clock)
-        hooks = HookManager([self.recorder], []).hook
+        hooks = HookManager([self.recorder])
         backend = self.store or DyingBackend(len(self.deaths) + 1)
         store, ledger, newest = CheckpointStore(Path("nowhere")), None, None
         if self.folder is not None:

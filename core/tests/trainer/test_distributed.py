@@ -74,7 +74,7 @@ def run(test: Callable[[Bench], Awaitable[None]]) -> None:
         server = Server()
         replica: Any = Replica(server, ServerInfo(replica=0))  # type: ignore[arg-type]
         values = {"model": {"path": "none"}, "data": {"train": "none"}, "deadlines": {"sync": 10.0, "batch": 50.0}}
-        hooks, algorithm = HookManager([], []).hook, ResolvedAlgorithm(loss="ppo", loss_options={})
+        hooks, algorithm = HookManager(), ResolvedAlgorithm(loss="ppo", loss_options={})
         role = Role(config=make_config(values, ()), name="explore", algorithm=algorithm, clock=clock, hooks=hooks)
         role.queue = queue
         subscriber = WeightSubscriber(role=role, replicas=[replica], placement=DeviceLease(clock, 60.0))

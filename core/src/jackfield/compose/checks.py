@@ -65,7 +65,7 @@ def prepare(
         check_tokens(config, tasks)
         import_plugins(config, registry, heavy=True)
     check_rows(config)
-    return Role(config=config, name=role, algorithm=algorithm, clock=clock, hooks=manager.hook), tasks
+    return Role(config=config, name=role, algorithm=algorithm, clock=clock, hooks=manager), tasks
 
 
 # -- plugins
@@ -133,7 +133,7 @@ def register_any(kind: str, name: str, part: Any) -> None:
 def hooks_of(config: RunConfig, registry: Registry, hooks: Sequence[object] = ()) -> HookManager:
     """Collect the hooks of the run's plugins, let plugins register components, and check the mixing samplers."""
     manager = HookManager(hooks, [registry.find(kind, name) for kind, name in config.plugins.items()])
-    manager.hook.register_parts(register=register_any)
+    manager.call("register_parts", register=register_any)
     for name, mixed in attrs.asdict(config.mixing, recurse=False).items():
         if mixed is not None:
             mixed.sampler.make(f"mixing.{name}.sampler.options")

@@ -166,7 +166,7 @@ class WorkerMaker:
         for kind in _KINDS[self.kind][1]:
             registry.load(kind, chosen[kind])
         here = [each.manifest for each in registry.records() if each.manifest and each.name == chosen[each.kind]]
-        HookManager([], here).hook.register_parts(register=register_any)
+        HookManager([], here).call("register_parts", register=register_any)
         if self.kind == "agent" and self.number == 0:
             algorithm = resolve_algorithm(config, registry.find("rollout", chosen["rollout"]))
             check_tokens(config, read_tasks(config, algorithm))

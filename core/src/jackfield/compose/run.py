@@ -157,7 +157,7 @@ def _reported(builder: RunBuilder, checkpoint: Checkpoint | None) -> Iterator[No
     failure, stopped, first_step = None, False, 0 if checkpoint is None else checkpoint.step
     steps, plain = config.schedule.steps, as_plain(config)
     started = RunStarted(name=config.name, folder=str(folder), total_steps=steps, first_step=first_step, config=plain)
-    role.hooks.run_started(event=started)
+    role.hooks.emit(started)
     try:
         yield
     except asyncio.CancelledError:
@@ -176,7 +176,7 @@ def _reported(builder: RunBuilder, checkpoint: Checkpoint | None) -> Iterator[No
         raise failure from error
     finally:
         steps = max(first_step, role.progress.value)
-        role.hooks.run_ended(event=RunEnded(folder=str(folder), steps=steps, error=failure, stopped=stopped))
+        role.hooks.emit(RunEnded(folder=str(folder), steps=steps, error=failure, stopped=stopped))
 
 
 def _first(error: BaseException, folder: Path) -> BaseException:

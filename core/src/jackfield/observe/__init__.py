@@ -31,7 +31,7 @@ __all__ = ["ObserveSettings", "observers", "plot_learning_curve", "read_samples"
 def observers(
     settings: ObserveSettings, folder: Path, console: Console | None = None, *, clock: Clock | None = None
 ) -> list[object]:
-    """Make the observers of a run, to be registered with its plugin manager in any order.
+    """Make the observers of a run, to be registered with its hook manager in this order.
 
     The run's folder need not exist yet; nothing is written before ``run_started``. The console for progress and
     warnings is standard error by default. The clock is that of ``StageEnded``. An observer that fails raises a
@@ -48,6 +48,7 @@ def observers(
         (SampleTables, "sample_table", None),
         (Timeline, "timeline", None),
         (LearningCurve, "curve", "matplotlib"),
+        (ProgressDisplay, "progress", None),  # it lists the files that the others wrote
     )
     for make, setting, package in chosen:
         if getattr(settings, setting):
@@ -55,6 +56,4 @@ def observers(
                 where = f"observe.{setting}"
                 raise missing_package(package, where, where, f", or set {where}=false")
             made.append(make(*shared))
-    if settings.progress:  # hooks are called in reverse order, so its summary comes after the other files
-        made.insert(0, ProgressDisplay(*shared))
     return made

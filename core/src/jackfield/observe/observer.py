@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import numbers
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -17,7 +16,7 @@ from attrs.validators import ge
 from jackfield.clock import Clock
 from jackfield.errors import PluginError, RunError
 from jackfield.files import AppendFile, replacing
-from jackfield.plugins.hooks import EvaluationEnded, RunEnded, StepEnded, WeightsSynced, hookimpl
+from jackfield.plugins.hooks import EvaluationEnded, Event, RunEnded, StepEnded, WeightsSynced, hookimpl
 from jackfield.settings import option
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class ObserveSettings:
 
 
 @hookimpl
-def _receive(self: Observer, event: object) -> None:
+def _receive(self: Observer, event: Event) -> None:
     """Pass an event to an observer; if it fails, it is named and stops listening.
 
     At the end of the run a failure is only reported, so that it does not hide an error of the run.
@@ -62,9 +61,8 @@ def _receive(self: Observer, event: object) -> None:
             self.close()
     except Exception as error:
         self._failed = True
-        hook = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(event).__name__).lower()
         failure = RunError(
-            f"the observer '{self.name}' failed in {hook}",
+            f"the observer '{self.name}' failed in {event.hook}",
             where=str(self.path),
             found=f"{type(error).__name__}: {error}",
             fix="look at the disk and the folder's permissions, or set observe.on_error=warn to run without it",

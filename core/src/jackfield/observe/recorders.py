@@ -97,16 +97,14 @@ class SampleTables(Observer):
     output = "samples"
 
     def hear(self, event: object) -> None:
-        """Write all failures, and as many samples of an event as the settings allow."""
+        """Write samples and failures."""
         match event:
             case RunStarted():
                 self.path.mkdir(parents=True, exist_ok=True)
                 for path in sorted(self.path.glob("*.jsonl")):
                     cut_after(path, event.first_step)
             case SamplesRecorded(step=step, partition=table):
-                per_step, per_evaluation = self.settings.samples_per_step, self.settings.samples_per_evaluation
-                shown = event.samples[: per_step if table == "train" else per_evaluation]
-                self._write(table, [_row(step, sample) for sample in shown])
+                self._write(table, [_row(step, sample) for sample in event.samples])
             case SamplesFailed(step=step):
                 rows = [{"step": step, "key": key, "reason": reason} for key, reason in event.reasons.items()]
                 self._write("failed", rows)

@@ -4,21 +4,14 @@ Hooks are pluggy hooks of the project ``jackfield``. An implementation is a func
 object that the run registers or in the ``hooks`` module that a manifest names. Each event class has a hook of its name,
 whose only parameter is ``event``: the hook ``step_ended`` gets a :class:`StepEnded`. The hook ``register_parts`` gets a
 :data:`Registrar` as ``register``. No hook is called per token or per sample.
-
-If an implementation raises, the others of the same hook are still called. Then the caller gets a single
-``JackfieldError`` unchanged, or else a ``PluginError`` (``plugin.hook-failed``) that names each failed implementation
-and is chained to the first error. Exceptions that are not an ``Exception`` (``KeyboardInterrupt``, cancellation)
-propagate at once.
 """
 
 from __future__ import annotations
 
-import contextvars
-import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 import pluggy
@@ -52,9 +45,11 @@ class Event:
     """The base of events. Each event class has a hook, which is named after it."""
 
     __slots__ = ()
+    hook: ClassVar[str]
 
     def __init_subclass__(cls) -> None:
-        HOOKS[re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()] = _takes_event
+        cls.hook = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+        HOOKS[cls.hook] = _takes_event
 
 
 @attrs.frozen(kw_only=True)
@@ -157,15 +152,10 @@ class CheckpointSaved(Event):
     bytes: int
 
 
-HookSpecs = type("HookSpecs", (), dict(HOOKS))
-#: exceptions of the current hook call, and before them those of the calls around it
-_FAILURES: contextvars.ContextVar[tuple[list[tuple[str, Exception]], ...]] = contextvars.ContextVar("failures")
-
-
 class HookManager(pluggy.PluginManager):
     """The pluggy manager of the hooks of one run, with strict registration and error handling.
 
-    Call hooks as ``manager.hook.step_ended(event=...)``. It never loads pluggy's own entry points.
+    It never loads pluggy's own entry points.
 
     Args:
         hook_objects: Objects (or modules) with functions marked by ``hookimpl``; called in this order.
@@ -174,8 +164,7 @@ class HookManager(pluggy.PluginManager):
 
     def __init__(self, hook_objects: Iterable[object] = (), manifests: Iterable[Manifest] = ()) -> None:
         super().__init__("jackfield")
-        self.add_hookspecs(HookSpecs)
-        self.add_hookcall_monitoring(_begin, _end)
+        self.add_hookspecs(type("Specifications", (), dict(HOOKS)))
         modules: dict[str, ModuleType] = {}
         for manifest in manifests:
             if manifest.hooks is not None and manifest.hooks not in modules:
@@ -185,57 +174,50 @@ class HookManager(pluggy.PluginManager):
 
     def register(self, plugin: object, name: str | None = None) -> str | None:
         """Register an object or module with marked methods or functions, or raise ``plugin.hooks``."""
-        label = getattr(plugin, "__name__", None) or f"{type(plugin).__module__}.{type(plugin).__qualname__}"
-        problem, registered = "it implements no hook", None
+        found, registered = "it implements no hook", None
         try:
             registered = super().register(plugin, name)
         except (pluggy.PluginValidationError, ValueError) as error:
-            problem = " ".join(str(error).split())
+            found = " ".join(str(error).split())
         callers = self.get_hookcallers(plugin) or [] if registered is not None else []
         unknown = [f"'{caller.name}'{did_you_mean(caller.name, HOOKS)}" for caller in callers if not caller.has_spec()]
-        if unknown or not callers:
-            expected = f"each object once, with functions marked by hookimpl: one or more of {', '.join(HOOKS)}"
-            found = f"the unknown hook {', '.join(unknown)}" if unknown else problem
-            details = {"where": label, "expected": expected, "found": found, "fix": "see jackfield.plugins.hooks"}
-            raise PluginError(f"the hooks of {label} cannot be registered", code="plugin.hooks", **details)
-        for caller in callers:
-            for implementation in caller.get_hookimpls():
-                if implementation.plugin is plugin and not (implementation.wrapper or implementation.hookwrapper):
-                    guarded = _guard(implementation.function, f"{label}.{caller.name}")
-                    setattr(implementation, "function", guarded)  # noqa: B010  (declared Final)
-        return registered
+        if unknown:
+            found = f"the unknown hook {', '.join(unknown)}"
+        elif any(each.wrapper or each.hookwrapper for caller in callers for each in caller.get_hookimpls()):
+            found = "a hook wrapper"
+        elif callers:
+            return registered
+        expected = f"each object once, with functions marked by hookimpl: one or more of {', '.join(HOOKS)}"
+        details = {"where": _label(plugin), "expected": expected, "found": found, "fix": "see jackfield.plugins.hooks"}
+        raise PluginError(f"the hooks of {_label(plugin)} cannot be registered", code="plugin.hooks", **details)
 
+    def emit(self, event: Event) -> None:
+        """Call the hook of an event."""
+        self.call(event.hook, event=event)
 
-def _guard(function: Callable[..., Any], label: str) -> Callable[..., Any]:
-    """Wrap an implementation to record its exception, so that the others are called."""
+    def call(self, hook: str, **arguments: Any) -> None:
+        """Call all implementations of a hook, also those after one that raises, and then raise what they raised.
 
-    @functools.wraps(function)
-    def call(*args: Any) -> Any:
-        try:
-            return function(*args)
-        except Exception as error:
-            _FAILURES.get()[-1].append((label, error))
-            return None
-
-    return call
-
-
-def _begin(*_: Any) -> None:
-    _FAILURES.set((*_FAILURES.get(()), []))
-
-
-def _end(outcome: pluggy.Result[Any], hook: str, *_: Any) -> None:
-    """Make a hook call raise the exceptions that its implementations raised."""
-    *outer, failures = _FAILURES.get()
-    _FAILURES.set(tuple(outer))
-    if not failures or outcome.exception is not None:
-        return
-    raised = failures[0][1]
-    if len(failures) > 1 or not isinstance(raised, JackfieldError):
-        names = ", ".join(label for label, _ in failures)
+        A single ``JackfieldError`` is raised unchanged, anything else as a ``PluginError`` (``plugin.hook-failed``)
+        that names each failed implementation and is chained to the first error. What is not an ``Exception``
+        (``KeyboardInterrupt``, cancellation) propagates at once.
+        """
+        failures: list[tuple[str, Exception]] = []
+        for each in reversed(getattr(self.hook, hook).get_hookimpls()):
+            try:
+                each.function(*(arguments[name] for name in each.argnames))
+            except Exception as error:
+                failures.append((f"{_label(each.plugin)}.{hook}", error))
+        if not failures:
+            return
+        names, first = ", ".join(label for label, _ in failures), failures[0][1]
+        if len(failures) == 1 and isinstance(first, JackfieldError):
+            raise first
         texts = (f"{type(e).__name__}: {e.message if isinstance(e, JackfieldError) else e}" for _, e in failures)
         fix = "correct or remove what implements the hook; all other implementations were called"
         details = {"where": names, "found": "; ".join(texts), "fix": fix}
-        error = PluginError(f"the hook {hook} failed in {names}", code="plugin.hook-failed", **details)
-        error.__cause__, raised = raised, error
-    outcome.force_exception(raised)
+        raise PluginError(f"the hook {hook} failed in {names}", code="plugin.hook-failed", **details) from first
+
+
+def _label(plugin: object) -> str:
+    return getattr(plugin, "__name__", None) or f"{type(plugin).__module__}.{type(plugin).__qualname__}"

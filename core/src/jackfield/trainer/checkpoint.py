@@ -90,7 +90,7 @@ class Checkpointer:
                 raise unwritten("a checkpoint could not be written", where, free, error, how) from error
             await self.role.queue.commit(steps - 1)
         self.saved = steps
-        self.role.hooks.checkpoint_saved(event=CheckpointSaved(step=steps, folder=str(saved.folder), bytes=saved.bytes))
+        self.role.hooks.emit(CheckpointSaved(step=steps, folder=str(saved.folder), bytes=saved.bytes))
 
     async def load(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Restore engines, queue and random state; return the trainer's own state.

@@ -16,7 +16,7 @@ from jackfield.cluster.pool import Places
 from jackfield.config import RunConfig
 from jackfield.config.sections import ScheduleConfig
 from jackfield.errors import QueueError, ScheduleError
-from jackfield.plugins.hooks import SampleRecord, StageEnded
+from jackfield.plugins.hooks import HookManager, SampleRecord, StageEnded
 from jackfield.queue import BatchMeta, TransferQueue
 from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.runtime.agent_worker import AgentWorker
@@ -128,7 +128,7 @@ class Role:
     name: RoleName = "all"
     algorithm: ResolvedAlgorithm
     clock: Clock
-    hooks: Any  #: pluggy's ``HookManager.hook``
+    hooks: HookManager
     explores: bool = attrs.field(init=False)  #: whether the run trains on responses that its policy generates
     trains: bool = attrs.field(init=False)
     evaluates: bool = attrs.field(init=False)
@@ -170,7 +170,7 @@ class Role:
         finally:
             end = self.clock.time()
             self.note(f"seconds/{name}", self._measured.get(f"seconds/{name}", 0.0) + end - start)
-            self.hooks.stage_ended(event=StageEnded(name=name, lane=lane, start=start, end=end, step=step))
+            self.hooks.emit(StageEnded(name=name, lane=lane, start=start, end=end, step=step))
 
     def note(self, name: str, value: float) -> None:
         """Set a metric of the step; the last value of a name counts."""

@@ -331,8 +331,8 @@ class Evaluator:
             samples.append(attrs.evolve(record, key=key, reward=scored.score, tags=shown_tags))
         await self.role.workers.backend.delete(DeleteRequest(partition=EVAL, keys=tuple(tags)))
         hooks = self.role.hooks
-        hooks.samples_recorded(event=SamplesRecorded(step=version, partition=EVAL, samples=tuple(samples)))
-        hooks.evaluation_ended(event=EvaluationEnded(step=version, metrics=metrics))
+        hooks.emit(SamplesRecorded(step=version, partition=EVAL, samples=tuple(samples)))
+        hooks.emit(EvaluationEnded(step=version, metrics=metrics))
         return metrics
 
     async def _evaluate(self, task: Task, version: int) -> _Outcome:

@@ -196,20 +196,20 @@ class Trainer:
             event = WeightsSynced(
                 version=version, receipts=report.receipts, seconds=report.seconds, sent_bytes=report.bytes
             )
-            self.role.hooks.weights_synced(event=event)
+            self.role.hooks.emit(event)
             self._published = version
 
     async def acknowledge(self, step: Step) -> None:
         """Acknowledge the batch to the queue, and report the step to the hooks."""
         role, hooks, done = self.role, self.role.hooks, step.number + 1
         await role.queue.ack(step.batch, step=step.number)  # final with the next checkpoint
-        hooks.step_ended(event=StepEnded(step=done, metrics={**step.metrics, **self._measured(step)}))
+        hooks.emit(StepEnded(step=done, metrics={**step.metrics, **self._measured(step)}))
         if failed := await role.queue.drain_failures():
-            hooks.samples_failed(event=SamplesFailed(step=done, reasons=failed))
+            hooks.emit(SamplesFailed(step=done, reasons=failed))
         if shown := role.config.observe.samples_per_step:
             chosen = step.batch.select(step.batch.by_partition()[TRAIN][:shown])
             if samples := await role.records(TRAIN, chosen.keys, chosen.tags, with_reward=role.explores):
-                hooks.samples_recorded(event=SamplesRecorded(step=done, partition=TRAIN, samples=samples))
+                hooks.emit(SamplesRecorded(step=done, partition=TRAIN, samples=samples))
 
     async def evaluate(self, steps_done: int) -> None:
         """Evaluate the weights that the replicas serve, if an evaluation is due."""
