@@ -87,10 +87,10 @@ def test_rows_of_another_run_are_mixed_in(small_run: Run, tmp_path: Path) -> Non
     shown = CliRunner().invoke(main, ["queue", "trace", str(second.folder), "human/0/0/0/1/0"]).output
     kept, rows = tmp_path / "kept", tmp_path / "rows.jsonl"
     assert [
-        "human/0/0/0/1/0  import",
-        f"└─ {kept}:human/0/0/0/1/0  import  (not in the queue)",
-        f"   └─ {rows}:train/0/0/0/1/0  (not in the queue)",
-    ] == shown.splitlines()
+        ["human/0/0/0/1/0", "import", "True"],
+        [f"{kept}:human/0/0/0/1/0", "import", "False"],
+        [f"{rows}:train/0/0/0/1/0", "-", "False"],
+    ] == [line.split() for line in shown.splitlines()[1:]]
 
 
 def test_supervised_training_replays_and_mixes_too(small_run: Run, tmp_path: Path) -> None:

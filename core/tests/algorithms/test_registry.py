@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from click.testing import CliRunner
 
 from jackfield.abc.engine import TokenOutput
@@ -184,8 +185,12 @@ def test_list_shows_every_name() -> None:
 def test_show_tells_equation_paper_defaults_and_needs() -> None:
     result = CliRunner().invoke(main, ["algorithms", "show", "dpo", "--kind", "loss"])
     assert 0 == result.exit_code
-    for text in ("log sigmoid(z)", "arXiv:2305.18290", "beta=0.1", "needs: ref_log_probs", "precomputed: dpo_margins"):
-        assert text in result.output
+    (shown,) = yaml.safe_load(result.output)
+    assert "log sigmoid(z)" in shown["equation"]
+    assert "arXiv:2305.18290" in shown["paper"]
+    assert 0.1 == shown["options"]["beta"]
+    assert ["ref_log_probs"] == shown["needs"]
+    assert "dpo_margins" in shown["precomputed"]
     result = CliRunner().invoke(main, ["algorithms", "show", "grpo", "--json"])
     assert ["algorithm", "advantages"] == [one["kind"] for one in json.loads(result.output)]
 

@@ -92,7 +92,9 @@ def test_the_command_prints_for_people_and_programs(tmp_path: Path) -> None:
         return [CliRunner().invoke(main, ["replicas", str(tmp_path), *call]).output for call in calls]
 
     listed, grown, refused, wrong = serve(tmp_path, ask)
-    assert "replica 0: serving  weights of version 5  0 running, 0 waiting  2 restarts\n" == listed
+    head, row = listed.splitlines()
+    assert ["REPLICA", "STATE", "WEIGHT", "VERSION", "RUNNING", "WAITING", "RESTARTS"] == head.split()
+    assert ["0", "serving", "5", "0", "0", "2"] == row.split()
     assert [0, 1] == [state["replica"] for state in json.loads(grown)]
     assert "[cluster.unavailable]" in refused
     assert "'many' is not a valid integer" in wrong

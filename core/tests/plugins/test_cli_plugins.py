@@ -85,8 +85,8 @@ def test_list_as_text_is_a_table_with_the_errors(site):
     good = next(line for line in lines if line.startswith("good"))
     assert ["good", "reward", "1.0", "dist-fake-good", "0.1.0", "ok", "a", "fake"] == good.split()
     assert header.index("STATUS") == good.index("ok")
-    assert "[plugin.abi]" in result.stdout
-    assert "fix: upgrade jackfield" in result.stdout
+    assert "code: plugin.abi" in result.stdout
+    assert "upgrade jackfield" in result.stdout
 
 
 def test_kind_selects(site):

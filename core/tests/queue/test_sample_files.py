@@ -36,6 +36,12 @@ def call(*arguments: object, code: int = 0) -> Any:
     return result.output
 
 
+def traced(folder: Path, key: str) -> list[tuple[str, str, str]]:
+    """Return key (indented by depth), operation and whether it is in the queue, of each line of ``queue trace``."""
+    rows = [line.rsplit(maxsplit=2) for line in call("trace", folder, key).splitlines()[1:]]
+    return [(name.rstrip(), operation, is_in_queue) for name, operation, is_in_queue in rows]
+
+
 def invalid_at(where: str) -> Callable[[QueueError], bool]:
     return lambda error: (error.code, error.where) == ("queue.invalid", where)
 
@@ -171,8 +177,9 @@ def test_a_queue_is_exported_imported_and_traced(run: Callable[..., None], tmp_p
     before, after = list(saved_samples(saved)), list(saved_samples(made))
     assert 2 * content(before) == content(after)
     assert [2] * 4 == [sum(row.group == group for row in after) for group in dict.fromkeys(row.group for row in after)]
-    shown = call("trace", made, "human/1/0/0/1/0")
-    assert f"human/1/0/0/1/0  import\n└─ {file}:train/0/0/0/1/0  (not in the queue)\n" == shown
+    assert [("human/1/0/0/1/0", "import", "True"), (f"  {file}:train/0/0/0/1/0", "-", "False")] == traced(
+        made, "human/1/0/0/1/0"
+    )
     tree = json.loads(call("trace", made, "human/1/0/0/1/0", "--json"))
     assert ("import", True, f"{file}:train/0/0/0/1/0") == (
         tree["operation"],
@@ -182,10 +189,11 @@ def test_a_queue_is_exported_imported_and_traced(run: Callable[..., None], tmp_p
     assert "the sample 'nobody' is unknown" in call("trace", made, "nobody", code=1)
     call("export", made, file)
     call("import", file, tmp_path / "again")
-    lines = call("trace", tmp_path / "again", "train/0/0/0/1/0").splitlines()
-    assert ["train/0/0/0/1/0  import", f"└─ {file}:human/0/0/0/1/0  import", f"   └─ {file}:train/0/0/0/1/0"] == [
-        line.removesuffix("  (not in the queue)") for line in lines
-    ]
+    assert [
+        ("train/0/0/0/1/0", "import", "True"),
+        (f"  {file}:human/0/0/0/1/0", "import", "False"),
+        (f"    {file}:train/0/0/0/1/0", "-", "False"),
+    ] == traced(tmp_path / "again", "train/0/0/0/1/0")
     other = tmp_path / "other"
     other.mkdir()
     (other / "file").touch()
@@ -218,12 +226,11 @@ def test_the_tree_outlives_the_samples(run: Callable[..., None], tmp_path: Path)
         await queue.checkpoint(saved)
 
     run(test, store=folder / "queue" / STORE_FILE)
-    lines = [
-        "train/3/0/0/0/0  mix",
-        "├─ train/2/0/0/0/0  repair  (not in the queue)",
-        "│  └─ train/0/0/0/0/0  (not in the queue)",
-        "├─ train/1/0/0/0/0  (not in the queue)",
-        "└─ else/0/0/0/0/0  (not in the queue)",
+    parents = [
+        ("  train/2/0/0/0/0", "repair", "False"),
+        ("    train/0/0/0/0/0", "-", "False"),
+        ("  train/1/0/0/0/0", "-", "False"),
+        ("  else/0/0/0/0/0", "-", "False"),
     ]
-    assert lines == call("trace", saved, "train/3/0/0/0/0").splitlines()
-    assert [f"{lines[0]}  (not in the queue)", *lines[1:]] == call("trace", folder, "train/3/0/0/0/0").splitlines()
+    assert [("train/3/0/0/0/0", "mix", "True"), *parents] == traced(saved, "train/3/0/0/0/0")
+    assert [("train/3/0/0/0/0", "mix", "False"), *parents] == traced(folder, "train/3/0/0/0/0")

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import textwrap
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import click
@@ -89,13 +91,47 @@ def report(ctx: click.Context, error: Exception, *, exit_code: int = 1) -> NoRet
     ctx.exit(exit_code)
 
 
-def show(found: Any, lines: Iterable[str]) -> None:
-    """Print the result of a command as lines of text, or as JSON with ``--json``."""
+def show(found: Any, *columns: str) -> None:
+    """Print the result of a command: as JSON with ``--json``, else as YAML, or records as a table with ``columns``.
+
+    The table leaves out columns without values. Objects in a column are printed as YAML below their record.
+    """
+    text = json.dumps(found, indent=2, ensure_ascii=False)
     if click.get_current_context().meta.get(_JSON):
-        click.echo(json.dumps(found, indent=2, ensure_ascii=False))
+        click.echo(text)
+    elif not columns:
+        click.echo(_yaml(json.loads(text)), nl=False)
+    elif not found:
+        click.echo("none")
     else:
-        for line in lines:
-            click.echo(line)
+        cells = {name: [name.replace("_", " ").upper(), *(_cell(one.get(name)) for one in found)] for name in columns}
+        shown = [column for column in cells.values() if any(cell != "-" for cell in column[1:])]
+        widths = [max(map(len, column)) for column in shown]
+        for record, row in zip([{}, *found], zip(*shown, strict=True), strict=True):
+            click.echo("  ".join(map(str.ljust, row, widths)).rstrip())
+            if below := {name: record[name] for name in columns if isinstance(record.get(name), Mapping)}:
+                click.echo(textwrap.indent(_yaml(below, flow=False), "    "), nl=False)
+
+
+def _cell(value: Any) -> str:
+    """Return a value as it is in a table; ``-`` if it is empty or printed below."""
+    if value is None or isinstance(value, Mapping):
+        return "-"
+    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return text.replace("\n", " ") or "-"
+
+
+def _yaml(value: Any, *, flow: bool | None = None) -> str:
+    """Format plain values as YAML without line breaks in texts. By default, objects of plain values are on one line."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def represent_str(self, data: str) -> yaml.ScalarNode:
+            return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if "\n" in data else None)
+
+    Dumper.add_representer(str, Dumper.represent_str)
+    options: Any = {"allow_unicode": True, "default_flow_style": flow, "sort_keys": False, "width": math.inf}
+    return str(yaml.dump(value, Dumper=Dumper, **options))
 
 
 def config_arguments(command: click.decorators.FC) -> click.decorators.FC:

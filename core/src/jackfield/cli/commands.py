@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import sys
 import textwrap
 import time
 from asyncio import CancelledError
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import click
 
 from jackfield.cli import LazyGroup, config_arguments, deadline_option, json_option, show
 from jackfield.errors import ConfigError
-
-if TYPE_CHECKING:
-    from jackfield.plugins import PluginRecord
 
 _FOLDER = click.argument("folder", type=click.Path(path_type=Path))
 _LOOK_SECONDS = 120.0  #: for importing a worker's plugin in its new environment
@@ -95,14 +90,8 @@ def replicas(folder: Path, count: int | None, deadline: float, as_json: bool) ->
     from jackfield.cluster.control import list_replicas, scale_replicas
 
     states = list_replicas(folder) if count is None else scale_replicas(folder, count, seconds=deadline)
-    lines = []
-    for state in states:
-        version = "" if state.weight_version is None else f"  weights of version {state.weight_version}"
-        restarts = f"  {state.restarts} restarts" if state.restarts else ""
-        further = "".join(f"  {text}" for text in (state.address, state.detail) if text)
-        load = f"  {state.running} running, {state.waiting} waiting"
-        lines.append(f"replica {state.replica}: {state.state}{version}{load}{restarts}{further}")
-    show([attrs.asdict(state) for state in states], lines)
+    rows = [attrs.asdict(state) for state in states]
+    show(rows, *rows[0])
 
 
 @click.group()
@@ -119,16 +108,13 @@ def list_checkpoints(folder: Path, as_json: bool) -> None:
     from jackfield.trainer.checkpoint import Checkpoint
 
     rows: list[dict[str, Any]] = []
-    lines = []
     for step, each in run_checkpoints(folder).items():
         if isinstance(each, Checkpoint):
             rows.append({"step": step, "folder": str(each.folder), "bytes": each.bytes})
-            lines.append(f"step {step}: {each.folder}, {each.bytes} bytes")
         else:
             damaged = {"where": str(each.where), "expected": each.expected, "found": each.found}
             rows.append({"step": step, "damaged": damaged})
-            lines.append(f"step {step}: damaged: {each.where}: {each.found}, expected {each.expected}")
-    show(rows, lines)
+    show(rows, "step", "folder", "bytes", "damaged")
 
 
 @checkpoint.command()
@@ -178,9 +164,9 @@ def explain_config(file: str, overrides: tuple[str, ...]) -> None:
 @config_arguments
 @json_option
 def validate(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Check all settings, including those of plugins and components. Paths need not exist.
+    """Check all settings, including those of plugins and components, and print the resolved algorithm.
 
-    With --json, print the resolved algorithm and what it needs.
+    Paths need not exist.
     """
     from jackfield.compose.checks import hooks_of
     from jackfield.compose.resolve import resolve_algorithm
@@ -192,7 +178,7 @@ def validate(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
     hooks_of(loaded, registry)
     algorithm = resolve_algorithm(loaded, registry.find("rollout", loaded.rollout.name))
     described = {**algorithm.as_plain(), "replica_bound": loaded.rollout_bound}
-    show({"file": file, "algorithm": described}, [f"{file}: valid"])
+    show({"file": file, "status": "valid", "algorithm": described})
 
 
 @click.group()
@@ -252,13 +238,9 @@ def algorithms() -> None:
 def list_algorithms(kind: str | None, as_json: bool) -> None:
     """List bundles, estimators, losses and other components."""
     found = _described(kind)
-    width, lines = max(len(one["name"]) for one in found), list[str]()
-    for part, ones in itertools.groupby(found, key=lambda one: str(one["kind"])):
-        lines += [*([""] if lines else []), part]
-        for one in ones:
-            equation = textwrap.shorten(one["equation"], 110, placeholder=" …")
-            lines.append(f"  {one['name'].ljust(width)}  {equation}")
-    show(found, lines)
+    for each in () if as_json else found:
+        each["equation"] = textwrap.shorten(each["equation"], 110, placeholder=" …")
+    show(found, "kind", "name", "equation")
 
 
 @algorithms.command("show")
@@ -273,19 +255,7 @@ def show_algorithm(name: str, kind: str | None, as_json: bool) -> None:
     found = [one for one in known if one["name"] == name]
     if not found:
         raise unknown_part(kind or "part", name, sorted({one["name"] for one in known}))
-    lines = list[str]()
-    for one in found:
-        lines += [*([""] if lines else []), f"{one['name']} ({one['kind']})"]
-        lines += textwrap.wrap(one["equation"], 110, initial_indent="  ", subsequent_indent="  ")
-        for key, value in one.items():
-            if key not in ("kind", "name", "equation") and value:
-                pairs = (
-                    [f"{name}={default}" for name, default in value.items()] if isinstance(value, Mapping) else value
-                )
-                text = ", ".join(pairs) if isinstance(pairs, list) else str(value)
-                label = f"  {key.replace('_', ' ')}: "
-                lines += textwrap.wrap(text, 110, initial_indent=label, subsequent_indent=" " * 4)
-    show(found, lines)
+    show(found)
 
 
 def _described(kind: str | None) -> list[dict[str, Any]]:
@@ -315,29 +285,14 @@ def list_plugins(kind: str | None, as_json: bool) -> None:
     certificates, found = None, []
     with suppress(ModuleNotFoundError):
         certificates = importlib.import_module("jackfield_conformance.certificates")
-    table = [("NAME", "KIND", "ABI", "DISTRIBUTION", "STATUS", "DESCRIPTION", "")]
     for record in discover().records(kind):
         certificate = certificates.find_certification(record) if certificates else None
-        fields, shown, stale = record.as_dict(), None, False
-        word, note = str(record.status), str(record.error or "")
-        if certificate is not None:
-            shown, stale = attrs.asdict(certificate), bool(certificate.stale)
-            word = f"{'STALE certificate' if stale else 'certified'} {certificate.date} ({certificate.level})"
-            note = stale_note(record, certificate.stale) if stale else ""
-        kept = {"certified": None if stale else shown, "stale_certificate": shown if stale else None}
-        found.append({**fields, "status": "stale" if stale else record.status, **kept})
-        provider = f"{record.distribution} {record.version}"
-        table.append((record.name, record.kind, record.abi or "-", provider, word, fields["description"], note))
-    if not found:
-        show(found, ["no plugins are installed" if kind is None else f"no {kind} plugins are installed"])
-        return
-    widths, lines = [max(map(len, column)) for column in zip(*(cells for *cells, _ in table), strict=True)], []
-    for *cells, note in table:
-        lines.append("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
-        lines += [textwrap.indent(note, "    ")] if note else []
-    show(found, lines)
-
-
-def stale_note(record: PluginRecord, reason: str) -> str:
-    """Return why a certificate is no longer valid, and what to do."""
-    return f"{reason}\nfix: jackfield plugins check {record.name} --kind {record.kind}"
+        fields = {**record.as_dict(), "certified": None, "stale_certificate": None}
+        if certificate is not None and certificate.stale:
+            fields |= {"status": "stale", "stale_certificate": attrs.asdict(certificate)}
+        elif certificate is not None:
+            brief = f"{certificate.date} ({certificate.level})"
+            fields["certified"] = attrs.asdict(certificate) if as_json else brief
+        found.append(fields)
+    names = ("name", "kind", "abi", "distribution", "version", "status", "certified", "description")
+    show(found, *names, "error", "stale_certificate")

@@ -38,12 +38,9 @@ def queue() -> None:
 @json_option
 def ls(folder: Path, partition: str | None, as_json: bool) -> None:
     """List samples with key, task, bytes, columns, and consumers that acknowledged them."""
-    samples, lines = [], []
-    for sample in _samples(folder, partition):
-        columns, done = sorted(sample.cells), f"  acked by {', '.join(sample.acked_by)}" if sample.acked_by else ""
-        samples.append({**_plain(sample, "partition", "key", "batch", "task", "bytes", "acked_by"), "columns": columns})
-        lines.append(f"{sample.key}  task {sample.task}  {sample.bytes} bytes  {', '.join(columns)}{done}")
-    show_result(samples, lines)
+    names = ("key", "partition", "batch", "task", "bytes", "acked_by")
+    samples = [{**_plain(each, *names), "columns": sorted(each.cells)} for each in _samples(folder, partition)]
+    show_result(samples, *names, "columns")
 
 
 @queue.command()
@@ -58,16 +55,14 @@ def show(folder: Path, key: str, as_json: bool) -> None:
     sample = next((sample for sample in _samples(folder, None) if sample.key == key), None)
     if sample is None:
         raise QueueError(f"no sample {key!r} is in the checkpoint", code="queue.unknown-sample", where=str(folder))
-    columns = {name: plain_values(cell) for name, cell in sample.cells.items()}
-    place = f"partition {sample.partition}, batch {sample.batch}, group {sample.group}, task {sample.task}"
-    lines = [sample.key, f"  {place}", *(f"  tag {name}: {value}" for name, value in sample.tags.items())]
+    types, columns = {}, {}
     for name, cell in sorted(sample.cells.items()):
-        values, kind = columns[name], ColumnType.parse(cell[0])
-        cut = isinstance(values, list) and len(values) > _SHOWN and kind.kind != "json"
-        shown = f"{json.dumps(values[:_SHOWN])[:-1]}, …]" if cut else json.dumps(values, ensure_ascii=False)
-        lines.append(f"  {name} ({kind.kind}, {kind.dtype}, {shape_of(cell)}): {shown}")
+        kind, values = ColumnType.parse(cell[0]), plain_values(cell)
+        if isinstance(values, list) and len(values) > _SHOWN and kind.kind != "json" and not as_json:
+            values = [*values[:_SHOWN], "…"]
+        types[name], columns[name] = f"{kind.kind}, {kind.dtype}, {shape_of(cell)}", values
     names = ("partition", "key", "group", "task", "batch", "tags", "acked_by")
-    show_result({**_plain(sample, *names), "columns": columns}, lines)
+    show_result({**_plain(sample, *names), "types": types, "columns": columns})
 
 
 @queue.command()
@@ -83,13 +78,7 @@ def stats(folder: Path, as_json: bool) -> None:
         partition["acked"].update(sample.acked_by)
         for name, (_, content) in sample.cells.items():
             partition["columns"].setdefault(name, Counter()).update(samples=1, bytes=len(content))
-    lines = []
-    for name, partition in counts.items():
-        acked, columns = sorted(partition["acked"].items()), sorted(partition["columns"].items())
-        lines.append(f"{name}: {partition['samples']} samples, {partition['bytes']} bytes")
-        lines += [f"  acked by {consumer}: {samples} samples" for consumer, samples in acked]
-        lines += [f"  {column}: {found['samples']} samples, {found['bytes']} bytes" for column, found in columns]
-    show_result(counts, lines)
+    show_result(counts)
 
 
 @queue.command()
@@ -122,16 +111,8 @@ def trace(folder: Path, key: str, as_json: bool) -> None:
     except RunError:
         if store is None:
             raise
-
-    def branches(sample: dict[str, Any], first: str = "", others: str = "") -> Iterator[str]:
-        made = f"  {sample['operation']}" if sample["operation"] else ""
-        yield f"{first}{sample['key']}{made}{'' if sample['in_queue'] else '  (not in the queue)'}"
-        for parent in sample["parents"]:
-            mark, below = ("└─ ", "   ") if parent is sample["parents"][-1] else ("├─ ", "│  ")
-            yield from branches(parent, others + mark, others + below)
-
     root = find_ancestors(key, checkpoint, store)
-    show_result(root, branches(root))
+    show_result(root if as_json else [*_indented(root)], "sample", "operation", "in_queue")
 
 
 @queue.command()
@@ -185,6 +166,12 @@ def serve(file: str, overrides: tuple[str, ...]) -> None:
     with stop.listening():
         asyncio.run(stop.bounded(main()))
     sys.exit(stop.code)
+
+
+def _indented(sample: dict[str, Any], depth: int = 0) -> Iterator[dict[str, Any]]:
+    yield {**sample, "sample": "  " * depth + sample["key"]}
+    for parent in sample["parents"]:
+        yield from _indented(parent, depth + 1)
 
 
 def _plain(sample: SavedSample, *names: str) -> dict[str, Any]:

@@ -37,7 +37,8 @@ class Certification:
     level: str  #: ``partial``, ``base`` or ``full``
     source: Literal["local", "shipped"]
     conformance: str  #: version of jackfield-conformance
-    stale: str = ""  #: what has changed since the checks ran, which makes the certificate invalid; empty: nothing
+    #: what has changed since the checks ran, which makes the certificate invalid, and the fix; empty: nothing
+    stale: str = ""
 
 
 def certificate_folder() -> Path:
@@ -80,6 +81,7 @@ def find_certification(record: PluginRecord) -> Certification | None:
         changes = [f"the checks ran on {what} {then[what]}, {now[what]} is installed" for what in other]
         if not changes and (found["digest"] is None or found["digest"] != plugin_digest(record.manifest)):
             changes = ["the plugin's files have changed since the checks ran"]
+        again = f"`jackfield plugins check {record.name} --kind {record.kind}` checks it again"
         certified = found["level"] in ("partial", "base", "full")
         if certified and (not changes or certification is None):
             version = str(found["versions"].get("jackfield-conformance") or "unknown")
@@ -89,7 +91,7 @@ def find_certification(record: PluginRecord) -> Certification | None:
                 "source": source,
                 "conformance": version,
             }
-            certification = Certification(stale=changes[0] if changes else "", **fields)
+            certification = Certification(stale=f"{changes[0]}; {again}" if changes else "", **fields)
         if not changes:
             return certification if certified else None
     return certification

@@ -63,7 +63,7 @@ def check(
             certificate.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     except (JackfieldError, OSError) as error:
         report(ctx, error, exit_code=2)
-    show(found, [f"certificate: {certificate or kept}"])
+    show(found if as_json else {"certificate": str(certificate or kept)})
     ctx.exit(1 if found["level"] == "none" else 0)
 
 

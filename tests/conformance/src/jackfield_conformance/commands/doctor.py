@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from jackfield.cli import deadline_option, json_option, report, show
-from jackfield.cli.commands import kind_option, stale_note
+from jackfield.cli.commands import kind_option
 from jackfield.errors import JackfieldError
 from jackfield.plugins import PluginRecord, discover
 from jackfield.plugins.interpreters import Introduction, look
@@ -72,9 +72,11 @@ def doctor(
         report(ctx, error, exit_code=2)
     ill = sum(bool(each["problems"]) for each in plugins)
     healthy = not ill and not any(each["problems"] for each in interpreters.values())
-    summary = [f"{len(plugins)} plugins, {ill} with problems"] if plugins else []
     status = "ok" if healthy else "problems"
-    show({"status": status, "interpreters": [*interpreters.values()], "plugins": plugins}, summary)
+    if as_json:
+        show({"status": status, "interpreters": [*interpreters.values()], "plugins": plugins})
+    elif plugins:
+        click.echo(f"{len(plugins)} plugins, {ill} with problems")
     ctx.exit(0 if healthy else 1)
 
 
@@ -125,7 +127,7 @@ def _report(record: PluginRecord, found: Introduction | None, echo: Callable[[st
     status = "problem" if problems else "stale" if stale else "ok"
     tried = f", {found.seconds:.1f} s" if found else ""
     echo(f"{_MARKS[status]} {record.label}, ABI {record.abi or '-'}{tried}")
-    for note in [*map(str, problems), *([stale_note(record, stale)] if stale else [])]:
+    for note in [*map(str, problems), *([stale] if stale else [])]:
         echo(textwrap.indent(note, "    "))
     return {
         **{name: getattr(record, name) for name in ("name", "kind", "abi", "distribution", "version")},
