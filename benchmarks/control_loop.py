@@ -34,7 +34,8 @@ from jackfield.config.sections import RayConfig
 from jackfield.data.tasks import Task
 from jackfield.errors import JackfieldError
 from jackfield.plugins import HookManager
-from jackfield.queue import BatchMeta, GroupKey, TransferQueue, Values, Written
+from jackfield.queue import BatchMeta, TransferQueue, Values
+from jackfield.queue.meta import GroupKey, Written
 from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine import EngineGroup, EngineRank

@@ -485,7 +485,8 @@ async def controller(rows: int) -> dict[str, Any]:
 
     from jackfield.abc.transfer_queue import Column, DeleteResult, PutResult, TransferQueueContext
     from jackfield.clock import Clock
-    from jackfield.queue import GroupKey, NewGroup, RolloutReport, TransferQueue, Values
+    from jackfield.queue import TransferQueue, Values
+    from jackfield.queue.meta import GroupKey, NewGroup, RolloutReport
     from jackfield.queue.values import MemoryBackend, MemoryConfig
 
     class Nothing(MemoryBackend):

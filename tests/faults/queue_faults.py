@@ -35,18 +35,8 @@ import torch
 from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueContext
 from jackfield.clock import Clock
 from jackfield.errors import QueueError
-from jackfield.queue import (
-    Batch,
-    BatchMeta,
-    GroupKey,
-    NewGroup,
-    RolloutReport,
-    TransferQueue,
-    Values,
-    Written,
-    effective_acks,
-    read_ledger,
-)
+from jackfield.queue import BatchMeta, TransferQueue, Values, effective_acks, read_ledger
+from jackfield.queue.meta import Batch, GroupKey, NewGroup, RolloutReport, Written
 from jackfield.queue.store import STORE_FILE
 from jackfield.sdk.cells import column_from_rows, dense_column, rows_of
 from jackfield_transport_sql.backend import SQLBackend

@@ -17,7 +17,8 @@ import pytest
 
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, LeaseError, QueueError
-from jackfield.queue import Reuse, SamplerSpec, TransferQueue
+from jackfield.queue import TransferQueue
+from jackfield.queue.meta import Reuse, SamplerSpec
 from jackfield.queue.transfer_queue import QUEUE, QueueServer, connect_queue
 from jackfield.sdk.cells import column_from_rows
 from jackfield.sdk.rpc import Connection

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from jackfield.cli import main
 from jackfield.errors import QueueError
-from jackfield.queue import Lineage
+from jackfield.queue.meta import Lineage
 from jackfield.queue.sample_files import cell_of, read_samples, saved_samples, to_plain, write_samples
 from jackfield.queue.store import STORE_FILE
 from jackfield.sdk.archive import SavedSample

@@ -15,8 +15,8 @@ import pytest
 
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.errors import DeadlineExceeded, QueueError
-from jackfield.queue import BatchMeta, Ready, Reuse, Sampler, SamplerSpec, TransferQueue, register_sampler
-from jackfield.queue.meta import SAMPLERS, Priority, Random, Sequential
+from jackfield.queue import BatchMeta, Ready, Sampler, TransferQueue
+from jackfield.queue.meta import SAMPLERS, Priority, Random, Reuse, SamplerSpec, Sequential, register_sampler
 from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.sdk.cells import dense_column
 from jackfield_testing import refused

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jackfield.errors import QueueError
-from jackfield.queue import Lineage
+from jackfield.queue.meta import Lineage
 from jackfield.queue.records import State
 from jackfield.queue.store import STORE_FILE, Store, effective_acks, read_ledger
 from jackfield.queue.transfer_queue import TransferQueue

@@ -13,7 +13,8 @@ from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.algorithms import Correction, Shaping, advantages
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.errors import ConfigError
-from jackfield.queue import BatchMeta, Lease, Values
+from jackfield.queue import BatchMeta, Values
+from jackfield.queue.meta import Lease
 from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.runtime.advantages import AdvantageWorker
 from jackfield.sdk.cells import column_from_rows, rows_of

@@ -12,7 +12,7 @@ from jackfield.abc.engine import EngineLayout
 from jackfield.algorithms import LossSpec
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, EngineError
-from jackfield.queue import BatchMeta, Lease, Written
+from jackfield.queue.meta import BatchMeta, Lease, Written
 from jackfield.runtime.engine import EngineGroup, combined, shares
 
 

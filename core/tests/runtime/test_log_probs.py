@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from jackfield.queue import BatchMeta, Lease
+from jackfield.queue.meta import BatchMeta, Lease
 from jackfield.runtime.engine import PREFIX, Comparison, combined, distances
 from jackfield.sdk.jagged import jagged
 

@@ -33,7 +33,8 @@ from jackfield.data.tasks import Task
 from jackfield.errors import QueueError
 from jackfield.plugins import HookManager, hookimpl
 from jackfield.plugins.hooks import SamplesFailed, StepEnded
-from jackfield.queue import BatchMeta, GroupKey, Reuse, TransferQueue, Values
+from jackfield.queue import BatchMeta, TransferQueue, Values
+from jackfield.queue.meta import GroupKey, Reuse
 from jackfield.queue.store import STORE_FILE
 from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.runtime.advantages import AdvantageWorker

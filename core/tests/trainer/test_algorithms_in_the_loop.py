@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from jackfield.queue import BatchMeta, Lease
+from jackfield.queue.meta import BatchMeta, Lease
 from jackfield.runtime.samples import global_counts, mini_batches
 from jackfield.trainer.role import Schedule
 

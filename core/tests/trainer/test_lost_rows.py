@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jackfield.queue import Reuse
+from jackfield.queue.meta import Reuse
 from jackfield.trainer.role import Schedule
 
 from .simulation import Simulation

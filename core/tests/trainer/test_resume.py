@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jackfield.queue import Reuse, effective_acks, read_ledger
+from jackfield.queue import effective_acks, read_ledger
+from jackfield.queue.meta import Reuse
 from jackfield.trainer.role import Schedule
 
 from .simulation import DyingBackend, Simulation

@@ -23,7 +23,8 @@ from jackfield.compose.workers import WorkerFactory
 from jackfield.config import as_plain
 from jackfield.data.task_set import SeededOrder, TaskSet
 from jackfield.data.tasks import Task
-from jackfield.queue import GroupKey, Values
+from jackfield.queue import Values
+from jackfield.queue.meta import GroupKey
 from jackfield.queue.transfer_queue import connect_queue
 from jackfield.runtime.engine import EngineGroup
 from jackfield.trainer.checkpoint import Checkpoint, Checkpointer, CheckpointStore

@@ -32,7 +32,8 @@ from jackfield.errors import ConfigError, EngineError, PluginError, PluginNotFou
 from jackfield.imports import collection_paused
 from jackfield.plugins import HookManager, Registry
 from jackfield.plugins.interpreters import environment_python, look, resolve_interpreter
-from jackfield.queue import TransferQueue, Values, register_sampler
+from jackfield.queue import TransferQueue, Values
+from jackfield.queue.meta import register_sampler
 from jackfield.queue.sample_files import ImportedSamples, cell_of, read_samples, saved_samples, shape_of
 from jackfield.sdk.archive import SavedSample
 from jackfield.sdk.rotary import length_limits

@@ -22,7 +22,7 @@ from jackfield.data.tasks import TaskFormat
 from jackfield.errors import ConfigError
 from jackfield.observe import ObserveSettings
 from jackfield.plugins.interpreters import EnvironmentSettings
-from jackfield.queue import Reuse, SamplerSpec
+from jackfield.queue.meta import Reuse, SamplerSpec
 from jackfield.settings import option
 
 #: Default bounds on the mean distance of a replica's log-probs from the engine's, in nats.

@@ -17,41 +17,9 @@ be completed; the limits bound how far producers run ahead.
 
 from __future__ import annotations
 
-from jackfield.queue.meta import (
-    Batch,
-    BatchMeta,
-    GroupKey,
-    Lease,
-    Lineage,
-    NewGroup,
-    Ready,
-    Reuse,
-    RolloutReport,
-    Sampler,
-    SamplerSpec,
-    Written,
-    register_sampler,
-)
+from jackfield.queue.meta import BatchMeta, Ready, Sampler
 from jackfield.queue.store import effective_acks, read_ledger
 from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.queue.values import Values
 
-__all__ = [
-    "Batch",
-    "BatchMeta",
-    "GroupKey",
-    "Lease",
-    "Lineage",
-    "NewGroup",
-    "Ready",
-    "Reuse",
-    "RolloutReport",
-    "Sampler",
-    "SamplerSpec",
-    "TransferQueue",
-    "Values",
-    "Written",
-    "effective_acks",
-    "read_ledger",
-    "register_sampler",
-]
+__all__ = ["BatchMeta", "Ready", "Sampler", "TransferQueue", "Values", "effective_acks", "read_ledger"]

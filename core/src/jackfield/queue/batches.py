@@ -107,11 +107,8 @@ class Batches:
 
         With ``until="final"`` it ends when a consumer has acked all groups, so that none can be dropped any more; else
         when all are published: if one is dropped afterwards, the batch is offered to the next claimant. The deadline
-        runs only while the batch does not change and no consumer works with its groups.
-
-        Raises:
-            QueueFull: If there was no room for a group in time.
-            QueueError: If the batch was released.
+        runs only while the batch does not change and no consumer works with its groups. If there was no room for a
+        group in time, raise ``QueueFull``; if the batch was released, ``QueueError``.
         """
         partition = self.core.state.partition(batch.partition)
         state, since = partition.batches.get(batch.number), self.core.clock.time()

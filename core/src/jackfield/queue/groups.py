@@ -30,8 +30,7 @@ class Groups:
     async def open_groups(self, groups: Sequence[NewGroup]) -> None:
         """Open groups, whose rollouts start now.
 
-        Raises:
-            QueueError: If a group is no longer assigned to this explorer. Those before it in the list are open then.
+        If a group is no longer assigned to this explorer, raise a QueueError; those before it in the list are open.
         """
         for new in groups:
             key = new.key
@@ -121,10 +120,9 @@ class Groups:
             self._feeds = [each for each in self._feeds if each is not entry]
 
     async def drop_groups(self, groups: Sequence[str], reason: str) -> None:
-        """Drop and retry groups, unless an acking consumer has leased one. Groups that are gone are skipped.
+        """Drop and retry groups. Groups that are gone are skipped.
 
-        Raises:
-            QueueError: If a group is leased or never existed; then none is dropped.
+        If an acking consumer has leased a group, or it never existed, raise a QueueError and drop none.
         """
         found = [group for name in groups if (group := self.core.state.group(name)) is not None]
         _require_free(found)
@@ -134,8 +132,7 @@ class Groups:
     async def fail_samples(self, reasons: Mapping[str, str]) -> None:
         """Fail samples by key and publish or retry their groups again. Samples that are gone are skipped.
 
-        Raises:
-            QueueError: If an acking consumer has leased such a group; then no sample is failed.
+        If an acking consumer has leased such a group, raise a QueueError and fail no sample.
         """
         found = self._by_group(reasons)
         _require_free(found)
@@ -219,12 +216,8 @@ class Groups:
     async def add_columns(self, target: BatchMeta | Sequence[str], written: Written) -> tuple[str, ...]:
         """Record that columns of samples are in the backend, and wake consumers whose columns are complete.
 
-        The holder of a lease may replace columns; without a lease a column is written only once.
-
+        The holder of a lease may replace columns; without a lease a column that exists is refused (``queue.column``).
         Return the keys of samples that still exist. The values of the others are deleted.
-
-        Raises:
-            QueueError: ``queue.column`` for a column that already exists.
         """
         keys = target.keys if isinstance(target, BatchMeta) else tuple(target)
         tags, columns = written.tags, frozenset(written.columns)

@@ -193,10 +193,7 @@ class BatchMeta:
     def split(self, parts: int, *, whole_groups: bool = False) -> tuple[BatchMeta, ...]:
         """Split into consecutive parts whose numbers of samples, or of whole groups, differ by at most one.
 
-        The larger parts come first.
-
-        Raises:
-            QueueError: ``queue.invalid`` if there are fewer samples or groups than parts, or ``parts`` is below 1.
+        The larger parts come first. With fewer samples or groups than parts, or no parts, raise ``queue.invalid``.
         """
         units = list(self.by_group().values()) if whole_groups else [[index] for index in range(len(self))]
         if not 1 <= parts <= max(len(units), 1):
@@ -319,10 +316,8 @@ SAMPLERS: dict[str, Callable[..., Sampler]] = {"priority": Priority, "random": R
 def register_sampler(name: str, make: Callable[..., Sampler]) -> None:
     """Register a sampler under the ``name`` that configurations use.
 
-    ``make`` is an attrs class whose fields are the options, or a function that takes the options.
-
-    Raises:
-        QueueError: ``queue.invalid`` if another sampler has the name.
+    ``make`` is an attrs class whose fields are the options, or a function that takes the options. If another sampler
+    has the name, raise ``queue.invalid``.
     """
     if SAMPLERS.setdefault(name, make) is not make:
         raise QueueError(f"there is a sampler named {name!r} already", where=name, fix="choose another name")
@@ -338,9 +333,7 @@ class SamplerSpec:
     def make(self, where: str = "") -> Sampler:
         """Create a sampler. ``where`` is the path of the options, for error messages.
 
-        Raises:
-            QueueError: ``queue.invalid`` for an unknown name.
-            ConfigError: If the sampler does not have an option.
+        An unknown name raises ``queue.invalid``, and an option that the sampler does not have ``ConfigError``.
         """
         if self.name not in SAMPLERS:
             known = f"one of {', '.join(sorted(SAMPLERS))}"

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from jackfield.algorithms import advantages, kl_in_reward, naming_rows, part, prepare
 from jackfield.algorithms.settings import ResolvedAlgorithm
-from jackfield.queue import BatchMeta, Values, Written
+from jackfield.queue import BatchMeta, Values
+from jackfield.queue.meta import Written
 from jackfield.runtime.samples import is_baseline, is_expert, own, trained, where
 from jackfield.sdk.cells import dense_column, from_nested, to_nested
 from jackfield.sdk.jagged import from_padded, lengths, to_padded

@@ -18,7 +18,8 @@ from jackfield.data.tasks import Task
 from jackfield.data.tokens import encode_answers, encode_prompt
 from jackfield.errors import AgentError, ConfigError, DataError, JackfieldError, PluginError, described
 from jackfield.plugins.hooks import SampleRecord
-from jackfield.queue import RolloutReport, Values
+from jackfield.queue import Values
+from jackfield.queue.meta import RolloutReport
 from jackfield.runtime.samples import metric_tags, not_finite, sequence_columns, sequence_tags
 from jackfield.runtime.workers import is_lost, resubmitted
 from jackfield.sdk.cells import rows_of

@@ -14,7 +14,8 @@ from jackfield.abc.engine import BaseEngine, EngineLayout, EngineOutput, LoadChe
 from jackfield.algorithms import LossSpec, naming_rows, resolve_loss
 from jackfield.clock import Clock
 from jackfield.errors import EngineError, JackfieldError, WorkerLost
-from jackfield.queue import BatchMeta, TransferQueue, Values, Written
+from jackfield.queue import BatchMeta, TransferQueue, Values
+from jackfield.queue.meta import Written
 from jackfield.sdk.cells import column_from_rows, from_nested, to_nested
 from jackfield.sdk.jagged import to_padded
 from jackfield.weights import WeightSender

@@ -18,7 +18,8 @@ from jackfield.algorithms import fill_failed
 from jackfield.clock import Clock
 from jackfield.config import RunConfig
 from jackfield.errors import DeadlineExceeded, RewardError, described
-from jackfield.queue import Values, Written
+from jackfield.queue import Values
+from jackfield.queue.meta import Written
 from jackfield.runtime.samples import not_finite
 from jackfield.sdk.cells import column_from_rows, rows_of
 

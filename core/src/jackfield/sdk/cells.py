@@ -73,11 +73,7 @@ class ColumnType:
     @classmethod
     @functools.lru_cache(maxsize=1024)
     def parse(cls, text: str) -> ColumnType:
-        """Return the type that has this ``text``.
-
-        Raises:
-            QueueError: ``queue.store`` if the text is not a type.
-        """
+        """Return the type that has this ``text``; raise ``queue.store`` if the text is not a type."""
         expected = '["dense" | "jagged" | "json", dtype, [length, ...]]'
         try:
             kind, dtype, shape = json.loads(text)
@@ -99,11 +95,7 @@ class ColumnType:
         return math.prod(self.shape) * int(dtype_of(self.dtype).itemsize)
 
     def length(self, content: Buffer) -> int:
-        """Return the length of a jagged sample, or 1 for a dense one.
-
-        Raises:
-            QueueError: ``queue.store`` if the bytes are not those of a sample of this type.
-        """
+        """Return the length of a jagged sample, or 1 for a dense one; ``queue.store`` if the bytes do not fit."""
         size = len(content)
         if self.kind == "dense":
             length, rest = 1, size - self.unit
@@ -146,11 +138,8 @@ def join(name: str, cells: Sequence[Cell], memory: Callable[[int], torch.Tensor 
     """Return cells as one column; ``name`` is the column's name for errors.
 
     ``memory`` returns uint8 ``[bytes]`` that already has the cells' bytes in order, or None if there is none. Without
-    it, or if it returns None, the bytes are copied.
-
-    Raises:
-        QueueError: ``queue.column`` for cells of different types, ``queue.invalid`` for no cells, ``queue.store`` for
-            damaged cells.
+    it, or if it returns None, the bytes are copied. Cells of different types raise ``queue.column``, no cells
+    ``queue.invalid``, and damaged cells ``queue.store``.
     """
     if not cells:
         raise QueueError("no rows are named", expected="one key at least")
@@ -185,8 +174,7 @@ def cell_digest(partition: str, key: str, name: str, kind: str, content: Buffer)
 def split_request(request: PutRequest) -> list[dict[str, Cell]]:
     """Return the cells of each sample of a put by column, without a copy.
 
-    Raises:
-        QueueError: ``queue.invalid`` for duplicate keys or columns whose length is not the number of keys.
+    Duplicate keys, and columns whose length is not the number of keys, raise ``queue.invalid``.
     """
     keys = request.keys
     if len(set(keys)) != len(keys):
@@ -255,10 +243,8 @@ def dense_column(values: torch.Tensor) -> Column:
 def column_from_rows(rows: Sequence[torch.Tensor]) -> Column:
     """Return a jagged column of rows ``[length, ...]``.
 
-    Lengths may differ and be 0. No rows give an empty float32 column.
-
-    Raises:
-        QueueError: ``queue.invalid`` if dtypes or trailing shapes differ, or a row is a scalar.
+    Lengths may differ and be 0; dtypes and trailing shapes may not (``queue.invalid``). No rows give an empty float32
+    column.
     """
     import torch
 
@@ -274,11 +260,7 @@ def column_from_rows(rows: Sequence[torch.Tensor]) -> Column:
 
 
 def json_column(values: Sequence[object]) -> Column:
-    """Return a column of JSON values, kept as UTF-8 texts.
-
-    Raises:
-        QueueError: ``queue.invalid`` for a value that JSON cannot represent, such as NaN and infinity.
-    """
+    """Return a column of JSON values, kept as UTF-8 texts; values such as NaN and infinity raise ``queue.invalid``."""
     try:
         texts = [_encode(value).encode() for value in values]
     except (TypeError, ValueError) as error:
@@ -327,11 +309,7 @@ def take(column: Column, indexes: Sequence[int]) -> Column:
 
 
 def concatenate(columns: Sequence[Column]) -> Column:
-    """Return the samples of all columns, in order.
-
-    Raises:
-        QueueError: ``queue.column`` if their types differ, or if there is no column.
-    """
+    """Return the samples of all columns, in order; ``queue.column`` if their types differ or there is no column."""
     if not columns:
         raise QueueError("there is nothing to concatenate", code="queue.column", expected="at least one column")
     found = [split(column) for column in columns]
@@ -340,13 +318,9 @@ def concatenate(columns: Sequence[Column]) -> Column:
 
 
 def check_column(name: str, column: Column, rows: int) -> list[int]:
-    """Check that a column keeps the contract of :class:`~jackfield.abc.transfer_queue.Column`.
+    """Check that a column keeps the contract of :class:`~jackfield.abc.transfer_queue.Column`, else ``queue.invalid``.
 
-    Returns:
-        The bytes of each sample's values.
-
-    Raises:
-        QueueError: ``queue.invalid``, which names the column, if it does not.
+    Return the bytes of each sample's values.
     """
     import torch
 

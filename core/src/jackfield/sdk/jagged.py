@@ -16,8 +16,7 @@ __all__ = ["from_padded", "jagged", "lengths", "rows", "to_padded"]
 def jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return rows ``[length, ...]`` of one dtype as a nested tensor ``[B, j, ...]``; gradients flow through.
 
-    Raises:
-        DataError: If there are no rows, or if dtypes or trailing shapes differ.
+    If there are no rows, or dtypes or trailing shapes differ, raise ``DataError``.
     """
     import torch
 
@@ -48,10 +47,7 @@ def lengths(nested: torch.Tensor) -> torch.Tensor:
 def to_padded(nested: torch.Tensor, padding: float = 0, length: int | None = None) -> torch.Tensor:
     """Return ``[B, j, ...]`` as ``[B, T, ...]`` with ``padding`` on the right.
 
-    T is ``length``, or without it the length of the longest row.
-
-    Raises:
-        DataError: If a row is longer than ``length``.
+    T is ``length``, or without it the length of the longest row. A row that is longer raises ``DataError``.
     """
     import torch
 
@@ -67,8 +63,7 @@ def to_padded(nested: torch.Tensor, padding: float = 0, length: int | None = Non
 def from_padded(dense: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Return ``[B, T, ...]`` as ``[B, j, ...]`` without the values after a row's length (int64 ``[B]``).
 
-    Raises:
-        DataError: If the shapes do not match.
+    If the shapes do not match, raise ``DataError``.
     """
     import torch
 

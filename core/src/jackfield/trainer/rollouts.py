@@ -18,7 +18,7 @@ from jackfield.cluster.pool import DeviceLease
 from jackfield.data.tasks import Task
 from jackfield.errors import DeadlineExceeded, JackfieldError, QueueError, RewardError, WorkerLost
 from jackfield.plugins.hooks import EvaluationEnded, SampleRecord, SamplesRecorded
-from jackfield.queue import Batch, BatchMeta, GroupKey, NewGroup, RolloutReport
+from jackfield.queue.meta import Batch, BatchMeta, GroupKey, NewGroup, RolloutReport
 from jackfield.runtime.agent_worker import RolloutJob, ends_the_run
 from jackfield.runtime.reward_worker import REWARD_INPUTS, RewardWorker, Scored
 from jackfield.runtime.samples import TRAIN, is_baseline, is_expert, metric_tags, said, said_metrics, sampling_seed

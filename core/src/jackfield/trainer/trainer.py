@@ -16,7 +16,7 @@ from jackfield.cluster.pool import DeviceLease
 from jackfield.config.sections import MixConfig, ReplayConfig
 from jackfield.errors import QueueError, RunError
 from jackfield.plugins.hooks import SamplesFailed, SamplesRecorded, StepEnded, WeightsSynced
-from jackfield.queue import BatchMeta, Reuse
+from jackfield.queue.meta import BatchMeta, Reuse
 from jackfield.runtime.engine import Comparison, EngineGroup
 from jackfield.runtime.samples import TRAIN, global_counts, mini_batches, oldest_version, own, said_metrics, trained
 from jackfield.runtime.workers import is_lost

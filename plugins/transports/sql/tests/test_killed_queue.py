@@ -19,7 +19,8 @@ import torch
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded
-from jackfield.queue import Lineage, TransferQueue
+from jackfield.queue import TransferQueue
+from jackfield.queue.meta import Lineage
 from jackfield.queue.store import trace
 from jackfield.sdk.cells import column_from_rows, dense_column
 from jackfield_queue_bench import Bench
