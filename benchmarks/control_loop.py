@@ -49,7 +49,7 @@ from jackfield.trainer.log_prob_check import LogProbCheck
 from jackfield.trainer.role import Role, RunWorkers
 from jackfield.trainer.rollouts import Evaluator, Explorer, RewardPipeline
 from jackfield.trainer.trainer import BatchSource, Trainer
-from jackfield.weights import SyncReport
+from jackfield.weights import WeightsSynced
 
 RUNS = 8
 PROMPT = tuple(range(15))
@@ -117,8 +117,8 @@ class Estimator:
 class Weights:
     """Replicas that have every version."""
 
-    async def sync(self, version: int) -> SyncReport:
-        return SyncReport(version=version, receipts=(), seconds=0.0, paused_seconds=0.0, bytes=0)
+    async def sync(self, version: int) -> WeightsSynced:
+        return WeightsSynced(version=version)
 
 
 def workers(backend: TransferQueueBackend, agents: AgentWorker, rewards: RewardWorker, rank: Any) -> RunWorkers:

@@ -216,7 +216,10 @@ async def run_update(server: Any, folder: Path, requests: list[Request]) -> dict
     report = await synchronizer.sync(1)
     results = await running
     assert any(len(set(result.weight_versions)) == 2 for result in results), "the update came when all had ended"
-    return {"paused_ms": round(1000 * report.paused_seconds, 1), "total_ms": round(1000 * report.seconds, 1)}
+    return {
+        "paused_ms": round(1000 * report.receipts[0].paused_seconds, 1),
+        "total_ms": round(1000 * report.seconds, 1),
+    }
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from jackfield.cluster.pool import ReplicaPool
 from jackfield.config import make_config
 from jackfield.errors import ConfigError, JackfieldError, RolloutError, RunError, WeightsError, WorkerLost
 from jackfield.routing import Replica, Router
-from jackfield.weights import SyncReport
+from jackfield.weights import WeightsSynced
 from jackfield_testing import refused
 from jackfield_virtual_clock import VirtualClock
 
@@ -158,13 +158,13 @@ class World:
         turns = itertools.cycle(self.routers)
         return [asyncio.ensure_future(next(turns).of_one_rollout()(request)) for request in requests]  # type: ignore[arg-type]
 
-    async def sync(self, version: int) -> SyncReport:
+    async def sync(self, version: int) -> WeightsSynced:
         self.syncs.append(version)
         if self.syncing is not None and self.pool.members:
             await self.syncing(version)
         for replica in self.pool.members:
             replica.server.version = version  # type: ignore[attr-defined]
-        return SyncReport(version=version, receipts=(), seconds=1.0, paused_seconds=0.0, bytes=7)
+        return WeightsSynced(version=version, seconds=1.0, sent_bytes=7)
 
     def die(self, number: int) -> None:
         """Let a replica's process end."""
@@ -497,7 +497,7 @@ def test_a_synchronisation_is_repeated_without_those_that_die_in_it() -> None:
     async def life() -> None:
         await world.pool.scale(2)
         world.syncing = fail
-        assert 7 == (await world.pool.sync(4, world.sync)).bytes
+        assert 7 == (await world.pool.sync(4, world.sync)).sent_bytes
         assert (4, [0]) == (world.servers[0].version, world.members)
         await world.clock.sleep(60.0)
         assert [0, 1] == world.members

@@ -15,7 +15,7 @@ from jackfield.config import make_config
 from jackfield.plugins import HookManager
 from jackfield.trainer.role import Role
 from jackfield.trainer.weights import WeightSubscriber
-from jackfield.weights import Replica, SyncReport
+from jackfield.weights import Replica, WeightsSynced
 from jackfield_virtual_clock import VirtualClock
 
 
@@ -31,8 +31,8 @@ def replica(clock: VirtualClock, number: int) -> Any:
     return Replica(cast(BaseRolloutServer, server), ServerInfo(replica=number))
 
 
-def published(version: int) -> SyncReport:
-    return SyncReport(version=version, receipts=(), seconds=0.0, paused_seconds=0.0, bytes=0, retained={})
+def published(version: int) -> WeightsSynced:
+    return WeightsSynced(version=version, retained={})
 
 
 @pytest.mark.parametrize("seconds", [1.0, 7.0], ids=["first", "second"])

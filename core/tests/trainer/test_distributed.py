@@ -20,7 +20,7 @@ from jackfield.queue import TransferQueue
 from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.trainer.role import Role
 from jackfield.trainer.weights import WeightSubscriber, publish
-from jackfield.weights import Replica, SyncReport
+from jackfield.weights import Replica, WeightsSynced
 from jackfield_virtual_clock import VirtualClock
 
 pytest.importorskip("torch")
@@ -56,7 +56,7 @@ class Bench:
     subscriber: WeightSubscriber
 
     async def publish(self, version: int, retained: str | None = "t") -> None:
-        report = SyncReport(version=version, receipts=(), seconds=0.0, paused_seconds=0.0, bytes=1, digests=DIGESTS)
+        report = WeightsSynced(version=version, sent_bytes=1, digests=DIGESTS)
         report = attrs.evolve(report, retained=None if retained is None else {"transfer": retained})
         await publish(self.subscriber.role, report, version)
 

@@ -14,10 +14,9 @@ from jackfield.abc.checkpoint_engine import CheckpointEngineContext, TopologyReq
 from jackfield.abc.rollout import HealthReport, ServerInfo, UpdateWeightsRequest, WeightReceipt, WorkerReceipt
 from jackfield.errors import WeightsError
 from jackfield.sdk.buckets import digest
-from jackfield.sdk.receiver import PREFIX, HeldWeights, WeightReceiver, check_base
+from jackfield.sdk.receiver import PREFIX, Blocks, HeldWeights, WeightReceiver, check_base, delta_of
 from jackfield.weights import Replica, WeightSender, WeightSynchronizer
 from jackfield.weights.in_process import InProcessCheckpointEngine, InProcessConfig
-from jackfield.weights.sender import Blocks, delta_of
 from jackfield_virtual_clock import VirtualClock
 
 torch = pytest.importorskip("torch")
@@ -210,7 +209,7 @@ class Run:
         report = await self.synchronizer.sync(version)
         for each in self.replicas:
             assert all(torch.equal(tensor, each.loaded[name]) for name, tensor in self.weights.items())
-        return report.kind, report.bytes
+        return report.kind, report.sent_bytes
 
 
 FULL = 49 * 4 + 4 * 4 + 4

@@ -15,9 +15,8 @@ from jackfield.abc.rollout import ServerInfo, UpdateWeightsRequest, WeightReceip
 from jackfield.errors import WeightsError
 from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import WeightReceiver
-from jackfield.weights import Replica, SyncReport, WeightSender, WeightSynchronizer, in_process
+from jackfield.weights import Replica, WeightSender, WeightsSynced, WeightSynchronizer, in_process, run_together
 from jackfield.weights.in_process import InProcessCheckpointEngine, InProcessConfig
-from jackfield.weights.synchronizer import run_together
 from jackfield_testing import refused
 from jackfield_virtual_clock import VirtualClock
 
@@ -150,10 +149,10 @@ def synchronizer(
     )
 
 
-def sync(trainer: FakeTrainer, *replicas: FakeReplica, version: int = 1) -> SyncReport:
+def sync(trainer: FakeTrainer, *replicas: FakeReplica, version: int = 1) -> WeightsSynced:
     clock = VirtualClock()
 
-    async def main() -> SyncReport:
+    async def main() -> WeightsSynced:
         tasks = asyncio.all_tasks()
         try:
             return await synchronizer(clock, trainer, *replicas).sync(version)
@@ -174,11 +173,10 @@ def refused_sync(trainer: FakeTrainer, *replicas: FakeReplica) -> WeightsError:
 def test_every_worker_of_every_replica_gets_the_weights_and_proves_it() -> None:
     trainer, replicas = FakeTrainer(), [FakeReplica(0, workers=2), FakeReplica(1), FakeReplica(2, workers=3)]
     report = sync(trainer, *replicas)
-    assert (1, [0, 1, 2], 0.2, 6 * 48) == (
+    assert (1, [(0, 0.0), (1, 0.1), (2, 0.2)], 6 * 48) == (
         report.version,
-        [receipt.replica for receipt in report.receipts],
-        report.paused_seconds,
-        report.bytes,
+        [(receipt.replica, receipt.paused_seconds) for receipt in report.receipts],
+        report.sent_bytes,
     )
     for replica in replicas:
         assert set(range(replica.workers)) == set(replica.loaded)

@@ -15,8 +15,8 @@ from jackfield.abc.rollout import BaseRolloutServer
 from jackfield.clock import Clock
 from jackfield.config import RunConfig
 from jackfield.errors import ConfigError, JackfieldError, RunError, WorkerLost
+from jackfield.plugins.hooks import WeightsSynced
 from jackfield.routing import Replica, ReplicaState, State
-from jackfield.weights import SyncReport
 
 _STOP_SECONDS = 60.0
 _LOG = logging.getLogger("jackfield")
@@ -100,7 +100,7 @@ class ReplicaPool:
             replica = self.replicas.pop(max(self.replicas))
             await self._stop(replica)
 
-    async def sync(self, version: int, send: Callable[[int], Awaitable[SyncReport]]) -> SyncReport:
+    async def sync(self, version: int, send: Callable[[int], Awaitable[WeightsSynced]]) -> WeightsSynced:
         """Send a version to all members by ``send``, and again without those that die meanwhile.
 
         Raises:

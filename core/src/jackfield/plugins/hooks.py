@@ -11,17 +11,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import attrs
 import pluggy
 
+from jackfield.abc.rollout import WeightReceipt
 from jackfield.errors import JackfieldError, PluginError, did_you_mean
 from jackfield.plugins.manifest import Manifest
 from jackfield.plugins.registry import import_module
-
-if TYPE_CHECKING:
-    from jackfield.abc.rollout import WeightReceipt
 
 hookimpl = pluggy.HookimplMarker("jackfield")
 
@@ -138,9 +136,13 @@ class WeightsSynced(Event):
     """Every replica has acknowledged a weight version."""
 
     version: int
-    receipts: tuple[WeightReceipt, ...]
-    seconds: float
+    receipts: tuple[WeightReceipt, ...] = ()  #: by replica
+    seconds: float = 0.0
     sent_bytes: int = 0  #: bytes of weights sent to a worker; fewer for a delta
+    kind: Literal["full", "adapter", "delta"] = "full"
+    digests: Mapping[str, str] = attrs.field(factory=dict)  #: digests of all tensors by name, including unchanged ones
+    peft_config: Mapping[str, Any] | None = None
+    retained: Mapping[str, Any] | None = None  #: connect arguments for workers that join later; None: not possible
 
 
 @attrs.frozen(kw_only=True)

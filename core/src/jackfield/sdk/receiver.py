@@ -11,16 +11,18 @@ changed, is sent whole under its own name. Digests of the whole tensors, compute
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import xxhash
 
 from jackfield.abc.checkpoint_engine import CheckpointEngine, CheckpointEngineContext, ConnectRequest
 from jackfield.errors import WeightsError
 from jackfield.plugins import load_plugin
-from jackfield.sdk.buckets import digest
+from jackfield.sdk.buckets import digest, raw
 
 if TYPE_CHECKING:
     import torch
@@ -189,6 +191,48 @@ class HeldWeights:
                     yield name, whole
             digests[name] = digest(self.tensor(name))
         self.version = version
+
+
+@attrs.frozen(eq=False)
+class Blocks:
+    """The digests of a tensor's blocks."""
+
+    kind: tuple[torch.dtype, torch.Size]  #: dtype and shape of the tensor
+    digests: torch.Tensor  #: xxh3_64 of each block, int64 ``[blocks]``
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, block_bytes: int) -> Blocks:
+        """Compute the block digests of a tensor of any dtype, shape, stride and device."""
+        import torch
+
+        content, digests = raw(tensor).cpu(), torch.empty(0, dtype=torch.int64)
+        if size := content.numel():
+            memory = memoryview((ctypes.c_char * size).from_address(content.data_ptr())).cast("B")
+            starts = range(0, size, block_bytes)
+            found = bytearray().join(xxhash.xxh3_64_digest(memory[start : start + block_bytes]) for start in starts)
+            digests = torch.frombuffer(found, dtype=torch.int64)
+        return cls((tensor.dtype, tensor.shape), digests)
+
+
+def delta_of(
+    name: str, tensor: torch.Tensor, before: Blocks | None, after: Blocks, block_bytes: int
+) -> tuple[str, torch.Tensor] | None:
+    """Return a tensor's name and its changed blocks, packed, or all of it; None if it is unchanged."""
+    import torch
+
+    if before is None or before.kind != after.kind:
+        return name, tensor
+    changed = (before.digests != after.digests).nonzero().flatten()
+    if not len(changed):
+        return None
+    if len(changed) == len(after.digests):
+        return name, tensor
+    content = raw(tensor).cpu()
+    head = torch.cat((torch.tensor([block_bytes, len(changed)]), changed)).view(torch.uint8)
+    full = content.numel() // block_bytes
+    blocks = content[: full * block_bytes].view(full, block_bytes)[changed[changed < full]].flatten()
+    short = content[full * block_bytes :] if changed[-1] == full else content[:0]
+    return PREFIX + name, torch.cat((head, blocks, short))
 
 
 def _unpack(name: str, packed: torch.Tensor, whole: torch.Tensor) -> None:

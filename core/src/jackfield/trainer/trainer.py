@@ -25,7 +25,6 @@ from jackfield.trainer.log_prob_check import LogProbCheck
 from jackfield.trainer.role import Role
 from jackfield.trainer.rollouts import Evaluator
 from jackfield.trainer.weights import publish
-from jackfield.weights import SyncReport
 
 CONSUMER = "trainer"  #: the name under which the trainer leases samples
 _SHARED = ("aggregation", "length_norm")  #: options of the policy loss that also apply to the critic's
@@ -59,12 +58,12 @@ class Trainer:
     critic: EngineGroup | None = None
     reference: EngineGroup | None = None  #: None: the algorithm needs no reference policy
     log_prob_check: LogProbCheck
-    sync: Callable[[int], Awaitable[SyncReport]] | None = None  #: publishes a version; None: there are no replicas
+    sync: Callable[[int], Awaitable[WeightsSynced]] | None = None  #: publishes a version; None: there are no replicas
     evaluator: Evaluator
     checkpoints: Checkpointer
     placement: DeviceLease
     kl_coefficient: float = attrs.field(init=False)  #: of the KL penalty, in the loss or in the reward
-    _synced: SyncReport | None = attrs.field(default=None, init=False)  #: report of the newest published version
+    _synced: WeightsSynced | None = attrs.field(default=None, init=False)  #: report of the newest published version
     _published: int = attrs.field(default=0, init=False)  #: the weight version that the replicas serve
 
     def __attrs_post_init__(self) -> None:
@@ -192,11 +191,8 @@ class Trainer:
         version = step.number + 1
         if self.sync and (self.role.schedule.syncs_after(step.number) or self.evaluator.is_due(version)):
             async with self.role.measure("publish_weights", "trainer", step.number):
-                report = self._synced = await self.sync(version)
-            event = WeightsSynced(
-                version=version, receipts=report.receipts, seconds=report.seconds, sent_bytes=report.bytes
-            )
-            self.role.hooks.emit(event)
+                self._synced = await self.sync(version)
+            self.role.hooks.emit(self._synced)
             self._published = version
 
     async def acknowledge(self, step: Step) -> None:

@@ -16,12 +16,12 @@ from jackfield.runtime.engine import EngineGroup
 from jackfield.settings import structure
 from jackfield.trainer.log_prob_check import ReplicaProbe
 from jackfield.trainer.role import WEIGHTS, Role
-from jackfield.weights import SyncReport, WeightSynchronizer, verify
+from jackfield.weights import WeightsSynced, WeightSynchronizer, verify
 
-_NOTHING = SyncReport(version=-1, receipts=(), seconds=0.0, paused_seconds=0.0, bytes=0)
+_NOTHING = WeightsSynced(version=-1)
 
 
-async def publish(role: Role, report: SyncReport | None, version: int) -> None:
+async def publish(role: Role, report: WeightsSynced | None, version: int) -> None:
     """Tell explorers in other processes how to load the trainer's weights of ``version``.
 
     ``report`` comes from the newest weight sync. None means that the weights are those of the model's folder. A
@@ -48,7 +48,7 @@ class WeightSubscriber:
     replicas: Sequence[Replica]  #: the pool's own list, which changes as replicas come and go
     placement: DeviceLease
     takes_turns: bool = attrs.field(default=False, init=False)
-    newest: SyncReport = attrs.field(default=_NOTHING, init=False)  #: the newest weights that all replicas have
+    newest: WeightsSynced = attrs.field(default=_NOTHING, init=False)  #: the newest weights that all replicas have
     loading: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)  #: held while replicas load weights
 
     async def run(self) -> None:
@@ -62,7 +62,7 @@ class WeightSubscriber:
                 notice = await queue.wait_notice(WEIGHTS, number, self.role.config.deadlines.batch)
             except DeadlineExceeded:
                 continue  # consumers of newer weights have their own deadlines
-            number, published = notice.number, structure(SyncReport, notice.value, WEIGHTS, WeightsError)
+            number, published = notice.number, structure(WeightsSynced, notice.value, WEIGHTS, WeightsError)
             try:
                 async with self.role.measure("load_weights", "weights", published.version):
                     await self.load_all(published)
@@ -73,7 +73,7 @@ class WeightSubscriber:
                 raise
             await self.role.version.advance(published.version)
 
-    async def load_all(self, published: SyncReport) -> None:
+    async def load_all(self, published: WeightsSynced) -> None:
         """Load published weights into all replicas. It raises the errors of :meth:`run`."""
         async with self.loading:
             if published.version < self.newest.version:
@@ -99,7 +99,7 @@ class WeightSubscriber:
         async with self.role.measure("load_weights", "weights", max(self.newest.version, 0)):
             await self._load(replica, self.newest)
 
-    async def _load(self, replica: Replica, published: SyncReport) -> None:
+    async def _load(self, replica: Replica, published: WeightsSynced) -> None:
         if published.retained is None:
             return  # the replica has the weights of the model's folder
         engine, seconds = self.role.config.checkpoint_engine, self.role.config.deadlines.sync
@@ -146,7 +146,7 @@ class EngineWeights:
         elif self.probe is not None:
             self.synchronizer.check = self.probe.check
 
-    async def sync(self, version: int) -> SyncReport:
+    async def sync(self, version: int) -> WeightsSynced:
         """Send a version to all replicas; those that take turns with engines allocate only their weights."""
         if self.pool is None:
             return await self.synchronizer.sync(version)
@@ -156,9 +156,9 @@ class EngineWeights:
         self._unasked = version
         return report
 
-    async def _send(self, version: int) -> SyncReport:
+    async def _send(self, version: int) -> WeightsSynced:
         if not self.synchronizer.replicas and self.role.name != "train":  # otherwise it also sends for other processes
-            return attrs.evolve(_NOTHING, version=version)
+            return WeightsSynced(version=version)
         return await self.synchronizer.sync(version)
 
     def hold(self) -> AbstractAsyncContextManager[None]:

@@ -1,9 +1,370 @@
-"""Weight sync: versions, digests, receipts, and transfers to all replicas."""
+"""Weight sync: it brings a version to all replicas and verifies that they loaded it.
+
+Digests prove the contents of a replica's parameters. Errors in packed copies, caches, kernels or numerics only show in
+what it generates, so a further check may follow.
+"""
 
 from __future__ import annotations
 
-from jackfield.routing import Replica
-from jackfield.weights.sender import WeightSender
-from jackfield.weights.synchronizer import SyncReport, WeightSynchronizer, verify
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-__all__ = ["Replica", "SyncReport", "WeightSender", "WeightSynchronizer", "verify"]
+import attrs
+
+from jackfield.abc.checkpoint_engine import CheckpointEngine, ConnectRequest, Topology, TopologyRequest
+from jackfield.abc.rollout import ServerInfo, UpdateWeightsRequest, WeightReceipt
+from jackfield.clock import Clock
+from jackfield.errors import DeadlineExceeded, JackfieldError, WeightsError
+from jackfield.plugins.hooks import WeightsSynced
+from jackfield.routing import Replica
+from jackfield.sdk.buckets import digest
+from jackfield.sdk.receiver import Blocks, delta_of
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Replica", "WeightSender", "WeightSynchronizer", "WeightsSynced", "verify"]
+
+_SHOWN = 4  #: maximum number of names in a message
+_GRACE_SECONDS = 10.0  #: for a cancelled end to finish
+_CAUSE_SECONDS = 1.0  #: to wait for the failure of the end that broke the transfer, if another end fails first
+_LARGE = 1 << 20  #: bytes from which a tensor's digest is computed in a thread
+_VERSIONS = 2  #: versions that a sender remembers: the one that every worker holds, and the one in transfer
+
+Tensors: TypeAlias = "Generator[tuple[str, torch.Tensor], None, None]"
+
+#: A training engine's ``get_per_tensor_param``: returns named tensors, and the PEFT config if they are an adapter's.
+WeightSource: TypeAlias = Callable[[], tuple[Tensors, "Mapping[str, Any] | None"]]
+
+
+@attrs.frozen(kw_only=True)
+class PreparedSender:
+    """The state of a sending rank before the workers connect."""
+
+    metadata: Mapping[str, Any]
+    peft_config: Mapping[str, Any] | None = None  #: None if the weights are not an adapter's
+
+
+@attrs.define(eq=False)
+class WeightSender:
+    """The sender of one trainer rank. Each transfer starts with :meth:`prepare`."""
+
+    _engine: CheckpointEngine  #: this rank's checkpoint engine, for the end ``sender``
+    _source: WeightSource | None = None  #: None: weights are passed to :meth:`send`
+    #: size of the blocks of a delta, in bytes; 0: deltas are never sent
+    _block_bytes: int = attrs.field(default=0, kw_only=True)
+    sent_bytes: int = attrs.field(default=0, init=False)  #: bytes sent in the last transfer
+    _version: int = attrs.field(default=0, init=False)
+    _opened: Tensors | None = attrs.field(default=None, init=False)
+    #: block digests of the last sent versions: 8 bytes for each block of each tensor
+    _sent: dict[int, dict[str, Blocks]] = attrs.field(factory=dict, init=False)
+
+    async def prepare(self) -> PreparedSender:
+        """Get the weights from the source, and listen for workers."""
+        peft_config = None
+        if self._source is not None:
+            self._opened, peft_config = self._source()
+        return PreparedSender(metadata=(await self._engine.prepare()).metadata, peft_config=peft_config)
+
+    async def build_topology(self, request: TopologyRequest) -> Topology:
+        """Choose which ends are connected; see :meth:`CheckpointEngine.build_topology`."""
+        return self._engine.build_topology(request)
+
+    async def connect(self, arguments: Mapping[str, Any], version: int) -> None:
+        """Connect to the workers."""
+        self._version = version
+        await self._engine.connect(ConnectRequest(arguments=arguments, version=version))
+
+    async def knows(self, version: int) -> bool:
+        """Return whether a delta can be computed against ``version``."""
+        return version in self._sent
+
+    async def transfer(
+        self, arguments: Mapping[str, Any], version: int, base: int | None
+    ) -> tuple[dict[str, str], int]:
+        """Connect and send the weights of the source. Return digests by name, and the bytes sent."""
+        await self.connect(arguments, version)
+        return await self.send(base=base), self.sent_bytes
+
+    async def send(self, weights: Tensors | None = None, *, base: int | None = None) -> dict[str, str]:
+        """Send all tensors; return their digests by name, computed before or while sending.
+
+        Args:
+            weights: Named tensors. None sends those of the source.
+            base: The version that every worker holds, to send only changes since then. None sends everything.
+
+        Raises:
+            WeightsError: ``weights.missing`` if a name occurs twice, ``weights.transfer`` if there are no weights,
+                ``weights.base`` if ``base`` is not :meth:`known <knows>`.
+        """
+        if base is not None and base not in self._sent:
+            message = "a delta is to be made to a version that the sender has no digests of"
+            expected = f"one of the last {_VERSIONS} versions that it has sent"
+            raise WeightsError(message, code="weights.base", expected=expected, found=base)
+        opened, self._opened = self._opened, None
+        weights = opened if weights is None else weights
+        if weights is None:
+            raise WeightsError("there are no weights to send", fix="give them, or give a source and call prepare()")
+        self.sent_bytes = 0
+        digests: dict[str, str] = {}
+        blocks: dict[str, Blocks] = {}
+        watched = self._watched(weights, digests, blocks, base)
+        try:
+            await self._engine.send_weights(watched)
+        finally:
+            watched.close()
+            weights.close()  # after a failure, the source may have to clean up
+        if self._block_bytes:
+            self._sent.pop(self._version, None)
+            self._sent[self._version] = blocks
+            self._sent = dict(list(self._sent.items())[-_VERSIONS:])
+        return digests
+
+    def _watched(
+        self, weights: Tensors, digests: dict[str, str], blocks: dict[str, Blocks], base: int | None
+    ) -> Tensors:
+        """Yield the tensors or deltas to send, and collect the digests of all tensors."""
+
+        def note(name: str, tensor: torch.Tensor) -> None:
+            if self._block_bytes:
+                tensor = tensor.detach().cpu()
+                blocks[name] = Blocks.of(tensor, self._block_bytes)
+            digests[name] = digest(tensor)
+
+        with ThreadPoolExecutor(1, thread_name_prefix="weights-digest") as thread:
+            for name, tensor in weights:
+                if name in digests:
+                    raise WeightsError(f"the engine exports tensor {name!r} twice", code="weights.missing", where=name)
+                noting = None
+                part: tuple[str, torch.Tensor] | None = (name, tensor)
+                if base is None and tensor.nbytes >= _LARGE and tensor.device.type == "cpu":  # while it is sent
+                    noting = thread.submit(note, name, tensor)
+                else:  # device tensors stay on this thread's stream
+                    note(name, tensor)
+                if base is not None:
+                    before = self._sent[base].get(name)
+                    part = delta_of(name, tensor, before, blocks[name], self._block_bytes)
+                if part is not None:
+                    self.sent_bytes += part[1].nbytes
+                    yield part
+                if noting is not None:
+                    noting.result()
+
+    async def finalize(self) -> None:
+        """Release the resources of the transfer. It is idempotent."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.close()
+        await self._engine.finalize()
+
+
+@attrs.define(eq=False)
+class WeightSynchronizer:
+    """Sends weights from the trainer's ranks to all workers, and verifies their receipts."""
+
+    senders: Sequence[WeightSender]  #: senders of the trainer's ranks in order, or their stubs
+    replicas: Sequence[Replica]  #: all started replicas; read at the beginning of each sync
+    name: str  #: plugin name of the checkpoint engine, from which each worker builds its receiver
+    clock: Clock  #: time source for all waits and deadlines
+    settings: Mapping[str, Any] = attrs.field(factory=dict)  #: settings of the checkpoint engine, for all ends
+    deadline_seconds: float = 600.0  #: deadline of one transfer
+    #: compares replicas that have loaded a version with the engine after a transfer
+    check: Callable[[Sequence[Replica], int], Awaitable[None]] | None = None
+    kind: Literal["full", "delta"] = "full"  #: delta: send changes since the last version that all acknowledged
+    #: if that version is not held everywhere: "full" sends everything, "stop" raises ``weights.base``
+    on_missing_base: Literal["full", "stop"] = "full"
+    last: WeightsSynced | None = attrs.field(default=None, init=False)
+
+    @property
+    def version(self) -> int | None:
+        """The last version that every replica has acknowledged."""
+        return None if self.last is None else self.last.version
+
+    async def sync(self, version: int) -> WeightsSynced:
+        """Bring ``version`` to every replica; a transfer that fails is repeated once.
+
+        Raises:
+            WeightsError: ``weights.version`` if it is not newer than the last one, or a replica acknowledges another;
+                ``weights.missing`` or ``weights.digest`` if tensors are missing or wrong (replica, worker and tensors
+                are named); ``weights.transfer`` if an end fails (all are then finalized); ``weights.base`` if a delta
+                cannot be applied; ``weights.log-probs`` if the probe finds a mismatch.
+            DeadlineExceeded: If the transfer takes too long; the unfinished ends are named.
+        """
+        if self.version is not None and version <= self.version:
+            message = "a weight version goes backwards"
+            raise WeightsError(message, code="weights.version", expected=f"above {self.version}", found=version)
+        self.last = await self._proved(list(self.replicas), version, delta=self.kind == "delta")
+        return self.last
+
+    async def catch_up(self, replica: Replica, version: int) -> WeightsSynced:
+        """Send all weights of ``version`` to a replica that was restarted or joins.
+
+        The engine must not train during the transfer.
+        """
+        return await self._proved([replica], version, delta=False)
+
+    async def _proved(
+        self, replicas: Sequence[Replica], version: int, *, delta: bool, again: bool = True
+    ) -> WeightsSynced:
+        start = self.clock.time()
+        base = await self._base(replicas) if delta else None
+        try:
+            try:
+                report = await self._transfer(replicas, version, base)
+            finally:
+                for rank, sender in enumerate(self.senders):
+                    await self.clock.wait_for(sender.finalize(), _GRACE_SECONDS, f"sender {rank} to finalize")
+        except WeightsError as error:
+            if error.code == "weights.base" and base is not None:
+                self._without(error.message, error)
+                return await self._proved(replicas, version, delta=False, again=again)
+            if error.code != "weights.transfer" or not again:
+                raise
+            logging.getLogger("jackfield").warning("the transfer is repeated: %s", error.message)
+            return await self._proved(replicas, version, delta=delta, again=False)
+        for replica, receipt in zip(replicas, report.receipts, strict=True):
+            verify(replica.info, receipt, version, report.digests)
+        if self.check is not None and replicas:
+            await self.check(replicas, version)
+        return attrs.evolve(report, seconds=self.clock.time() - start)
+
+    async def _base(self, replicas: Sequence[Replica]) -> int | None:
+        """Return the version that a delta can be based on, or None if everything has to be sent."""
+        if self.version is None:
+            return None
+        lacking = [f"sender {rank}" for rank, each in enumerate(self.senders) if not await each.knows(self.version)]
+        asked = asyncio.gather(*(replica.server.health() for replica in replicas))
+        who = f"replicas to say which weights they hold, before version {self.version} is followed by another"
+        reports = await self.clock.wait_for(asked, self.deadline_seconds, who)
+        for replica, report in zip(replicas, reports, strict=True):
+            if not report.healthy or report.weight_version != self.version:
+                lacking.append(f"replica {replica.number}")
+        if not lacking:
+            return self.version
+        self._without(f"{' and '.join(lacking)}: no weights of version {self.version}", None)
+        return None
+
+    def _without(self, why: str, error: WeightsError | None) -> None:
+        """Allow a full transfer instead of a delta, or raise ``weights.base``."""
+        if self.on_missing_base == "stop":
+            expected, fix = f"version {self.version} at every sender and replica", "set weights.on_missing_base: full"
+            message = f"a delta cannot be sent: {why}"
+            raise WeightsError(message, code="weights.base", expected=expected, fix=fix) from error
+        logging.getLogger("jackfield").info("weights are sent as a whole, not as a delta: %s", why)
+
+    async def _transfer(self, replicas: Sequence[Replica], version: int, base: int | None) -> WeightsSynced:
+        prepared = [await sender.prepare() for sender in self.senders]
+        peft_config = prepared[0].peft_config
+        kind: Literal["full", "adapter", "delta"] = "full" if base is None else "delta"
+        if peft_config is not None:
+            kind, base = "adapter", None  # an adapter is always sent in full
+        metadata, workers = tuple(each.metadata for each in prepared), sum(replica.info.workers for replica in replicas)
+        request = TopologyRequest(trainer_metadata=metadata, rollout_workers=workers)
+        topology = await self.senders[0].build_topology(request)
+        update = UpdateWeightsRequest(
+            version=version,
+            checkpoint_engine=self.name,
+            checkpoint_engine_config=self.settings,
+            connect=topology.rollout,
+            total_workers=workers,
+            kind=kind,
+            peft_config=peft_config,
+            base_version=base,
+            deltas_follow=self.kind == "delta",
+            deadline_seconds=self.deadline_seconds,
+        )
+        ends: dict[str, Coroutine[Any, Any, Any]] = {
+            f"sender {rank}": sender.transfer(topology.trainer[rank], version, base)
+            for rank, sender in enumerate(self.senders)
+        }
+        first = 0
+        for replica in replicas:
+            connect = topology.rollout[first : first + replica.info.workers]
+            own = attrs.evolve(update, connect=connect, first_worker=first)
+            ends[f"replica {replica.number}"] = replica.server.update_weights(own)
+            first += replica.info.workers
+        results = await run_together(ends, self.clock, self.deadline_seconds, f"weight version {version}")
+        (digests, sent_bytes), receipts = results[0], tuple(results[len(self.senders) :])
+        further = {"digests": digests, "peft_config": peft_config, "retained": topology.retained}
+        return WeightsSynced(version=version, receipts=receipts, sent_bytes=sent_bytes, kind=kind, **further)
+
+
+def verify(info: ServerInfo, receipt: WeightReceipt, version: int, sent: Mapping[str, str]) -> None:
+    """Refuse a receipt unless every worker loaded exactly the tensors that were sent."""
+    where = f"replica {info.replica}"
+
+    def refuse(code: str, message: str, expected: Any, found: Any) -> None:
+        raise WeightsError(f"{where} {message}", code=code, where=where, expected=expected, found=found)
+
+    if receipt.version != version:
+        refuse("weights.version", "acknowledges another version", version, receipt.version)
+    wanted, workers = list(range(info.workers)), sorted(worker.worker for worker in receipt.workers)
+    if receipt.replica != info.replica or workers != wanted:
+        expected, found = f"{where}, workers {wanted}", f"replica {receipt.replica}, workers {workers}"
+        refuse("weights.missing", "sent a receipt that does not cover its workers", expected, found)
+    for worker in receipt.workers:
+        where, loaded = f"replica {info.replica}, worker {worker.worker}", worker.digests
+        missing = [name for name in sent if name not in loaded]
+        unknown = [name for name in loaded if name not in sent]
+        if missing or unknown:
+            names = f"not loaded: {_some(missing)}; never sent: {_some(unknown)}"
+            counts = f"{len(sent)} tensors", f"{len(loaded)} tensors"
+            refuse("weights.missing", f"has not loaded the tensors that were sent; {names}", *counts)
+        for name in (different := [name for name in sent if loaded[name] != sent[name]])[:1]:
+            message = f"has loaded other bytes than were sent: {_some(different)}"
+            refuse("weights.digest", message, sent[name], loaded[name])
+
+
+def _some(names: Sequence[str]) -> str:
+    rest = len(names) - _SHOWN
+    return (", ".join(names[:_SHOWN]) or "none") + (f" and {rest} more" if rest > 0 else "")
+
+
+async def run_together(
+    ends: Mapping[str, Coroutine[Any, Any, Any]], clock: Clock, seconds: float, what: str
+) -> list[Any]:
+    """Run all ends of a transfer by name; a failure or the deadline cancels the others.
+
+    Raises:
+        WeightsError: If an end fails. The first failure is named, though the end that caused it may fail later.
+        DeadlineExceeded: If the ends take too long; the unfinished ones are named.
+    """
+    failures: dict[str, BaseException] = {}  #: in order: the first is the cause, the others are consequences
+
+    async def run(name: str, end: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return await end
+        except BaseException as error:
+            if isinstance(error, WeightsError) and error.code == "weights.transfer":
+                await clock.sleep(_CAUSE_SECONDS)
+            failures[name] = error
+            raise
+
+    tasks, first = {asyncio.ensure_future(run(name, end)): name for name, end in ends.items()}, None
+    try:
+        _, late = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        first = next(iter(failures.items()), None)
+    finally:
+        for task in tasks:
+            task.cancel()
+        ended, deaf = await asyncio.wait(tasks, timeout=_GRACE_SECONDS)
+        for task in ended:
+            if not task.cancelled():
+                task.exception()  # a consequence, or the cause that is raised
+    stuck = f" (and {', '.join(map(tasks.__getitem__, deaf))} cannot be cancelled)" if deaf else ""
+    if first is None and late:
+        names = ", ".join(name for task, name in tasks.items() if task in late)
+        message = f"waited {seconds:.6g} s for {what}; not finished: {names}{stuck}"
+        raise DeadlineExceeded(message, fix="look at why they did not answer, or raise the deadline of the sync")
+    if first is None:
+        return [task.result() for task in tasks]
+    name, error = first
+    code = error.code if isinstance(error, WeightsError | DeadlineExceeded) else "weights.transfer"
+    text = error.message if isinstance(error, JackfieldError) else repr(error)
+    kind = DeadlineExceeded if isinstance(error, DeadlineExceeded) else WeightsError
+    details = {key: getattr(error, key, None) for key in ("expected", "found", "fix")}
+    message = f"{name} failed while {what} was synchronised: {text}{stuck}"
+    raise kind(message, code=code, where=name, **details) from error

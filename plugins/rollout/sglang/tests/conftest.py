@@ -15,7 +15,7 @@ from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.abc.engine import LoraSpec, ModelSpec
 from jackfield.abc.rollout import GenerateRequest, RolloutContext, SamplingParams, ServerInfo
 from jackfield.clock import Clock
-from jackfield.weights import Replica, SyncReport, WeightSender, WeightSynchronizer
+from jackfield.weights import Replica, WeightSender, WeightsSynced, WeightSynchronizer
 from jackfield.weights.in_process import InProcessCheckpointEngine, InProcessConfig
 from jackfield_conformance.support.rollout_model import model_folder
 from jackfield_rollout_sglang.config import Config
@@ -83,7 +83,7 @@ async def sync(
     version: int,
     tensors: Mapping[str, torch.Tensor],
     peft_config: Mapping[str, Any] | None = None,
-) -> SyncReport:
+) -> WeightsSynced:
     """A real synchronisation, which believes nothing but receipts."""
 
     def source() -> tuple[Generator[tuple[str, torch.Tensor], None, None], Mapping[str, Any] | None]:

@@ -12,7 +12,7 @@ import torch
 from jackfield.abc.rollout import GenerateResult, PauseRequest, ResumeRequest, SleepRequest, WakeUpRequest
 from jackfield.errors import RolloutError, WeightsError
 from jackfield.sdk.buckets import digest
-from jackfield.weights.sender import Blocks, delta_of
+from jackfield.sdk.receiver import Blocks, delta_of
 from jackfield_rollout_transformers.operators import rounded
 from jackfield_testing import refused
 

@@ -18,7 +18,7 @@ from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.abc.engine import ModelSpec
 from jackfield.abc.rollout import GenerateRequest, RolloutContext, SamplingParams, ServerInfo
 from jackfield.clock import Clock
-from jackfield.weights import Replica, SyncReport, WeightSender, WeightSynchronizer
+from jackfield.weights import Replica, WeightSender, WeightsSynced, WeightSynchronizer
 from jackfield.weights.in_process import InProcessCheckpointEngine, InProcessConfig
 from jackfield_conformance.support.rollout_model import model_folder
 from jackfield_rollout_trtllm.config import Config
@@ -156,7 +156,7 @@ def weights_of(server: ServerOnFake) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in server._weight_folder.expected.items()}
 
 
-async def sync(server: ServerOnFake, version: int, tensors: Mapping[str, torch.Tensor]) -> SyncReport:
+async def sync(server: ServerOnFake, version: int, tensors: Mapping[str, torch.Tensor]) -> WeightsSynced:
     """A real synchronisation, which believes nothing but receipts."""
 
     def source() -> tuple[Generator[tuple[str, torch.Tensor], None, None], None]:
