@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jackfield.data import task_set
-from jackfield.data.task_set import SeededOrder, TaskSet
-from jackfield.data.tasks import Task, TaskFormat
+from jackfield.data import tasks as module
+from jackfield.data.tasks import SeededOrder, Task, TaskFormat, TaskSet
 from jackfield.errors import ConfigError, DataError
 from jackfield_testing import refused
 
@@ -143,7 +142,7 @@ def test_malformed_conversations_are_refused(tmp_path: Path, value: object) -> N
 
 def test_lines_beyond_the_checked_part_fail_when_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file larger than memory opens without parsing all of it."""
-    monkeypatch.setattr(task_set, "CHECKED_BYTES", 10)
+    monkeypatch.setattr(module, "CHECKED_BYTES", 10)
     tasks = TaskSet(write(tmp_path / "big.jsonl", problem(1), {"nothing": 0}))
     assert "big:1" == tasks[0].id
     with pytest.raises(DataError) as caught:

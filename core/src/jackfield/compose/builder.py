@@ -21,8 +21,7 @@ from jackfield.compose.checks import mixed_samples
 from jackfield.compose.folder import export_model, mark_finished
 from jackfield.compose.workers import WorkerFactory
 from jackfield.config import as_plain
-from jackfield.data.task_set import SeededOrder, TaskSet
-from jackfield.data.tasks import Task
+from jackfield.data.tasks import SeededOrder, Task, TaskSet
 from jackfield.queue import Values
 from jackfield.queue.meta import GroupKey
 from jackfield.queue.transfer_queue import connect_queue

@@ -26,7 +26,7 @@ from jackfield.compose.folder import find_queue
 from jackfield.compose.resolve import resolve_algorithm
 from jackfield.config import RunConfig, plugin_settings
 from jackfield.config.sections import MixingConfig
-from jackfield.data.task_set import TaskSet
+from jackfield.data.tasks import TaskSet
 from jackfield.data.tokens import HuggingFaceChatTokenizer, check_vocabulary, encode_answers, encode_prompt
 from jackfield.errors import ConfigError, EngineError, PluginError, PluginNotFound
 from jackfield.imports import collection_paused

@@ -19,7 +19,7 @@ import attrs
 
 from jackfield.abc.engine import BaseEngine, EngineContext, LoadCheckpointRequest, SaveCheckpointRequest
 from jackfield.config import RunConfig, as_plain, make_config
-from jackfield.data.task_set import TaskSet
+from jackfield.data.tasks import TaskSet
 from jackfield.errors import EngineError, JackfieldError, RunError, WorkerLost
 from jackfield.files import replace_file, seal, unseal
 from jackfield.plugins import discover

@@ -1,4 +1,4 @@
-"""Tasks, which have a prompt and its answers, and the conversion of records to tasks.
+"""Tasks, their conversion from the records of a JSONL file, and the seeded order in which they are used.
 
 A record has texts or conversations (lists of messages) as prompt and answers. Invalid records raise
 ``data.malformed``.
@@ -6,14 +6,23 @@ A record has texts or conversations (lists of messages) as prompt and answers. I
 
 from __future__ import annotations
 
+import array
 import ast
+import codecs
 import contextlib
 import json
+import math
+import os
 import re
-from collections.abc import Iterator, Mapping
+import struct
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import attrs
+import msgspec
+import xxhash
 
 from jackfield.errors import ConfigError, DataError
 from jackfield.settings import option
@@ -21,6 +30,9 @@ from jackfield.settings import option
 Conversation: TypeAlias = tuple[Mapping[str, Any], ...]  #: messages, each with a role and content
 Answer: TypeAlias = str | Conversation  #: a text, or the messages that follow the prompt
 
+#: Lines in this many first bytes of a file are parsed when the file is opened, later ones when they are used.
+CHECKED_BYTES = 64 * 2**20
+LINE_BYTES = 16 * 2**20  #: maximum length of a line
 _ASKING = ("user", "system", "developer")  #: the last message of these roles ends the prompt
 _ROLES = {*_ASKING, "assistant", "tool", "function"}
 _PACKED = re.compile(r"""\s*\[\s*\{\s*(['"])\w+\1\s*:""")
@@ -93,13 +105,6 @@ class TaskFormat:
             raise malformed(f"a field has the reserved name {name!r}", "another name", name, "rename the field")
         answer = None if self.answer_key is None else _value(record, self.answer_key)
         messages, response, rejected = self._parts(record, answer)
-        if rejected is not None:
-            texts = [
-                one[0]["content"] if isinstance(one, tuple) and len(one) == 1 else one for one in (response, rejected)
-            ]
-            if texts[0] == texts[1]:
-                found = repr(texts[0])[:200]
-                raise malformed("the two answers are the same", "two different answers", found, "leave the record out")
         number = record.get(self.id_key)
         if isinstance(number, bool) or not isinstance(number, str | int | None):
             raise malformed(f"field {self.id_key!r} is not an id", "a text or an integer", repr(number))
@@ -116,33 +121,37 @@ class TaskFormat:
 
     def _parts(self, record: dict[str, Any], answer: Any) -> tuple[Conversation, Answer | None, Answer | None]:
         """Return the prompt, the response and the rejected answer."""
-        taught, rejected = (
-            None if key is None else read_answer(_value(record, key), key)
-            for key in (self.response_key, self.rejected_key)
-        )
-        key = self.messages_key or self.prompt_key
+        taught, rejected = (_answer(record, key) for key in (self.response_key, self.rejected_key))
+        key, own = self.messages_key or self.prompt_key, None
+        value = None if key is None else _value(record, key)
         if key is None:
-            return implied_prompt(taught, rejected)
-        value = _value(record, key)
-        own: Conversation | None = None
-        if self.messages_key is None and isinstance(value, str):
-            prompt: Conversation = ({"role": "user", "content": self.prompt_template.replace("{prompt}", value)},)
+            prompt, taught, rejected = _implied_prompt(taught, rejected)
+        elif self.messages_key is None and isinstance(value, str):
+            prompt = ({"role": "user", "content": self.prompt_template.replace("{prompt}", value)},)
         elif self.messages_key is None and not isinstance(value, list):
             raise malformed(f"field {key!r} is not a text", "a text, or a list of messages", type(value).__name__)
         else:
-            messages = read_conversation(value, key)
+            messages = _conversation(value, key)
             if self.prompt_template != "{prompt}":
                 expected, fix = "a text, as there is a prompt_template", "remove data.format.prompt_template"
                 raise malformed(f"field {key!r} is not a text", expected, "a list of messages", fix)
-            prompt, own = split(messages, key)
+            prompt, own = _split(messages, key)
         if own is not None and taught is not None:
             found = f"messages that end with the assistant's, and {self.response_key!r}"
             raise malformed("a record has two answers to learn from", "one answer", found)
         taught = own if taught is None else taught
         if taught is None and (isinstance(answer, str | int | float) or is_conversation(answer)):
             taught = tuple(answer) if isinstance(answer, list) else plain_text(answer)
-        for each in (taught, rejected):
-            check_turn(each)
+        for roles in ([message["role"] for message in one] for one in (taught, rejected) if isinstance(one, tuple)):
+            if roles[:1] != ["assistant"] or roles[-1:] != ["assistant"]:
+                message = "the messages of an answer do not begin and end with the assistant's"
+                expected = "messages from the assistant's first to its last; the prompt is apart"
+                fix = "where the answer repeats the whole conversation, set data.format.prompt_key to null"
+                raise malformed(message, expected, f"the roles {', '.join(roles) or '(none)'}", fix)
+        pair = [one[0]["content"] if isinstance(one, tuple) and len(one) == 1 else one for one in (taught, rejected)]
+        if rejected is not None and pair[0] == pair[1]:
+            found, fix = repr(pair[0])[:200], "leave the record out"
+            raise malformed("the two answers are the same", "two different answers", found, fix)
         return prompt, taught, rejected
 
 
@@ -167,33 +176,21 @@ def _value(record: dict[str, Any], path: str) -> Any:
     return value
 
 
-def read_conversation(value: Any, key: str, expected: str = _MESSAGES) -> Conversation:
-    """Check and return a list of messages."""
+def _conversation(value: Any, key: str, expected: str = _MESSAGES) -> Conversation:
     if not is_conversation(value):
         raise malformed(f"field {key!r} is not a conversation", expected, repr(value)[:200])
     return tuple(value)
 
 
-def read_answer(value: Any, key: str) -> Answer:
-    """Check and return a target answer: a text, a number (as its JSON text) or a list of messages."""
+def _answer(record: dict[str, Any], key: str | None) -> Answer | None:
+    """Return a target answer: a text, a number (as its JSON text) or a list of messages; None without a key."""
+    value = None if key is None else _value(record, key)
     if isinstance(value, str | int | float):
         return plain_text(value)
-    return read_conversation(value, key, f"a text, or {_MESSAGES}")
+    return None if key is None else _conversation(value, key, f"a text, or {_MESSAGES}")
 
 
-def check_turn(answer: Answer | None) -> None:
-    """Refuse messages that do not begin and end with the assistant."""
-    roles = [message["role"] for message in answer] if isinstance(answer, tuple) else ["assistant"]
-    if roles[:1] != ["assistant"] or roles[-1:] != ["assistant"]:
-        raise malformed(
-            "the messages of an answer do not begin and end with the assistant's",
-            "messages from the assistant's first to its last; the prompt is apart",
-            f"the roles {', '.join(roles) or '(none)'}",
-            "where the answer repeats the whole conversation, set data.format.prompt_key to null",
-        )
-
-
-def split(messages: Conversation, key: str) -> tuple[Conversation, Conversation | None]:
+def _split(messages: Conversation, key: str) -> tuple[Conversation, Conversation | None]:
     """Split a conversation into prompt and answer; None if the last message is not the assistant's.
 
     The answer is the last turn: the messages after the last one of a user (or system), from the assistant's first
@@ -210,7 +207,7 @@ def split(messages: Conversation, key: str) -> tuple[Conversation, Conversation 
     return messages[:first], messages[first:]
 
 
-def implied_prompt(
+def _implied_prompt(
     answer: Answer | None, rejected: Answer | None
 ) -> tuple[Conversation, Conversation, Conversation | None]:
     """Return prompt and answers of whole conversations. Two conversations share the prompt as their beginning."""
@@ -219,16 +216,13 @@ def implied_prompt(
         fix = "name the prompt's field as data.format.prompt_key"
         raise malformed("the answers do not hold the prompt", expected, "a text", fix)
     if rejected is None:
-        prompt, own = split(answer, "response_key")
-        check_turn(own or ())
+        prompt, own = _split(answer, "response_key")
         return prompt, own or (), None
     shared = next((n for n, pair in enumerate(zip(answer, rejected, strict=False)) if pair[0] != pair[1]), 0)
     if not shared:
         found = "the same conversation twice" if answer == rejected else "nothing in common at the beginning"
         expected = "messages that both share, then two answers"
         raise malformed("the two conversations imply no prompt", expected, found)
-    for each in (answer[shared:], rejected[shared:]):
-        check_turn(each)
     return answer[:shared], answer[shared:], rejected[shared:]
 
 
@@ -241,16 +235,10 @@ def plain_text(value: Any) -> str:
 
 def is_conversation(value: Any) -> bool:
     """Return whether a value is a list of at least one message."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(
-            isinstance(message, dict)
-            and isinstance(message.get("role"), str)
-            and (isinstance(message.get("content"), str | list) or message.get("tool_calls"))
-            for message in value
-        )
-    )
+    if not (isinstance(value, list) and value and all(isinstance(message, dict) for message in value)):
+        return False
+    spoken = (isinstance(message.get("content"), str | list) or message.get("tool_calls") for message in value)
+    return all(spoken) and all(isinstance(message.get("role"), str) for message in value)
 
 
 def malformed(message: str, expected: str, found: str, fix: str = "correct the line, or leave it out") -> DataError:
@@ -266,3 +254,127 @@ def naming(place: str) -> Iterator[None]:
     except DataError as error:
         error.where = place if error.where is None else f"{place} ({error.where})"
         raise
+
+
+class TaskSet(Sequence[Task]):
+    """The tasks of a JSONL file, which may have blank lines and be larger than memory.
+
+    A task takes 16 bytes of memory, and an access is one ``pread``; the file stays open. :attr:`digest` shows changes.
+    Only the first ``limit`` tasks are used. With ``answers``, records without an answer to train on are refused. Errors
+    are ``data.missing``, ``data.empty`` and ``data.malformed``. The first 64 MiB of lines are checked here, also for
+    duplicate ids; later lines when they are used.
+    """
+
+    def __init__(
+        self, file: str | Path, form: TaskFormat = TaskFormat(), *, limit: int | None = None, answers: bool = False
+    ) -> None:
+        self._path, self._format = Path(file), form
+        self.answers = answers  #: whether each task has an answer to train on
+        if not self._path.is_file():
+            found, fix = "a folder" if self._path.is_dir() else "nothing", f"check the path from {Path.cwd()}"
+            details = {"where": str(file), "expected": "a JSONL file", "found": found, "fix": fix}
+            raise DataError("the task file does not exist", code="data.missing", **details)
+        self._offsets, self._lines = array.array("Q"), array.array("Q")
+        self._file = os.open(file, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._file)
+        self.digest = self._scan()  #: of the file's bytes, which a resumed run compares
+        self._length = len(self._lines) if limit is None else min(limit, len(self._lines))
+        if not self._length:
+            expected = "one JSON object per line"
+            raise DataError("there are no tasks", code="data.empty", where=str(file), expected=expected)
+        #: the numbers of the tasks that are checked when the file is opened
+        self.checked = range(min(self._length, sum(offset < CHECKED_BYTES for offset in self._offsets)))
+        seen: dict[str, str] = {}
+        for task in map(self.__getitem__, self.checked):
+            if task.id in seen:
+                with naming(task.place):
+                    raise malformed("two tasks have one id", "unique ids", f"{task.id!r}, as in {seen[task.id]}")
+            seen[task.id] = task.place
+
+    def _scan(self) -> str:
+        content, self._end = xxhash.xxh3_128(), 0
+        with open(self._file, "rb", closefd=False) as file:
+            for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), start=1):
+                with naming(f"{self._path}:{number}"):
+                    if len(line) > LINE_BYTES:
+                        most, found = f"at most {LINE_BYTES >> 20} MiB", f"more than {LINE_BYTES} bytes"
+                        raise malformed("a line is too long", most, found)
+                    if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                        found = "a byte-order mark of UTF-16"
+                        raise malformed("the file is not UTF-8", "UTF-8", found, "save it as UTF-8")
+                content.update(line)
+                if line.strip():
+                    self._offsets.append(self._end)
+                    self._lines.append(number)
+                self._end += len(line)
+        return xxhash.xxh3_128_hexdigest(content.hexdigest().encode())
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, number: Any) -> Any:
+        """Return a task by number, or a list of tasks by slice."""
+        if isinstance(number, slice):
+            return [self[each] for each in range(*number.indices(self._length))]
+        index = number + self._length if number < 0 else number
+        if not 0 <= index < self._length:
+            raise IndexError(f"task {number} of {self._length}")
+        line, stem = self._lines[index], self._path.stem
+        place = f"{self._path}:{line}"
+        with naming(place):
+            task = attrs.evolve(self._format.task(self._record(index), f"{stem}:{line}", stem), place=place)
+            if self.answers and task.response is None:
+                raise malformed(
+                    "a record has no answer to learn from",
+                    "a text or messages in data.format.response_key, or a conversation that ends with the assistant",
+                    f"a prompt that ends with the role {task.messages[-1]['role']!r}, and no answer to it",
+                    "correct the line, or name the right fields in data.format",
+                )
+        return task
+
+    def _record(self, index: int) -> Any:
+        """Return a line's values, which every process can receive: finite numbers, 64-bit integers, texts in UTF-8."""
+        start, ends = self._offsets[index], (*self._offsets[index + 1 : index + 2], self._end)
+        text = os.pread(self._file, ends[0] - start, start)
+        try:
+            record = msgspec.json.decode(text.removeprefix(codecs.BOM_UTF8))
+            msgspec.msgpack.encode(record)  # refuses larger integers
+        except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+            found = f"{type(error).__name__}: {error}"[:300]
+            expected = "a JSON object in UTF-8 with finite numbers and integers of 64 bits"
+            raise malformed("a line is not JSON", expected, found) from None
+        return record
+
+
+@attrs.frozen
+class SeededOrder:
+    """An endless sequence of the numbers 0 … size-1, with one seeded permutation per epoch.
+
+    Its only state is the position, and every position has the same cost: a Feistel network with modular addition
+    permutes the numbers (format-preserving encryption; Black and Rogaway, "Ciphers with arbitrary finite domains",
+    2002), so that no permutation is stored. A number at the end of one epoch may recur at the start of the next:
+    within a batch, identify samples by position, not by task.
+    """
+
+    size: int = attrs.field(validator=attrs.validators.ge(1))
+    seed: int = 0
+    shuffle: bool = attrs.field(default=True, kw_only=True)  #: False: every epoch is 0, 1, 2, …
+
+    def index(self, position: int) -> int:
+        """Return the number at a position, which counts from 0 through all epochs."""
+        if position < 0:
+            raise IndexError(f"position {position} is before the beginning")
+        epoch, place = divmod(position, self.size)
+        if not self.shuffle:
+            return place
+        rows = math.isqrt(self.size - 1) + 1
+        columns = -(-self.size // rows)
+        key = xxhash.xxh3_64_intdigest(f"{self.seed}:{epoch}".encode())
+        while True:  # the network permutes rows x columns >= size numbers: repeat until the result is below size
+            left, right = divmod(place, columns)
+            for turn in range(0, 8, 2):
+                left = (left + xxhash.xxh3_64_intdigest(struct.pack("<QQ", turn, right), seed=key)) % rows
+                right = (right + xxhash.xxh3_64_intdigest(struct.pack("<QQ", turn + 1, left), seed=key)) % columns
+            place = left * columns + right
+            if place < self.size:
+                return place
