@@ -24,17 +24,19 @@ def script(folder: Path, text: str, name: str = "python") -> str:
 
 def test_this_interpreter_is_fine():
     report = look(None)
-    assert report.problem is None
+    assert report.usable
+    assert () == report.problems
     assert (sys.executable, sys.version.split()[0]) == (report.path, report.python)
     assert __version__ == report.versions["jackfield"]
 
 
 def test_a_missing_interpreter_has_a_code_and_a_fix(tmp_path: Path):
     report = look(str(tmp_path / "absent" / "bin" / "python"))
-    assert report.problem is not None
-    assert "plugin.interpreter" == report.problem.code
-    assert "no such file" == report.problem.found
-    assert report.problem.fix
+    (problem,) = report.problems
+    assert not report.usable
+    assert "plugin.interpreter" == problem.code
+    assert "no such file" == problem.found
+    assert problem.fix
 
 
 def test_a_file_that_is_no_program_is_told_apart(tmp_path: Path):
@@ -49,9 +51,10 @@ def test_a_program_that_the_system_cannot_start(tmp_path: Path):
     path.write_bytes(b"\x00\x01\x02")
     path.chmod(0o755)
     report = look(str(path))
-    assert report.problem is not None
-    assert "plugin.interpreter" == report.problem.code
-    assert "OSError" in str(report.problem.found)
+    (problem,) = report.problems
+    assert not report.usable
+    assert "plugin.interpreter" == problem.code
+    assert "OSError" in str(problem.found)
 
 
 def test_a_command_is_found_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -69,8 +72,9 @@ def test_a_command_is_found_on_the_path(tmp_path: Path, monkeypatch: pytest.Monk
 )
 def test_an_interpreter_that_does_not_work_says_how_it_ended(tmp_path: Path, text: str, found: str):
     report = look(script(tmp_path, text))
-    assert report.problem is not None
-    assert ("plugin.interpreter", found) == (report.problem.code, report.problem.found)
+    (problem,) = report.problems
+    assert not report.usable
+    assert ("plugin.interpreter", found) == (problem.code, problem.found)
 
 
 def ended(pid: int) -> bool:
@@ -89,9 +93,10 @@ def test_an_interpreter_that_does_not_answer_costs_the_deadline_and_no_more(tmp_
     """`sleep` runs in a grandchild, which keeps the output open and must also be killed."""
     marker = tmp_path / "pid"
     report = look(script(tmp_path, f"sleep 600 & echo $! > {marker}; wait"), seconds=0.5)
-    assert report.problem is not None
-    assert "plugin.interpreter" == report.problem.code
-    assert str(report.problem.found).startswith("no end within 0.5 s")
+    (problem,) = report.problems
+    assert not report.usable
+    assert "plugin.interpreter" == problem.code
+    assert str(problem.found).startswith("no end within 0.5 s")
     assert 0.5 <= report.seconds
     assert ended(int(marker.read_text()))
 
@@ -104,16 +109,18 @@ def test_a_child_that_leaves_a_grandchild_behind_is_not_waited_for(tmp_path: Pat
 def test_an_interpreter_without_jackfield_is_told_what_to_install(tmp_path: Path):
     python = script(tmp_path, f'exec {sys.executable} -I -S "$@"')
     report = look(python)
-    assert report.problem is not None
-    assert "plugin.requirement" == report.problem.code
-    assert f"{python} -m pip install jackfield" == report.problem.fix
+    (problem,) = report.problems
+    assert not report.usable
+    assert "plugin.requirement" == problem.code
+    assert f"{python} -m pip install jackfield" == problem.fix
 
 
 def test_an_old_python_is_refused(tmp_path: Path):
     answer = '{"python": "3.9.1", "versions": {"jackfield": "0.1", "torch": null, "ray": null}}'
     report = look(script(tmp_path, f"echo '{answer}'"))
-    assert report.problem is not None
-    assert ("plugin.interpreter", "Python 3.9.1, jackfield 0.1") == (report.problem.code, report.problem.found)
+    (problem,) = report.problems
+    assert not report.usable
+    assert ("plugin.interpreter", "Python 3.9.1, jackfield 0.1") == (problem.code, problem.found)
 
 
 def test_import_settings_of_this_interpreter_do_not_reach_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

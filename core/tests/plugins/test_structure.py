@@ -16,7 +16,7 @@ from jackfield.abc.engine import BaseEngine
 from jackfield.abc.reward import RewardAgent
 from jackfield.abc.rollout import BaseRolloutServer
 from jackfield.errors import PluginError
-from jackfield.plugins.structure import flavour, signature_of, structure_problems
+from jackfield.plugins.manifest import flavour, signature_of, structure_problems
 
 
 def fitting(kind: str, **members: Any) -> type:

@@ -400,5 +400,5 @@ def test_the_handshake_alone_takes_no_torch(elsewhere: Elsewhere) -> None:
     program = "from jackfield.plugins.interpreters import main; main('rollout', 'elsewhere')"
     command = [elsewhere.python, "-X", "importtime", "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
-    assert "fake-elsewhere" == json.loads(done.stdout.splitlines()[0])["introduction"]["plugin"]["distribution"]
+    assert "fake-elsewhere" == json.loads(done.stdout.splitlines()[0])["plugin"]["distribution"]
     assert not any(word in done.stderr for word in ("torch", "fake_elsewhere.server"))

@@ -14,8 +14,7 @@ import attrs
 import pytest
 
 from jackfield.settings import structure
-from jackfield_conformance.registry import FIRST_BEHAVIOUR, PREFIXES, Check, Outcome, checks, run_check
-from jackfield_conformance.subject import Subject
+from jackfield_conformance.registry import FIRST_BEHAVIOUR, PREFIXES, Check, Outcome, Subject, checks, run_check
 
 
 @attrs.frozen(kw_only=True)

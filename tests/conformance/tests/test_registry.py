@@ -18,13 +18,13 @@ from jackfield_conformance.registry import (
     NotApplicable,
     Outcome,
     Skipped,
+    Subject,
     capabilities,
     check,
     checks,
     run_check,
 )
 from jackfield_conformance.runner import level_of, level_table
-from jackfield_conformance.subject import Subject
 
 ALL = [each for kind in KINDS for each in checks(kind)]
 

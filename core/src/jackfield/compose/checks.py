@@ -85,7 +85,7 @@ def check_plugins(config: RunConfig, registry: Registry, role: RoleName = "all")
             usable = {record.name: record for record in registry.records(kind) if record.error is None}
             for record in () if kind in HEAVY and difflib.get_close_matches(name, usable) else usable.values():
                 found = look(record.usable().env.python, record, _PROBE_SECONDS, importing=True)
-                for problem in filter(None, (found.problem, *found.problems)):
+                for problem in found.problems:
                     error.found = f"{error.found}; {record.name} cannot be used: {problem.message}: {problem.found}"
             raise
     plugin_settings(config, registry)

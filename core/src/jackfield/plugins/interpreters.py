@@ -28,10 +28,11 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import jackfield
-from jackfield.errors import JackfieldError, PluginError, PluginImportError, error_fields
+from jackfield.abc import ABI_VERSIONS
+from jackfield.errors import JackfieldError, PluginError, PluginImportError, error_fields, rebuilt_error
 from jackfield.plugins.hooks import HookManager
-from jackfield.plugins.registry import PluginRecord, discover, introduce, rebuilt, refusals
-from jackfield.plugins.structure import structure_problems
+from jackfield.plugins.manifest import structure_problems
+from jackfield.plugins.registry import PluginRecord, discover
 from jackfield.settings import option
 
 #: Code that runs on any Python 3 without installed packages.
@@ -85,18 +86,27 @@ class Introduction:
     python: str | None = None  #: the interpreter's version; None: unknown
     versions: Mapping[str, str | None] = _UNKNOWN  #: versions of jackfield, torch and ray; None: not installed
     seconds: float = 0.0
-    problem: PluginError | None = None  #: problem of the interpreter; the plugin is not inspected then
-    problems: tuple[JackfieldError, ...] = ()  #: problems of the plugin there
+    problems: tuple[JackfieldError, ...] = ()  #: of the plugin there, or the one of an interpreter that is not usable
+
+    @property
+    def usable(self) -> bool:
+        """Whether the interpreter itself can run Jackfield; else the plugin is not inspected."""
+        return bool(self.python and not self.is_old and self.versions["jackfield"])
+
+    @property
+    def is_old(self) -> bool:
+        """Whether the interpreter's version is older than Jackfield supports."""
+        return self.python is not None and tuple(map(int, self.python.split(".")[:2])) < _OLDEST_PYTHON
 
     @property
     def missing(self) -> list[JackfieldError]:
         """The errors for requirements of the plugin that are not installed there."""
-        return [problem for problem in self.problems if problem.code == "plugin.requirement"]
+        return [problem for problem in self.problems if self.usable and problem.code == "plugin.requirement"]
 
     def check(self, *, complete: bool = True) -> None:
         """Raise the first problem of the interpreter or the plugin. Missing requirements count only if ``complete``."""
-        for problem in (self.problem, *self.problems):
-            if problem is not None and (complete or problem not in self.missing):
+        for problem in self.problems:
+            if complete or problem not in self.missing:
                 raise problem
 
 
@@ -129,6 +139,19 @@ def environment_of(python: str) -> dict[str, str]:
     return environment
 
 
+def run_bounded(command: Sequence[str], seconds: float, **streams: Any) -> int | None:
+    """Run a command in a process group, which is killed with it; return its exit code, None after ``seconds``."""
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **streams)
+    try:
+        return child.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()  # it was killed, so this returns
+
+
 def run_child(python: str, arguments: Sequence[str], deadline: float) -> tuple[str, str, bool]:
     """Run an interpreter for at most ``deadline`` seconds. Raise a ``PluginError`` if it cannot be started.
 
@@ -136,27 +159,20 @@ def run_child(python: str, arguments: Sequence[str], deadline: float) -> tuple[s
     """
     # files, not pipes: a grandchild that keeps a pipe open would delay the end
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-        files: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": stderr}
+        streams: dict[str, Any] = {"stdout": stdout, "stderr": stderr, "env": environment_of(python)}
         try:
-            child = subprocess.Popen([python, *arguments], env=environment_of(python), start_new_session=True, **files)
+            code = run_bounded([python, *arguments], deadline, **streams)
         except OSError as error:
             raise _unusable(python, "cannot be started", f"{type(error).__name__}: {error}") from error
-        how, late = "", False
-        try:
-            code = child.wait(deadline)
-            how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-        except subprocess.TimeoutExpired:
-            how, late = f"no end within {deadline:.1f} s", True
-        finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()  # it was killed, so this returns
         texts = []
         for file in (stdout, stderr):
             file.seek(max(0, file.seek(0, os.SEEK_END) - _KEPT_BYTES))
             texts.append(file.read().decode(errors="replace"))
+    how = f"no end within {deadline:.1f} s"
+    if code is not None:
+        how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
     lines = [line.strip() for line in texts[1].splitlines() if line.strip()]
-    return texts[0], ", ".join([how, *lines[-1:]]), late
+    return texts[0], ", ".join([how, *lines[-1:]]), code is None
 
 
 def look(
@@ -173,50 +189,90 @@ def look(
         path = resolve_interpreter(python)
         output, ending, late = run_child(path, ["-c", _PROGRAM, *plugin], seconds)
     except PluginError as error:
-        return Introduction(path=path, problem=error)
+        return Introduction(path=path, problems=(error,))
     said: dict[str, Any] = {"python": None, "versions": _UNKNOWN}
     for line in output.splitlines():
         with contextlib.suppress(ValueError):  # start-up files may print other lines
             fields = json.loads(line)
             said |= fields if isinstance(fields, dict) else {}
-    found = f"Python {said['python']}, jackfield {said['versions']['jackfield'] or '-'}"
-    problem, problems = None, list[JackfieldError]()
-    if said["python"] is None:
-        problem = _unusable(path, "did not answer in time" if late else "does not work", ending)
-    elif tuple(int(part) for part in said["python"].split(".")[:2]) < _OLDEST_PYTHON:
-        expected, fix = "Python {}.{} or later".format(*_OLDEST_PYTHON), "make the environment with a newer Python"
-        problem = _unusable(path, "is too old", found, expected=expected, fix=fix)
-    elif said["versions"]["jackfield"] is None:
-        fix = f"{path} -m pip install jackfield"
-        problem = _unusable(path, "has no jackfield", found, expected="jackfield", fix=fix, code="plugin.requirement")
-    elif record is not None:
-        problems.extend(_problems(record, path, said, ending, late))
     answer = {"python": said["python"], "versions": said["versions"], "seconds": time.monotonic() - started}
-    return Introduction(path=path, problem=problem, problems=tuple(problems), **answer)
+    found = Introduction(path=path, **answer)
+    return attrs.evolve(found, problems=tuple(_problems(found, record, said, ending, late)))
 
 
 def _problems(
-    record: PluginRecord, path: str, said: Mapping[str, Any], ending: str, late: bool
+    found: Introduction, record: PluginRecord | None, said: Mapping[str, Any], ending: str, late: bool
 ) -> Iterator[JackfieldError]:
-    """Yield the problems of a plugin that a child reported, or the stage at which the child ended."""
-    if "introduction" not in said:
-        release = f"jackfield=={jackfield.__version__}"
-        found, fix = f"jackfield {said['versions']['jackfield']}; {ending}", f"{path} -m pip install {release}"
-        yield _unusable(path, "does not say what it would run", found, expected=release, fix=fix)
-    elif "problems" in said:
-        yield from refusals(record, said["introduction"], path)
-        yield from (rebuilt(fields, path) for fields in said["problems"])
-    else:
+    """Yield the problem of an interpreter, or those of a plugin in it, or the stage at which the child ended."""
+    path, release = found.path, found.versions["jackfield"]
+    seen = f"Python {found.python}, jackfield {release or '-'}"
+    if found.python is None:
+        yield _unusable(path, "did not answer in time" if late else "does not work", ending)
+    elif found.is_old:
+        expected, fix = "Python {}.{} or later".format(*_OLDEST_PYTHON), "make the environment with a newer Python"
+        yield _unusable(path, "is too old", seen, expected=expected, fix=fix)
+    elif release is None:
+        fix = f"{path} -m pip install jackfield"
+        yield _unusable(path, "has no jackfield", seen, expected="jackfield", fix=fix, code="plugin.requirement")
+    elif record is not None and "stage" not in said:
+        wanted = f"jackfield=={jackfield.__version__}"
+        ended, fix = f"jackfield {release}; {ending}", f"{path} -m pip install {wanted}"
+        yield _unusable(path, "does not say what it would run", ended, expected=wanted, fix=fix)
+    elif record is not None and said["stage"] is not None:
         message = f"{said['stage']} did not end in time" if late else f"{said['stage']} ended the interpreter"
         expected = "an import that ends, and leaves the interpreter alive"
         fix = "correct the plugin's module" + ("; raise --deadline if it is only slow" if late else "")
         yield PluginImportError(message, where=record.label, expected=expected, found=ending, fix=fix)
+    elif record is not None:
+        yield from refusals(record, said, path)
 
 
 def _unusable(path: str, what: str, found: str, **details: Any) -> PluginError:
     expected, fix = "an interpreter that starts and prints its version", "run it by hand, or make its environment again"
     given = {"code": "plugin.interpreter", "where": path, "expected": expected, "fix": fix, **details}
     return PluginError(f"the interpreter {path} {what}", found=found, **given)
+
+
+def introduce(kind: str, name: str) -> dict[str, Any]:
+    """Return JSON-ready facts about this process and the plugin that it would load, without importing it.
+
+    ``problems`` has the errors of the check of the plugin's manifest and the missing requirements.
+    """
+    plugin, problems = None, list[JackfieldError]()
+    try:
+        record = discover().resolve(name, kind)
+        plugin = record.identity()
+        problems.extend(record.usable().missing(record.label))
+    except JackfieldError as error:
+        problems.append(error)
+    found = {"jackfield": jackfield.__version__, "abi": ABI_VERSIONS.get(kind), "plugin": plugin}
+    return {**found, "problems": [error_fields(problem) for problem in problems]}
+
+
+def refusals(record: PluginRecord, said: Mapping[str, Any], python: str) -> Iterator[JackfieldError]:
+    """Yield why a process of the interpreter ``python``, which :func:`introduce` described, cannot run a plugin.
+
+    The versions must be equal, because settings are checked here and used there (``plugin.handshake``), and the
+    manifest that is read here must apply there (``plugin.requirement``, or the error of its check).
+    """
+    wanted = {"jackfield": jackfield.__version__, "abi": ABI_VERSIONS[record.kind], "plugin": record.identity()}
+    different = [name for name in wanted if said.get(name) != wanted[name] and (name != "plugin" or said.get(name))]
+    if different:
+        releases = f"jackfield=={jackfield.__version__} {record.distribution}=={record.version}"
+        yield PluginError(
+            f"the interpreter {python} has another {' and '.join(different)} than this one",
+            code="plugin.handshake",
+            where=record.label,
+            expected={name: wanted[name] for name in different},
+            found={name: said.get(name) for name in different},
+            fix=f"{python} -m pip install {releases}, or the same versions here",
+        )
+    for fields in said.get("problems", ()):
+        error = rebuilt_error(fields, python)
+        if os.path.abspath(python) != os.path.abspath(sys.executable):
+            error.message = f"the interpreter {python} refuses the plugin: {error.message}"
+            error.fix = f"in {python}: {error.fix or 'install the plugin there'}"
+        yield error
 
 
 def main(kind: str, name: str, *importing: str) -> None:
@@ -226,13 +282,12 @@ def main(kind: str, name: str, *importing: str) -> None:
     """
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    problems: list[JackfieldError] = []
 
     def say(**fields: Any) -> None:
         print(json.dumps(fields), file=lines, flush=True)
 
-    said = introduce(kind, name)
-    say(introduction=said)
+    said, problems = introduce(kind, name), list[JackfieldError]()
+    say(**said, stage="reading the manifest")
     try:
         if importing and not said["problems"]:
             record = discover().resolve(name, kind)
@@ -251,7 +306,7 @@ def main(kind: str, name: str, *importing: str) -> None:
                 HookManager((), [manifest])
     except JackfieldError as error:
         problems.append(error)
-    say(problems=[error_fields(problem) for problem in problems])
+    say(stage=None, problems=[*said["problems"], *map(error_fields, problems)])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -262,13 +317,8 @@ def create_environment(settings: EnvironmentSettings, folder: Path, installed: S
 
     If only distributions that are copied from here have changed, only these are installed again. An incomplete
     environment, or one with other settings, is created again; any other folder is not touched. The output of pip goes
-    to stderr. An error (``plugin.environment``) names the step that failed.
-
-    Args:
-        settings: The description of the environment.
-        folder: The folder of the environment.
-        installed: Distributions that are installed in the same way as in this interpreter.
-        seconds: The deadline of the whole creation.
+    to stderr. An error (``plugin.environment``) names the step that failed. The distributions ``installed`` are
+    installed in the same way as in this interpreter; ``seconds`` is the deadline of the whole creation.
     """
     base = resolve_interpreter(settings.python, "environments.*.python")
     installed = _with_local(installed)
@@ -296,13 +346,10 @@ def create_environment(settings: EnvironmentSettings, folder: Path, installed: S
         steps += [[*pip, "uninstall", "--yes", *settings.uninstall]] if settings.uninstall else []
     ends = time.monotonic() + seconds
     for step in steps:
-        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": sys.stderr, "env": environment_of(step[0])}
-        try:
-            code = subprocess.run(step, timeout=max(ends - time.monotonic(), 0.1), check=False, **streams).returncode
-            found = f"exit code {code}; what it printed is above"
-        except subprocess.TimeoutExpired:
-            code, found = None, "no end within the deadline"
+        left = max(ends - time.monotonic(), 0.1)
+        code = run_bounded(step, left, stdout=sys.stderr, env=environment_of(step[0]))
         if code != 0:
+            found = "no end within the deadline" if code is None else f"exit code {code}; what it printed is above"
             expected = f"`{' '.join([os.path.basename(step[0]), *step[1:]])}` to end well"
             fix = "correct the environment in the configuration, or raise --deadline, and give the same command again"
             details = {"where": str(folder), "expected": expected, "found": found, "fix": fix}

@@ -1,26 +1,35 @@
-"""Manifests of plugins: their contents, parsing and checks."""
+"""What a plugin declares in its manifest, and whether it and its class fit the contract.
+
+The class is checked after its import and before any use, without running any of its code.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import functools
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import re
 import sys
 import tomllib
+from abc import ABC
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from inspect import Parameter, Signature
+from typing import Any, Generic, Literal, Protocol
 
 import attrs
 from packaging.requirements import Requirement
 
-from jackfield.abc import ABI_VERSIONS, KINDS
+from jackfield.abc import ABI_VERSIONS, CONTRACTS, KINDS
 from jackfield.errors import PluginError
 from jackfield.settings import structure
 
 PluginKind = Literal["engine", "rollout", "agent", "reward", "transfer_queue", "checkpoint_engine"]
 CapabilityLevel = Literal["full", "partial", "unsupported", "unverified"]
+assert set(PluginKind.__args__) == set(KINDS)  # type: ignore[attr-defined]
 
 
 def invalid_manifest(message: str, where: str, **details: Any) -> PluginError:
@@ -189,4 +198,180 @@ def check_abi(kind: str, abi: str, where: str) -> None:
     raise PluginError(f"the plugin was built for another version of the {kind} contract", code="plugin.abi", **details)
 
 
-assert set(PluginKind.__args__) == set(KINDS)  # type: ignore[attr-defined]
+#: Each flavour of method: how it is written, and the return annotations that make a plain function one.
+_FLAVOURS: dict[str, tuple[str, str]] = {
+    "sync": ("def", ""),
+    "async": ("async def", "Awaitable Coroutine"),
+    "async generator": ("async def with yield", "AsyncGenerator AsyncIterator AsyncIterable"),
+    "generator": ("def with yield", "Generator Iterator Iterable"),
+    "context manager": ("@contextlib.contextmanager", "AbstractContextManager ContextManager"),
+    "async context manager": ("@contextlib.asynccontextmanager", "AbstractAsyncContextManager AsyncContextManager"),
+    "property": ("@property", ""),
+}
+_TESTS = {
+    "async": inspect.iscoroutinefunction,
+    "async generator": inspect.isasyncgenfunction,
+    "generator": inspect.isgeneratorfunction,
+}
+#: Flavours by code object. The decorators of contextlib return functions that share one code object.
+_CODES = {
+    contextlib.contextmanager(lambda: iter(())).__code__: "context manager",
+    contextlib.asynccontextmanager(lambda: None).__code__: "async context manager",  # type: ignore[arg-type, return-value]
+}
+
+
+def check_settings_class(cls: Any, where: str) -> type:
+    """Return a settings class, or raise ``plugin.config-class`` if it is not a frozen attrs class."""
+    if inspect.isclass(cls) and attrs.has(cls) and is_frozen(cls):
+        return cls
+    message, expected = "the plugin's config is not a frozen attrs class", "a class made by @attrs.frozen"
+    fix = "decorate the class with @attrs.frozen(kw_only=True), or correct 'config' in the manifest"
+    raise PluginError(message, code="plugin.config-class", where=where, expected=expected, found=repr(cls), fix=fix)
+
+
+def structure_problems(kind: str, cls: Any, where: str) -> Iterator[PluginError]:
+    """Yield all violations of a kind's contract by a class, without running any of its code.
+
+    They are ``plugin.not-a-subclass``, ``plugin.abstract-method``, ``plugin.sync-async`` or ``plugin.signature``.
+    """
+    contract = CONTRACTS[kind]
+    if not (inspect.isclass(cls) and issubclass(cls, contract)):
+        message = f"the object of the {kind} plugin does not derive from {contract.__name__}"
+        expected, found = f"a subclass of {contract.__module__}.{contract.__name__}", repr(cls)
+        fix = f"derive the class from {contract.__name__}, or correct 'object' in the manifest"
+        yield PluginError(message, code="plugin.not-a-subclass", where=where, expected=expected, found=found, fix=fix)
+        return
+    missing = sorted(getattr(cls, "__abstractmethods__", ()))
+    if missing:
+        message, found = f"{cls.__name__} does not define {', '.join(missing)}", f"abstract: {', '.join(missing)}"
+        expected = f"every abstract method of {contract.__name__}"
+        fix = "define " + "; ".join(f"{name}{_bare(contract, name)}" for name in missing)
+        yield PluginError(message, code="plugin.abstract-method", where=where, expected=expected, found=found, fix=fix)
+    for name in public_members(contract):
+        if name not in missing and (problem := _problem(contract, cls, name)) is not None:
+            place = f"{cls.__name__}.{name}"
+            yield PluginError(f"{place} does not fit the contract", where=f"{where}, {place}", **problem)
+
+
+def _problem(contract: type, cls: type, name: str) -> dict[str, str] | None:
+    """Compare a member of a class with that of the contract."""
+    wanted = flavour(contract, name)
+    try:
+        found = flavour(cls, name)
+    except (ValueError, TypeError):  # a builtin without a signature
+        return None
+    returnable = found == "sync" and wanted not in ("sync", "async")  # a plain function may return such an object
+    if wanted != found and "property" in (wanted, found):
+        fix = "define it as the contract does"
+        return {"code": "plugin.signature", "expected": wanted, "found": found, "fix": fix}
+    if wanted != found and not returnable:
+        expected, seen = (f"{each} ({_FLAVOURS[each][0]})" for each in (wanted, found))
+        fix = f"write {name}{_bare(contract, name)} with {_FLAVOURS[wanted][0]}"
+        return {"code": "plugin.sync-async", "expected": expected, "found": seen, "fix": fix}
+    refusal = None if wanted == "property" else _refusal(contract, cls, name)
+    if refusal is None:
+        return None
+    expected = "(config, context)" if name == "__init__" else str(_bare(contract, name))
+    fix = "take the contract's parameters; others need a default"
+    return {"code": "plugin.signature", "expected": f"{name}{expected}", "found": refusal, "fix": fix}
+
+
+def _refusal(contract: type, cls: type, name: str) -> str | None:
+    """Return why a class rejects calls that the contract allows: by position, by name, only required arguments.
+
+    Each argument is its parameter's name, which shows the parameter that receives it.
+    """
+    on_class = isinstance(inspect.getattr_static(contract, name), classmethod)
+    if on_class and not isinstance(inspect.getattr_static(cls, name), classmethod | staticmethod):
+        return f"{name} needs an instance, and is called on the class"
+    accepted, wanted = _bare(cls, name), _bare(contract, name).parameters.values()
+    plain = [each.name for each in wanted if each.kind is Parameter.POSITIONAL_OR_KEYWORD]
+    by_name = [each.name for each in wanted if each.kind is Parameter.KEYWORD_ONLY]
+    by_name += ["another" for each in wanted if each.kind is Parameter.VAR_KEYWORD]
+    required = [each.name for each in wanted if each.default is Parameter.empty and each.name in plain + by_name]
+    calls: list[tuple[list[str], list[str]]] = [(plain, by_name), ([], plain + by_name), ([], required)]
+    for positional, named in [(["config", "context"], [])] if name == "__init__" else calls:
+        try:
+            bound = accepted.bind(*positional, **{each: each for each in named}).arguments
+        except TypeError as error:
+            return f"{name}{accepted}: {error}"
+        for own, value in bound.items():
+            if isinstance(value, str) and own != value and name != "__init__":  # its parameters' names may differ
+                return f"{name}{accepted}: '{own}' is in the place of '{value}'"
+    return None
+
+
+def public_members(cls: type) -> Iterator[str]:
+    """Yield the names of public members of a class and its bases, and ``__init__``, as defined."""
+    seen: dict[str, None] = {}
+    for base in reversed(cls.__mro__):
+        if base in (object, ABC, Generic, Protocol):
+            continue
+        for name, value in vars(base).items():
+            is_member = callable(value) or isinstance(value, property | classmethod | staticmethod)
+            if is_member and not inspect.isclass(value) and (not name.startswith("_") or name == "__init__"):
+                seen.setdefault(name)
+    return iter(seen)
+
+
+def flavour(cls: type, name: str) -> str:
+    """Return the flavour of a member (how it is called, what it yields) without running its code.
+
+    The flavour follows from the code behind decorators or, for a plain function, from the return annotation.
+    """
+    raw = inspect.getattr_static(cls, name)
+    function = inner = _function(raw)
+    if isinstance(raw, property | functools.cached_property) or not callable(function):
+        return "property"
+    while inner is not None:
+        if getattr(inner, "__code__", None) in _CODES:
+            return _CODES[inner.__code__]
+        for found, test in _TESTS.items():
+            if test(inner):
+                return found
+        inner = getattr(inner, "__wrapped__", None)
+    returns = annotation_text(inspect.signature(function).return_annotation).partition("[")[0].rpartition(".")[2]
+    return next((found for found, (_, names) in _FLAVOURS.items() if returns in names.split()), "sync")
+
+
+def signature_of(cls: type, name: str) -> Signature:
+    """Return the signature of a member as its callers see it, without ``self`` or ``cls``.
+
+    A property has its getter's signature, and a plain value an empty one.
+    """
+    raw = inspect.getattr_static(cls, name)
+    function = _function(raw)
+    if not callable(function):
+        return Signature()
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())
+    if not isinstance(raw, staticmethod) and parameters and parameters[0].kind is not Parameter.VAR_POSITIONAL:
+        del parameters[0]
+    return signature.replace(parameters=parameters)
+
+
+def _bare(cls: type, name: str) -> Signature:
+    """Return the signature without annotations, for error messages and calls."""
+    return Signature([each.replace(annotation=Parameter.empty) for each in signature_of(cls, name).parameters.values()])
+
+
+def _function(raw: Any) -> Any:
+    if isinstance(raw, property | functools.cached_property):
+        return raw.fget if isinstance(raw, property) else raw.func
+    return raw.__func__ if isinstance(raw, classmethod | staticmethod) else raw
+
+
+def is_frozen(cls: type) -> bool:
+    """Return whether instances of an attrs class refuse assignment, by trying one."""
+    try:
+        setattr(object.__new__(cls), "x", None)  # noqa: B010
+    except Exception as error:
+        return isinstance(error, attrs.exceptions.FrozenInstanceError)
+    return False
+
+
+def annotation_text(annotation: Any) -> str:
+    """Return an annotation as it is written; empty if there is none."""
+    if annotation is Parameter.empty or annotation is None:
+        return "" if annotation is Parameter.empty else "None"
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)

@@ -11,9 +11,7 @@ import difflib
 import functools
 import importlib.metadata
 import importlib.util
-import os
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -22,20 +20,17 @@ from typing import Any, Literal
 
 import attrs
 
-import jackfield
-from jackfield.abc import ABI_VERSIONS, KINDS
-from jackfield.errors import (
-    JackfieldError,
-    PluginError,
-    PluginImportError,
-    PluginNotFound,
-    did_you_mean,
-    error_fields,
-    rebuilt_error,
-)
+from jackfield.abc import KINDS
+from jackfield.errors import JackfieldError, PluginError, PluginImportError, PluginNotFound, did_you_mean
 from jackfield.imports import collection_paused
-from jackfield.plugins.manifest import Manifest, check_abi, invalid_manifest, parse_manifest
-from jackfield.plugins.structure import check_settings_class, structure_problems
+from jackfield.plugins.manifest import (
+    Manifest,
+    check_abi,
+    check_settings_class,
+    invalid_manifest,
+    parse_manifest,
+    structure_problems,
+)
 from jackfield.settings import structure
 
 #: The entry-point group of each kind.
@@ -256,52 +251,6 @@ def _manifest(record: PluginRecord, group: str, value: str, path: Sequence[str] 
     fix = f"reinstall {record.distribution}; its author has to ship {parts['file']} in the wheel"
     details = {"where": where, "expected": expected, "found": f"no such {'file' if places else 'package'}", "fix": fix}
     raise PluginError("a manifest is not there", code="plugin.manifest-missing", **details)
-
-
-def introduce(kind: str, name: str) -> dict[str, Any]:
-    """Return JSON-ready facts about this process and the plugin that it would load, without importing it.
-
-    ``problems`` has the errors of the check of the plugin's manifest and the missing requirements.
-    """
-    plugin, problems = None, list[JackfieldError]()
-    try:
-        record = discover().resolve(name, kind)
-        plugin = record.identity()
-        problems.extend(record.usable().missing(record.label))
-    except JackfieldError as error:
-        problems.append(error)
-    found = {"jackfield": jackfield.__version__, "abi": ABI_VERSIONS.get(kind), "plugin": plugin}
-    return {**found, "problems": [error_fields(problem) for problem in problems]}
-
-
-def refusals(record: PluginRecord, said: Mapping[str, Any], python: str) -> Iterator[JackfieldError]:
-    """Yield why a process of the interpreter ``python``, which :func:`introduce` described, cannot run a plugin.
-
-    The versions must be equal, because settings are checked here and used there (``plugin.handshake``), and the
-    manifest that is read here must apply there (``plugin.requirement``, or the error of its check).
-    """
-    wanted = {"jackfield": jackfield.__version__, "abi": ABI_VERSIONS[record.kind], "plugin": record.identity()}
-    different = [name for name in wanted if said.get(name) != wanted[name] and (name != "plugin" or said.get(name))]
-    if different:
-        releases = f"jackfield=={jackfield.__version__} {record.distribution}=={record.version}"
-        yield PluginError(
-            f"the interpreter {python} has another {' and '.join(different)} than this one",
-            code="plugin.handshake",
-            where=record.label,
-            expected={name: wanted[name] for name in different},
-            found={name: said.get(name) for name in different},
-            fix=f"{python} -m pip install {releases}, or the same versions here",
-        )
-    yield from (rebuilt(fields, python) for fields in said.get("problems", ()))
-
-
-def rebuilt(fields: Mapping[str, Any], python: str) -> JackfieldError:
-    """Return the error that an interpreter reported."""
-    error = rebuilt_error(fields, python)
-    if os.path.abspath(python) != os.path.abspath(sys.executable):
-        error.message = f"the interpreter {python} refuses the plugin: {error.message}"
-        error.fix = f"in {python}: {error.fix or 'install the plugin there'}"
-    return error
 
 
 def find_package(package: str, path: Sequence[str] | None = None) -> ModuleSpec | None:

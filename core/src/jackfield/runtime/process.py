@@ -34,8 +34,8 @@ from jackfield.abc.rollout import (
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RolloutError, RpcError
 from jackfield.imports import collection_paused, own_process
-from jackfield.plugins.interpreters import environment_of, resolve_interpreter
-from jackfield.plugins.registry import PluginRecord, introduce, load_plugin, refusals
+from jackfield.plugins import PluginRecord, load_plugin
+from jackfield.plugins.interpreters import environment_of, introduce, refusals, resolve_interpreter
 from jackfield.sdk.child import ChildProcess
 from jackfield.sdk.rpc import Connection, Contract, Service, stub
 

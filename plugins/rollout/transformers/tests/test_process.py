@@ -26,8 +26,7 @@ from jackfield.plugins import installed, load_plugin
 from jackfield.routing import Replica, Router
 from jackfield.runtime.process import RolloutProcess
 from jackfield.weights import WeightSender, WeightSynchronizer
-from jackfield_conformance.registry import FIRST_BEHAVIOUR, Check, checks, run_check
-from jackfield_conformance.subject import Subject
+from jackfield_conformance.registry import FIRST_BEHAVIOUR, Check, Subject, checks, run_check
 from jackfield_conformance.support.rollout import LONG, greedy
 from jackfield_conformance.support.rollout_model import model_folder, named_weights
 from jackfield_kept_process import KeptRolloutProcess

@@ -18,8 +18,7 @@ from jackfield.abc.engine import ModelSpec
 from jackfield.abc.rollout import RolloutContext
 from jackfield.errors import RolloutError
 from jackfield.plugins import installed
-from jackfield_conformance.registry import FIRST_BEHAVIOUR, Check, checks, run_check
-from jackfield_conformance.subject import Subject
+from jackfield_conformance.registry import FIRST_BEHAVIOUR, Check, Subject, checks, run_check
 from jackfield_conformance.support.rollout import LONG, Reader, greedy
 from jackfield_conformance.support.rollout_model import model_folder
 from jackfield_rollout_vllm.config import Config

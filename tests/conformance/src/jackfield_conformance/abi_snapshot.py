@@ -30,8 +30,7 @@ import attrs
 
 import jackfield.sdk
 from jackfield.abc import CONTRACTS
-from jackfield.plugins.manifest import parse_version
-from jackfield.plugins.structure import annotation_text, flavour, is_frozen, public_members, signature_of
+from jackfield.plugins.manifest import annotation_text, flavour, is_frozen, parse_version, public_members, signature_of
 
 Level = Literal["major", "minor", "none"]
 Snapshot = Mapping[str, Any]

@@ -1,6 +1,6 @@
-"""The checks of all kinds, and the function that runs one of them on one plugin.
+"""The checks of all kinds, their input, and the function that runs one of them on one plugin.
 
-A check is a function of a :class:`~jackfield_conformance.subject.Subject` that raises if an invariant of the contract
+A check is a function of a :class:`Subject` that raises if an invariant of the contract
 is broken. ``jackfield_conformance.suites`` has one module or package of checks per kind, and ``suites.structure`` for
 every kind. Ids are never reused.
 """
@@ -19,12 +19,17 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import attrs
 
-from jackfield_conformance.subject import Subject
+from jackfield.settings import structure
+
+if TYPE_CHECKING:
+    from jackfield.plugins import Manifest, PluginRecord
+
 
 #: The first part of the ids of each kind's checks.
 PREFIXES: dict[str, str] = {
@@ -59,6 +64,63 @@ _ID = re.compile(rf"({'|'.join(_KINDS)})-(\d{{3}})")
 _CHECKS: dict[str, Check] = {}
 _GRACE_SECONDS = 5.0  #: between the deadline inside a check's event loop and the alarm that breaks a blocked one
 _FRAMES = 6  #: of a traceback that a message shows
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Subject:
+    """One plugin under one check. A mutant is not installed and has no ``record``."""
+
+    kind: str
+    name: str
+    cls: Any  #: the plugin's class
+    config: Any  #: an instance of ``config_class``, made from ``settings``
+    config_class: Any
+    settings: Mapping[str, Any] = attrs.field(factory=dict)  #: of a small instance
+    capabilities: Mapping[str, str] = attrs.field(factory=dict)  #: name to declared level
+    fixture: Mapping[str, Any] = attrs.field(factory=dict)  #: the result of the plugin's fixture function
+    folder: Path  #: fresh and empty for each check
+    abi: str = "1.0"
+    record: PluginRecord | None = None
+
+    @property
+    def label(self) -> str:
+        """Return the name for messages."""
+        return f"{self.kind}:{self.name}"
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """Return the plugin's manifest, if it is installed and readable."""
+        return None if self.record is None else self.record.manifest
+
+    def has(self, capability: str) -> bool:
+        """Return whether the plugin declares a capability as ``full`` or ``partial``."""
+        return self.capabilities.get(capability) in ("full", "partial")
+
+    def make(self, context: Any, **settings: Any) -> Any:
+        """Create an object of the plugin on this context; ``settings`` replace those of its fixture."""
+        if not settings:
+            return self.cls(self.config, context)
+        return self.cls(structure(self.config_class, {**self.settings, **settings}), context)
+
+    def plain(self) -> dict[str, Any]:
+        """Return plain values for :meth:`of_plain` in another process; of the fixture only ``device``."""
+        found = {name: getattr(self, name) for name in ("cls", "config_class")}
+        classes = {name: [cls.__module__, cls.__qualname__] for name, cls in found.items()}
+        fixture = {name: self.fixture[name] for name in ("device",) if name in self.fixture}
+        return {**classes, "kind": self.kind, "name": self.name, "settings": dict(self.settings), "fixture": fixture}
+
+    @classmethod
+    def of_plain(cls, plain: Mapping[str, Any], folder: Path) -> Subject:
+        """Create the subject that :meth:`plain` describes."""
+        found: dict[str, Any] = {"folder": folder}
+        for name in ("cls", "config_class"):
+            module, path = plain[name]
+            found[name] = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        return cls(**{**plain, **found, "config": structure(found["config_class"], plain["settings"])})
+
+    def at(self, folder: Path) -> Subject:
+        """Return the same plugin with another folder."""
+        return attrs.evolve(self, folder=folder)
 
 
 class NotApplicable(Exception):

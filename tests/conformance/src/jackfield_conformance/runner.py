@@ -19,8 +19,17 @@ from jackfield.errors import JackfieldError
 from jackfield.plugins import Manifest, PluginRecord, discover
 from jackfield.settings import structure
 from jackfield_conformance.certificates import FORMAT, plugin_digest
-from jackfield_conformance.registry import FIRST_BEHAVIOUR, PREFIXES, TIERS, Check, Outcome, Tier, checks, run_check
-from jackfield_conformance.subject import Subject
+from jackfield_conformance.registry import (
+    FIRST_BEHAVIOUR,
+    PREFIXES,
+    TIERS,
+    Check,
+    Outcome,
+    Subject,
+    Tier,
+    checks,
+    run_check,
+)
 
 #: See :func:`level_of`.
 Level = Literal["none", "partial", "base", "full"]

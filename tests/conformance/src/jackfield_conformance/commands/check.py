@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Mapping
@@ -20,7 +16,7 @@ from jackfield.cli.commands import kind_option
 from jackfield.errors import JackfieldError, PluginError
 from jackfield.files import replace_file
 from jackfield.plugins import PluginRecord, discover
-from jackfield.plugins.interpreters import resolve_interpreter
+from jackfield.plugins.interpreters import resolve_interpreter, run_bounded
 from jackfield_conformance.certificates import certificate_folder, read_certificate
 from jackfield_conformance.registry import TIERS
 
@@ -70,22 +66,11 @@ def check(
 def run_checks(
     name: str, kind: str | None = None, *, tiers: Collection[str] = (), deadline: float = 1800.0, quiet: bool = False
 ) -> tuple[dict[str, Any], Path | None]:
-    """Run the conformance checks on an installed plugin, and keep the certificate.
+    """Run the conformance checks on an installed plugin, and keep the certificate; ``plugin.check`` if that fails.
 
     They run in the plugin's own interpreter, and print to this process's stdout, or with ``quiet`` to its stderr.
-
-    Args:
-        name: The plugin's name.
-        kind: The plugin's kind, if several kinds have a plugin of this name.
-        tiers: Tiers of checks that run beside the default ones.
-        deadline: Seconds for all checks together.
-        quiet: Do not write to stdout.
-
-    Returns:
-        The certificate, also of a plugin that failed, and the file where it is kept; None if it cannot be written.
-
-    Raises:
-        PluginError: If there is no such plugin or interpreter, or ``plugin.check`` if the checks could not run.
+    ``tiers`` run beside the default ones; ``deadline`` is in seconds, for all checks together. Return the certificate,
+    also of a plugin that failed, and the file where it is kept; None if it cannot be written.
     """
     record = discover().resolve(name, kind)
     python = resolve_interpreter(record.manifest.env.python if record.manifest else None)
@@ -118,21 +103,15 @@ def keep(certificate: Mapping[str, Any]) -> Path:
 
 
 def _run(command: list[str], deadline: float, record: PluginRecord, quiet: bool) -> int:
-    """Run a command to its end; at the deadline or an interrupt, kill it and its descendants."""
+    """Run a command to its end; at the deadline or an interrupt, it and its descendants are killed."""
     sys.stdout.flush()
-    output = 2 if quiet else None
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, start_new_session=True)
-    try:
-        return child.wait(deadline)
-    except subprocess.TimeoutExpired:
-        raise PluginError(
-            "the conformance checks did not end in time",
-            code="plugin.check",
-            where=record.label,
-            expected=f"an end within {deadline:g} s",
-            fix="look at the last check that is named above, or raise --deadline",
-        ) from None
-    finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+    code = run_bounded(command, deadline, stdout=2 if quiet else None)
+    if code is not None:
+        return code
+    raise PluginError(
+        "the conformance checks did not end in time",
+        code="plugin.check",
+        where=record.label,
+        expected=f"an end within {deadline:g} s",
+        fix="look at the last check that is named above, or raise --deadline",
+    )

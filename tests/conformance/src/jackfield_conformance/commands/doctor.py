@@ -14,7 +14,6 @@ import click
 
 from jackfield.cli import deadline_option, json_option, report, show
 from jackfield.cli.commands import kind_option
-from jackfield.errors import JackfieldError
 from jackfield.plugins import PluginRecord, discover
 from jackfield.plugins.interpreters import Introduction, look
 from jackfield_conformance.certificates import find_certification
@@ -102,26 +101,24 @@ def _tell(interpreters: dict[str, dict[str, Any]], found: Introduction, echo: Ca
     """Report on an interpreter, the first time that it is seen."""
     if found.path in interpreters:
         return
-    status = "ok" if found.problem is None else "problem"
+    status, problems = ("ok", ()) if found.usable else ("problem", found.problems)
     interpreters[found.path] = {
         "path": found.path,
         "status": status,
         "python": found.python,
         "versions": dict(found.versions),
         "seconds": round(found.seconds, 3),
-        "problems": [] if found.problem is None else [found.problem.as_dict()],
+        "problems": [problem.as_dict() for problem in problems],
     }
     versions = ", ".join(f"{name} {version or '-'}" for name, version in found.versions.items())
     echo(f"{_MARKS[status]} interpreter {found.path}: Python {found.python or '-'}, {versions}")
-    if found.problem is not None:
-        echo(textwrap.indent(str(found.problem), "    "))
+    for problem in problems:
+        echo(textwrap.indent(str(problem), "    "))
 
 
 def _report(record: PluginRecord, found: Introduction | None, echo: Callable[[str], None]) -> dict[str, Any]:
     """Print and return the JSON-ready report on a plugin; ``found`` is None if its record is already broken."""
-    problems: list[JackfieldError] = [] if record.error is None else [record.error]
-    if found is not None:
-        problems = [found.problem] if found.problem is not None else [*found.problems]
+    problems = found.problems if found is not None else (record.error,) if record.error is not None else ()
     certification = find_certification(record)
     stale = certification.stale if certification else ""
     status = "problem" if problems else "stale" if stale else "ok"

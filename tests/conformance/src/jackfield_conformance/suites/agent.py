@@ -13,8 +13,7 @@ import copy
 import itertools
 
 from jackfield.abc.agent import AgentContext
-from jackfield_conformance.registry import Capability, check
-from jackfield_conformance.subject import Subject
+from jackfield_conformance.registry import Capability, Subject, check
 from jackfield_conformance.support.agent import (
     END,
     SAMPLING,

@@ -18,8 +18,7 @@ import math
 import attrs
 
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
-from jackfield_conformance.registry import Capability, check
-from jackfield_conformance.subject import Subject
+from jackfield_conformance.registry import Capability, Subject, check
 from jackfield_conformance.support.expecting import assert_no_tasks, cancelled
 from jackfield_conformance.support.leaks import assert_nothing_left
 from jackfield_conformance.support.processes import adopting, descendants, names, remaining

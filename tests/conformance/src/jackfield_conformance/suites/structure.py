@@ -21,12 +21,12 @@ from jackfield_conformance.registry import (
     PREFIXES,
     NotApplicable,
     Skipped,
+    Subject,
     Warned,
     capabilities,
     check,
     checks,
 )
-from jackfield_conformance.subject import Subject
 
 #: Seconds for a fresh interpreter to import a plugin's settings.
 IMPORT_DEADLINE = 50

@@ -17,7 +17,7 @@ import attrs
 from jackfield.abc.agent import AgentContext, AgentLoopBase, AgentLoopOutput, AgentSequence
 from jackfield.abc.rollout import GenerateRequest, GenerateResult
 from jackfield.errors import RolloutError
-from jackfield_conformance.subject import Subject
+from jackfield_conformance.registry import Subject
 from jackfield_conformance.support.expecting import assert_no_tasks, cancelled, finite
 from jackfield_conformance.support.processes import descendants, names, remaining
 

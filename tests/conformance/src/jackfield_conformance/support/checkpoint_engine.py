@@ -20,7 +20,7 @@ from jackfield.errors import DeadlineExceeded, WeightsError
 from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import HeldWeights, WeightReceiver
 from jackfield.weights import WeightSender
-from jackfield_conformance.subject import Subject
+from jackfield_conformance.registry import Subject
 from jackfield_conformance.support.expecting import assert_names, within
 
 #: The errors of an end whose transfer broke off.

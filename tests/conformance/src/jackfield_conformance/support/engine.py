@@ -28,7 +28,7 @@ from jackfield.abc.engine import (
     TokenOutput,
 )
 from jackfield.sdk.jagged import jagged, rows
-from jackfield_conformance.subject import Subject
+from jackfield_conformance.registry import Subject
 from jackfield_conformance.support import expecting
 
 VOCABULARY = 64

@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import torch
 
-from jackfield_conformance.subject import Subject
+from jackfield_conformance.registry import Subject
 from jackfield_conformance.support import engine as support
 from jackfield_conformance.support.processes import hosts
 

@@ -11,8 +11,7 @@ import attrs
 
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
 from jackfield.clock import Clock
-from jackfield_conformance.registry import NotApplicable
-from jackfield_conformance.subject import Subject
+from jackfield_conformance.registry import NotApplicable, Subject
 from jackfield_conformance.support.expecting import finite
 
 #: Seconds for one score of an example.

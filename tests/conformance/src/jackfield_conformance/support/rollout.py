@@ -27,7 +27,7 @@ from jackfield.abc.rollout import (
 )
 from jackfield.plugins import load_plugin
 from jackfield.weights import WeightSender
-from jackfield_conformance.subject import Subject
+from jackfield_conformance.registry import Subject
 from jackfield_conformance.support.expecting import settled, within
 from jackfield_conformance.support.rollout_model import (
     PEFT_CONFIG,

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from jackfield.abc.rollout import GenerateRequest, GenerateResult, SamplingParams
-from jackfield_conformance.subject import Subject
+from jackfield_conformance.registry import Subject
 
 VOCABULARY = 64
 ENGINE_TOLERANCE = 1e-4  #: of log-probabilities, in float32, where the manifest says they are the engine's

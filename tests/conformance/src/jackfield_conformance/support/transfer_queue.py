@@ -26,7 +26,7 @@ from jackfield.abc.transfer_queue import (
 from jackfield.errors import QueueError
 from jackfield.sdk.cells import column_from_rows as jagged
 from jackfield.sdk.cells import dense_column as dense
-from jackfield_conformance.subject import Subject
+from jackfield_conformance.registry import Subject
 from jackfield_conformance.support import expecting
 from jackfield_conformance.support.processes import hosts
 

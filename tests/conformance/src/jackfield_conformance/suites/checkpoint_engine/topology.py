@@ -14,8 +14,7 @@ from jackfield.clock import Clock
 from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import HeldWeights
 from jackfield.weights import Replica, WeightSender, WeightSynchronizer
-from jackfield_conformance.registry import check
-from jackfield_conformance.subject import Subject
+from jackfield_conformance.registry import Subject, check
 from jackfield_conformance.support import checkpoint_engine as support
 
 _TENSORS = "docs/plugins/checkpoint_engine.md#tensors"

@@ -11,8 +11,7 @@ import torch
 
 from jackfield.errors import DeadlineExceeded
 from jackfield.sdk.receiver import WeightReceiver
-from jackfield_conformance.registry import check
-from jackfield_conformance.subject import Subject
+from jackfield_conformance.registry import Subject, check
 from jackfield_conformance.support import checkpoint_engine as support
 from jackfield_conformance.support.expecting import within
 from jackfield_conformance.support.leaks import assert_nothing_left

@@ -20,8 +20,7 @@ from jackfield.abc.engine import (
     TokenOutput,
 )
 from jackfield.sdk.jagged import rows
-from jackfield_conformance.registry import check
-from jackfield_conformance.subject import Subject
+from jackfield_conformance.registry import Subject, check
 from jackfield_conformance.support import engine as support
 
 _VALUES = "docs/plugins/engine.md#value-heads"

@@ -9,8 +9,7 @@ import torch
 
 from jackfield.abc.engine import BaseEngine, TokenOutput
 from jackfield.sdk.jagged import jagged, rows
-from jackfield_conformance.registry import check
-from jackfield_conformance.subject import Subject
+from jackfield_conformance.registry import Subject, check
 from jackfield_conformance.support import engine as support
 
 Result = tuple[torch.Tensor, Mapping[str, Any]]

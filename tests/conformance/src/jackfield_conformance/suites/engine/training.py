@@ -10,8 +10,7 @@ import attrs
 import torch
 
 from jackfield.abc.engine import BaseEngine, LoadCheckpointRequest, OptimizerSpec, SaveCheckpointRequest, TokenOutput
-from jackfield_conformance.registry import check
-from jackfield_conformance.subject import Subject
+from jackfield_conformance.registry import Subject, check
 from jackfield_conformance.support import engine as support
 
 _OPTIMIZER = "docs/plugins/engine.md#optimizer"

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 
 from jackfield.abc.engine import BaseEngine, LoadCheckpointRequest, SaveCheckpointRequest
 from jackfield.errors import EngineError, JackfieldError
-from jackfield_conformance.registry import Skipped, check
-from jackfield_conformance.subject import Subject
+from jackfield_conformance.registry import Skipped, Subject, check
 from jackfield_conformance.support import engine as support
 from jackfield_conformance.support import engine_ranks
 from jackfield_conformance.support.expecting import assert_names, refused

@@ -14,8 +14,7 @@ from jackfield.abc.rollout import (
     PauseRequest,
     ResumeRequest,
 )
-from jackfield_conformance.registry import check
-from jackfield_conformance.subject import Subject
+from jackfield_conformance.registry import Subject, check
 from jackfield_conformance.support.rollout import (
     LONG,
     PAGE,

@@ -9,8 +9,7 @@ import attrs
 
 from jackfield.abc.rollout import AbortRequest, BaseRolloutServer, GenerateRequest, GenerateResult, SleepRequest
 from jackfield.errors import JackfieldError, RolloutError
-from jackfield_conformance.registry import check
-from jackfield_conformance.subject import Subject
+from jackfield_conformance.registry import Subject, check
 from jackfield_conformance.support.expecting import refused
 from jackfield_conformance.support.rollout import LONG, PAGE, PROMPT, greedy, push, reading, request, serving
 from jackfield_conformance.support.rollout_model import END, VOCABULARY, assert_greedy, decode, prompt_that_ends

@@ -24,8 +24,7 @@ from jackfield.abc.rollout import (
     WakeUpRequest,
 )
 from jackfield.errors import JackfieldError, RolloutError
-from jackfield_conformance.registry import check
-from jackfield_conformance.subject import Subject
+from jackfield_conformance.registry import Subject, check
 from jackfield_conformance.support.expecting import refused
 from jackfield_conformance.support.leaks import assert_nothing_left
 from jackfield_conformance.support.rollout import (

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, GenerateResult, SamplingParams
-from jackfield_conformance.registry import check
-from jackfield_conformance.subject import Subject
+from jackfield_conformance.registry import Subject, check
 from jackfield_conformance.support.rollout import PAGE, PROMPT, checked, greedy, request, serving
 from jackfield_conformance.support.rollout_model import (
     VOCABULARY,

@@ -11,8 +11,7 @@ from jackfield.abc.rollout import BaseRolloutServer, GenerateResult, PauseReques
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, RolloutError, WeightsError
 from jackfield.weights import Replica, WeightSynchronizer
-from jackfield_conformance.registry import check
-from jackfield_conformance.subject import Subject
+from jackfield_conformance.registry import Subject, check
 from jackfield_conformance.support.expecting import refused
 from jackfield_conformance.support.rollout import (
     LONG,

@@ -20,8 +20,7 @@ from jackfield.abc.transfer_queue import (
 from jackfield.errors import JackfieldError, QueueError
 from jackfield.sdk.cells import column_from_rows as jagged
 from jackfield.sdk.cells import dense_column as dense
-from jackfield_conformance.registry import check
-from jackfield_conformance.subject import Subject
+from jackfield_conformance.registry import Subject, check
 from jackfield_conformance.support import expecting
 from jackfield_conformance.support.leaks import assert_nothing_left
 from jackfield_conformance.support.transfer_queue import (

@@ -9,8 +9,7 @@ import torch
 from jackfield.abc.transfer_queue import Column, DeleteRequest, SnapshotRequest, TransferQueueBackend
 from jackfield.sdk.cells import column_from_rows as jagged
 from jackfield.sdk.cells import dense_column as dense
-from jackfield_conformance.registry import check
-from jackfield_conformance.subject import Subject
+from jackfield_conformance.registry import Subject, check
 from jackfield_conformance.support.transfer_queue import (
     PAGE,
     assert_holds,
