@@ -26,11 +26,9 @@ from jackfield.abc.engine import (
     SaveCheckpointResult,
 )
 from jackfield.errors import EngineError
-from jackfield_engine_fsdp import checkpointing, export, loading, passes
-from jackfield_engine_fsdp.batching import RowBatch
+from jackfield_engine_fsdp import checkpointing, folders, passes
 from jackfield_engine_fsdp.config import Config
-from jackfield_engine_fsdp.model import TokenModel, has_adapter, shard
-from jackfield_engine_fsdp.modules import Dropout, Rotary, speed_up_norms
+from jackfield_engine_fsdp.model import Dropout, Rotary, TokenModel, has_adapter, shard, speed_up_norms
 from jackfield_engine_fsdp.optimization import Optimization, Placement
 from jackfield_engine_fsdp.process_group import RandomStreams, Ranks
 from jackfield_huggingface.adapters import merge_folder
@@ -89,26 +87,26 @@ class FSDPEngine(BaseEngine):
         for name, value in (("temperature", context.temperature), ("micro_batch_tokens", context.micro_batch_tokens)):
             if value <= 0:
                 where = f"EngineContext.{name}"
-                raise loading.invalid(f"{name} is not positive", where=where, expected="more than 0", found=value)
+                raise folders.invalid(f"{name} is not positive", where=where, expected="more than 0", found=value)
         if context.role == "critic" and not context.model.value_head:
             where = "EngineContext.model.value_head"
-            raise loading.invalid("a critic has no value head", where=where, expected=True, found=False)
+            raise folders.invalid("a critic has no value head", where=where, expected=True, found=False)
 
     def _build(self) -> TokenModel:
         spec, seed = self.context.model, self.context.seed
-        causal_lm = loading.load_causal_lm(spec, self.config.attention, seed)
+        causal_lm = folders.load_causal_lm(spec, self.config.attention, seed)
         self._names = CheckpointNames(causal_lm, Path(spec.path))
         if self.context.device == "cpu" and self.config.mixed_precision == "none":
             speed_up_norms(causal_lm)
         dtype, published = causal_lm.dtype, self._masters(causal_lm)
         dropout = Dropout(causal_lm, spec.dropout)
-        language_model = causal_lm if spec.lora is None else loading.add_lora(causal_lm, spec.lora, seed)
+        language_model = causal_lm if spec.lora is None else folders.add_lora(causal_lm, spec.lora, seed)
         head = None
         if spec.value_head:
             hidden_size = causal_lm.config.get_text_config().hidden_size
             # PEFT keeps adapters of half-precision models in float32, and FSDP needs trainable parameters of one dtype
             head_dtype = torch.float32 if spec.lora is not None or published else dtype
-            head = loading.make_value_head(hidden_size, head_dtype, seed)
+            head = folders.make_value_head(hidden_size, head_dtype, seed)
         model = TokenModel(
             language_model,
             head,
@@ -137,7 +135,7 @@ class FSDPEngine(BaseEngine):
             for parameter in causal_lm.parameters():  # ties are kept
                 parameter.data = parameter.data.float()
             return dtypes
-        share = loading.changed_by(optimizer.lr, causal_lm.parameters())
+        share = folders.changed_by(optimizer.lr, causal_lm.parameters())
         logging.getLogger("jackfield").warning(
             "engine.master_weights is off: an update of %g (optimizer.lr) changes %.2g %% of the weights in %s, and is "
             "lost for the rest",
@@ -218,7 +216,7 @@ class FSDPEngine(BaseEngine):
         self._check_pass(loss_function, forward_only)
         assert self._ranks is not None, "initialized"
         vocabulary = model.causal_lm.get_input_embeddings().num_embeddings
-        batch = RowBatch(data, vocabulary, self._ranks.device, model.rotary)
+        batch = passes.RowBatch(data, vocabulary, self._ranks.device, model.rotary)
         run = passes.Pass(model, batch, loss_function, backward=not forward_only)
         micro_batches = batch.plan(self.context.micro_batch_tokens)
         count = self._ranks.maximum(len(micro_batches))
@@ -289,9 +287,9 @@ class FSDPEngine(BaseEngine):
         model, names = self._ready(), self._names
 
         def tensors() -> Generator[tuple[str, torch.Tensor], None, None]:
-            yield from export.published_tensors(model, names)
+            yield from folders.published_tensors(model, names)
 
-        return tensors(), export.adapter_config(model)
+        return tensors(), folders.adapter_config(model)
 
     def get_per_tensor_grad(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield full gradients in the order of the parameters; zeros if a parameter got none."""
@@ -300,7 +298,7 @@ class FSDPEngine(BaseEngine):
         for name, parameter in self._optimizing().parameters.items():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             inner = name.removeprefix("language_model.")
-            yield export.published_name(inner) if adapter and inner != name else inner, export.full(gradient)
+            yield folders.published_name(inner) if adapter and inner != name else inner, folders.full(gradient)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move the chosen state to the CPU or to the engine's own device."""
@@ -314,7 +312,7 @@ class FSDPEngine(BaseEngine):
         folder = checkpointing.make_folder(request.folder, self._ranks)
         if request.format == "huggingface":
             writes, spec = self._ranks.rank == 0, self.context.model
-            export.save_folder(model, self._names, Path(spec.path), folder, writes=writes)
+            folders.save_folder(model, self._names, Path(spec.path), folder, writes=writes)
             if writes and request.merge_adapter:
                 merge_folder(spec, folder)
         else:

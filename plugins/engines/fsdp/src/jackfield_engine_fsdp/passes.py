@@ -1,16 +1,208 @@
-"""A forward (and backward) pass over a rank's rows, one micro-batch at a time."""
+"""A forward (and backward) pass over a rank's rows: they are split into micro-batches, and results put back in order.
+
+Shapes: ``B`` rows of this rank, ``b`` rows of a micro-batch, ``S`` its padded length, ``T`` its longest response,
+``N`` its response tokens, ``j`` a jagged dimension.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import attrs
 import torch
+from tensordict import TensorDict
 from torch.distributed.fsdp import FSDPModule
 
 from jackfield.abc.engine import EngineOutput, TokenOutput
-from jackfield_engine_fsdp.batching import MicroBatch, RowBatch, TokenBuffer
-from jackfield_engine_fsdp.model import TokenModel
+from jackfield.errors import EngineError
+from jackfield.sdk.jagged import jagged
+from jackfield.sdk.jagged import lengths as jagged_lengths
+from jackfield_engine_fsdp.model import Rotary, TokenModel
+
+
+@attrs.frozen(eq=False)
+class Jagged:
+    """The parts of a jagged column: row ``i`` is ``values[starts[i] : starts[i] + lengths[i]]``."""
+
+    values: torch.Tensor  #: ``[total, ...]``
+    starts: torch.Tensor  #: int64 ``[B]``
+    lengths: torch.Tensor  #: int64 ``[B]``
+
+    @classmethod
+    def of(cls, nested: torch.Tensor) -> Jagged:
+        """Unpack a ``torch.nested`` tensor of layout ``jagged``, which may have holes between its rows."""
+        starts = nested.offsets()[:-1]  # type: ignore[attr-defined]
+        return cls(nested.values().detach(), starts, jagged_lengths(nested))
+
+    def padded(self, rows: torch.Tensor, length: int) -> torch.Tensor:
+        """Return the chosen rows, padded with 0 to ``[b, length, ...]``."""
+        steps = torch.arange(length)
+        inside = steps < self.lengths[rows].unsqueeze(1)
+        if self.values.shape[0] == 0:
+            return self.values.new_zeros((len(rows), length, *self.values.shape[1:]))
+        index = (self.starts[rows].unsqueeze(1) + steps).masked_fill_(~inside, 0)
+        dense = self.values[index]
+        return dense.masked_fill_(~inside.view(*inside.shape, *(1,) * (dense.ndim - 2)), 0)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class MicroBatch:
+    """The inputs of one forward pass, on the engine's device."""
+
+    rows: torch.Tensor  #: int64 ``[b]``, on the CPU: which rows of the batch these are
+    input_ids: torch.Tensor  #: int64 ``[b, S]``, ``prompt | response but its last token | 0``
+    positions: torch.Tensor  #: int64 ``[N]``: indices into ``[b * S]`` of the predictions of response tokens
+    labels: torch.Tensor  #: int64 ``[N]``: the response tokens, row after row
+    cells: torch.Tensor  #: int64 ``[N]``: indices into ``[b * T]`` of the response tokens
+    length: int  #: ``T``
+    columns: Mapping[str, torch.Tensor]  #: ``[b, T]`` response columns and ``[b]`` row columns
+
+    def data(self) -> TensorDict:
+        """Return the columns for the loss function."""
+        return TensorDict(dict(self.columns), batch_size=[len(self.rows)])
+
+    def dense(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return per-token results ``[N]`` as ``[b, T]`` with 0 past each response; differentiable."""
+        empty = tokens.new_zeros(len(self.rows) * self.length)
+        return empty.index_copy(0, self.cells, tokens).view(len(self.rows), self.length)
+
+
+class RowBatch:
+    """This rank's rows, unpacked once. Micro-batches are cut from them.
+
+    Raises:
+        EngineError: ``engine.failed`` for missing or dense token columns, and responses without a prompt;
+            ``data.vocabulary`` for token ids that the model does not have.
+    """
+
+    def __init__(self, data: TensorDict, vocabulary: int, device: torch.device, rotary: Rotary) -> None:
+        columns = {str(name): value for name, value in data.items() if isinstance(value, torch.Tensor)}
+        self.size = int(data.batch_size[0])
+        self.device = device
+        self._rotary = rotary
+        if self.size == 0:
+            columns = {}
+        self.prompts = self._tokens(columns.pop("prompt_ids", None), "prompt_ids", vocabulary)
+        self.responses = self._tokens(columns.get("response_ids"), "response_ids", vocabulary)
+        self._response_columns: dict[str, Jagged] = {}
+        self._row_columns: dict[str, torch.Tensor] = {}
+        for name, value in columns.items():
+            if not value.is_nested:
+                self._row_columns[name] = value
+            elif torch.equal((jagged := Jagged.of(value.cpu())).lengths, self.responses.lengths):
+                self._response_columns[name] = jagged
+        if bool(((self.prompts.lengths == 0) & (self.responses.lengths > 0)).any()):
+            raise EngineError("a row has a response but no prompt", expected="at least one prompt token", where="data")
+
+    def _tokens(self, value: torch.Tensor | None, name: str, vocabulary: int) -> Jagged:
+        if self.size == 0:
+            empty = torch.zeros(0, dtype=torch.int64)
+            return Jagged(empty, empty, empty)
+        if value is None or not value.is_nested:
+            raise EngineError(
+                f"the batch has no jagged column {name}",
+                where="data",
+                expected="an int64 torch.nested tensor of layout jagged",
+                found="nothing" if value is None else f"a dense tensor of shape {tuple(value.shape)}",
+            )
+        tokens = Jagged.of(value.cpu())
+        if tokens.values.numel() and not 0 <= int(tokens.values.min()) <= int(tokens.values.max()) < vocabulary:
+            raise EngineError(
+                f"{name} has token ids that the model does not have",
+                code="data.vocabulary",
+                where="data",
+                expected=f"0 to {vocabulary - 1}",
+                found=f"{int(tokens.values.min())} to {int(tokens.values.max())}",
+                fix="use the tokenizer that belongs to the model",
+            )
+        return tokens
+
+    def plan(self, max_tokens: int) -> list[torch.Tensor]:
+        """Return the rows of each micro-batch (:func:`plan`), one set of rotary frequencies in each."""
+        lengths = self.prompts.lengths + self.responses.lengths
+        sides: dict[tuple[int, ...], list[int]] = {}
+        for row, length in enumerate(lengths.tolist()):
+            sides.setdefault(self._rotary.side(length), []).append(row)
+        groups = [torch.tensor(rows) for rows in sides.values()]
+        return [rows[chosen] for rows in groups for chosen in plan(lengths[rows], max_tokens)]
+
+    def micro_batch(self, rows: torch.Tensor) -> MicroBatch:
+        """Cut the given rows out, on the engine's device.
+
+        The last token of a response is a label only: nothing is predicted from it. If rotary frequencies depend on
+        the length, it still gets a position, so that the length is the row's.
+        """
+        prompt, response = self.prompts.lengths[rows].unsqueeze(1), self.responses.lengths[rows].unsqueeze(1)
+        size = max(1, int((prompt + response).max()) - (0 if self._rotary.limits else 1))
+        length = max(1, int(response.max()))  # at least 1: a loss may take the largest of its tokens
+        places, steps = torch.arange(size), torch.arange(length)
+        in_response = steps < response
+        columns = {name: column.padded(rows, length) for name, column in self._response_columns.items()}
+        input_ids = self.prompts.padded(rows, size)
+        labels = columns["response_ids"][in_response]
+        continued = columns["response_ids"][steps < response - 1]
+        input_ids[(places >= prompt) & (places < prompt + response - 1)] = continued
+        positions = torch.arange(len(rows)).unsqueeze(1) * size + prompt - 1 + steps
+        columns |= {name: column[rows] for name, column in self._row_columns.items()}
+        return MicroBatch(
+            rows=rows,
+            input_ids=input_ids.to(self.device),
+            positions=positions[in_response].to(self.device),
+            labels=labels.to(self.device),
+            cells=in_response.flatten().nonzero().squeeze(1).to(self.device),
+            length=length,
+            columns={name: column.to(self.device) for name, column in columns.items()},
+        )
+
+    def idle_micro_batch(self) -> MicroBatch:
+        """Return a dummy row of two tokens, for a rank with fewer micro-batches than the others."""
+        one = torch.zeros(1, dtype=torch.int64, device=self.device)
+        return MicroBatch(
+            rows=torch.zeros(1, dtype=torch.int64),
+            input_ids=one.new_zeros(1, 2),
+            positions=one,
+            labels=one,
+            cells=one,
+            length=1,
+            columns={},
+        )
+
+
+def plan(lengths: torch.Tensor, max_tokens: int) -> list[torch.Tensor]:
+    """Split rows of ``lengths`` int64 ``[B]`` into micro-batches of at most ``max_tokens`` padded tokens.
+
+    The longest rows come first, so lengths within a micro-batch are similar. A row above the limit goes alone.
+    """
+    order = torch.argsort(lengths, descending=True, stable=True)
+    groups: list[torch.Tensor] = []
+    start = 0
+    while start < len(order):
+        longest = max(1, int(lengths[order[start]]))
+        groups.append(order[start : start + max(1, max_tokens // longest)])
+        start += len(groups[-1])
+    return groups
+
+
+class TokenBuffer:
+    """A collector of one per-token result of all rows. Micro-batches may come in any order."""
+
+    def __init__(self, responses: Jagged) -> None:
+        self._lengths = responses.lengths
+        self._offsets = torch.cat([self._lengths.new_zeros(1), self._lengths.cumsum(0)])
+        self._values = torch.zeros(int(self._offsets[-1]), dtype=torch.float32)
+
+    def add(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Add the results ``[N]`` of a micro-batch's rows."""
+        lengths = self._lengths[rows]
+        within = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+        self._values[self._offsets[rows].repeat_interleave(lengths) + within] = tokens.detach().float().cpu()
+
+    def nested(self) -> torch.Tensor:
+        """Return the results, jagged float32 ``[B, j]``, in the order of the rows."""
+        if len(self._lengths) == 0:
+            return torch.nested.nested_tensor_from_jagged(self._values, self._offsets)
+        return jagged(torch.split(self._values, self._lengths.tolist()))
 
 
 class Pass:
