@@ -52,7 +52,7 @@ def test_every_key_of_a_manifest_is_documented() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_method_of_a_contract_is_documented(kind: str) -> None:
     from jackfield.abc import CONTRACTS
-    from jackfield.plugins.structure import public_members
+    from jackfield.plugins.manifest import public_members
 
     text = read(f"plugins/{kind}.md")
     for name in public_members(CONTRACTS[kind]):

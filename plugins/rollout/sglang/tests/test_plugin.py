@@ -17,7 +17,7 @@ from jackfield.errors import ConfigError, JackfieldError, PluginError, RolloutEr
 from jackfield.plugins import load_plugin
 from jackfield_rollout_sglang.config import Config
 from jackfield_rollout_sglang.process import SglangProcess
-from jackfield_rollout_sglang.requests import launch_arguments, read_answer
+from jackfield_rollout_sglang.server import launch_arguments, read_answer
 from jackfield_virtual_clock import VirtualClock
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jackfield_rollout_transformers.operators import use_operator
+from jackfield_rollout_transformers.model import use_operator
 
 
 class RMSNorm(nn.Module):

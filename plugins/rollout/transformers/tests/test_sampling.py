@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 import torch
 
 from jackfield.abc.rollout import SamplingParams
-from jackfield_rollout_transformers.sampling import Modes, RowTable, draw, mix, uniforms
+from jackfield_rollout_transformers.sampling import RowTable, draw, mix, modes_of, uniforms
 
 CPU = torch.device("cpu")
 MASK = (1 << 64) - 1
@@ -73,8 +74,9 @@ def test_draws_follow_the_distribution(sampling: SamplingParams) -> None:
     rows = 40_000
     logits = torch.randn(12, generator=torch.Generator().manual_seed(3)) * 1.5
     table = RowTable.build([(sampling, seed, 0, 0) for seed in range(rows)], CPU)
-    needs = Modes.of(sampling)
-    tokens, log_probs = draw(logits.expand(rows, 12), table, Modes(0, needs.filtered * rows, needs.tempered * rows, 0))
+    needs = modes_of(sampling)
+    needed = Counter({name: count * rows for name, count in needs.items()})
+    tokens, log_probs = draw(logits.expand(rows, 12), table, needed)
     wanted = expected_probabilities(logits, sampling)
     counts = tokens.bincount(minlength=12).double()
     assert counts[wanted == 0].sum() == 0
@@ -96,9 +98,9 @@ def test_a_row_draws_the_same_beside_other_kinds() -> None:
     ]
     logits = torch.randn(len(kinds), 30, generator=torch.Generator().manual_seed(0)) * 3
     rows = [(kind, 100 + n, 0, n) for n, kind in enumerate(kinds)]
-    together = draw(logits, RowTable.build(rows, CPU), sum((Modes.of(kind) for kind in kinds), Modes()))
+    together = draw(logits, RowTable.build(rows, CPU), sum((modes_of(kind) for kind in kinds), Counter()))
     for n, kind in enumerate(kinds):
-        alone = draw(logits[n : n + 1], RowTable.build(rows[n : n + 1], CPU), Modes.of(kind))
+        alone = draw(logits[n : n + 1], RowTable.build(rows[n : n + 1], CPU), modes_of(kind))
         assert alone[0].item() == together[0][n].item()
         assert alone[1].item() == pytest.approx(together[1][n].item(), abs=1e-6)
 
@@ -106,11 +108,11 @@ def test_a_row_draws_the_same_beside_other_kinds() -> None:
 def test_modes_count() -> None:
     """What no row needs any more is not computed any more."""
     kinds = [SamplingParams(temperature=0), SamplingParams(top_k=1, log_probs="raw"), SamplingParams(temperature=2)]
-    total = sum((Modes.of(kind) for kind in kinds), Modes())
-    assert Modes(greedy=1, filtered=1, tempered=1, raw=1) == total
+    total = sum((modes_of(kind) for kind in kinds), Counter())
+    assert Counter(greedy=1, filtered=1, tempered=1, raw=1) == total
     for kind in kinds:
-        total -= Modes.of(kind)
-    assert Modes() == total
+        total -= modes_of(kind)
+    assert Counter() == total
 
 
 def test_impossible_tokens_are_never_drawn() -> None:
@@ -118,7 +120,7 @@ def test_impossible_tokens_are_never_drawn() -> None:
     logits = torch.full((2000, 9), -math.inf)
     logits[:, [2, 3, 6]] = 0.0
     table = RowTable.build([(SamplingParams(), seed, 0, 0) for seed in range(2000)], CPU)
-    tokens, _ = draw(logits, table, Modes())
+    tokens, _ = draw(logits, table, Counter())
     assert {2, 3, 6} == set(tokens.tolist())
 
 
@@ -126,6 +128,6 @@ def test_a_large_vocabulary_keeps_its_tail() -> None:
     """150,000 equally likely tokens: sums in float32 would lump them; here the upper half gets its half."""
     rows = 100
     table = RowTable.build([(SamplingParams(), seed, 0, 0) for seed in range(rows)], CPU)
-    tokens, log_probs = draw(torch.zeros(1, 150_000).expand(rows, -1), table, Modes())
+    tokens, log_probs = draw(torch.zeros(1, 150_000).expand(rows, -1), table, Counter())
     assert abs(int((tokens >= 75_000).sum()) - rows / 2) < 20
     assert log_probs.tolist() == pytest.approx([-math.log(150_000)] * rows, abs=1e-5)

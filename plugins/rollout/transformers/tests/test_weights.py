@@ -13,7 +13,7 @@ from jackfield.abc.rollout import GenerateResult, PauseRequest, ResumeRequest, S
 from jackfield.errors import RolloutError, WeightsError
 from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import Blocks, delta_of
-from jackfield_rollout_transformers.operators import rounded
+from jackfield_rollout_transformers.model import rounded
 from jackfield_testing import refused
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # in peft

@@ -18,7 +18,7 @@ from jackfield.abc.engine import ModelSpec
 from jackfield.abc.rollout import RolloutContext
 from jackfield.errors import ConfigError, PluginError, RolloutError
 from jackfield.plugins import load_plugin
-from jackfield_rollout_trtllm.requests import new_tokens
+from jackfield_rollout_trtllm.server import new_tokens
 
 
 def build(path: str, **settings: Any) -> Any:

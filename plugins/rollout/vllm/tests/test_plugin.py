@@ -15,7 +15,7 @@ from jackfield.abc.engine import ModelSpec
 from jackfield.abc.rollout import GenerateRequest, RolloutContext, SamplingParams
 from jackfield.errors import ConfigError, JackfieldError, PluginError
 from jackfield.plugins import load_plugin
-from jackfield_rollout_vllm.requests import vllm_arguments
+from jackfield_rollout_vllm.server import vllm_arguments
 
 
 def build(path: str, **settings: Any) -> Any:

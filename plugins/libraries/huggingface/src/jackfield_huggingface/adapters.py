@@ -64,8 +64,9 @@ class MergedAdapter:
         _check_config(peft_config)
         pairs = self._pairs(tensors)
         weights = {module: self._find(module) for module in pairs}
-        _refuse("the model has no place for these adapter tensors", [each for each in pairs if weights[each] is None])
-        _refuse("adapter tensors did not arrive", self._missing(pairs, peft_config))
+        homeless = [module for module, weight in weights.items() if weight is None]
+        refuse_tensors("the model has no place for these adapter tensors", homeless)
+        refuse_tensors("adapter tensors did not arrive", self._missing(pairs, peft_config))
         _check_shapes(pairs, weights, peft_config)
         with torch.no_grad():
             for module in set(self.bases) - set(pairs):
@@ -90,7 +91,7 @@ class MergedAdapter:
                 unknown.append(name)
                 continue
             found.setdefault(match["module"], {})[match["factor"]] = tensor
-        _refuse("these are no tensors of a LoRA adapter", unknown)
+        refuse_tensors("these are no tensors of a LoRA adapter", unknown)
         return found
 
     def _missing(self, pairs: Mapping[str, _Pair], peft_config: Mapping[str, Any]) -> list[str]:
@@ -142,7 +143,7 @@ def _check_shapes(
         shape = tuple(_stored(weight, peft_config).shape) if weight.ndim == 2 else tuple(weight.shape)
         if (up[0], *down[1:]) != shape or up[1:] != down[:1]:
             wrong.append(f"{module} (model {tuple(weight.shape)}, sent B {up}, A {down})")
-    _refuse("adapter tensors have another shape than the model's", wrong, "weights.transfer")
+    refuse_tensors("adapter tensors have another shape than the model's", wrong, "weights.transfer")
 
 
 def _check_config(peft_config: Mapping[str, Any]) -> None:
@@ -172,7 +173,8 @@ def _of(module: str, pattern: Mapping[str, Any] | None, default: Any) -> Any:
     return default
 
 
-def _refuse(message: str, names: list[str], code: str = "weights.missing") -> None:
+def refuse_tensors(message: str, names: list[str], code: str = "weights.missing") -> None:
+    """Raise a ``WeightsError`` that names tensors, if there are any."""
     if names:
         rest = len(names) - _SHOWN
         raise WeightsError(

@@ -1,20 +1,159 @@
-"""The rollout server: the contract, on SGLang's HTTP server."""
+"""The rollout server: the contract, on SGLang's HTTP server. Names and types are those of SGLang 0.5.23."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import aclosing, suppress
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
-from jackfield.abc.rollout import GenerateRequest, RolloutContext, ServerInfo, UpdateWeightsRequest
-from jackfield.errors import WeightsError
-from jackfield.sdk.relay import Running
+import attrs
+
+from jackfield.abc.engine import ModelSpec
+from jackfield.abc.rollout import GenerateRequest, RolloutContext, SamplingParams, ServerInfo, UpdateWeightsRequest
+from jackfield.errors import PluginError, RolloutError, WeightsError
+from jackfield.sdk.relay import Running, mixed
 from jackfield_huggingface.folders import WeightFolder
 from jackfield_huggingface.serving import FolderServer
 from jackfield_rollout_sglang.config import Config
 from jackfield_rollout_sglang.process import SglangProcess, free_port
-from jackfield_rollout_sglang.requests import check_log_probs, generate_body, launch_arguments, read_answer
+
+_MASK_TOKENS = 4096  #: SGLang's own default of --sampling-mask-max-tokens
+_FINISH: Mapping[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+@attrs.frozen
+class Answer:
+    """New tokens of a request."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: Literal["stop", "length", "abort"] | None
+    message: str = ""  #: of an abort by SGLang itself
+
+
+def launch_arguments(config: Config, context: RolloutContext, port: int) -> list[str]:
+    """Return the arguments of ``python -m sglang.launch_server``."""
+    chosen: dict[str, Any] = {
+        **config.arguments,
+        "model-path": context.model.path,
+        "dtype": context.model.dtype,
+        "trust-remote-code": context.model.trust_remote_code,
+        "random-seed": context.seed,
+        "context-length": context.max_model_len,
+        "max-running-requests": config.max_batch_size,
+        "tp-size": config.tensor_parallel,
+        "mem-fraction-static": config.memory_fraction,
+        "disable-radix-cache": not config.prefix_caching,
+        "enable-deterministic-inference": config.deterministic,
+        "enable-memory-saver": True,
+        "enable-weights-cpu-backup": True,
+        "incremental-streaming-output": True,
+        "host": context.host,
+        "port": port,
+        **_lora_arguments(context.model),
+    }
+    line: list[str] = []
+    for name, value in chosen.items():
+        if value is True:
+            line.append(f"--{name}")
+        elif value is not None and value is not False:
+            line += [f"--{name}", str(value)]
+    return line
+
+
+def _lora_arguments(model: ModelSpec) -> dict[str, Any]:
+    if model.lora is None:
+        return {}
+    return {"enable-lora": True, "max-lora-rank": model.lora.rank, "lora-target-modules": "all"}
+
+
+def check_log_probs(request: GenerateRequest) -> None:
+    """Refuse log-probabilities that SGLang does not compute.
+
+    Its own are those before top-k, top-p and min-p, at the request's temperature. It reports those of the filtered
+    distribution only for a finite top-k. Other requests raise ``plugin.capability``.
+    """
+    sampling = request.sampling
+    expected = None
+    if sampling.log_probs == "raw" and sampling.temperature not in (0, 1):
+        expected = "log_probs: raw with temperature 1 or 0"
+    if _asks_for_mask(sampling) and not 1 <= sampling.top_k <= _MASK_TOKENS:
+        expected = f"log_probs: processed with top_p or min_p needs a top_k of 1 to {_MASK_TOKENS}"
+    if expected is not None:
+        raise PluginError(
+            "SGLang does not compute these log-probabilities",
+            code="plugin.capability",
+            where=request.request_id,
+            expected=expected,
+            found={name: getattr(sampling, name) for name in ("temperature", "log_probs", "top_k", "top_p", "min_p")},
+        )
+
+
+def _asks_for_mask(sampling: SamplingParams) -> bool:
+    """Return whether tokens are drawn from a distribution other than the softmax."""
+    filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    return sampling.temperature > 0 and sampling.log_probs == "processed" and filters
+
+
+def generate_body(running: Running, left: int, adapter: str | None) -> dict[str, Any]:
+    """Return the body of ``/generate`` for the rest of a request, of up to ``left`` tokens.
+
+    SGLang hashes the seed with each token's position. ``adapter`` is one that SGLang has loaded.
+    """
+    request = running.request
+    sampling = request.sampling
+    greedy = sampling.temperature == 0
+    body: dict[str, Any] = {
+        "rid": running.name,
+        "input_ids": [*request.prompt_ids, *running.token_ids],
+        "sampling_params": {
+            "max_new_tokens": left,
+            "temperature": sampling.temperature,
+            "top_p": 1.0 if greedy else sampling.top_p,
+            "top_k": -1 if greedy or not sampling.top_k else sampling.top_k,
+            "min_p": 0.0 if greedy else sampling.min_p,
+            "stop": list(sampling.stop) or None,
+            "stop_token_ids": list(sampling.stop_token_ids) or None,
+            "ignore_eos": sampling.ignore_eos,
+            "skip_special_tokens": False,
+            "no_stop_trim": True,
+            "sampling_seed": mixed(running.seed),
+        },
+        "return_logprob": True,
+        "stream": running.stream is not None,
+    }
+    if _asks_for_mask(sampling):
+        body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
+    if adapter is not None:
+        body["lora_path"] = adapter
+    return body
+
+
+def read_answer(answer: Mapping[str, Any], body: Mapping[str, Any]) -> Answer:
+    """Parse an answer of ``/generate``, whole or of a stream (new tokens only); raise the error that it reports."""
+    if "error" in answer or "meta_info" not in answer:
+        raise RolloutError("SGLang refuses the request", code="rollout.failed", where=body["rid"], found=dict(answer))
+    meta = answer["meta_info"]
+    tokens = [int(token) for token in answer.get("output_ids") or ()]
+    if body.get("return_sampling_mask"):
+        log_probs = [float(value) for value in meta.get("output_token_sampling_logprobs") or ()]
+    else:
+        log_probs = [float(entry[0]) for entry in meta.get("output_token_logprobs") or ()]
+    if len(tokens) != len(log_probs):
+        raise RolloutError(
+            "SGLang tells another number of log-probabilities than of tokens",
+            code="rollout.failed",
+            where=body["rid"],
+            expected=len(tokens),
+            found=len(log_probs),
+        )
+    finish = meta.get("finish_reason")
+    if finish is None:
+        return Answer(tokens, log_probs, None)
+    return Answer(tokens, log_probs, _FINISH[finish["type"]], str(finish.get("message") or ""))
+
 
 _CONTROL_SECONDS = 120.0  #: for SGLang to pause, go on, sleep or wake up
 

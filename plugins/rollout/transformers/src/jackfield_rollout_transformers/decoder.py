@@ -7,6 +7,7 @@ last row, so every pass works on a dense block.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import attrs
@@ -18,7 +19,7 @@ from jackfield.errors import JackfieldError, RolloutError
 from jackfield_rollout_transformers.cache import BatchCache
 from jackfield_rollout_transformers.config import Config
 from jackfield_rollout_transformers.model import LoadedModel, unusable
-from jackfield_rollout_transformers.sampling import LAST_TOKEN, POSITION, Modes, RowTable, draw
+from jackfield_rollout_transformers.sampling import LAST_TOKEN, POSITION, RowTable, draw
 from jackfield_rollout_transformers.sequence import Sequence
 
 
@@ -42,7 +43,7 @@ class Decoder:
         self._table = RowTable.zeros(config.rows, self._device)
         self._rows: list[Sequence | None] = []
         self._holes: list[int] = []
-        self._modes = Modes()
+        self._modes = Counter[str]()
         self._prefill_tokens = config.max_prefill_tokens or (2048 if model.device.type == "cpu" else 16384)
 
     @property
@@ -216,19 +217,19 @@ class Decoder:
             [(one.request.sampling, one.running.seed, one.length, len(one.token_ids)) for one in prompts.sequences],
             self._device,
         )
-        modes = sum((sequence.modes for sequence in prompts.sequences), Modes())
+        modes = sum((sequence.modes for sequence in prompts.sequences), Counter[str]())
         finished = self._sample(output.logits[:, -1].index_select(0, source), table, prompts.sequences, modes)
         self._table.write(rows, table)
         return finished
 
-    def _sample(self, logits: Tensor, table: RowTable, sequences: list[Sequence], modes: Modes) -> list[Sequence]:
+    def _sample(self, logits: Tensor, table: RowTable, rows: list[Sequence], modes: Counter[str]) -> list[Sequence]:
         tokens, log_probs = draw(logits, table, modes)
         table.advance(tokens)
         values = log_probs.tolist()
-        drawn = zip(sequences, tokens.tolist(), values, strict=True)
+        drawn = zip(rows, tokens.tolist(), values, strict=True)
         if math.isfinite(sum(values)):
             return [sequence for sequence, token, value in drawn if sequence.append(token, value)]
-        broken = [one for one, value in zip(sequences, values, strict=True) if not math.isfinite(value)]
+        broken = [one for one, value in zip(rows, values, strict=True) if not math.isfinite(value)]
         for sequence in broken:
             sequence.fail("the model's logits are not finite", "check its weights, and its dtype's range")
         # a masked position has weight 0, and 0 times NaN would reach the next sequence in the row

@@ -9,6 +9,7 @@ Shapes: ``B`` rows, ``V`` vocabulary, ``K`` table columns.
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import attrs
 import torch
@@ -52,39 +53,13 @@ def uniforms(state: Tensor, counter: Tensor) -> Tensor:
     return (_shift(bits, 12).to(torch.float64) + 0.5) * 2.0**-52
 
 
-@attrs.frozen
-class Modes:
-    """The number of rows of a batch that need each operation, so that unneeded ones are skipped."""
-
-    greedy: int = 0
-    filtered: int = 0
-    tempered: int = 0
-    raw: int = 0
-
-    @classmethod
-    def of(cls, sampling: SamplingParams) -> Modes:
-        """Return the needs of one row."""
-        greedy = sampling.temperature == 0
-        filtered = not greedy and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
-        tempered = not greedy and sampling.temperature != 1
-        raw = sampling.log_probs == "raw" and (filtered or tempered)
-        return cls(int(greedy), int(filtered), int(tempered), int(raw))
-
-    def __add__(self, other: Modes) -> Modes:
-        return Modes(
-            self.greedy + other.greedy,
-            self.filtered + other.filtered,
-            self.tempered + other.tempered,
-            self.raw + other.raw,
-        )
-
-    def __sub__(self, other: Modes) -> Modes:
-        return Modes(
-            self.greedy - other.greedy,
-            self.filtered - other.filtered,
-            self.tempered - other.tempered,
-            self.raw - other.raw,
-        )
+def modes_of(sampling: SamplingParams) -> Counter[str]:
+    """Return which operations a row needs. A sum counts the rows that need each, so that unneeded ones are skipped."""
+    greedy = sampling.temperature == 0
+    filtered = not greedy and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
+    tempered = not greedy and sampling.temperature != 1
+    raw = sampling.log_probs == "raw" and (filtered or tempered)
+    return Counter(greedy=int(greedy), filtered=int(filtered), tempered=int(tempered), raw=int(raw))
 
 
 @attrs.frozen(eq=False)
@@ -107,9 +82,10 @@ class RowTable:
         """Create a table of ``(sampling, seed, position, token number)``."""
         integers, floats = [], []
         for sampling, seed, position, counter in rows:
-            modes = Modes.of(sampling)
+            modes = modes_of(sampling)
             state = _signed(mix(seed))
-            integers.append((position, counter, 0, state, sampling.top_k, modes.greedy, modes.filtered, modes.raw))
+            flags = (modes[name] for name in ("greedy", "filtered", "raw"))
+            integers.append((position, counter, 0, state, sampling.top_k, *flags))
             floats.append((sampling.temperature or 1.0, sampling.top_p, sampling.min_p))
         return cls(
             torch.tensor(integers, dtype=torch.int64, device=device),
@@ -136,7 +112,7 @@ class RowTable:
         self.integers[:, COUNTER] += 1
 
 
-def draw(logits: Tensor, table: RowTable, modes: Modes) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, table: RowTable, modes: Counter[str]) -> tuple[Tensor, Tensor]:
     """Draw one token per row of ``logits`` ``[B, V]``, of any float dtype; ``modes`` are the rows' needs.
 
     Returns:
@@ -145,23 +121,23 @@ def draw(logits: Tensor, table: RowTable, modes: Modes) -> tuple[Tensor, Tensor]
     """
     logits = logits.float()
     rows = logits.shape[0]
-    if modes.greedy == rows:
+    if modes["greedy"] == rows:
         tokens = logits.argmax(-1)
         return tokens, _pick(logits, tokens) - logits.logsumexp(-1)
-    scaled = logits / table.floats[:, TEMPERATURE, None] if modes.tempered else logits
+    scaled = logits / table.floats[:, TEMPERATURE, None] if modes["tempered"] else logits
     uniform = uniforms(table.integers[:, RANDOM_STATE], table.integers[:, COUNTER])
     log_probs = scaled.log_softmax(-1)
     tokens = _invert(log_probs, uniform)
-    if modes.greedy:
+    if modes["greedy"]:
         tokens = torch.where(table.integers[:, GREEDY].bool(), logits.argmax(-1), tokens)
     chosen = _pick(log_probs, tokens)
-    if modes.filtered:
+    if modes["filtered"]:
         which = table.integers[:, FILTERED].nonzero().squeeze(1)
         parameters = RowTable(table.integers.index_select(0, which), table.floats.index_select(0, which))
         filtered = _draw_filtered(scaled.index_select(0, which), parameters, uniform.index_select(0, which))
         tokens = tokens.index_copy(0, which, filtered[0])
         chosen = chosen.index_copy(0, which, filtered[1])
-    if modes.raw:
+    if modes["raw"]:
         raw = _pick(logits, tokens) - logits.logsumexp(-1)
         chosen = torch.where(table.integers[:, RAW].bool(), raw, chosen)
     return tokens, chosen

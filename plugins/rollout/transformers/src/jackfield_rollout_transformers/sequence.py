@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from typing import Literal
 
@@ -11,7 +12,7 @@ import attrs
 from jackfield.abc.rollout import GenerateRequest
 from jackfield.errors import RolloutError
 from jackfield.sdk.relay import Running
-from jackfield_rollout_transformers.sampling import Modes
+from jackfield_rollout_transformers.sampling import modes_of
 
 
 @attrs.define(eq=False)
@@ -22,7 +23,7 @@ class Sequence:
     limit: int  #: of generated tokens
     stop_ids: frozenset[int]
     stop_strings: StopStrings | None = None
-    modes: Modes = attrs.field(init=False)
+    modes: Counter[str] = attrs.field(init=False)
     done: asyncio.Future[None] = attrs.field(init=False, factory=lambda: asyncio.get_running_loop().create_future())
     row: int = -1  #: row in the batch; -1: not in it
     length: int = 0  #: number of its tokens in the KV cache
@@ -32,8 +33,8 @@ class Sequence:
     error: RolloutError | None = None  #: why it cannot be generated
 
     @modes.default
-    def _modes(self) -> Modes:
-        return Modes.of(self.request.sampling)
+    def _modes(self) -> Counter[str]:
+        return modes_of(self.request.sampling)
 
     @property
     def request(self) -> GenerateRequest:

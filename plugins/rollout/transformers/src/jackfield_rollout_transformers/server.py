@@ -28,7 +28,6 @@ from jackfield.abc.rollout import (
     WorkerReceipt,
 )
 from jackfield.errors import JackfieldError, RolloutError, WeightsError
-from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import open_receiver
 from jackfield.sdk.relay import MEMORY, RelayServer, Running
 from jackfield_rollout_transformers.config import Config
@@ -36,7 +35,7 @@ from jackfield_rollout_transformers.decode_loop import DecodeLoop
 from jackfield_rollout_transformers.decoder import Decoder, check_decoding, check_requests
 from jackfield_rollout_transformers.model import LoadedModel, load_decode, load_model
 from jackfield_rollout_transformers.sequence import Sequence, StopStrings
-from jackfield_rollout_transformers.weights import ModelWeights
+from jackfield_rollout_transformers.weights import AdapterUpdate, FullUpdate, ModelWeights
 
 if TYPE_CHECKING:
     from jackfield_openai.endpoint import OpenAIEndpoint
@@ -228,11 +227,8 @@ class TransformersServer(RelayServer):
         """Receive a new version of the weights, load it between two decode steps and acknowledge it.
 
         Running requests keep their KV cache and continue with the new weights. If the update fails, all unfinished
-        requests fail with ``rollout.stale``, and so does every request until an update succeeds.
-
-        Raises:
-            WeightsError: ``weights.transfer``, ``weights.missing``, ``weights.version``; ``weights.base`` for a delta
-                to a version that is not held, without any change.
+        requests fail with ``rollout.stale``, and so does every request until an update succeeds. ``weights.base``, for
+        a delta to a version that is not held, changes nothing.
         """
         try:
             return await super().update_weights(request)
@@ -276,7 +272,9 @@ class TransformersServer(RelayServer):
         if request.kind == "delta":
             changes = await receiver.changes(request.connect[0], request.version, request.base_version)
             return changes, await asyncio.to_thread(held.unchanged, changes)
-        update = self._weights.begin(request, digest)
+        update: FullUpdate | AdapterUpdate = FullUpdate(self._weights)
+        if request.kind == "adapter":
+            update = AdapterUpdate(self._weights, request.peft_config or {})
         tensors = receiver.tensors(request.connect[0], request.version)
         return receiver, update, tensors, await anext(tensors, None)
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from jackfield.abc.rollout import UpdateWeightsRequest
 from jackfield.errors import PluginError, WeightsError
+from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import HeldWeights
-from jackfield_huggingface.adapters import MergedAdapter
+from jackfield_huggingface.adapters import MergedAdapter, refuse_tensors
 from jackfield_huggingface.names import TensorGroup
-from jackfield_rollout_transformers.model import LoadedModel
-from jackfield_rollout_transformers.operators import rounded
+from jackfield_rollout_transformers.model import LoadedModel, rounded
 
 _MISSHAPEN = "tensors have another shape than the model's"
-#: ``digest(tensor) -> str``; a parameter, so that this module can be tested alone
-Digest = Callable[[Tensor], str]
 
 
 class ModelWeights:
@@ -54,12 +51,6 @@ class ModelWeights:
             return None
         return self._targets[found[1].parts[0]]
 
-    def begin(self, request: UpdateWeightsRequest, digest: Digest) -> FullUpdate | AdapterUpdate:
-        """Create an empty update of the requested kind."""
-        if request.kind == "adapter":
-            return AdapterUpdate(self, request.peft_config or {}, digest)
-        return FullUpdate(self, digest)
-
     def store(self, group: TensorGroup, tensors: Mapping[str, Tensor]) -> None:
         """Copy all tensors of a group into its parameters, cast to their dtypes."""
         for part, tensor in self.model.names.to_model(group, tensors).items():
@@ -75,8 +66,7 @@ class ModelWeights:
     def apply(self, changes: Mapping[str, Tensor], version: int) -> dict[str, str]:
         """Load the changes from ``WeightReceiver.changes``; return the digests of changed tensors by name.
 
-        Raises:
-            WeightsError: ``weights.missing`` for a name, ``weights.transfer`` for a shape or blocks that do not fit.
+        It raises ``weights.missing`` for a name, ``weights.transfer`` for a shape or blocks that do not fit.
         """
         digests: dict[str, str] = {}
         converted: dict[TensorGroup, None] = {}
@@ -84,12 +74,12 @@ class ModelWeights:
         for sent_name, tensor in self.held.apply(changes, version, digests):
             found = self.model.names.find(sent_name)
             if found is None:
-                _refuse("the model has no such parameter", [sent_name])
+                refuse_tensors("the model has no such parameter", [sent_name])
                 continue
             name, group = found
             if group.shapes[name] != tuple(tensor.shape):
                 wrong = f"{sent_name} (model {group.shapes[name]}, sent {tuple(tensor.shape)})"
-                _refuse(_MISSHAPEN, [wrong], "weights.transfer")
+                refuse_tensors(_MISSHAPEN, [wrong], "weights.transfer")
             if group.only_renamed:
                 self.store(group, {name: tensor})
             else:
@@ -128,9 +118,8 @@ class ModelWeights:
 class FullUpdate:
     """An update of all tensors. Each group is copied into its place as soon as it is complete."""
 
-    def __init__(self, weights: ModelWeights, digest: Digest) -> None:
+    def __init__(self, weights: ModelWeights) -> None:
         self._weights = weights
-        self._digest = digest
         self._sent: dict[str, list[tuple[str, torch.dtype]]] = {}  # received, by the checkpoint's name
         self._waiting: dict[TensorGroup, dict[str, Tensor]] = {}
         self._unknown: list[str] = []
@@ -159,16 +148,13 @@ class FullUpdate:
             self._weights.store(group, self._waiting.pop(group))
 
     def finish(self, received: Mapping[str, str]) -> dict[str, str]:
-        """Check that the model is complete; return the digests of its tensors by name.
+        """Check that the model is complete (``weights.missing``, ``weights.transfer``); return its tensors' digests.
 
         If a tensor was cast, to the model's dtype or through float8, the digest is that of the tensor ``received``.
-
-        Raises:
-            WeightsError: ``weights.missing`` for names, ``weights.transfer`` for shapes.
         """
-        _refuse("the model has no such parameter", self._unknown)
-        _refuse(_MISSHAPEN, self._misshapen, "weights.transfer")
-        _refuse("parameters did not arrive", self._missing())
+        refuse_tensors("the model has no such parameter", self._unknown)
+        refuse_tensors(_MISSHAPEN, self._misshapen, "weights.transfer")
+        refuse_tensors("parameters did not arrive", self._missing())
         self._weights.adapter.forget()
         self._weights.intact = True
         found: dict[str, str] = {}
@@ -177,7 +163,7 @@ class FullUpdate:
             for name in group.shapes:
                 for sent_name, dtype in self._sent.get(name, ()):
                     same = name in stored and stored[name].dtype == dtype
-                    found[sent_name] = self._digest(stored[name]) if same else received[sent_name]
+                    found[sent_name] = digest(stored[name]) if same else received[sent_name]
         return found
 
     def _missing(self) -> list[str]:
@@ -194,10 +180,9 @@ class FullUpdate:
 class AdapterUpdate:
     """An update of a LoRA adapter, which is merged once it is complete."""
 
-    def __init__(self, weights: ModelWeights, config: Mapping[str, Any], digest: Digest) -> None:
+    def __init__(self, weights: ModelWeights, config: Mapping[str, Any]) -> None:
         self._weights = weights
         self._config = config
-        self._digest = digest
         self._tensors: dict[str, Tensor] = {}
         if weights.model.float8:
             raise PluginError(
@@ -217,15 +202,4 @@ class AdapterUpdate:
     def finish(self, received: Mapping[str, str]) -> dict[str, str]:
         """Merge the adapter; return the digests of its tensors."""
         self._weights.adapter.merge(self._tensors, self._config)
-        return {name: self._digest(tensor) for name, tensor in self._tensors.items()}
-
-
-def _refuse(message: str, names: list[str], code: str = "weights.missing") -> None:
-    if names:
-        raise WeightsError(
-            f"{message}: {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if len(names) > 8 else ""),
-            code=code,
-            expected="exactly the tensors of the model folder, under their names there",
-            found=f"{len(names)} wrong",
-            fix="check that engine and rollout server load the same model folder",
-        )
+        return {name: digest(tensor) for name, tensor in self._tensors.items()}

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 
 from jackfield.abc.rollout import (
+    GenerateRequest,
     RolloutContext,
     ServerInfo,
     SleepRequest,
@@ -17,10 +18,39 @@ from jackfield.abc.rollout import (
     WorkerReceipt,
 )
 from jackfield.errors import JackfieldError, PluginError, WeightsError, rebuilt_error
-from jackfield.sdk.relay import Running
+from jackfield.sdk.relay import Running, mixed
 from jackfield_huggingface.serving import SleepingServer
 from jackfield_rollout_vllm.config import Config
-from jackfield_rollout_vllm.requests import vllm_arguments
+
+_HOTTEST = 2.0  #: highest temperature that vLLM accepts; our logits processor does the rest
+
+
+def vllm_arguments(request: GenerateRequest, seed: int, max_model_len: int) -> dict[str, Any]:
+    """Return the arguments of vLLM's ``SamplingParams`` for a request."""
+    sampling = request.sampling
+    greedy = sampling.temperature == 0
+    heat = min(sampling.temperature, _HOTTEST)
+    return {
+        "temperature": heat,
+        "max_tokens": min(sampling.max_new_tokens, max_model_len - len(request.prompt_ids)),
+        "seed": mixed(seed),  # torch's CPU generator uses only the lower half
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        "detokenize": bool(sampling.stop),
+        "skip_special_tokens": False,
+        "logprobs": 0,  # only of the drawn token
+        "extra_args": {
+            "jackfield": {
+                "top_k": 0 if greedy else sampling.top_k,
+                "top_p": 1.0 if greedy else sampling.top_p,
+                "min_p": 0.0 if greedy else sampling.min_p,
+                "divisor": 1.0 if greedy else sampling.temperature / heat,
+                "raw": greedy or sampling.log_probs == "raw",
+            }
+        },
+    }
+
 
 _CPU_CACHE_BYTES = 1 << 30
 
