@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import hmac
 import itertools
 import logging
+import os
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import suppress
@@ -48,7 +50,11 @@ class Connection(asyncio.Protocol):
     services: Mapping[str, Service]  #: services for the other end by name; read at each call
     clock: Clock  #: time source for all waits
     _codec: Codec = attrs.field(default=MSGPACK, kw_only=True)  #: codec of both ends
-    limit: int = attrs.field(default=wire.LIMIT, kw_only=True)  #: maximum bytes of a received message
+    _limit: int = attrs.field(default=wire.LIMIT, kw_only=True)  #: maximum bytes of a received message
+    #: secret, in hex, that both ends prove to know before anything else is read; empty: there is no stranger
+    _secret: str = attrs.field(default="", kw_only=True)
+    _own_name: str = attrs.field(default="", kw_only=True)  #: name of this process, for the other end
+    _owner: str = attrs.field(default="", kw_only=True)  #: session for which this connection sends heartbeats
     #: creates the error of calls after the end from its reason; None: ``rpc.lost``
     _lost_error: Callable[[str], JackfieldError] | None = attrs.field(default=None, kw_only=True)
     #: called instead of :meth:`end` when the connection fails
@@ -58,7 +64,14 @@ class Connection(asyncio.Protocol):
         self.session = secrets.token_hex(8)
         self.process: Process | None = None  #: process of the other end
         self.heard = True  #: whether data was received since the last check
-        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()  #: reason of the end
+        loop = asyncio.get_running_loop()
+        self.lost: asyncio.Future[str] = loop.create_future()  #: reason of the end
+        self.admitted: asyncio.Future[None] = loop.create_future()  #: done when the other end has proved the secret
+        self.welcome: wire.Welcome  #: its proof
+        self.lost.add_done_callback(lambda _: self.admitted.cancel())
+        if not self._secret:
+            self.admitted.set_result(None)
+        self._nonce, self._expected = secrets.token_bytes(32), b""  #: own challenge and expected proof
         self._bytes = bytearray()  #: received bytes of an incomplete message
         self._asked: dict[int, tuple[str, asyncio.Future[wire.Reply]]] = {}  #: open calls with a description, by id
         self._served: dict[object, asyncio.Task[None]] = {}
@@ -68,8 +81,10 @@ class Connection(asyncio.Protocol):
         self._room.set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Store the transport of the connection."""
+        """Store the transport of the connection, and send the challenge to a stranger."""
         self._transport = cast(asyncio.Transport, transport)
+        if self._secret:
+            self.send(wire.Hello(self._nonce))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the connection because its transport was closed."""
@@ -89,9 +104,10 @@ class Connection(asyncio.Protocol):
         try:
             while len(self._bytes) >= wire.HEAD.size and not self.lost.done():
                 magic, size = wire.HEAD.unpack_from(self._bytes)
-                if magic != wire.MAGIC or size > self.limit:
+                limit = self._limit if self.admitted.done() else wire.STRANGER_LIMIT
+                if magic != wire.MAGIC or size > limit:
                     message = "a message is too long, or is not one of this protocol"
-                    raise RpcError(message, expected=f"{self.limit} bytes", found=bytes(self._bytes[: wire.HEAD.size]))
+                    raise RpcError(message, expected=f"{limit} bytes", found=bytes(self._bytes[: wire.HEAD.size]))
                 if len(self._bytes) < (end := wire.HEAD.size + size):
                     return
                 content = bytes(self._bytes[wire.HEAD.size : end])
@@ -160,7 +176,10 @@ class Connection(asyncio.Protocol):
         return ", ".join(what for what, _ in itertools.islice(self._asked.values(), 4))
 
     def handle(self, message: Message) -> None:
-        """Handle a message."""
+        """Handle a message. Before the proof only messages of the handshake are accepted."""
+        if not self.admitted.done():
+            self._greet(message)
+            return
         match message:
             case wire.Call():
                 key = message.id or object()
@@ -177,6 +196,19 @@ class Connection(asyncio.Protocol):
                 logging.getLogger("jackfield").warning("%s", message.news)
             case wire.Goodbye():
                 self.end(message.reason or "has ended")
+
+    def _greet(self, message: Message) -> None:
+        key = bytes.fromhex(self._secret)  # each end proves it over both challenges, its own first
+        if isinstance(message, wire.Hello) and not self._expected and message.nonce != self._nonce:
+            self._expected = hmac.digest(key, message.nonce + self._nonce, "sha256")
+            proof, process = hmac.digest(key, self._nonce + message.nonce, "sha256"), Process.of(os.getpid())
+            contracts = {name: service.contract.fingerprint for name, service in self.services.items()}
+            self.send(wire.Welcome(proof, self._own_name, process, contracts, self._owner or self.session))
+        elif isinstance(message, wire.Welcome) and hmac.compare_digest(message.proof, self._expected):
+            self.welcome, self.name, self.process = message, message.name, message.process
+            self.admitted.set_result(None)
+        else:
+            self.failed("invalid", "broke the protocol: it has not proved that it knows the secret")
 
     async def _serve(self, call: wire.Call) -> None:
         _CALLER.set(self)

@@ -11,7 +11,6 @@ count as silence. A process on another machine sends heartbeats over its connect
 from __future__ import annotations
 
 import asyncio
-import hmac
 import ipaddress
 import json
 import logging
@@ -34,7 +33,7 @@ from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, RpcError
 from jackfield.files import replace_file
 from jackfield.sdk.rpc.connection import Connection, Service
-from jackfield.sdk.rpc.wire import LIMIT, STRANGER_LIMIT, Contract, Heartbeat, Hello, Message, Process, Welcome
+from jackfield.sdk.rpc.wire import Contract, Heartbeat, Process
 
 LOOKS = 4  #: checks of a process, and heartbeats that it sends, per deadline
 _STRANGERS = 64  #: maximum number of unauthenticated connections; further ones are closed at once
@@ -69,46 +68,6 @@ class Address:
         except (OSError, ValueError, TypeError) as error:
             raise RpcError("no server's address is there", code="rpc.address", where=str(file), found=error) from error
 
-    def proof(self, own: bytes, other: bytes) -> bytes:
-        """Return the proof of the secret for the end that sent the nonce ``other``."""
-        return hmac.digest(bytes.fromhex(self.secret), own + other, "sha256")
-
-
-@attrs.define(eq=False, slots=False)
-class _Guarded(Connection):
-    """A connection that reads only the handshake until the other end has proved that it knows the secret."""
-
-    _address: Address = attrs.field(kw_only=True)
-    _own_name: str = attrs.field(kw_only=True)  #: name of this process
-    _owner: str = attrs.field(default="", kw_only=True)  #: session for which this connection sends heartbeats
-    limit: int = attrs.field(default=STRANGER_LIMIT, init=False)
-
-    def __attrs_post_init__(self) -> None:
-        super().__attrs_post_init__()
-        self._nonce, self._expected = secrets.token_bytes(32), b""  #: own challenge and expected proof
-        self.admitted: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
-        self.lost.add_done_callback(lambda _: self.admitted.cancel())
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send the challenge to the other end."""
-        super().connection_made(transport)
-        self.send(Hello(self._nonce))
-
-    def handle(self, message: Message) -> None:
-        """Handle a message. Before the proof only messages of the handshake are accepted."""
-        if self.admitted.done():
-            super().handle(message)
-        elif isinstance(message, Hello) and not self._expected and message.nonce != self._nonce:
-            self._expected = self._address.proof(message.nonce, self._nonce)
-            proof, process = self._address.proof(self._nonce, message.nonce), Process.of(os.getpid())
-            contracts = {name: service.contract.fingerprint for name, service in self.services.items()}
-            self.send(Welcome(proof, self._own_name, process, contracts, self._owner or self.session))
-        elif isinstance(message, Welcome) and self._expected and hmac.compare_digest(message.proof, self._expected):
-            self.limit, self.name, self.process = LIMIT, message.name, message.process
-            self.admitted.set_result(message)
-        else:
-            self.failed("invalid", "broke the protocol: it has not proved that it knows the secret")
-
 
 @attrs.define(eq=False)
 class Server:
@@ -126,13 +85,12 @@ class Server:
     refused: int = attrs.field(default=0, init=False)  #: number of connections that were not admitted
     address: Address = attrs.field(init=False)
     _server: asyncio.Server | None = attrs.field(default=None, init=False)
-    _kept: dict[_Guarded, asyncio.Task[None]] = attrs.field(factory=dict, init=False)
+    _kept: dict[Connection, asyncio.Task[None]] = attrs.field(factory=dict, init=False)
 
     async def listen(self, host: str = "127.0.0.1", port: int = 0) -> Address:
         """Listen on a Unix address if ``host`` is loopback and ``port`` is 0, else on TCP with TLS.
 
-        Raises:
-            RpcError: ``rpc.address`` if the address is in use, or is not an address of this machine.
+        Raises ``rpc.address`` if the address is in use, or is not an address of this machine.
         """
         loop, where, place = asyncio.get_running_loop(), f"{host}:{port}", f"jackfield-{secrets.token_hex(12)}"
         tls, certificate = (None, "") if is_loopback(host) else _server_tls()
@@ -157,23 +115,25 @@ class Server:
 
     def _stranger(self) -> asyncio.BaseProtocol:
         """Return the protocol of a new, unauthenticated connection."""
-        own, services = self._name, self._services
-        connection = _Guarded("a stranger", services, self._clock, address=self.address, own_name=own)
+        secret, services = self.address.secret, self._services
+        connection = Connection("a stranger", services, self._clock, secret=secret, own_name=self._name)
         task = self._kept[connection] = asyncio.get_running_loop().create_task(self._keep(connection))
         task.add_done_callback(lambda _: self._kept.pop(connection))
         return connection
 
-    async def _keep(self, connection: _Guarded) -> None:
+    async def _keep(self, connection: Connection) -> None:
         """Admit a client, watch it until it ends, and report its death to other clients."""
         strangers = sum(not each.admitted.done() for each in self._kept)
         seconds = _PROOF_SECONDS if strangers <= _STRANGERS else 0.0
         try:
-            welcome = await self._clock.wait_for(asyncio.shield(connection.admitted), seconds, "a proof")
+            await self._clock.wait_for(asyncio.shield(connection.admitted), seconds, "a proof")
         except (asyncio.CancelledError, DeadlineExceeded):
             self.refused += 1
             connection.end("did not prove in time that it knows the secret")
             return
-        if owner := self.clients.get(welcome.session):  # this connection carries the heartbeats of its thread
+        if owner := self.clients.get(
+            connection.welcome.session
+        ):  # this connection carries the heartbeats of its thread
             connection.handle = lambda *_: setattr(owner, "heard", True)  # type: ignore[method-assign]
             connection.end(f"its client {await asyncio.shield(owner.lost)}")
             return
@@ -208,40 +168,38 @@ async def connect(
     lost_error: Callable[[str], JackfieldError] | None = None,
     *,
     kills: bool = True,
+    beats_for: str = "",
 ) -> Connection:
-    """Connect to a server and watch it.
+    """Connect this process, whose ``name`` the server gets, to a server, and watch it.
 
-    Args:
-        address: The server's address.
-        name: The name of this process for the server.
-        clock: Time source for all waits.
-        contracts: The contracts of the services that will be called, by name.
-        services: The services that the server may call here.
-        lost_error: Creates the error of calls after the end from its reason; None: ``rpc.lost``.
-        kills: Whether to kill a server on this machine that sends no heartbeats.
-
-    Raises:
-        RpcError: ``rpc.lost`` if it cannot be reached; ``rpc.version`` if it has other contracts.
+    ``contracts`` are those of the services to call, ``services`` those that the server may call here, both by name.
+    ``lost_error`` creates the error of calls after the end from its reason; None: ``rpc.lost``. ``kills`` lets a server
+    on this machine be killed when it sends no heartbeats. A connection with ``beats_for``, the session of another
+    connection, only sends its heartbeats. Raises ``rpc.lost`` if the server cannot be reached, ``rpc.version`` if it
+    has other contracts.
     """
-    served = services or {}
-    connection = _Guarded("a server", served, clock, lost_error=lost_error, address=address, own_name=name)
-    welcome = await _opened(connection, address, clock)
+    proves: Any = {"secret": address.secret, "own_name": name, "owner": beats_for}
+    connection = Connection("a server", services or {}, clock, lost_error=lost_error, **proves)
+    await _open(connection, address)
     expected = {service: contract.fingerprint for service, contract in contracts.items()}
-    found = {service: welcome.contracts.get(service) for service in contracts}
+    found = {service: connection.welcome.contracts.get(service) for service in contracts}
     if found != expected:
         connection.end("speaks another version")
         message, fix = "two processes have other versions of Jackfield", "install the same version on both sides"
         raise RpcError(message, code="rpc.version", where=str(address.process), expected=expected, found=found, fix=fix)
+    if beats_for:
+        return connection
     watching = asyncio.create_task(watch(connection, address.heartbeat_seconds, clock, kills=kills))
     connection.lost.add_done_callback(lambda _: watching.done())  # keeps a reference to the task
     if not address.process.is_near:
-        beating = _beating(address, name, welcome.session, connection.lost)
+        beating = _beating(address, name, connection.welcome.session, connection.lost)
         threading.Thread(target=asyncio.run, args=(beating,), name="jackfield-heartbeat", daemon=True).start()
     return connection
 
 
-async def _opened(connection: _Guarded, address: Address, clock: Clock) -> Welcome:
-    who, seconds = f"{address.process} to answer", address.heartbeat_seconds
+async def _open(connection: Connection, address: Address) -> None:
+    """Open a connection to a server, and wait until both ends have proved that they know the secret."""
+    who, seconds, clock = f"{address.process} to answer", address.heartbeat_seconds, connection.clock
     loop, tls = asyncio.get_running_loop(), None
     if address.certificate:
         tls = ssl.create_default_context(cadata=address.certificate)
@@ -252,7 +210,7 @@ async def _opened(connection: _Guarded, address: Address, clock: Clock) -> Welco
         opening = loop.create_unix_connection(lambda: connection, f"\0{address.port}")
     try:
         await clock.wait_for(opening, seconds, who)
-        return await clock.wait_for(asyncio.shield(connection.admitted), seconds, who)
+        await clock.wait_for(asyncio.shield(connection.admitted), seconds, who)
     except (OSError, DeadlineExceeded, asyncio.CancelledError) as error:
         connection.process = address.process
         connection.end(f"did not answer: {error}")
@@ -261,15 +219,14 @@ async def _opened(connection: _Guarded, address: Address, clock: Clock) -> Welco
         raise connection.error() from error
 
 
-async def _beating(address: Address, name: str, owner: str, lost: asyncio.Future[str]) -> None:
+async def _beating(address: Address, name: str, session: str, lost: asyncio.Future[str]) -> None:
     """Send heartbeats over a separate connection in a thread, as the event loop may be busy for long."""
-    connection = _Guarded("a server", {}, Clock(), address=address, own_name=name, owner=owner)
     with suppress(RpcError):  # the server may have ended
-        await _opened(connection, address, Clock())
-    while not (lost.done() or connection.lost.done()):
-        connection.send(Heartbeat())
-        await asyncio.wait((connection.lost,), timeout=address.heartbeat_seconds / LOOKS)
-    await connection.close(_ENDED)
+        connection = await connect(address, name, Clock(), {}, beats_for=session)
+        while not (lost.done() or connection.lost.done()):
+            connection.send(Heartbeat())
+            await asyncio.wait((connection.lost,), timeout=address.heartbeat_seconds / LOOKS)
+        await connection.close(_ENDED)
 
 
 async def watch(connection: Connection, seconds: float, clock: Clock, *, kills: bool = True, ends: bool = True) -> str:
