@@ -32,7 +32,7 @@ from jackfield.config import make_config
 from jackfield.data.tasks import Task
 from jackfield.errors import QueueError
 from jackfield.plugins import HookManager, hookimpl
-from jackfield.plugins.hooks import SamplesFailed, StepEnded
+from jackfield.plugins.hooks import SamplesFailed, StepEnded, WeightsSynced
 from jackfield.queue import BatchMeta, TransferQueue, Values
 from jackfield.queue.meta import GroupKey, Reuse
 from jackfield.queue.store import STORE_FILE
@@ -86,12 +86,11 @@ class FakeSynchronizer:
     def __init__(self, clock: Clock, seconds: float) -> None:
         self.clock, self.seconds, self.loaded, self.syncs = clock, seconds, 0, []
 
-    async def sync(self, version: int) -> Any:
+    async def sync(self, version: int) -> WeightsSynced:
         await self.clock.sleep(self.seconds)
         self.loaded = version
         self.syncs.append(version)
-        fields = {"receipts": (), "seconds": 0.0, "bytes": 0}
-        return attrs.make_class("Report", {name: attrs.field(default=value) for name, value in fields.items()})()
+        return WeightsSynced(version=version)
 
 
 class FakeActor:
@@ -317,7 +316,7 @@ class Simulation:
             loss="ppo",
             loss_options=self.loss_options,
             advantages=self.advantages,
-            mixes=self.experts > 0,
+            loss_columns=("expert_mask",) if self.experts else (),
             experts=self.experts,
             greedy_baseline=self.greedy_baseline,
             dynamic_sampling=self.replaces_equal_groups,
