@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jackfield.algorithms import Part, names, part
-from jackfield.algorithms.named import describe
+from jackfield.algorithms.settings import describe
 from packages import ROOT
 from pages import write_or_check
 

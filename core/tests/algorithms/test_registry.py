@@ -25,8 +25,8 @@ from jackfield.algorithms import (
     registry,
     resolve_loss,
 )
-from jackfield.algorithms.named import describe
 from jackfield.algorithms.registry import Part
+from jackfield.algorithms.settings import describe
 from jackfield.cli import main
 from jackfield_testing import refused
 

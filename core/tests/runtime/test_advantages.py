@@ -157,10 +157,9 @@ def test_an_experts_rows_are_marked_and_left_out_of_every_statistic() -> None:
     algorithm = ResolvedAlgorithm(
         loss="ppo",
         advantages="reinforce_plus_plus",
-        mixes=True,
         correction=Correction(),
         old_log_probs="old_log_probs",
-        loss_columns=("rewards",),
+        loss_columns=("expert_mask", "rewards"),
     )
     metrics, found = batch.estimate(algorithm)
     assert [False, False, True, True] == found["expert_mask"]

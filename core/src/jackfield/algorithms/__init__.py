@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from jackfield.algorithms.advantages import advantages
 from jackfield.algorithms.losses import VALUE_LOSS, LossSpec, policy_loss, prepare, resolve_loss, value_loss
-from jackfield.algorithms.named import Algorithm, algorithm
 from jackfield.algorithms.per_token import aggregate, distillation_loss, kl
 from jackfield.algorithms.registry import Part, names, part, register, register_part
+from jackfield.algorithms.settings import Algorithm, algorithm
 from jackfield.algorithms.shaping import (
     Correction,
     Shaping,

@@ -1,18 +1,27 @@
-"""The sections ``algorithm`` and ``critic`` of the configuration, and the resolved algorithm."""
+"""The sections ``algorithm`` and ``critic`` of the configuration, and the algorithms that they name.
+
+The package imports the modules of the parts before this one.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
 
 import attrs
 from attrs.validators import ge, gt, le, optional
 
 from jackfield.abc.engine import OptimizerSpec
+from jackfield.algorithms.registry import Part, Scope, part, register
 from jackfield.algorithms.shaping import Correction, Shaping
 from jackfield.errors import ConfigError
 from jackfield.settings import option
+
+#: Inputs that the trainer always has.
+_ALWAYS = frozenset(
+    {"global_sequences", "global_tokens", "kept", "length_norm", "log_probs", "mask", "response_mask", "token_rewards"}
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -97,14 +106,41 @@ class CriticSettings:
 
 
 @attrs.frozen(kw_only=True)
-class ResolvedAlgorithm:
-    """The algorithm of a run, resolved from configuration, model and data, as plain values for workers."""
+class Algorithm:
+    """A combination of an advantage estimator, a policy loss and an aggregation."""
 
-    loss: str
-    loss_options: Mapping[str, Any] = attrs.field(factory=dict)  #: options of the loss, aggregation, KL and entropy
-    loss_columns: tuple[str, ...] = ()  #: columns that the loss reads in addition to the sample
-    advantages: str | None = None  #: the estimator; None: the data's own answers are the target
+    advantages: str | None = None  #: None: the data's own answers are the target
     advantages_options: Mapping[str, Any] = attrs.field(factory=dict)
+    loss: str
+    loss_options: Mapping[str, Any] = attrs.field(factory=dict)
+    aggregation: str = "token-mean"
+    #: Requirements in addition to rewards, groups and old log-probs: ``critic``, ``reference``, ``expert_data``,
+    #: ``pairs``, ``dynamic_sampling``, ``rollout_log_probs``, ``prepare`` (columns of
+    #: :func:`jackfield.algorithms.prepare`), or inputs of its estimator. A program that lacks one must refuse.
+    needs: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The registered parts."""
+        chosen = {"loss": self.loss, "aggregation": self.aggregation, "advantages": self.advantages}
+        return tuple(part(kind, name) for kind, name in chosen.items() if name)
+
+    @property
+    def scope(self) -> Scope:
+        """The widest scope of its parts, under their options."""
+        options = {"advantages": self.advantages_options, "loss": self.loss_options}
+        scopes: tuple[Scope, ...] = get_args(Scope)
+        return max((one.scope_with(options.get(one.kind, {})) for one in self.parts), key=scopes.index)
+
+
+@attrs.frozen(kw_only=True)
+class ResolvedAlgorithm(Algorithm):
+    """The algorithm of a run with every choice made, as plain values for workers.
+
+    ``loss_options`` include ``aggregation``, ``kl`` and ``entropy_coefficient``.
+    """
+
+    loss_columns: tuple[str, ...] = ()  #: columns that the loss reads in addition to the sample
     #: the column of the policy before the update, which the loss gets as ``old_log_probs``
     old_log_probs: Literal["old_log_probs", "rollout_log_probs"] = "rollout_log_probs"
     recompute_old_log_probs: bool = False
@@ -117,9 +153,7 @@ class ResolvedAlgorithm:
     reference: bool = False  #: there is a column ``ref_log_probs``
     dynamic_sampling: bool = False
     greedy_baseline: bool = False
-    reward_dimensions: tuple[str, ...] = ()
     experts: int = 0  #: samples of an expert in each batch, from the data
-    mixes: bool = False  #: samples of an expert are among the others: there is a column ``expert_mask``
     pairs: bool = False
 
     @property
@@ -144,3 +178,122 @@ class ResolvedAlgorithm:
             "recomputes_old_log_probs": self.recompute_old_log_probs,
             "corrects": self.correction is not None,
         }
+
+
+def algorithm(name: str) -> Algorithm:
+    """Return the algorithm with this name, or raise ``algorithm.unknown``."""
+    found: Algorithm = part("algorithm", name).function()
+    return found
+
+
+def describe(chosen: Part) -> dict[str, Any]:
+    """Return equation, paper, options, needs and scope of a part as plain values."""
+    equation, paper, differs = chosen.text
+    fields: dict[str, Any] = {"kind": chosen.kind, "name": chosen.name, "equation": equation, "paper": paper}
+    fields |= {"scope": chosen.scope, "batch_options": dict(chosen.batch_options)}
+    if chosen.kind == "algorithm":
+        made: Algorithm = chosen.function()
+        return {**fields, **attrs.asdict(made), "needs": list(made.needs), "differs": differs}
+    prepared = {} if chosen.preparation is None else chosen.preparation.inputs
+    hidden = _ALWAYS.union(chosen.needs, chosen.options)
+    return {
+        **fields,
+        "needs": [name for name in chosen.needs if name not in _ALWAYS],
+        "optional": [name for name in {**chosen.inputs, **prepared} if name not in hidden],
+        "options": {name: None if repr(value).startswith("<") else value for name, value in chosen.options.items()},
+        "ranges": dict(chosen.ranges),
+        "precomputed": list(chosen.whole_batch),
+        "differs": differs,
+    }
+
+
+_SUM, _MEAN = "seq-mean-token-sum", "seq-mean-token-mean"
+
+
+def _named(
+    name: str, loss: str, advantages: str | None, aggregation: str = "token-mean", **fields: Any
+) -> Callable[..., None]:
+    """Register an algorithm; return a function that takes its description, paper and difference."""
+    chosen = Algorithm(loss=loss, advantages=advantages, aggregation=aggregation, **fields)
+
+    def describe(text: str, paper: str = "", differs: str = "") -> None:
+        make = lambda: chosen  # noqa: E731 (its docstring is set)
+        make.__doc__ = f"{text} [{paper}]\n\nDiffers: {differs}"
+        register("algorithm", name, chosen.scope)(make)
+
+    return describe
+
+
+_named("grpo", "ppo", "grpo")("group-relative advantages, PPO's loss.", "arXiv:2402.03300")
+_named("sft", "sft", None)("likelihood of given answers.")
+_named("ppo", "ppo", "gae", needs=("critic",))("GAE with a critic, PPO's loss.", "arXiv:1707.06347")
+_named("dr_grpo", "ppo", "dr_grpo", _SUM, loss_options={"clip_dual": None})(
+    "rewards less the group's mean; sums over tokens, so that length has no bias.",
+    "arXiv:2503.20783",
+    "The paper also divides by a constant, a factor of the learning rate: aggregation seq-mean-token-sum-norm with "
+    "the loss option length_norm.",
+)
+_DAPO = {"clip_low": 0.2, "clip_high": 0.28, "clip_dual": None}
+_named("dapo", "ppo", "grpo", loss_options=_DAPO, needs=("dynamic_sampling",))(
+    "GRPO with a higher upper clip, a token mean and groups of mixed results only.",
+    "arXiv:2503.14476",
+    "The overlong penalty is a reward shaping of its own (overlong_penalty).",
+)
+_named("rloo", "reinforce", "rloo", _SUM)(
+    "leave-one-out baseline, policy gradient of whole responses.", "arXiv:2402.14740"
+)
+_named("opo", "reinforce", "opo", _SUM)(
+    "length-weighted baseline, policy gradient of whole responses.", "arXiv:2505.23585"
+)
+_named("reinforce_plus_plus", "ppo", "reinforce_plus_plus")(
+    "reward to go, normalised over the batch, PPO's loss.", "arXiv:2501.03262"
+)
+_named("reinforce_plus_plus_baseline", "ppo", "reinforce_plus_plus_baseline")(
+    "rewards less the group's mean, normalised over the batch, PPO's loss.", "arXiv:2501.03262"
+)
+_named("remax", "reinforce", "remax", _SUM, needs=("baseline_rewards",))(
+    "the greedy response's reward as baseline, policy gradient of whole responses.", "arXiv:2310.10505"
+)
+_named("gpg", "gpg", "gpg")("group policy gradient.", "arXiv:2504.02546")
+_named("gdpo", "ppo", "gdpo", needs=("reward_dimensions",))(
+    "several rewards, each normalised in the group, PPO's loss.", "arXiv:2601.05242"
+)
+_named("gspo", "gspo", "grpo", _MEAN)("group-relative advantages, a clipped ratio per sequence.", "arXiv:2507.18071")
+_named("gmpo", "gmpo", "grpo", _MEAN)(
+    "group-relative advantages, the geometric mean of clipped ratios.", "arXiv:2507.20673"
+)
+_named("cispo", "cispo", "grpo")("group-relative advantages, clipped weights.", "arXiv:2506.13585")
+_named("sapo", "sapo", "grpo", _MEAN)("group-relative advantages, a soft gate.", "arXiv:2511.20347")
+_named("m2po", "m2po", "grpo", needs=("prepare",))(
+    "group-relative advantages, a second-moment trust region for stale data.", "arXiv:2510.01161"
+)
+_named("decoupled_ppo", "decoupled_ppo", "grpo", needs=("rollout_log_probs",))(
+    "group-relative advantages, PPO's loss around pi_old, weighted for the policy that generated.", "arXiv:2110.00641"
+)
+_named("topr", "topr", "topr", _SUM)("rewards as they are, tapered importance weights.", "arXiv:2503.14286")
+_named("asymre", "reinforce", "asymre", _SUM)(
+    "a baseline below the group's mean, policy gradient of whole responses.", "arXiv:2506.20520"
+)
+_named("opmd", "opmd", "opmd")("online policy mirror descent, the simple form.", "arXiv:2505.17826, appendix A.3")
+_OLD, _LOG = {"reference": "old"}, {"baseline": "log_avg_exp"}
+_named("opmd_kimi", "opmd_kimi", "opmd", _SUM, advantages_options=_LOG, loss_options=_OLD)(
+    "online policy mirror descent, Kimi's squared form.", "arXiv:2505.17826, appendix A.1"
+)
+_named("opmd_pairwise", "opmd_pairwise", "opmd", _SUM, loss_options=_OLD, needs=("prepare",))(
+    "online policy mirror descent, pairs of responses.", "arXiv:2505.17826, appendix A.2"
+)
+_named("mix", "mix", "grpo", needs=("expert_data",))(
+    "GRPO on the run's own samples and likelihood of an expert's.", "arXiv:2505.17826, section 3.2"
+)
+_named("mix_chord", "mix_chord", "grpo", needs=("expert_data",))(
+    "mix with CHORD's weights per token.", "arXiv:2508.11408"
+)
+_named("dpo", "dpo", None, _SUM, needs=("pairs", "reference", "prepare"))(
+    "preferences between two answers.", "arXiv:2305.18290"
+)
+_named("step_wise_grpo", "ppo", "step_wise_grpo", needs=("rollout_ids",))(
+    "runs of several steps compared by their result."
+)
+_named("gigpo", "ppo", "gigpo", needs=("rollout_ids", "anchor_ids"))(
+    "runs compared by their result, and steps by what followed from the same state.", "arXiv:2505.10978"
+)

@@ -260,7 +260,7 @@ def show_algorithm(name: str, kind: str | None, as_json: bool) -> None:
 
 def _described(kind: str | None) -> list[dict[str, Any]]:
     from jackfield.algorithms import names, part
-    from jackfield.algorithms.named import describe
+    from jackfield.algorithms.settings import describe
 
     return [describe(part(one, name)) for one in _PARTS if kind in (None, one) for name in names(one)]
 

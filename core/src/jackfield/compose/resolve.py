@@ -28,39 +28,44 @@ def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm
     loss = part("loss", chosen.loss)
     estimator = part("advantages", chosen.advantages) if chosen.advantages else None
     kl = part("kl", settings.kl.name) if settings.kl.coefficient else None
+    correction, from_engine = _correction(config, loss, rollout, sampled=estimator is not None)
     wanted = {*chosen.needs, *(estimator.needs if estimator else ())}
     learns, filters = "expert_mask" in loss.needs, "dynamic_sampling" in chosen.needs
     experts = config.data.expert_samples_per_batch if learns and config.data.expert else 0
-    correction, from_engine = _correction(config, loss, rollout, sampled=estimator is not None)
+    mixes = experts > 0 or (learns and config.mixing.expert is not None)
     reads_old = settings.kl.in_reward or any("old_log_probs" in one.inputs for one in (loss, estimator, kl) if one)
-    options = {**chosen.loss_options, "aggregation": chosen.aggregation}
-    reads_reference = bool({"reference", "ref_log_probs"} & {*wanted, *loss.needs}) or options.get("reference") == "ref"
+    options, read = {**chosen.loss_options, "aggregation": chosen.aggregation}, {*loss.inputs}
+    reference = kl is not None or bool({"reference", "ref_log_probs"} & {*wanted, *loss.needs})
+    reference = reference or options.get("reference") == "ref"
     if kl is not None and not settings.kl.in_reward:
-        options["kl"] = settings.kl.name
+        options["kl"], read = kl.name, read.union(kl.inputs)
     if settings.entropy_coefficient:
         options["entropy_coefficient"] = settings.entropy_coefficient
+    there = {"old_log_probs"} | ({"advantages", "rollout_log_probs"} if estimator else set())
+    there |= ({"ref_log_probs"} if reference else set()) | ({"expert_mask"} if mixes else set())
+    offered = dict.fromkeys({*there, *loss.options, "log_probs", "response_mask", "group_ids", "pair_ids"}, True)
+    prepares = loss.preparation is not None and not loss.preparation.missing(offered)
+    there |= {*loss.whole_batch} if prepares else set()
+    # only losses that require rewards get them; others use advantages, which include shaping
+    columns = (there & read) | ({"rewards"} & {*loss.needs}) | ({"rollout_weights"} if correction else set())
     resolved = ResolvedAlgorithm(
-        loss=chosen.loss,
-        loss_options=options,
-        advantages=chosen.advantages,
-        advantages_options=chosen.advantages_options,
+        **{**attrs.asdict(chosen, recurse=False), "loss_options": options},
+        loss_columns=tuple(sorted(columns)),
         old_log_probs="old_log_probs" if from_engine else "rollout_log_probs",
         recompute_old_log_probs=correction is not None or (from_engine and reads_old),
         shaping=settings.shaping,
         correction=correction,
         kl_in_reward=settings.kl.name if settings.kl.in_reward and kl else None,
+        prepares=prepares,
         whole_groups=loss.scope_with(chosen.loss_options) in ("group", "batch"),
         critic=bool(wanted & {"critic", "values"}),
-        reference=kl is not None or reads_reference,
+        reference=reference,
         dynamic_sampling=filters if settings.dynamic_sampling is None else settings.dynamic_sampling,
         greedy_baseline="baseline_rewards" in wanted,
-        reward_dimensions=settings.reward_dimensions,
         experts=experts,
-        mixes=experts > 0 or (learns and config.mixing.expert is not None),
         pairs=bool(loss.preparation and "pair_ids" in loss.preparation.inputs),
     )
-    resolved, there = _with_columns(resolved, loss, kl)
-    _check(config, chosen, resolved, there)
+    _check(config, resolved, there)
     return resolved
 
 
@@ -97,43 +102,23 @@ def _algorithm(config: RunConfig) -> Algorithm:
     return chosen
 
 
-def _with_columns(resolved: ResolvedAlgorithm, loss: Part, kl: Part | None) -> tuple[ResolvedAlgorithm, frozenset[str]]:
-    """Add the further columns that the loss reads; return also the inputs that it can have.
-
-    Only losses that require ``rewards`` get them; others use advantages, which include shaping.
-    """
-    supplied = {"old_log_probs"} | ({"advantages", "rollout_log_probs"} if resolved.advantages else set())
-    supplied |= ({"ref_log_probs"} if resolved.reference else set()) | ({"expert_mask"} if resolved.mixes else set())
-    of_batch = {"log_probs", "response_mask", "group_ids", "pair_ids"}
-    offered = dict.fromkeys({*supplied, *of_batch, *loss.options}, True)
-    prepares = loss.preparation is not None and not loss.preparation.missing(offered)
-    prepared = {*loss.whole_batch} if prepares else set()
-    there = frozenset(supplied | prepared)
-    wanted = (there & loss.inputs.keys()) | ({"rewards"} & {*loss.needs})
-    if resolved.correction is not None:
-        wanted |= {"rollout_weights"}
-    if kl is not None and resolved.kl_in_reward is None:
-        wanted |= {"ref_log_probs"} | ({"old_log_probs"} & kl.inputs.keys())
-    return attrs.evolve(resolved, prepares=bool(prepared), loss_columns=tuple(sorted(wanted))), there
-
-
-def _check(config: RunConfig, chosen: Algorithm, resolved: ResolvedAlgorithm, there: frozenset[str]) -> None:
+def _check(config: RunConfig, resolved: ResolvedAlgorithm, there: set[str]) -> None:
     """Refuse inputs that the run cannot provide, and settings that have no effect on this algorithm."""
     loss, kl, weights = part("loss", resolved.loss), config.algorithm.kl, config.weights
     dimensions, missing_key = config.algorithm.reward_dimensions, "config.missing-key"
     estimator = part("advantages", resolved.advantages) if resolved.advantages else None
-    needs = {*estimator.needs} if estimator else set()
+    needs, mixes = {*estimator.needs} if estimator else set(), "expert_mask" in resolved.loss_columns
     of_loss = there | {*COUNTS, "rewards", "log_probs", "response_mask", "pair_ids", "expert_mask"}
-    missing = {*chosen.needs} - _ESTIMATOR_INPUTS - _KNOWN_NEEDS | needs - _ESTIMATOR_INPUTS | {*loss.needs} - of_loss
+    missing = {*resolved.needs} - _ESTIMATOR_INPUTS - _KNOWN_NEEDS | needs - _ESTIMATOR_INPUTS | {*loss.needs} - of_loss
     if missing:
         what = f"algorithm {config.algorithm.name!r} needs what a run cannot supply: {', '.join(sorted(missing))}"
         expected = "parts whose inputs a run has; `jackfield algorithms show NAME` tells them"
         raise config.refusal("algorithm", what, expected)
-    if "expert_mask" in loss.needs and not resolved.mixes:
+    if "expert_mask" in loss.needs and not mixes:
         what = f"loss {loss.name} learns from an expert's answers, too, and there are none"
         expected = "a JSONL file of tasks with answers, and data.expert_samples_per_batch; or rows as mixing.expert"
         raise config.refusal("data.expert", what, expected, missing_key)
-    if "reward_dimensions" in needs and not resolved.reward_dimensions:
+    if "reward_dimensions" in needs and not dimensions:
         what = f"advantages {resolved.advantages} compares several rewards, and none are named"
         expected = "names of the reward's metrics; score is the score itself"
         raise config.refusal("algorithm.reward_dimensions", what, expected, missing_key)
@@ -144,7 +129,7 @@ def _check(config: RunConfig, chosen: Algorithm, resolved: ResolvedAlgorithm, th
     several, full = estimator is not None and "reward_dimensions" in estimator.inputs, weights.kind == "full"
     for idle, where, expected in (
         (config.critic != CriticSettings() and not resolved.critic, "critic", "an estimator with a critic (gae)"),
-        (config.mixing.expert and not resolved.mixes, "mixing.expert", "a loss with an expert (mix)"),
+        (config.mixing.expert and not mixes, "mixing.expert", "a loss with an expert (mix)"),
         (config.data.expert and not resolved.experts, "data.expert", "a loss with an expert (mix)"),
         (dimensions and not several, "algorithm.reward_dimensions", "an estimator of them (gdpo)"),
         (config.algorithm.shaping.active and several, "algorithm.shaping", "an estimator of one reward"),

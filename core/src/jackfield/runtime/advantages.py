@@ -76,7 +76,7 @@ class AdvantageWorker:
             metrics |= {f"correction/{name}": float(value) for name, value in diagnostics.items()}
         if "rewards" in algorithm.loss_columns:
             columns["rewards"] = dense_column(totals.new_zeros(len(sizes)).masked_scatter(generated, totals))
-        if algorithm.mixes:
+        if "expert_mask" in algorithm.loss_columns:
             columns["expert_mask"] = dense_column(~generated)
         return metrics, await self._values.write(target, columns)
 
