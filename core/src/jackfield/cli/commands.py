@@ -1,20 +1,22 @@
-"""All commands but ``jackfield queue``."""
+"""All commands but ``jackfield queue``, and what commands share: options, and how results and errors are printed."""
 
 from __future__ import annotations
 
 import importlib
+import json
+import math
 import sys
 import textwrap
 import time
 from asyncio import CancelledError
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import click
 
-from jackfield.cli import LazyGroup, config_arguments, deadline_option, json_option, show
-from jackfield.errors import ConfigError
+from jackfield.errors import ConfigError, JackfieldError, PluginError
 
 _FOLDER = click.argument("folder", type=click.Path(path_type=Path))
 _LOOK_SECONDS = 120.0  #: for importing a worker's plugin in its new environment
@@ -22,12 +24,114 @@ _PARTS = ("algorithm", "advantages", "loss", "kl", "correction", "aggregation", 
 _part_option = click.option("--kind", type=click.Choice(_PARTS), help="Only components of this kind.")
 _KINDS = ("engine", "rollout", "agent", "reward", "transfer_queue", "checkpoint_engine")
 kind_option = click.option("--kind", type=click.Choice(_KINDS), help="Only plugins of this kind.")
+_JSON = "jackfield.json"
+#: The commands of ``jackfield plugins``. All but the first are in jackfield-conformance.
 _PLUGIN_COMMANDS = {
-    "list": ("jackfield.cli.commands:list_plugins", "List installed plugins, without importing them."),
-    "doctor": ("jackfield_conformance.commands.doctor:doctor", "Try plugins where they will run; print what to fix."),
-    "check": ("jackfield_conformance.commands.check:check", "Check that a plugin keeps its contract."),
-    "new": ("jackfield_conformance.commands.new:new", "Write a new plugin: a small one that works."),
+    "list": "List installed plugins, without importing them.",
+    "doctor": "Try plugins where they will run; print what to fix.",
+    "check": "Check that a plugin keeps its contract.",
+    "new": "Write a new plugin: a small one that works.",
 }
+
+
+class PluginGroup(click.Group):
+    """A click group that takes the commands for plugin authors from jackfield-conformance."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_PLUGIN_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in _PLUGIN_COMMANDS and cmd_name not in self.commands:
+            try:
+                module = importlib.import_module(f"jackfield_conformance.commands.{cmd_name}")
+            except ModuleNotFoundError as error:
+                if error.name != "jackfield_conformance":
+                    raise
+                needed, fix = "jackfield-conformance", f"{sys.executable} -m pip install jackfield-conformance"
+                details = {"where": sys.executable, "expected": needed, "found": "not installed", "fix": fix}
+                report(ctx, PluginError(f"{ctx.command_path} {cmd_name} needs {needed}", **details), exit_code=2)
+            self.add_command(getattr(module, cmd_name))
+        return super().get_command(ctx, cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_PLUGIN_COMMANDS.items()))
+
+
+def report(ctx: click.Context, error: Exception, *, exit_code: int = 1) -> NoReturn:
+    """Print an error and exit. With ``--json``, print it as an object on stdout."""
+    fields = error.as_dict() if isinstance(error, JackfieldError) else {"message": f"{type(error).__name__}: {error}"}
+    if ctx.meta.get(_JSON):
+        click.echo(json.dumps({"error": fields}, indent=2))
+    else:
+        click.echo(str(error) if "code" in fields else f"could not run: {fields['message']}", err=True)
+    ctx.exit(exit_code)
+
+
+def show(found: Any, *columns: str) -> None:
+    """Print the result of a command: as JSON with ``--json``, else as YAML, or records as a table with ``columns``.
+
+    The table leaves out columns without values. Objects in a column are printed as YAML below their record.
+    """
+    text = json.dumps(found, indent=2, ensure_ascii=False)
+    if click.get_current_context().meta.get(_JSON):
+        click.echo(text)
+    elif not columns:
+        click.echo(_yaml(json.loads(text)), nl=False)
+    elif not found:
+        click.echo("none")
+    else:
+        cells = {name: [name.replace("_", " ").upper(), *(_cell(one.get(name)) for one in found)] for name in columns}
+        shown = [column for column in cells.values() if any(cell != "-" for cell in column[1:])]
+        widths = [max(map(len, column)) for column in shown]
+        for record, row in zip([{}, *found], zip(*shown, strict=True), strict=True):
+            click.echo("  ".join(map(str.ljust, row, widths)).rstrip())
+            if below := {name: record[name] for name in columns if isinstance(record.get(name), Mapping)}:
+                click.echo(textwrap.indent(_yaml(below, flow=False), "    "), nl=False)
+
+
+def _cell(value: Any) -> str:
+    """Return a value as it is in a table; ``-`` if it is empty or printed below."""
+    if value is None or isinstance(value, Mapping):
+        return "-"
+    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return text.replace("\n", " ") or "-"
+
+
+def _yaml(value: Any, *, flow: bool | None = None) -> str:
+    """Format plain values as YAML without line breaks in texts. By default, objects of plain values are on one line."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def represent_str(self, data: str) -> yaml.ScalarNode:
+            return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if "\n" in data else None)
+
+    Dumper.add_representer(str, Dumper.represent_str)
+    options: Any = {"allow_unicode": True, "default_flow_style": flow, "sort_keys": False, "width": math.inf}
+    return str(yaml.dump(value, Dumper=Dumper, **options))
+
+
+def config_arguments(command: click.decorators.FC) -> click.decorators.FC:
+    """Add the arguments FILE and OVERRIDES, which :func:`jackfield.config.load_config` takes."""
+    command = click.argument("overrides", nargs=-1)(command)
+    return click.argument("file", type=click.Path(dir_okay=False))(command)
+
+
+def deadline_option(default: float, help: str) -> Callable[[click.decorators.FC], click.decorators.FC]:
+    """Return the option ``--deadline``, in seconds."""
+    type = click.FloatRange(min=0, min_open=True)
+    return click.option("--deadline", type=type, default=default, show_default=True, help=help)
+
+
+def json_option(command: click.decorators.FC) -> click.decorators.FC:
+    """Add ``--json`` to a command as ``as_json``; results and errors are then JSON."""
+
+    def remember(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
+        ctx.meta[_JSON] = value
+        return value
+
+    return click.option("--json", "as_json", is_flag=True, callback=remember, help="Print JSON.")(command)
 
 
 @click.command()
@@ -41,7 +145,7 @@ _PLUGIN_COMMANDS = {
 def run(
     file: str, overrides: tuple[str, ...], address: str | None, role: Literal["explore", "reward", "train"] | None
 ) -> None:
-    """Run training from the config FILE with OVERRIDES such as schedule.steps=10."""
+    """Run training from a config FILE. OVERRIDES are settings such as schedule.steps=10."""
     from jackfield.config import load_config
 
     if address is not None:
@@ -80,17 +184,17 @@ def run(
 @deadline_option(3600.0, "Seconds to wait until the run has COUNT.")
 @json_option
 def replicas(folder: Path, count: int | None, deadline: float, as_json: bool) -> None:
-    """List replicas of the active run in FOLDER, or add and remove some until it has COUNT.
+    """List, add or remove replicas of an active run.
 
-    A new replica gets requests once it has acknowledged the engine's weights. A removed replica gets no new requests
-    and finishes its current ones; after deadlines.drain seconds, the rest are generated again on other replicas.
+    With COUNT, the run in FOLDER gets or loses replicas until it has COUNT. A new one gets requests once it has
+    acknowledged the engine's weights. A removed one gets no new requests and finishes its current ones; after
+    deadlines.drain seconds, the rest are generated again on other replicas.
     """
     import attrs
 
-    from jackfield.cluster.control import list_replicas, scale_replicas
+    from jackfield.cluster.control import scale_replicas
 
-    states = list_replicas(folder) if count is None else scale_replicas(folder, count, seconds=deadline)
-    rows = [attrs.asdict(state) for state in states]
+    rows = [attrs.asdict(state) for state in scale_replicas(folder, count, seconds=deadline)]
     show(rows, *rows[0])
 
 
@@ -176,9 +280,8 @@ def validate(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
     loaded, registry = load_config(file, overrides), discover()
     plugin_settings(loaded, registry)
     hooks_of(loaded, registry)
-    algorithm = resolve_algorithm(loaded, registry.find("rollout", loaded.rollout.name))
-    described = {**algorithm.as_plain(), "replica_bound": loaded.rollout_bound}
-    show({"file": file, "status": "valid", "algorithm": described})
+    algorithm = resolve_algorithm(loaded, registry.find("rollout", loaded.rollout.name)).as_plain()
+    show({"file": file, "status": "valid", "algorithm": {**algorithm, "replica_bound": loaded.rollout_bound}})
 
 
 @click.group()
@@ -265,12 +368,12 @@ def _described(kind: str | None) -> list[dict[str, Any]]:
     return [describe(part(one, name)) for one in _PARTS if kind in (None, one) for name in names(one)]
 
 
-@click.group(cls=LazyGroup, commands=_PLUGIN_COMMANDS)
+@click.group(cls=PluginGroup)
 def plugins() -> None:
     """List, check and create plugins."""
 
 
-@click.command("list")
+@plugins.command("list")
 @kind_option
 @json_option
 def list_plugins(kind: str | None, as_json: bool) -> None:
@@ -291,8 +394,7 @@ def list_plugins(kind: str | None, as_json: bool) -> None:
         if certificate is not None and certificate.stale:
             fields |= {"status": "stale", "stale_certificate": attrs.asdict(certificate)}
         elif certificate is not None:
-            brief = f"{certificate.date} ({certificate.level})"
-            fields["certified"] = attrs.asdict(certificate) if as_json else brief
+            fields["certified"] = attrs.asdict(certificate) if as_json else f"{certificate.date} ({certificate.level})"
         found.append(fields)
     names = ("name", "kind", "abi", "distribution", "version", "status", "certified", "description")
     show(found, *names, "error", "stale_certificate")

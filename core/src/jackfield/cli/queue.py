@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jackfield.cli import config_arguments, json_option
-from jackfield.cli import show as show_result
+from jackfield.cli.commands import config_arguments, json_option
+from jackfield.cli.commands import show as show_result
 from jackfield.errors import QueueError, RunError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _SHOWN = 8  #: how many elements of a tensor `show` prints
 
 @click.group()
 def queue() -> None:
-    """Inspect the samples of a checkpointed queue, or serve a queue's controller.
+    """Inspect, import, export and serve queues.
 
     FOLDER is a run's folder (its newest checkpoint is used), a checkpoint, or the queue's folder in a checkpoint.
     """

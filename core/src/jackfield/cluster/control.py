@@ -7,7 +7,7 @@ read.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from jackfield.routing import ReplicaState
 from jackfield.sdk.rpc import Address, Contract, Server, Service, connect, stub
 
 _FILE = "control.json"
-_ANSWER_SECONDS = 60.0
+_LIST_SECONDS = 60.0
 _CONTRACT = Contract(ReplicaPool, ["states", "scale"])
 
 _HOST = "127.0.0.1"
@@ -53,39 +53,32 @@ async def serve_control(
 
 
 def list_replicas(folder: Path) -> list[ReplicaState]:
-    """List the replicas of the active run in ``folder``, in any process of this machine.
+    """List the replicas of the active run in ``folder``; it raises what :func:`scale_replicas` does."""
+    return scale_replicas(folder, None)
+
+
+def scale_replicas(folder: Path, count: int | None, *, seconds: float = 3600.0) -> list[ReplicaState]:
+    """Add or remove replicas of the run that is active in ``folder`` until it has ``count``; None: only list them.
+
+    It returns when new replicas serve with the engine's weights, or surplus ones have ended. It works in any process of
+    this machine; if the run is in this process, call it in another thread. The run continues to scale after a timeout.
 
     Raises:
-        RunError: ``run.not-running`` if no run is active there, it has not begun, or it has no replicas.
-        DeadlineExceeded: If the run does not respond.
-    """
-    return _ask(Path(folder), _ANSWER_SECONDS, lambda remote: remote.states())
-
-
-def scale_replicas(folder: Path, count: int, *, seconds: float = 3600.0) -> list[ReplicaState]:
-    """Add or remove replicas of the run that is active in ``folder`` until it has ``count``.
-
-    It returns when new replicas serve with the engine's weights, or surplus ones have ended. If the run is in this
-    process, call it in another thread. The run continues to scale after a timeout.
-
-    Raises:
-        RunError: ``run.not-running`` if no run is active; ``cluster.unavailable`` if there is no room.
+        RunError: ``run.not-running`` if no run is active, it has not begun, or it has no replicas;
+            ``cluster.unavailable`` if there is no room.
         ConfigError: If ``count`` is less than 1.
         DeadlineExceeded: If it takes longer than ``seconds``.
     """
-    return _ask(Path(folder), seconds, lambda remote: remote.scale(count))
 
-
-def _ask(
-    folder: Path, seconds: float, question: Callable[[ReplicaPool], Awaitable[list[ReplicaState]]]
-) -> list[ReplicaState]:
     async def ask() -> list[ReplicaState]:
-        address = Address.read(folder / _FILE)
+        address = Address.read(Path(folder, _FILE))
         if not address.process.is_near:
             raise RpcError("it cannot be reached", code="rpc.lost", found=f"a run on {address.process.host}")
         connection = await connect(address, "jackfield replicas", Clock(), {"replicas": _CONTRACT})
         try:
-            return await question(stub(connection, "replicas", _CONTRACT, ReplicaPool, seconds))
+            limit = min(seconds, _LIST_SECONDS) if count is None else seconds
+            pool = stub(connection, "replicas", _CONTRACT, ReplicaPool, limit)
+            return await (pool.states() if count is None else pool.scale(count))
         finally:
             await connection.close()
 
@@ -99,7 +92,7 @@ def _ask(
             code="run.not-running",
             where=str(folder),
             expected="the folder of a run whose first step has begun, on the machine and by the user of its controller",
-            found=error.found if folder.is_dir() else "no such folder",
+            found=error.found if Path(folder).is_dir() else "no such folder",
         ) from error
     except DeadlineExceeded as error:
         raise DeadlineExceeded(error.message, fix="ask again; what was asked for is still being done") from error

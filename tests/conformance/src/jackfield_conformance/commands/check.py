@@ -11,8 +11,7 @@ from typing import Any
 
 import click
 
-from jackfield.cli import deadline_option, json_option, report, show
-from jackfield.cli.commands import kind_option
+from jackfield.cli.commands import deadline_option, json_option, kind_option, report, show
 from jackfield.errors import JackfieldError, PluginError
 from jackfield.files import replace_file
 from jackfield.plugins import PluginRecord, discover

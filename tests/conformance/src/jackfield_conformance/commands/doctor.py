@@ -12,8 +12,7 @@ from typing import Any
 
 import click
 
-from jackfield.cli import deadline_option, json_option, report, show
-from jackfield.cli.commands import kind_option
+from jackfield.cli.commands import deadline_option, json_option, kind_option, report, show
 from jackfield.plugins import PluginRecord, discover
 from jackfield.plugins.interpreters import Introduction, look
 from jackfield_conformance.certificates import find_certification
