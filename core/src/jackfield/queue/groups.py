@@ -94,7 +94,11 @@ class Groups:
         if group.is_made and {sample.rollout for sample in group.samples.values()} == set(range(group.rollouts)):
             self.leases.changed(group)
         elif group.is_made:
-            self._retry(group, reason or _shortage(group))
+            lost = sorted(set(range(group.rollouts)) - {sample.rollout for sample in group.samples.values()})
+            counted = Counter(why for _, why in sorted(group.ended.items()) if why is not None).most_common(3)
+            errors = "; ".join(f"{count} × {why}" for why, count in counted)
+            shortage = errors or f"rollouts without a surviving sample: {', '.join(map(str, lost))}"
+            self._retry(group, reason or shortage)
 
     async def new_samples(self, partition: str) -> AsyncIterator[tuple[str, ...]]:
         """Yield the keys of existing samples, then of new ones as their rollouts end, without a lease.
@@ -254,11 +258,3 @@ def _require_free(groups: Iterable[Group]) -> None:
             found = f"leased or acked by {', '.join(sorted(names))}"
             expected = "a group that no consumer which acks has leased"
             raise QueueError(f"group {group.name} cannot be changed", where=group.name, expected=expected, found=found)
-
-
-def _shortage(group: Group) -> str:
-    if counted := Counter(why for _, why in sorted(group.ended.items()) if why is not None):
-        return "; ".join(f"{count} × {why}" for why, count in counted.most_common(3))
-    alive = {sample.rollout for sample in group.samples.values()}
-    lost = [str(rollout) for rollout in range(group.rollouts) if rollout not in alive]
-    return f"rollouts without a surviving sample: {', '.join(lost)}"

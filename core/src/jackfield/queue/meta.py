@@ -171,16 +171,13 @@ class BatchMeta:
 
     def select(self, indexes: Iterable[int]) -> BatchMeta:
         """Return the samples at ``indexes``, in that order, under the same leases."""
-        chosen = list(indexes)
-        return self._with(lambda values: tuple(values[index] for index in chosen))
+        chosen, fields = list(indexes), attrs.asdict(self, recurse=False)
+        return BatchMeta(**{name: tuple(values[index] for index in chosen) for name, values in fields.items()})
 
     def joined(self, other: BatchMeta) -> BatchMeta:
         """Return these samples followed by those of ``other``."""
-        return self._with(lambda values, more: values + more, other)
-
-    def _with(self, make: Callable[..., tuple[Any, ...]], *others: BatchMeta) -> BatchMeta:
-        names = ("keys", "tags", "groups", "leases")
-        return BatchMeta(**{name: make(*(getattr(each, name) for each in (self, *others))) for name in names})
+        fields = attrs.asdict(self, recurse=False)
+        return BatchMeta(**{name: values + getattr(other, name) for name, values in fields.items()})
 
     def by_group(self) -> dict[str, list[int]]:
         """Return the indexes of each group's samples, in order."""

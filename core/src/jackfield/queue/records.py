@@ -326,12 +326,11 @@ class State:
         if (found := self.groups.get(name)) is not None:
             return found
         key = GroupKey.of(name)
-        partition = self.partitions.get(key.partition, Partition(""))
-        was_there, batch = 0 <= key.batch < partition.next_batch, partition.batches.get(key.batch)
-        if was_there and batch is not None:
-            attempt, groups = (key.retry, key.reissue), [group for group in batch.groups if group.index == key.index]
-            was_there = any(attempt < (each.retry, each.reissue + (each.status == Status.CONSUMED)) for each in groups)
-        if not was_there:
+        partition, attempt = self.partitions.get(key.partition, Partition("")), (key.retry, key.reissue)
+        batch = partition.batches.get(key.batch)
+        same = [] if batch is None else [group for group in batch.groups if group.index == key.index]
+        later = any(attempt < (each.retry, each.reissue + (each.status == Status.CONSUMED)) for each in same)
+        if not 0 <= key.batch < partition.next_batch or (batch is not None and not later):
             raise QueueError(f"{name!r} is not in the queue", code="queue.unknown-sample", where=name)
         return None
 

@@ -18,9 +18,10 @@ from jackfield.queue.batches import Batches
 from jackfield.queue.groups import Groups
 from jackfield.queue.leases import Leases, some
 from jackfield.queue.meta import Notice, group_of
-from jackfield.queue.records import LedgerEnd, Row, State
+from jackfield.queue.records import LedgerEnd, State
 from jackfield.queue.store import STORE_FILE, VALUES_FOLDER, Controller, Store, read_checkpoint, uses
 from jackfield.sdk.rpc import Address, Connection, Contract, Server, Service, caller, connect, stub
+from jackfield.sdk.rpc.wire import Goodbye
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -206,28 +207,25 @@ class TransferQueue:
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        again_from = None if self._core.store.durable else again_from
         async with self._deleting:
-            rows, keys = await self._cut(folder, {} if self._core.store.durable else again_from or {})
+            while True:
+                await self.fail_lost()
+                state = self._core.state
+                state.mark(self._core.store.end)
+                self._core.store.write(state)
+                rows, keys = list(state.rows(again_from)), list(state.keys())  # of this moment
+                try:
+                    await self.backend.checkpoint(SnapshotRequest(folder=str(folder / VALUES_FOLDER)))
+                    break
+                except QueueError as error:
+                    named = [str(key) for key in error.found] if isinstance(error.found, list | tuple) else []
+                    if error.code != "queue.lost" or len(await self.fail_lost(keys=named)) < len(named):
+                        raise  # a consumer has leased them
+                    await self._forget_discarded()  # try again with the rest
         self._core.store.save(folder / STORE_FILE, rows, keys)
         self._core.store.sync()
         await self.flush()
-
-    async def _cut(self, folder: Path, again_from: Mapping[str, int]) -> tuple[list[Row], list[str]]:
-        """Write values and return the rows and keys of that moment, without lost samples."""
-        while True:
-            await self.fail_lost()
-            state = self._core.state
-            state.mark(self._core.store.end)
-            self._core.store.write(state)
-            rows, keys = list(state.rows(again_from)), list(state.keys())
-            try:
-                await self.backend.checkpoint(SnapshotRequest(folder=str(folder / VALUES_FOLDER)))
-                return rows, keys
-            except QueueError as error:
-                named = [str(key) for key in error.found] if isinstance(error.found, list | tuple) else []
-                if error.code != "queue.lost" or len(await self.fail_lost(keys=named)) < len(named):
-                    raise  # a consumer has leased them
-                await self._forget_discarded()  # try again with the rest
 
     @mutates
     async def restore(self, folder: str | Path, step: int | None = None) -> bool:
@@ -345,7 +343,7 @@ class QueueServer(Server):
         """Create a server that is not listening. A client without a heartbeat for so long is dead."""
         service = {_SERVICE: Service(target=queue, contract=QUEUE)}
         super().__init__(_SERVER, service, clock, heartbeat_seconds, lambda ended, _: queue.end_holder(ended.session))
-        self._queue, self._endings = queue, set[asyncio.Task[None]]()
+        self._queue = queue
         queue.caller = lambda: caller().session
         queue.server = self
 
@@ -361,9 +359,8 @@ class QueueServer(Server):
         for client in list(self.clients.values()):
             begun = client.session in explorers or client.iterations
             if begun and client.session != self._queue.caller():
-                task = asyncio.get_running_loop().create_task(client.close(reason))
-                self._endings.add(task)
-                task.add_done_callback(self._endings.discard)
+                client.send(Goodbye(reason))
+                client.end(reason)
 
 
 async def connect_queue(file: Path, name: str, clock: Clock) -> tuple[TransferQueue, Connection]:

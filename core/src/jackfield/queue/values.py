@@ -112,7 +112,6 @@ class MemoryBackend(TransferQueueBackend):
     def __init__(self, config: MemoryConfig, context: TransferQueueContext) -> None:
         super().__init__(config, context)
         self._kept: dict[tuple[str, str], dict[str, Cell]] | None = {}
-        self._bytes = 0
 
     @property
     def _cells(self) -> dict[tuple[str, str], dict[str, Cell]]:
@@ -121,16 +120,11 @@ class MemoryBackend(TransferQueueBackend):
         return self._kept
 
     async def put(self, request: PutRequest) -> PutResult:
-        stored = 0
-        for key, cells in zip(request.keys, split_request(request), strict=True):
+        samples = split_request(request)
+        for key, cells in zip(request.keys, samples, strict=True):
             kept = self._cells.setdefault((request.partition, key), {})
-            for name, (text, content) in cells.items():
-                stored += len(content)
-                if name in kept:
-                    self._bytes -= len(kept[name][1])
-                kept[name] = text, bytes(content)
-        self._bytes += stored
-        return PutResult(bytes=stored)
+            kept |= {name: (text, bytes(content)) for name, (text, content) in cells.items()}
+        return PutResult(bytes=sum(map(_size, samples)))
 
     async def get(self, request: GetRequest) -> GetResult:
         try:
@@ -150,29 +144,27 @@ class MemoryBackend(TransferQueueBackend):
     async def delete(self, request: DeleteRequest) -> DeleteResult:
         removed = [self._cells.pop((request.partition, key), None) for key in request.keys]
         there = [cells for cells in removed if cells is not None]
-        freed = sum(len(content) for cells in there for _, content in cells.values())
-        self._bytes -= freed
-        return DeleteResult(samples=len(there), bytes=freed)
+        return DeleteResult(samples=len(there), bytes=sum(map(_size, there)))
 
     async def stats(self) -> StatsResult:
-        return StatsResult(samples=len(self._cells), bytes=self._bytes)
+        return StatsResult(samples=len(self._cells), bytes=sum(map(_size, self._cells.values())))
 
     async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
         """Write all current samples. A thread writes large checkpoints, and producers continue."""
         samples = [SavedSample(partition=name, key=key, cells={**cells}) for (name, key), cells in self._cells.items()]
-        if self._bytes < _INLINE_BYTES:
+        if sum(sample.bytes for sample in samples) < _INLINE_BYTES:
             return write_archive(Path(request.folder), samples)
         return await asyncio.to_thread(write_archive, Path(request.folder), samples)
 
     async def restore(self, request: SnapshotRequest) -> SnapshotResult:
         restored, found = self._cells, list(read_archive(Path(request.folder)))
         restored.clear()
-        for each in found:
-            restored[each.partition, each.key] = {
-                name: (text, bytes(value)) for name, (text, value) in each.cells.items()
-            }
-        self._bytes = sum(each.bytes for each in found)
-        return SnapshotResult(samples=len(found), bytes=self._bytes)
+        restored |= {(each.partition, each.key): dict(each.cells) for each in found}
+        return SnapshotResult(samples=len(found), bytes=sum(each.bytes for each in found))
 
     async def close(self) -> None:
         self._kept = None
+
+
+def _size(cells: Mapping[str, Cell]) -> int:
+    return sum(len(content) for _, content in cells.values())

@@ -154,7 +154,19 @@ def read_archive(folder: Path) -> Iterator[SavedSample]:
 
     If there is no complete checkpoint or it has another format, raise ``queue.invalid`` before the first sample.
     """
-    path, streams = _opened(folder)
+    try:
+        content = (folder / _INDEX).read_bytes()
+        if (found := json.loads(content).get("format")) != _FORMAT:
+            what = "the checkpoint of a queue's values is of another format"
+            raise QueueError(what, where=str(folder), expected=f"format {_FORMAT}", found=f"format {found}")
+        index = unseal(content)
+        path, streams = folder / index["file"], index["streams"]
+        size = path.stat().st_size
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        message = "the folder holds no checkpoint of a queue's values"
+        raise QueueError(message, where=str(folder), expected=_INDEX, found=error) from error
+    if size != (expected := sum(size for size, _ in streams)):
+        raise QueueError("the checkpoint is incomplete", where=str(path), expected=f"{expected} bytes", found=size)
     with path.open("rb") as file:
         for size, digest in streams:
             stream = file.read(size)
@@ -186,24 +198,6 @@ def queue_name(folder: str | None) -> str:
     finally:
         partial.unlink()
     return (place / NAME_FILE).read_text(encoding="utf-8", errors="replace")
-
-
-def _opened(folder: Path) -> tuple[Path, list[tuple[int, str]]]:
-    """Return a checkpoint's file, whose size is checked, and the streams in it."""
-    try:
-        content = (folder / _INDEX).read_bytes()
-        if (found := json.loads(content).get("format")) != _FORMAT:
-            what = "the checkpoint of a queue's values is of another format"
-            raise QueueError(what, where=str(folder), expected=f"format {_FORMAT}", found=f"format {found}")
-        index = unseal(content)
-        path, streams = folder / index["file"], index["streams"]
-        size = path.stat().st_size
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        message = "the folder holds no checkpoint of a queue's values"
-        raise QueueError(message, where=str(folder), expected=_INDEX, found=error) from error
-    if size != (expected := sum(size for size, _ in streams)):
-        raise QueueError("the checkpoint is incomplete", where=str(path), expected=f"{expected} bytes", found=size)
-    return path, streams
 
 
 def column_types(samples: Iterable[SavedSample]) -> dict[str, str | None]:
