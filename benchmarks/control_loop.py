@@ -17,7 +17,6 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence
@@ -34,21 +33,17 @@ from jackfield.config.sections import RayConfig
 from jackfield.data.tasks import Task
 from jackfield.errors import JackfieldError
 from jackfield.plugins import HookManager
-from jackfield.queue import BatchMeta, TransferQueue, Values
-from jackfield.queue.meta import GroupKey, Written
+from jackfield.queue import TransferQueue, Values
+from jackfield.queue.meta import BatchMeta, Written
 from jackfield.queue.values import MemoryBackend, MemoryConfig
-from jackfield.runtime.agent_worker import AgentWorker
-from jackfield.runtime.engine import EngineGroup, EngineRank
+from jackfield.runtime.engine import Distances, EngineGroup, EngineRank
 from jackfield.runtime.ray_actor import connect_worker, remote_backend, store_services
 from jackfield.runtime.ray_cluster import Actor, Cluster, WorkerSpec
-from jackfield.runtime.reward_worker import RewardWorker
-from jackfield.runtime.workers import Workers
+from jackfield.runtime.workers import AgentWorker, RewardWorker, Workers
 from jackfield.sdk.rpc import Address, Service, stub
-from jackfield.trainer.checkpoint import Checkpointer, CheckpointStore
-from jackfield.trainer.log_prob_check import LogProbCheck
 from jackfield.trainer.role import Role, RunWorkers
-from jackfield.trainer.rollouts import Evaluator, Explorer, RewardPipeline
-from jackfield.trainer.trainer import BatchSource, Trainer
+from jackfield.trainer.rollouts import Explorer, RewardPipeline
+from jackfield.trainer.trainer import Trainer
 from jackfield.weights import WeightsSynced
 
 RUNS = 8
@@ -103,8 +98,8 @@ class Rank:
     async def read(self, batch: BatchMeta, *, update: bool, comparison: object = None) -> None:
         return
 
-    async def update(self, loss: LossSpec) -> dict[str, float]:
-        return {"policy/loss": 0.0, "grad_norm": 0.0, "lr": 0.0}
+    async def update(self, loss: LossSpec) -> tuple[dict[str, float], Distances]:
+        return {"policy/loss": 0.0, "grad_norm": 0.0, "lr": 0.0}, {}
 
 
 class Estimator:
@@ -207,7 +202,9 @@ def role_of(samples: int, steps: int) -> Role:
         "observe": {"samples_per_step": 0},
     }
     algorithm = ResolvedAlgorithm(loss="ppo", advantages="grpo")
-    return Role(config=make_config(values, ()), algorithm=algorithm, clock=Clock(), hooks=HookManager())
+    tasks: Any = {"train": [Task(id="q", messages=({"role": "user", "content": "q"},))]}
+    hooks = HookManager()
+    return Role(config=make_config(values, ()), algorithm=algorithm, tasks=tasks, clock=Clock(), hooks=hooks)
 
 
 async def measure(made: RunWorkers, samples: int, steps: int) -> list[float]:
@@ -218,21 +215,11 @@ async def measure(made: RunWorkers, samples: int, steps: int) -> list[float]:
     await queue.start()
     actor = EngineGroup("actor", made.ranks["actor"], queue, clock, seconds=SECONDS)
     await actor.initialize()
-    lease = DeviceLease(clock, SECONDS)
-    trainer = Trainer(
-        role=role,
-        batches=BatchSource(role=role),
-        actor=actor,
-        log_prob_check=LogProbCheck(role=role),
-        sync=Weights().sync,
-        evaluator=Evaluator(role=role, placement=lease),
-        checkpoints=Checkpointer(role=role, store=CheckpointStore(Path("nowhere")), engines={}, description={}),
-        placement=lease,
-    )
-    await trainer.batches.register()
+    role.rollout_devices = role.train_devices = DeviceLease(clock, SECONDS)
+    trainer = Trainer(role=role, actor=actor, sync=Weights().sync)
     rewards = RewardPipeline(role=role)
     await rewards.register()
-    explorer = Explorer(role=role, name="explorer-0", placement=lease, task_for=task_for)
+    explorer = Explorer(role=role, name="explorer-0")
     ends = [clock.time()]
 
     async def note() -> None:
@@ -250,10 +237,6 @@ async def measure(made: RunWorkers, samples: int, steps: int) -> list[float]:
             task.cancel()
     await queue.close()
     return [end - begin for begin, end in itertools.pairwise(ends)]
-
-
-def task_for(key: GroupKey) -> Task:
-    return Task(id=f"{key.batch}-{key.index}", messages=({"role": "user", "content": "q"},))
 
 
 async def run(runtime: str, sizes: Sequence[int], steps: int) -> dict[str, float]:

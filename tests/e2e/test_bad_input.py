@@ -466,7 +466,7 @@ def test_no_room_for_the_configuration(quick: Workplace) -> None:
     through, kept = small_disk(quick, "8k")  # two pages: the file that is there, and the lock
     (kept / "config.yaml").write_text(EARLIER["config.yaml"])
     ended = quick.fails("run.storage", "cluster.name=ray", through=through)
-    assert "No space left on device (0 MB of the disk are free)" in ended.stderr
+    assert "No space left on device (0 MB of the disk were free)" in ended.stderr
     assert EARLIER["config.yaml"] == (kept / "config.yaml").read_text()
     assert {".lock", "config.yaml"} == {file.name for file in kept.iterdir()}
 

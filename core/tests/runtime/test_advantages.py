@@ -16,7 +16,7 @@ from jackfield.errors import ConfigError
 from jackfield.queue import BatchMeta, Values
 from jackfield.queue.meta import Lease
 from jackfield.queue.values import MemoryBackend, MemoryConfig
-from jackfield.runtime.advantages import AdvantageWorker
+from jackfield.runtime.samples import AdvantageWorker
 from jackfield.sdk.cells import column_from_rows, rows_of
 
 SIZES = (2, 3, 1, 2)

@@ -11,7 +11,7 @@ from jackfield.abc.agent import ChatTokenizer
 from jackfield.clock import Clock
 from jackfield.data.tasks import Task
 from jackfield.queue import Values
-from jackfield.runtime.agent_worker import AgentWorker
+from jackfield.runtime.workers import AgentWorker
 
 
 class Letters:

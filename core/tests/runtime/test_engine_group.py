@@ -13,7 +13,7 @@ from jackfield.algorithms import LossSpec
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, EngineError
 from jackfield.queue.meta import BatchMeta, Lease, Written
-from jackfield.runtime.engine import EngineGroup, combined, shares
+from jackfield.runtime.engine import Distances, EngineGroup, combined, shares
 
 
 class FakeRank:
@@ -29,8 +29,8 @@ class FakeRank:
     async def read(self, batch: BatchMeta, *, update: bool, comparison: object) -> None:
         self.got.append(batch.keys)
 
-    async def update(self, loss: LossSpec) -> dict[str, float]:
-        return self.metrics
+    async def update(self, loss: LossSpec) -> tuple[dict[str, float], Distances]:
+        return self.metrics, {}
 
     async def compute(self, kind: str, column: str, *, adapter_off: bool) -> Written | None:
         assert "log_probs" == kind
@@ -119,7 +119,7 @@ def test_ranks_of_one_data_parallel_rank_get_the_same_rows_and_one_answers_for_t
         made = group(ranks, queue)
         await made.initialize()
         whole = batch([4, 4, 4, 4])
-        metrics = await made.update(whole, LOSS)
+        metrics, _ = await made.update(whole, LOSS)
         assert {"policy/loss": 1.0 + 3.0} == metrics
         assert ranks[0].got == ranks[1].got != ranks[2].got == ranks[3].got
         await made.compute("log_probs", whole, "old_log_probs")
@@ -148,7 +148,7 @@ def test_fewer_rows_than_ranks_are_refused() -> None:
 
 def test_a_rank_that_does_not_answer_is_named_with_its_samples() -> None:
     class Stuck(FakeRank):
-        async def update(self, loss: LossSpec) -> dict[str, float]:
+        async def update(self, loss: LossSpec) -> tuple[dict[str, float], Distances]:
             await asyncio.Event().wait()
             raise AssertionError
 

@@ -1,13 +1,16 @@
-"""Distances of log-probs are summed over data-parallel ranks, without samples that other weights generated."""
+"""Distances of log-probs are by sample, without samples that other weights generated."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import attrs
 import pytest
 import torch
 from tensordict import TensorDict
 
 from jackfield.queue.meta import BatchMeta, Lease
-from jackfield.runtime.engine import PREFIX, Comparison, combined, distances
+from jackfield.runtime.engine import Comparison, Distance, Distances, distances
 from jackfield.sdk.jagged import jagged
 
 LENGTHS = (3, 1, 4, 2, 5)
@@ -25,7 +28,7 @@ def batch() -> BatchMeta:
     )
 
 
-def found(rows: list[int], comparison: Comparison, shift: float = 0.5) -> dict[str, float]:
+def found(rows: list[int], comparison: Comparison, shift: float = 0.5) -> Distances:
     """Compare a training pass 0.1 above inference with a rollout ``shift`` above training, 1 more in row 4."""
     engine = [-torch.arange(1.0, LENGTHS[row] + 1) for row in rows]
     trained = [values + 0.1 for values in engine]
@@ -37,24 +40,30 @@ def found(rows: list[int], comparison: Comparison, shift: float = 0.5) -> dict[s
     return distances(jagged(trained), TensorDict(columns, batch_size=[len(rows)]), meta, comparison)
 
 
-def test_shares_of_two_ranks_are_the_whole() -> None:
+def test_the_distances_of_a_sample_do_not_depend_on_the_others() -> None:
     comparison = Comparison(engine="log_probs", version=7)
-    whole = found([0, 1, 2, 3, 4], comparison)
-    parts = combined([found([1, 2, 4], comparison), found([0, 3], comparison)])
-    assert {name: pytest.approx(value) for name, value in whole.items()} == {name: parts[name] for name in whole}
-    assert (2 + 1 + 3 + 1 + 4, 2 + 1 + 4) == (whole[f"{PREFIX}train_mode/tokens"], whole[f"{PREFIX}rollout/tokens"])
-    assert 0.5 * 3 + 1.5 * 4 == pytest.approx(whole[f"{PREFIX}rollout/sum"])
-    assert 1.5 == pytest.approx(whole[f"{PREFIX}sample/row-4/max"])
+    whole, parts = found([0, 1, 2, 3, 4], comparison), [found([1, 2, 4], comparison), found([0, 3], comparison)]
+    for kind, samples in whole.items():
+        apart = {key: each for part in parts for key, each in part[kind].items()}
+        assert {key: pytest.approx(attrs.astuple(each)) for key, each in samples.items()} == {
+            key: attrs.astuple(each) for key, each in apart.items()
+        }
+    assert [2, 1, 3, 1, 4] == [each.tokens for each in whole["train_mode"].values()]
+    assert ["row-0", "row-1", "row-4"] == list(whole["rollout"])
+    assert (4, 6.0, 6.0, 1.5) == pytest.approx(attrs.astuple(whole["rollout"]["row-4"]))
+    assert -0.2 == pytest.approx(whole["train_mode"]["row-0"].signed_sum)
 
 
 def test_what_filters_explain_is_no_distance() -> None:
+    def most(samples: Iterable[Distance]) -> float:
+        return max(each.max for each in samples)
+
     explained = found([0, 1], Comparison(engine="log_probs", version=7, slack=0.5))
-    assert 0.0 == pytest.approx(explained[f"{PREFIX}rollout/max"], abs=1e-6)
+    assert 0.0 == pytest.approx(most(explained["rollout"].values()), abs=1e-6)
     lower = found([0, 1], Comparison(engine="log_probs", version=7, slack=float("inf")), shift=-0.5)
-    assert 0.5 == pytest.approx(lower[f"{PREFIX}rollout/max"])
+    assert 0.5 == pytest.approx(most(lower["rollout"].values()))
 
 
 def test_without_rows_of_that_version_only_the_engine_is_compared() -> None:
     for rows, version in (([2, 3], 7), ([0, 1], None)):
-        names = found(rows, Comparison(engine="log_probs", version=version))
-        assert {f"{PREFIX}train_mode/{name}" for name in ("tokens", "sum", "max")} == names.keys()
+        assert ["train_mode"] == list(found(rows, Comparison(engine="log_probs", version=version)))

@@ -15,7 +15,7 @@ from jackfield.clock import Clock
 from jackfield.config import make_config
 from jackfield.queue import Values
 from jackfield.queue.values import MemoryBackend, MemoryConfig
-from jackfield.runtime.reward_worker import RewardWorker, Scored
+from jackfield.runtime.workers import RewardWorker
 from jackfield.sdk.cells import column_from_rows, json_column, rows_of
 
 
@@ -53,7 +53,7 @@ def reward(
 ) -> tuple[Judge, Any, dict[str, Any]]:
     """Score a group; return each sample's outcome, and the columns of the samples with a score."""
 
-    async def main() -> tuple[tuple[Scored, ...], dict[str, Any]]:
+    async def main() -> tuple[tuple[ScoreResult, ...], dict[str, Any]]:
         backend = MemoryBackend(MemoryConfig(), TransferQueueContext())
         await backend.start()
         rows, keys = Values(backend), [f"train/0/0/0/{run}/0" for run in range(len(answers))]
@@ -66,7 +66,7 @@ def reward(
         )
         worker = RewardWorker(rows, judge, Letters(), Clock(), config)  # type: ignore[arg-type]
         scored, written = await worker.reward("train", keys, [keys[index] for index in uncompared])
-        good = [one.key for one in scored if one.error is None]
+        good = [key for key, one in zip(keys, scored, strict=True) if one.error is None]
         found = await rows.get("train", good, written.columns) if good else {}
         return scored, {name: [row.tolist() for row in rows_of(column)] for name, column in found.items()}
 

@@ -37,16 +37,13 @@ from jackfield.queue import BatchMeta, TransferQueue, Values
 from jackfield.queue.meta import GroupKey, Reuse
 from jackfield.queue.store import STORE_FILE
 from jackfield.queue.values import MemoryBackend, MemoryConfig
-from jackfield.runtime.advantages import AdvantageWorker
-from jackfield.runtime.agent_worker import AgentWorker
-from jackfield.runtime.reward_worker import RewardWorker
-from jackfield.runtime.workers import Workers
+from jackfield.runtime.samples import AdvantageWorker
+from jackfield.runtime.workers import AgentWorker, RewardWorker, Workers
 from jackfield.sdk.cells import column_from_rows
-from jackfield.trainer.checkpoint import Checkpointer, CheckpointStore
-from jackfield.trainer.log_prob_check import LogProbCheck
+from jackfield.trainer.checkpoint import CheckpointStore
 from jackfield.trainer.role import Role, RunWorkers, Schedule
-from jackfield.trainer.rollouts import Evaluator, Explorer, RewardPipeline
-from jackfield.trainer.trainer import BatchSource, Trainer
+from jackfield.trainer.rollouts import Explorer, RewardPipeline
+from jackfield.trainer.trainer import Trainer
 from jackfield_virtual_clock import VirtualClock
 
 
@@ -104,12 +101,12 @@ class FakeActor:
     async def compute(self, kind: str, batch: BatchMeta, column: str) -> None:
         raise AssertionError("not asked for")
 
-    async def update(self, batch: BatchMeta, loss: LossSpec, comparison: object = None) -> Mapping[str, float]:
+    async def update(self, batch: BatchMeta, loss: LossSpec, comparison: object = None) -> tuple[Any, Any]:
         columns = await Values(self.queue.backend).read(batch, ("advantages",))
         await self.clock.sleep(self.seconds)
         self.updates.append((batch, loss))
         self.advantages.append(columns["advantages"].values.tolist())
-        return {"policy/loss": 0.5, "grad_norm": 1.0, **({"policy/kl": 0.3} if "kl" in loss.options else {})}
+        return {"policy/loss": 0.5, "grad_norm": 1.0, **({"policy/kl": 0.3} if "kl" in loss.options else {})}, {}
 
     async def save(self, folder: str, format: str) -> None:
         await self.clock.sleep(self.seconds)
@@ -179,15 +176,15 @@ class FakeCritic:
         written = await Values(self.queue.backend).write(batch, {column: column_from_rows(rows)})
         await self.queue.add_columns(batch, written)
 
-    async def update(self, batch: BatchMeta, loss: LossSpec, comparison: object = None) -> Mapping[str, float]:
+    async def update(self, batch: BatchMeta, loss: LossSpec, comparison: object = None) -> tuple[Any, Any]:
         self.updates.append((batch, loss))
-        return {"value/loss": 0.25, "grad_norm": 2.0, "lr": 0.1}
+        return {"value/loss": 0.25, "grad_norm": 2.0, "lr": 0.1}, {}
 
     async def save(self, folder: str, format: str) -> None:
-        raise AssertionError("not asked for")
+        return
 
     async def load(self, folder: str) -> None:
-        raise AssertionError("not asked for")
+        return
 
 
 class FakeAgent(AgentLoopBase):
@@ -296,6 +293,7 @@ class Simulation:
         replay = self.replay and {"ratio": 0.5, "sampler": drawn, **attrs.asdict(self.replay)}
         values = {
             "model": {"path": "none"},
+            "folder": str(self.folder or "nowhere"),
             "seed": 7,
             "data": {"groups_per_batch": self.groups, "rollouts_per_group": self.runs},
             "algorithm": {"mini_batches": self.mini_batches, "kl": self.kl},
@@ -329,11 +327,11 @@ class Simulation:
         self.recorder = Recorder(clock)
         hooks = HookManager([self.recorder])
         backend = self.store or DyingBackend(len(self.deaths) + 1)
-        store, ledger, newest = CheckpointStore(Path("nowhere")), None, None
+        ledger, newest = None, None
         if self.folder is not None:
             store = CheckpointStore(self.folder / "checkpoints")
             store.clean()
-            newest = store.newest()
+            newest = store.newest() if store.folders() else None
             ledger = self.folder / "queue" / STORE_FILE
         self.queue = queue = TransferQueue(
             backend,
@@ -360,38 +358,15 @@ class Simulation:
             places=None,  # type: ignore[arg-type]
         )
         self.critic = FakeCritic(queue)
-        checkpointer = Checkpointer(role=role, store=store, engines={"actor": self.actor}, description={})
-        lease = DeviceLease(clock, 1000)
-        apart = DeviceLease(clock, 1000)
-        trainer = Trainer(
-            role=role,
-            batches=BatchSource(role=role),
-            critic=None if self.critic_warmup is None else self.critic,
-            actor=self.actor,
-            log_prob_check=LogProbCheck(role=role),
-            sync=self.synchronizer.sync,
-            evaluator=Evaluator(role=role, placement=lease),
-            checkpoints=checkpointer,
-            placement=lease if self.shared else apart,
-        )
-        await trainer.batches.register()
+        role.rollout_devices = DeviceLease(clock, 1000)
+        role.train_devices = role.rollout_devices if self.shared else DeviceLease(clock, 1000)
+        critic: Any = None if self.critic_warmup is None else self.critic
+        trainer = Trainer(role=role, critic=critic, actor=self.actor, sync=self.synchronizer.sync)
         rewards = RewardPipeline(role=role)
         await rewards.register()
-        explorer = Explorer(
-            role=role,
-            name="explorer-0",
-            placement=lease,
-            task_for=_task,
-            expert_for=_expert,
-        )
+        explorer = NamingExplorer(role=role, name="explorer-0")
         try:
-            if newest is None:
-                restored = None
-                await queue.clear()
-            else:
-                restored = await checkpointer.load(newest)
-            self.first_step = 0 if newest is None else newest.step
-            await trainer.begin(self.first_step, restored)
+            self.first_step = await trainer.begin(newest)
             async with asyncio.TaskGroup() as tasks:
                 loops = (explorer.run(), rewards.run(), self._kill_parts(backend))
                 background = [tasks.create_task(loop) for loop in loops]
@@ -409,11 +384,12 @@ class Simulation:
             backend.die()
 
 
-def _task(key: GroupKey) -> Task:
-    name = f"task-{key.batch}-{key.index}-{key.retry}"
-    return Task(id=name, messages=({"role": "user", "content": name},))
+class NamingExplorer(Explorer):
+    """An explorer whose tasks have the names of their groups."""
 
-
-def _expert(key: GroupKey) -> Task:
-    name = f"expert-{key.batch}-{key.index}"
-    return Task(id=name, messages=({"role": "user", "content": name},), response="abc")
+    def task_of(self, key: GroupKey) -> Task:
+        if key.index >= self._groups:
+            name = f"expert-{key.batch}-{key.index}"
+            return Task(id=name, messages=({"role": "user", "content": name},), response="abc")
+        name = f"task-{key.batch}-{key.index}-{key.retry}"
+        return Task(id=name, messages=({"role": "user", "content": name},))

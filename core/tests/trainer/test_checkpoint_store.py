@@ -19,12 +19,14 @@ def write(store: CheckpointStore, step: int, text: str = "weights") -> None:
 
 def test_the_newest_are_kept_and_state_comes_back(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=2)
-    assert store.newest() is None
+    for look in (store.newest, store.checkpoints):
+        with pytest.raises(RunError) as caught:
+            look()
+        assert "run.no-checkpoint" == caught.value.code
     for step in (2, 4, 6):
         write(store, step)
     assert [4, 6] == list(store.checkpoints())
     newest = store.newest()
-    assert newest is not None
     assert {"step": 6} == newest.state()
     assert {"actor/model", "state.json"} == newest.files.keys()
     assert (

@@ -77,7 +77,8 @@ def run(test: Callable[[Bench], Awaitable[None]]) -> None:
         hooks, algorithm = HookManager(), ResolvedAlgorithm(loss="ppo", loss_options={})
         role = Role(config=make_config(values, ()), name="explore", algorithm=algorithm, clock=clock, hooks=hooks)
         role.queue = queue
-        subscriber = WeightSubscriber(role=role, replicas=[replica], placement=DeviceLease(clock, 60.0))
+        role.rollout_devices = DeviceLease(clock, 60.0)
+        subscriber = WeightSubscriber(role=role, replicas=[replica])
         try:
             await test(Bench(clock, queue, server, subscriber))
         finally:

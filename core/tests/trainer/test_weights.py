@@ -58,10 +58,11 @@ class Pool:
 
 
 def sharing(pool: Pool, engines: Sequence[Model] = (), probe: Any = None) -> EngineWeights:
-    clock, role = VirtualClock(), SimpleNamespace(config=SimpleNamespace(cluster=SimpleNamespace(device="cuda")))
+    clock, config = VirtualClock(), SimpleNamespace(cluster=SimpleNamespace(device="cuda"))
+    role = SimpleNamespace(config=config, train_devices=DeviceLease(clock, 60.0))
     parts: Any = {"role": role, "actor": None, "pool": pool, "engines": engines, "probe": probe}
     synchronizer = WeightSynchronizer([], pool.members, "in_process", clock)
-    return EngineWeights(synchronizer=synchronizer, placement=DeviceLease(clock, 60.0), takes_turns=True, **parts)
+    return EngineWeights(synchronizer=synchronizer, takes_turns=True, **parts)
 
 
 def test_everybody_takes_part_in_a_hand_over() -> None:

@@ -208,11 +208,10 @@ def checkpoint() -> None:
 @json_option
 def list_checkpoints(folder: Path, as_json: bool) -> None:
     """List checkpoints of the run in FOLDER, oldest first; mark those with missing files."""
-    from jackfield.compose.folder import run_checkpoints
-    from jackfield.trainer.checkpoint import Checkpoint
+    from jackfield.trainer.checkpoint import Checkpoint, CheckpointStore
 
     rows: list[dict[str, Any]] = []
-    for step, each in run_checkpoints(folder).items():
+    for step, each in CheckpointStore(folder / "checkpoints").checkpoints().items():
         if isinstance(each, Checkpoint):
             rows.append({"step": step, "folder": str(each.folder), "bytes": each.bytes})
         else:

@@ -6,9 +6,8 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar, cast
@@ -20,17 +19,15 @@ from jackfield.cluster.pool import DeviceLease, ReplicaPool
 from jackfield.compose.checks import mixed_samples
 from jackfield.compose.folder import export_model, mark_finished
 from jackfield.compose.workers import WorkerFactory
-from jackfield.config import as_plain
-from jackfield.data.tasks import SeededOrder, Task, TaskSet
+from jackfield.data.tasks import Task
 from jackfield.queue import Values
-from jackfield.queue.meta import GroupKey
 from jackfield.queue.transfer_queue import connect_queue
 from jackfield.runtime.engine import EngineGroup
-from jackfield.trainer.checkpoint import Checkpoint, Checkpointer, CheckpointStore
-from jackfield.trainer.log_prob_check import LogProbCheck, ReplicaProbe
+from jackfield.trainer.checkpoint import Checkpoint
+from jackfield.trainer.log_prob_check import ReplicaProbe
 from jackfield.trainer.role import FINISHED, WEIGHTS, Role, RunWorkers
-from jackfield.trainer.rollouts import Evaluator, Explorer, RewardPipeline
-from jackfield.trainer.trainer import BatchSource, Trainer
+from jackfield.trainer.rollouts import Explorer, RewardPipeline
+from jackfield.trainer.trainer import Trainer
 from jackfield.trainer.weights import EngineWeights, WeightSubscriber
 from jackfield.weights import WeightSynchronizer
 
@@ -126,12 +123,10 @@ class RunBuilder:
     """Builds the objects of one role, runs its loops, and closes everything."""
 
     role: Role  #: the role of a run whose configuration has been checked
-    tasks: Mapping[str, TaskSet]
     stop: Stop
     factory: WorkerFactory
     make_workers: Callable[[Role, AsyncExitStack], Awaitable[RunWorkers]]
     stack: AsyncExitStack = attrs.field(init=False)  #: closes what was started, in reverse order
-    placement: DeviceLease = attrs.field(init=False)  #: lease on the devices of the replicas
     _loops: asyncio.TaskGroup = attrs.field(init=False)
     _background: list[asyncio.Task[None]] = attrs.field(init=False, factory=list)
     _engines: list[EngineGroup] = attrs.field(init=False, factory=list)  #: all loaded models but those of replicas
@@ -145,8 +140,10 @@ class RunBuilder:
         """
         role, config = self.role, self.role.config
         async with AsyncExitStack() as self.stack, asyncio.TaskGroup() as self._loops:
-            self.placement = DeviceLease(role.clock, config.deadlines.batch)
             role.workers = await self.make_workers(role, self.stack)
+            role.rollout_devices = role.train_devices = DeviceLease(role.clock, config.deadlines.batch)
+            if not role.workers.shares_devices:
+                role.train_devices = DeviceLease(role.clock, config.deadlines.batch)
             backend = role.workers.backend
             if config.queue.address is None:
                 role.queue = self.factory.queue(backend)
@@ -178,22 +175,15 @@ class RunBuilder:
         trainer = await self._trainer()
         if role.workers.watch is not None:
             self._run(role.workers.watch)
-        restored, mixed = None, mixed_samples(config.mixing, role.queue, Values(role.workers.backend))
-        if checkpoint is None:
-            await role.queue.clear()
-            for samples in mixed:
-                await samples.put()
-        else:
-            restored = await trainer.checkpoints.load(checkpoint)
-        first_step = 0 if checkpoint is None else checkpoint.step
-        await trainer.begin(first_step, restored)
+        mixed = mixed_samples(config.mixing, role.queue, Values(role.workers.backend))
+        first_step = await trainer.begin(checkpoint, mixed)
         await self._open_control()
         if role.scores:
             pipeline = RewardPipeline(role=role)
             await pipeline.register()
             self._run(pipeline.run)
         if role.name == "all":
-            self._run(self._explorer("explorer-0").run)
+            self._run(Explorer(role=role, name="explorer-0").run)
         self._run(*(samples.keep for samples in mixed))
         with self.stop.boundary("with a checkpoint after this step"):
             steps = await trainer.run(first_step)
@@ -208,13 +198,13 @@ class RunBuilder:
         """Explore for a trainer elsewhere until it has all batches; return the newest version."""
         pool = await self._start_replicas()
         assert pool is not None
-        pool.source = weights = WeightSubscriber(role=self.role, replicas=pool.members, placement=self.placement)
+        pool.source = weights = WeightSubscriber(role=self.role, replicas=pool.members)
         self.stop.begun = True
         self._run(pool.keep, weights.run)
         who, seconds = "the trainer to say which weights it has", self.role.config.deadlines.batch
         await self.role.version.until(lambda version: version >= 0, seconds, who)
         await self._open_control()
-        await self._explorer(self.role.config.name).run()
+        await Explorer(role=self.role, name=self.role.config.name).run()
         return self.role.version.value
 
     async def _reward(self) -> int:
@@ -228,24 +218,6 @@ class RunBuilder:
         await pipeline.until_finished()
         await role.steps_done.advance(pipeline.groups)
         return pipeline.groups
-
-    def _explorer(self, name: str) -> Explorer:
-        """Make an explorer. In an offline run it copies answers from the data."""
-        groups, experts = self.role.config.data.groups_per_batch, self.role.algorithm.experts
-        expert_for = partial(self._task, "expert", experts, groups) if self.role.explores and experts else None
-        task_for = partial(self._task, "train", groups, 0)
-        return Explorer(role=self.role, name=name, placement=self.placement, task_for=task_for, expert_for=expert_for)
-
-    def _task(self, which: str, groups: int, first: int, key: GroupKey) -> Task:
-        """Return the task of a group, independent of the number of explorers and of resumes.
-
-        The file's tasks fill ``groups`` groups of each batch from index ``first`` on. A retry gets another task.
-        """
-        tasks, config, seed = self.tasks[which], self.role.config, self.role.config.seed
-        position = key.batch * groups + key.index - first
-        if key.retry:
-            seed, position = seed + 1, position * (config.schedule.max_retries + 1) + key.retry
-        return cast(Task, tasks[SeededOrder(size=len(tasks), seed=seed).index(position)])
 
     async def _start_replicas(self) -> ReplicaPool | None:
         """Start the rollout servers. Return None if this role has none."""
@@ -267,38 +239,21 @@ class RunBuilder:
 
     async def _trainer(self) -> Trainer:
         """Build the trainer with engines, replicas and their weights."""
-        role, config, workers = self.role, self.role.config, self.role.workers
+        role = self.role
         actor = await self._engine_group("actor")
         pool = await self._start_replicas()
-        placement = self.placement if workers.shares_devices else DeviceLease(role.clock, config.deadlines.batch)
-        weights = None
-        if pool is not None or role.name == "train":
-            weights = self._weights(actor, pool, placement)
+        weights = self._weights(actor, pool) if pool is not None or role.name == "train" else None
         reference = None
         if role.algorithm.reference:  # the initial policy: the actor without its adapter, or a separate model
             own = "reference" in role.engines
             reference = await self._engine_group("reference") if own else actor.without_adapter()
         critic = await self._engine_group("critic") if role.algorithm.critic else None
-        trained = {"actor": actor} if critic is None else {"actor": actor, "critic": critic}
-        data = {which: tasks.digest for which, tasks in self.tasks.items()}
-        description = {"config": as_plain(config), "data": data}
-        store = CheckpointStore(Path(config.folder) / "checkpoints", config.checkpoint.keep)
-        trainer = Trainer(
-            role=role,
-            batches=BatchSource(role=role, stop=self.stop.requested),
-            actor=actor,
-            critic=critic,
-            reference=reference,
-            log_prob_check=LogProbCheck(role=role),
-            sync=None if weights is None else weights.sync,
-            evaluator=Evaluator(role=role, tasks=self.tasks.get("eval", ()), placement=self.placement),
-            checkpoints=Checkpointer(role=role, store=store, engines=trained, description=description),
-            placement=placement,
-        )
+        sync = None if weights is None else weights.sync
+        stop = self.stop.requested
+        trainer = Trainer(role=role, stop=stop, actor=actor, critic=critic, reference=reference, sync=sync)
         if pool is not None:
             pool.source = weights
             self._run(pool.keep)
-        await trainer.batches.register()
         return trainer
 
     async def _engine_group(self, name: str) -> EngineGroup:
@@ -308,7 +263,7 @@ class RunBuilder:
         self._engines.append(group)
         return group
 
-    def _weights(self, actor: EngineGroup, pool: ReplicaPool | None, placement: DeviceLease) -> EngineWeights:
+    def _weights(self, actor: EngineGroup, pool: ReplicaPool | None) -> EngineWeights:
         role, config = self.role, self.role.config
         synchronizer = WeightSynchronizer(
             senders=[rank.sender for rank in role.workers.ranks["actor"] if rank.sender is not None],
@@ -320,12 +275,11 @@ class RunBuilder:
             kind=config.weights.kind,
             on_missing_base=config.weights.on_missing_base,
         )
-        task = cast(Task, self.tasks["train"][0])
+        task = cast(Task, role.tasks["train"][0])
         return EngineWeights(
             role=role,
             actor=actor,
             synchronizer=synchronizer,
-            placement=placement,
             pool=pool,
             engines=self._engines,
             probe=ReplicaProbe(role=role, actor=actor, task=task) if config.log_prob_check.probe_tokens else None,

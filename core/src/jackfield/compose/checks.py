@@ -39,21 +39,20 @@ from jackfield.sdk.archive import SavedSample
 from jackfield.sdk.rotary import length_limits
 from jackfield.trainer.role import Role, RoleName
 
-HEAVY = ("engine", "rollout")  #: kinds whose plugins import torch, which are imported last
+_HEAVY = {"engine", "rollout"}  #: kinds whose plugins import torch, which are imported last
 _PROBE_SECONDS = 30.0
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")  #: weight files that only torch.load could read
 _ENCODED_PROMPTS = 64  #: how many of each file's longest texts are tokenised before the run starts
 
 
 @collection_paused()
-def prepare(
-    config: RunConfig, registry: Registry, hooks: Sequence[object], role: RoleName, clock: Clock
-) -> tuple[Role, dict[str, TaskSet]]:
+def prepare(config: RunConfig, registry: Registry, hooks: Sequence[object], role: RoleName, clock: Clock) -> Role:
     """Make all checks that do not change the run's folder; those that import torch come last."""
-    check_plugins(config, registry, role)
+    elsewhere = check_plugins(config, registry, role)
     here = config.cluster.name == "inline"  # otherwise workers check their plugins in their own processes
-    if here:
-        import_plugins(config, registry, heavy=False)
+    local = {kind: name for kind, name in config.plugins.items() if here and kind not in elsewhere}
+    for kind in sorted(local.keys() - _HEAVY):
+        registry.load(kind, local[kind])
     manager = hooks_of(config, registry, hooks)
     algorithm = resolve_algorithm(config, registry.find("rollout", config.rollout.name))
     tasks = read_tasks(config, algorithm)
@@ -64,16 +63,17 @@ def prepare(
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     if here:
         check_tokens(config, tasks)
-        import_plugins(config, registry, heavy=True)
+    for kind in sorted(local.keys() & _HEAVY):
+        registry.load(kind, local[kind])
     check_rows(config)
-    return Role(config=config, name=role, algorithm=algorithm, clock=clock, hooks=manager), tasks
+    return Role(config=config, name=role, algorithm=algorithm, tasks=tasks, clock=clock, hooks=manager)
 
 
 # -- plugins
 
 
-def check_plugins(config: RunConfig, registry: Registry, role: RoleName = "all") -> None:
-    """Check plugins' manifests, settings and capabilities; import config modules only.
+def check_plugins(config: RunConfig, registry: Registry, role: RoleName = "all") -> dict[str, str]:
+    """Check plugins' manifests, settings and capabilities, importing config modules only; return :func:`interpreters`.
 
     If a plugin is not found, the error also has the import errors of the installed ones of its kind. If the name looks
     misspelt, plugins that import torch are not tried, because that takes long.
@@ -83,16 +83,18 @@ def check_plugins(config: RunConfig, registry: Registry, role: RoleName = "all")
             registry.find(kind, name)
         except PluginNotFound as error:
             usable = {record.name: record for record in registry.records(kind) if record.error is None}
-            for record in () if kind in HEAVY and difflib.get_close_matches(name, usable) else usable.values():
+            for record in () if kind in _HEAVY and difflib.get_close_matches(name, usable) else usable.values():
                 found = look(record.usable().env.python, record, _PROBE_SECONDS, importing=True)
                 for problem in found.problems:
                     error.found = f"{error.found}; {record.name} cannot be used: {problem.message}: {problem.found}"
             raise
     plugin_settings(config, registry)
-    for kind, python in interpreters(config, registry).items():
+    elsewhere = interpreters(config, registry)
+    for kind, python in elsewhere.items():
         record = registry.resolve(config.plugins[kind], kind)
         look(python, record, min(config.deadlines.start, _PROBE_SECONDS)).check()
     check_capabilities(config, registry, role)
+    return elsewhere
 
 
 def check_capabilities(config: RunConfig, registry: Registry, role: RoleName = "all") -> None:
@@ -139,14 +141,6 @@ def hooks_of(config: RunConfig, registry: Registry, hooks: Sequence[object] = ()
         if mixed is not None:
             mixed.sampler.make(f"mixing.{name}.sampler.options")
     return manager
-
-
-def import_plugins(config: RunConfig, registry: Registry, *, heavy: bool) -> None:
-    """Import and check the plugins of this interpreter: those that import torch (``heavy``), or the others."""
-    elsewhere = interpreters(config, registry)
-    for kind, name in config.plugins.items():
-        if (kind in HEAVY) == heavy and kind not in elsewhere:
-            registry.load(kind, name)
 
 
 def interpreters(config: RunConfig, registry: Registry) -> dict[str, str]:

@@ -11,31 +11,27 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import attrs
 
 from jackfield.abc.engine import BaseEngine, EngineContext, LoadCheckpointRequest, SaveCheckpointRequest
 from jackfield.config import RunConfig, as_plain, make_config
 from jackfield.data.tasks import TaskSet
-from jackfield.errors import EngineError, JackfieldError, RunError, WorkerLost
+from jackfield.errors import EngineError, RunError
 from jackfield.files import replace_file, seal, unseal
 from jackfield.plugins import discover
 from jackfield.queue.store import STORE_FILE, check_ledger
 from jackfield.runtime.engine import EngineGroup
 from jackfield.sdk.archive import NAME_FILE
 from jackfield.settings import flatten
-from jackfield.trainer.checkpoint import Checkpoint, CheckpointStore, open_checkpoint, unwritten
-
-T = TypeVar("T")
+from jackfield.trainer.checkpoint import Checkpoint, CheckpointStore, disk_error, open_checkpoint, written
 
 _FINISHED = "finished.json"
 
 #: Error numbers that come from a disk rather than from a connection or a program.
 DISK_ERRORS = frozenset({errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EROFS})
-_ROOM = "look at the disk's room and permissions, then give the same command: it goes on from the newest checkpoint"
 
 #: Settings that may change between two starts of a run, because they do not affect what is learnt. Paths of data may
 #: change because the contents are compared.
@@ -48,11 +44,8 @@ _FREE = (
 
 def storage_error(folder: Path, error: OSError) -> RunError:
     """Return the error ``run.storage`` for a disk that fails."""
-    room, expected = "", "room on the disk, and permission to write"
-    with suppress(OSError):
-        room = f" ({shutil.disk_usage(folder).free >> 20} MB of the disk are free)"
-    what, where, fix = "the run's folder cannot be written", str(folder), f"{_ROOM}; or choose another folder"
-    return RunError(what, code="run.storage", where=where, expected=expected, found=f"{error}{room}", fix=fix)
+    how = "goes on from the newest checkpoint; or choose another folder"
+    return disk_error("the run's folder cannot be written", "run.storage", folder, error, how)
 
 
 @contextmanager
@@ -84,13 +77,12 @@ def folder_lock(folder: Path) -> Iterator[None]:
         yield
 
 
-def starting_point(config: RunConfig, tasks: Mapping[str, TaskSet] | None = None) -> Checkpoint | None:
+def starting_point(config: RunConfig, tasks: Mapping[str, TaskSet]) -> Checkpoint | None:
     """Return the newest undamaged checkpoint to resume from; remove unfinished ones.
 
-    Without ``checkpoint.resume``, earlier state is removed without being read. Without ``tasks``, the data is not
-    compared again. Errors leave the folder unchanged: ``run.changed`` if it belongs to a different run,
-    ``queue.ledger`` if the ledger is not the one that the checkpoint knows, and those of
-    :meth:`CheckpointStore.newest`.
+    Without ``checkpoint.resume``, earlier state is removed without being read. Errors leave the folder unchanged:
+    ``run.changed`` if it belongs to a different run, ``queue.ledger`` if the ledger is not the one that the checkpoint
+    knows, and those of :meth:`CheckpointStore.newest`.
     """
     folder, served = Path(config.folder), config.queue.address is not None
     store = CheckpointStore(folder / "checkpoints", config.checkpoint.keep)
@@ -104,11 +96,11 @@ def starting_point(config: RunConfig, tasks: Mapping[str, TaskSet] | None = None
                     path.unlink()
 
     def check(found: Checkpoint) -> None:
-        _check_same(found, config, {which: each.digest for which, each in (tasks or {}).items()})
+        _check_same(found, config, tasks)
         if not served:
             check_ledger(folder / "queue" / STORE_FILE, found.folder / "queue" / STORE_FILE)
 
-    checkpoint = store.newest(check=check)
+    checkpoint = store.newest(check=check) if store.folders() else None
     store.clean()
     if not is_finished(config, checkpoint):
         for name in (_FINISHED, "error.txt"):
@@ -116,7 +108,7 @@ def starting_point(config: RunConfig, tasks: Mapping[str, TaskSet] | None = None
     return checkpoint
 
 
-def _check_same(checkpoint: Checkpoint, config: RunConfig, digests: Mapping[str, str]) -> None:
+def _check_same(checkpoint: Checkpoint, config: RunConfig, tasks: Mapping[str, TaskSet]) -> None:
     """Raise if settings or data differ from those of the checkpoint's run."""
     state, steps, changed = checkpoint.state(), config.schedule.steps, list[tuple[str, str, str]]()
     before, now = flatten(state["config"]), flatten(as_plain(config))
@@ -129,8 +121,8 @@ def _check_same(checkpoint: Checkpoint, config: RunConfig, digests: Mapping[str,
     if checkpoint.step > steps:
         changed.append(("schedule.steps", f"{checkpoint.step} or more: so many are done", f"{steps}"))
     for which, digest in state["data"].items():
-        if digest != (found := digests.get(which, digest)):
-            changed.append((f"data.{which}", f"records of digest {digest}", found))
+        if which in tasks and digest != tasks[which].digest:
+            changed.append((f"data.{which}", f"records of digest {digest}", tasks[which].digest))
     for path, expected, found in changed[:1]:
         what = "the folder holds a run with other settings, and results of both would be mixed"
         where, fix = f"{path}, {checkpoint.folder}", "give the run another folder, or the settings it had; "
@@ -156,14 +148,6 @@ def is_finished(config: RunConfig, checkpoint: Checkpoint | None) -> bool:
         return False
 
 
-def run_checkpoints(folder: Path) -> dict[int, Checkpoint | RunError]:
-    """Return a run's checkpoints by step, oldest first, or the errors of damaged ones; raise ``run.no-checkpoint``.
-
-    Manifests and sizes are checked, but not contents. One of another version raises ``run.checkpoint-format``.
-    """
-    return _found(CheckpointStore(folder / "checkpoints").checkpoints(), folder)
-
-
 def find_checkpoint(folder: Path, part: str = "") -> Checkpoint:
     """Return the checkpoint in a folder, or the newest undamaged one if it is a run's folder.
 
@@ -172,14 +156,7 @@ def find_checkpoint(folder: Path, part: str = "") -> Checkpoint:
     """
     if (folder / "manifest.json").is_file():
         return open_checkpoint(folder, part)
-    return _found(CheckpointStore(folder / "checkpoints").newest(part), folder)
-
-
-def _found(found: T | None, folder: Path) -> T:
-    if found:
-        return found
-    what, expected = "the folder holds no checkpoint", "the folder of a run with checkpoints, or one of its checkpoints"
-    raise RunError(what, code="run.no-checkpoint", where=str(folder), expected=expected)
+    return CheckpointStore(folder / "checkpoints").newest(part)
 
 
 def find_queue(folder: Path) -> Path:
@@ -219,15 +196,8 @@ def export_checkpoint(checkpoint: Checkpoint, out: Path, *, merge: bool = False)
 async def export_model(actor: EngineGroup, model: Path) -> None:
     """Write the model to a temporary folder, then move it into place in one step, or raise ``run.checkpoint-write``."""
     partial = model.with_name(f"{model.name}.partial")
-    try:
+    with written(partial, "the trained model could not be written", "goes on from the newest checkpoint"):
         await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
         await actor.save(str(partial), "huggingface")
         shutil.rmtree(model, ignore_errors=True)
         partial.replace(model)
-    except (OSError, JackfieldError) as error:
-        free = shutil.disk_usage(model.parent).free  # before the unfinished folder is removed
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, WorkerLost):
-            raise  # the error names the process that ended; the disk is not at fault
-        what, how = "the trained model could not be written", "goes on from the newest checkpoint"
-        raise unwritten(what, str(model), free, error, how) from error

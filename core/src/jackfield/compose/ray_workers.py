@@ -30,8 +30,6 @@ from jackfield.files import replace_file
 from jackfield.plugins import HookManager, Registry, installed
 from jackfield.queue import Values
 from jackfield.routing import Replica, Router
-from jackfield.runtime.advantages import AdvantageWorker
-from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine import EngineRank
 from jackfield.runtime.process import ROLLOUT
 from jackfield.runtime.ray_actor import (
@@ -44,8 +42,8 @@ from jackfield.runtime.ray_actor import (
     store_services,
 )
 from jackfield.runtime.ray_cluster import Actor, Cluster, WorkerSpec, check_interpreter
-from jackfield.runtime.reward_worker import RewardWorker
-from jackfield.runtime.workers import Workers
+from jackfield.runtime.samples import AdvantageWorker
+from jackfield.runtime.workers import AgentWorker, RewardWorker, Workers
 from jackfield.sdk.rpc import Address, Connection, Contract, Service, stub
 from jackfield.trainer.role import Role, RunWorkers
 from jackfield.weights import WeightSender

@@ -84,7 +84,7 @@ async def _run(config: RunConfig, role: RoleName, hooks: Sequence[object], regis
     clock, config = Clock(), resolve_defaults(config).of_role(role)
     folder, trains, checkpoint = Path(config.folder), role in ("all", "train"), None
     hooks = [*observers(config.observe, folder, clock=clock), *hooks]
-    prepared, tasks = prepare(config, registry, hooks, role, clock)
+    prepared = prepare(config, registry, hooks, role, clock)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -92,7 +92,7 @@ async def _run(config: RunConfig, role: RoleName, hooks: Sequence[object], regis
         raise ConfigError("the run's folder cannot be made", where="folder", found=error, fix=fix) from error
     with storage_errors(folder), nullcontext() if role == "explore" else folder_lock(folder):
         if trains:
-            checkpoint = starting_point(config, tasks)
+            checkpoint = starting_point(config, prepared.tasks)
         if is_finished(config, checkpoint):
             return RunResult(folder=folder, steps=config.schedule.steps, finished_before=True)
         replace_file(folder / "config.yaml", show(config))
@@ -107,14 +107,14 @@ async def _run(config: RunConfig, role: RoleName, hooks: Sequence[object], regis
                 make_workers = workers.make
             for left in reversed(range(config.checkpoint.max_recoveries + 1)):
                 attempt = attrs.evolve(prepared)
-                builder = RunBuilder(role=attempt, tasks=tasks, stop=stop, factory=factory, make_workers=make_workers)
+                builder = RunBuilder(role=attempt, stop=stop, factory=factory, make_workers=make_workers)
                 try:
                     with _reported(builder, checkpoint):
                         steps = await builder.execute(checkpoint)
                     break
                 except WorkerLost as error:
                     resumed = attrs.evolve(config, checkpoint=attrs.evolve(config.checkpoint, resume=True))
-                    checkpoint = starting_point(resumed) if left and trains else None
+                    checkpoint = starting_point(resumed, prepared.tasks) if left and trains else None
                     if checkpoint is None:
                         raise
                     what = "%s; the run goes on after step %d"

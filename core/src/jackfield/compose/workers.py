@@ -25,12 +25,10 @@ from jackfield.plugins import Registry
 from jackfield.queue import TransferQueue, Values
 from jackfield.queue.store import STORE_FILE
 from jackfield.routing import Replica, Router
-from jackfield.runtime.advantages import AdvantageWorker
-from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine import EngineRank
 from jackfield.runtime.process import RolloutProcess
-from jackfield.runtime.reward_worker import RewardWorker
-from jackfield.runtime.workers import Workers
+from jackfield.runtime.samples import AdvantageWorker
+from jackfield.runtime.workers import AgentWorker, RewardWorker, Workers
 from jackfield.trainer.role import Role, RunWorkers
 from jackfield.weights import WeightSender
 

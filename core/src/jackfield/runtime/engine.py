@@ -6,7 +6,7 @@ import asyncio
 import heapq
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import attrs
 
@@ -14,10 +14,10 @@ from jackfield.abc.engine import BaseEngine, EngineLayout, EngineOutput, LoadChe
 from jackfield.algorithms import LossSpec, naming_rows, resolve_loss
 from jackfield.clock import Clock
 from jackfield.errors import EngineError, JackfieldError, WorkerLost
-from jackfield.queue import BatchMeta, TransferQueue, Values
-from jackfield.queue.meta import Written
-from jackfield.sdk.cells import column_from_rows, from_nested, to_nested
-from jackfield.sdk.jagged import to_padded
+from jackfield.queue import TransferQueue, Values
+from jackfield.queue.meta import BatchMeta, Written
+from jackfield.sdk.cells import from_nested, to_nested
+from jackfield.sdk.jagged import jagged, to_padded
 from jackfield.weights import WeightSender
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PREFIX = "log_prob_check/"  #: prefix of the names that :func:`distances` returns
 _SAMPLE = ("prompt_ids", "response_ids", "response_mask")
 
 
@@ -41,6 +40,20 @@ class Comparison:
     dropout: bool = False  #: the model trains with dropout: compare the rollout's with the inference pass
 
 
+@attrs.frozen
+class Distance:
+    """The distance of two kinds of log-probs over a sample's model tokens, in nats."""
+
+    tokens: int
+    sum: float
+    signed_sum: float  #: positive if the log-probs that are compared are higher
+    max: float
+
+
+#: By kind and key of a sample: ``train_mode`` compares an inference with the training pass, ``rollout`` the rollout.
+Distances: TypeAlias = dict[str, dict[str, Distance]]
+
+
 @attrs.define(eq=False)
 class EngineRank:
     """Runs one ``BaseEngine`` in a thread, so that the event loop stays responsive."""
@@ -51,7 +64,7 @@ class EngineRank:
     #: columns of the queue by their names in the loss, if these differ
     _renamed: Mapping[str, str] = attrs.field(factory=dict, kw_only=True)
     sender: WeightSender | None = attrs.field(default=None, kw_only=True)  #: None: this rank publishes no weights
-    _work: tuple[BatchMeta, Comparison | None, TensorDict] | None = attrs.field(default=None, init=False)
+    _work: tuple[BatchMeta, Comparison | None, TensorDict] = attrs.field(init=False)  #: what :meth:`read` read last
 
     async def initialize(self) -> EngineLayout:
         """Load the model. Return this rank's place among the others."""
@@ -59,11 +72,7 @@ class EngineRank:
         return self._engine.layout
 
     async def read(self, batch: BatchMeta, *, update: bool, comparison: Comparison | None = None) -> None:
-        """Read the samples for the next call of :meth:`update` or :meth:`compute`.
-
-        Raises:
-            QueueError: If samples are missing. No rank has started to compute then.
-        """
+        """Read the samples for the next call of :meth:`update` or :meth:`compute`, or raise a ``QueueError``."""
         from tensordict import TensorDict
 
         more = [*self._loss_columns] if update else []
@@ -77,21 +86,14 @@ class EngineRank:
         }
         self._work = batch, comparison, TensorDict(values, batch_size=[len(batch)])
 
-    def _taken(self) -> tuple[BatchMeta, Comparison | None, TensorDict]:
-        """Return what :meth:`read` read last, and forget it."""
-        work, self._work = self._work, None
-        assert work is not None, "read() comes first"
-        return work
-
     async def compute(
         self, kind: Literal["log_probs", "values"], column: str, *, adapter_off: bool = False
     ) -> Written | None:
         """Write the model's log-probs of the responses, or a critic's values, into ``column``.
 
-        Returns:
-            What was written; None if this is not an output rank.
+        Return what was written; None if this is not an output rank.
         """
-        batch, _, table = self._taken()
+        batch, _, table = self._work
         output = await self._in_thread(self._forward, table, adapter_off)
         if not self._engine.layout.is_output_rank:
             return None
@@ -102,34 +104,32 @@ class EngineRank:
         import torch
         from tensordict import TensorDict
 
-        rows = {
-            "prompt_ids": [torch.tensor(prompt_ids) for _ in responses],
-            "response_ids": [torch.tensor(response) for response in responses],
-            "response_mask": [torch.ones(len(response), dtype=torch.bool) for response in responses],
+        columns = {
+            "prompt_ids": jagged([torch.tensor(prompt_ids) for _ in responses]),
+            "response_ids": jagged([torch.tensor(response) for response in responses]),
+            "response_mask": jagged([torch.ones(len(response), dtype=torch.bool) for response in responses]),
         }
-        columns = {name: to_nested(column_from_rows(values)) for name, values in rows.items()}
         data = TensorDict(columns, batch_size=[len(responses)])
         output = await self._in_thread(self._forward, data, False)
         if not self._engine.layout.is_output_rank:
             return None
         return [row.tolist() for row in output.log_probs.unbind()]
 
-    async def update(self, loss: LossSpec) -> dict[str, float]:
+    async def update(self, loss: LossSpec) -> tuple[dict[str, float], Distances]:
         """Run this rank's part of an optimizer step; return ``grad_norm``, ``lr`` and metrics.
 
-        With a comparison, the result includes the :func:`distances` of the training pass.
+        With a comparison, also return the :func:`distances` of the training pass.
         """
         import torch
 
-        batch, comparison, table = self._taken()
+        batch, comparison, table = self._work
         data = table.select(*_SAMPLE, *self._loss_columns)
         data["row"] = torch.arange(len(batch))
         with naming_rows([f"sample {key}" for key in batch.keys]):
             output, metrics = await self._in_thread(self._train, data, loss)
-        if comparison is not None and self._engine.layout.is_output_rank:
-            metrics |= distances(output.log_probs, table, batch, comparison)
-        result: dict[str, float] = metrics
-        return result
+        if comparison is None or not self._engine.layout.is_output_rank:
+            return metrics, {}
+        return metrics, distances(output.log_probs, table, batch, comparison)
 
     async def save(self, folder: str, format: Literal["native", "huggingface"]) -> None:
         """Write this rank's part of a checkpoint."""
@@ -173,22 +173,11 @@ class EngineRank:
             ) from error
 
 
-def distances(
-    trained: torch.Tensor | None, table: TensorDict, batch: BatchMeta, comparison: Comparison
-) -> dict[str, float]:
-    """Compute distances of log-probs over the model's own tokens, in nats.
+def distances(trained: torch.Tensor | None, table: TensorDict, batch: BatchMeta, comparison: Comparison) -> Distances:
+    """Compare log-probs over the model's own tokens.
 
-    Args:
-        trained: Log-probs of the training pass, jagged ``[B, j]``.
-        table: ``response_mask`` and the comparison's columns, jagged ``[B, j]``.
-        batch: The samples.
-        comparison: What to compare with.
-
-    Returns:
-        With :data:`PREFIX`, for ``train_mode`` (training against inference pass) and ``rollout`` (rollout against
-        training pass): ``tokens``, ``sum`` and ``max`` of the distances; ``rollout/signed_sum``, positive if the
-        rollout's are higher; and ``sample/KEY/max``, the mean distance of the sample that is farthest from the rollout.
-        All but ``max`` are summed over ranks. ``rollout`` is absent if no sample can be compared.
+    ``trained`` are those of the training pass; ``table`` has ``response_mask`` and the comparison's columns. All are
+    jagged ``[B, j]``. Samples that cannot be compared are absent.
     """
     import torch
 
@@ -201,33 +190,24 @@ def distances(
             fix="have the engine return them, or set log_prob_check.every: 0",
         )
     mask = to_padded(table["response_mask"]) != 0
-    now, engine = to_padded(trained), to_padded(table[comparison.engine])
-    result, version = _statistics("train_mode", (now - engine).abs()[mask]), comparison.version
+    now, engine, version = to_padded(trained), to_padded(table[comparison.engine]), comparison.version
+    kinds = {"train_mode": (mask, engine - now, 0.0)}
     # samples of an expert have no versions
-    compared = [
+    own = [
         version is not None and tags.get("weight_version_min") == version == tags.get("weight_version_max")
         for tags in batch.tags
     ]
-    own = mask & torch.tensor(compared)[:, None]
-    if not own.any():
-        return result
-    higher = to_padded(table["rollout_log_probs"]) - (engine if comparison.dropout else now)
-    distance = torch.maximum(-higher, higher - comparison.slack).clamp(min=0.0)
-    rows = distance.double().masked_fill(~own, 0.0).sum(-1) / own.sum(-1).clamp(min=1)
-    farthest = int(rows.nan_to_num(torch.inf).argmax())
-    return {
-        **result,
-        **_statistics("rollout", distance[own]),
-        f"{PREFIX}rollout/signed_sum": float(higher.double()[own].sum()),
-        f"{PREFIX}sample/{batch.keys[farthest]}/max": float(rows[farthest]),
-    }
-
-
-def _statistics(name: str, distances: torch.Tensor) -> dict[str, float]:
-    if not len(distances):
-        return {}
-    values: dict[str, Any] = {"tokens": len(distances), "sum": distances.double().sum(), "max": distances.max()}
-    return {f"{PREFIX}{name}/{key}": float(value) for key, value in values.items()}
+    if any(own):
+        higher = to_padded(table["rollout_log_probs"]) - (engine if comparison.dropout else now)
+        kinds["rollout"] = mask & torch.tensor(own)[:, None], higher, comparison.slack
+    result: Distances = {}
+    for kind, (counted, higher, slack) in kinds.items():
+        distance = torch.maximum(-higher, higher - slack).clamp(min=0.0).masked_fill(~counted, 0.0)
+        signed = higher.double().masked_fill(~counted, 0.0)
+        sums = [each.sum(-1).tolist() for each in (counted, distance.double(), signed)]
+        rows = zip(batch.keys, *sums, distance.amax(-1).tolist(), strict=True)
+        result[kind] = {key: Distance(*row) for key, *row in rows if row[0]}
+    return result
 
 
 _CAUSE_SECONDS = 2.0  #: to wait until the rank that caused a failure is known
@@ -262,10 +242,11 @@ class EngineGroup:
 
     async def compute(self, kind: Literal["log_probs", "values"], batch: BatchMeta, column: str) -> None:
         """Write the model's log-probs of the responses, or a critic's values, into ``column``."""
-        parts, off = await self._read(batch, update=False), self._adapter_off
-        what = f"to compute {column} of {_named(batch)}"
-        results = await self._all(what, lambda rank, _: rank.compute(kind, column, adapter_off=off))
-        for part, written in self._counting(parts, results):
+        off = self._adapter_off
+        results = await self._shared(
+            f"to compute {column} of", batch, lambda rank: rank.compute(kind, column, adapter_off=off)
+        )
+        for part, written in results:
             await self._queue.add_columns(part, written)
 
     async def score(self, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -273,31 +254,35 @@ class EngineGroup:
         results = await self._all("to score a few tokens", lambda rank, _: rank.score(prompt_ids, responses))
         return next(result for result in results if result is not None)
 
-    async def update(self, batch: BatchMeta, loss: LossSpec, comparison: Comparison | None = None) -> dict[str, float]:
-        """Run one optimizer step; return ``grad_norm``, ``lr`` and metrics of loss and comparison."""
-        parts = await self._read(batch, update=True, comparison=comparison)
-        results = await self._all(f"to train on {_named(batch)}", lambda rank, _: rank.update(loss))
-        return combined([metrics for _, metrics in self._counting(parts, results)])
+    async def update(
+        self, batch: BatchMeta, loss: LossSpec, comparison: Comparison | None = None
+    ) -> tuple[dict[str, float], Distances]:
+        """Run one optimizer step; return ``grad_norm``, ``lr`` and metrics of the loss, and what was compared."""
+        results = await self._shared(
+            "to train on", batch, lambda rank: rank.update(loss), update=True, comparison=comparison
+        )
+        found: Distances = {}
+        for _, (_, distances) in results:
+            for kind, samples in distances.items():
+                found.setdefault(kind, {}).update(samples)
+        return combined([metrics for _, (metrics, _) in results]), found
 
-    def _counting(self, parts: Sequence[BatchMeta], results: Sequence[T | None]) -> list[tuple[BatchMeta, T]]:
-        """Return samples and result of one output rank for each data-parallel rank."""
+    async def _shared(
+        self, what: str, batch: BatchMeta, work: Callable[[EngineRank], Awaitable[T | None]], **reading: Any
+    ) -> list[tuple[BatchMeta, T]]:
+        """Run work on a batch; return samples and result of one output rank for each data-parallel rank.
+
+        Samples may be lost, and ranks compute together, so no rank starts to compute before all have read.
+        """
+        parts, name = self._split(batch), f"{len(batch)} samples from {batch.keys[0]} to {batch.keys[-1]}"
+        reading = {"update": False, "comparison": None, **reading}
+        await self._all(f"to read {name}", lambda rank, index: rank.read(parts[index], **reading))
+        results = await self._all(f"{what} {name}", lambda rank, _: work(rank))
         counting: dict[int, tuple[BatchMeta, T]] = {}
         for layout, part, result in zip(self._layouts, parts, results, strict=True):
             if layout.is_output_rank and result is not None:
                 counting.setdefault(layout.data_parallel_rank, (part, result))
         return [counting[rank] for rank in sorted(counting)]
-
-    async def _read(
-        self, batch: BatchMeta, *, update: bool, comparison: Comparison | None = None
-    ) -> Sequence[BatchMeta]:
-        """Let each rank read its samples, and return the samples by rank.
-
-        Samples may be lost, and ranks compute together, so no rank starts to compute before all have read.
-        """
-        parts = self._split(batch)
-        what = f"to read {_named(batch)}"
-        await self._all(what, lambda rank, index: rank.read(parts[index], update=update, comparison=comparison))
-        return parts
 
     async def save(self, folder: str, format: Literal["native", "huggingface"]) -> None:
         """Write a checkpoint into ``folder``."""
@@ -318,7 +303,7 @@ class EngineGroup:
         if len(batch) < size:
             raise EngineError(
                 "a batch has fewer samples than the engine has data-parallel ranks",
-                where=_named(batch),
+                where=f"{batch.keys[0]} to {batch.keys[-1]}",
                 expected=f"{size} samples at least",
                 found=len(batch),
                 fix="use fewer ranks (cluster.ray.engine_ranks), larger batches or fewer algorithm.mini_batches",
@@ -377,7 +362,3 @@ def combined(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
         else:
             whole[name] = rules.get(name.rpartition("/")[2], sum)(values)
     return whole
-
-
-def _named(batch: BatchMeta) -> str:
-    return f"{len(batch)} samples from {batch.keys[0]} to {batch.keys[-1]}"

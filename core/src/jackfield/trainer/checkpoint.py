@@ -22,13 +22,15 @@ import random
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from jackfield import __version__
+from jackfield.config import as_plain
 from jackfield.errors import JackfieldError, RunError, WorkerLost
 from jackfield.files import digest_of, seal, sync, sync_tree, unseal
 from jackfield.plugins.hooks import CheckpointSaved
@@ -46,9 +48,7 @@ class Checkpointer:
     """Saves and restores the state of a run: engines, queue and random state."""
 
     role: Role
-    store: CheckpointStore
     engines: Mapping[str, EngineGroup]  #: the trained engines, by role
-    description: Mapping[str, Any]  #: what a resuming start compares: configuration, digests of the data
     saved: int = attrs.field(default=0, init=False)  #: completed steps in the newest checkpoint
     random: Mapping[str, Any] = attrs.field(factory=dict, init=False)  #: random state after the last step
 
@@ -65,9 +65,13 @@ class Checkpointer:
         earlier checkpoints are not affected (``run.checkpoint-write``). The death of a rank, a storage unit or the
         queue's controller raises its own error.
         """
+        config = self.role.config
+        store = CheckpointStore(Path(config.folder) / "checkpoints", config.checkpoint.keep)
+        earlier, what = store.folders(), "a checkpoint could not be written"
+        how = f"goes on after step {max(earlier)}" if earlier else "starts again"
         async with self.role.measure("checkpoint", "trainer", steps - 1):
-            try:
-                folder = await asyncio.to_thread(self.store.begin, steps)
+            with written(store.partial(steps), what, how):
+                folder = await asyncio.to_thread(store.begin, steps)
                 for role, engine in self.engines.items():
                     await engine.save(str(folder / role), "native")
                 state = {
@@ -75,19 +79,12 @@ class Checkpointer:
                     "trainer": dict(trainer),
                     "versions": {"jackfield": __version__, "python": platform.python_version()},
                     "random": random_state() if again_from is None else self.random,
-                    **self.description,
+                    "config": as_plain(config),
+                    "data": {which: tasks.digest for which, tasks in self.role.tasks.items()},
                 }
                 not_begun = {} if again_from is None else {TRAIN: again_from}
                 await self.role.queue.checkpoint(folder / "queue", not_begun)
-                saved = await asyncio.to_thread(self.store.commit, steps, state)
-            except (JackfieldError, OSError) as error:
-                free = shutil.disk_usage(self.store.folder.parent).free  # before the unfinished folder is removed
-                await asyncio.to_thread(shutil.rmtree, self.store.partial(steps), ignore_errors=True)
-                if isinstance(error, WorkerLost) or getattr(error, "code", None) == "queue.session":
-                    raise  # the error names the process that ended; the disk is not at fault
-                earlier, where = self.store.folders(), f"{self.store.folder}, step {steps}"
-                how = f"goes on after step {max(earlier)}" if earlier else "starts again"
-                raise unwritten("a checkpoint could not be written", where, free, error, how) from error
+                saved = await asyncio.to_thread(store.commit, steps, state)
             await self.role.queue.commit(steps - 1)
         self.saved = steps
         self.role.hooks.emit(CheckpointSaved(step=steps, folder=str(saved.folder), bytes=saved.bytes))
@@ -115,19 +112,34 @@ class Checkpointer:
         return dict(state["trainer"])
 
 
-def unwritten(message: str, where: str, free: int, error: JackfieldError | OSError, how: str) -> RunError:
-    """Return the error ``run.checkpoint-write``. ``free``: bytes that the disk had; ``how``: what a new start does."""
-    cause = f"{type(error).__name__}: {error}"
+@contextmanager
+def written(partial: Path, what: str, how: str) -> Iterator[None]:
+    """Remove an unfinished folder if writing fails, and raise ``run.checkpoint-write``.
+
+    ``how`` says what a new start does. The death of a rank, a storage unit or the queue's controller raises its own
+    error, which names the process; the disk is not at fault then.
+    """
+    try:
+        yield
+    except (JackfieldError, OSError) as error:
+        failure = disk_error(what, "run.checkpoint-write", partial.with_suffix(""), error, how)
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, WorkerLost) or getattr(error, "code", None) == "queue.session":
+            raise
+        raise failure from error
+
+
+def disk_error(what: str, code: str, where: Path, error: JackfieldError | OSError, how: str) -> RunError:
+    """Return the error for files that could not be written, with the disk's room. ``how``: what a new start does."""
+    found = f"{type(error).__name__}: {error}"
     if isinstance(error, JackfieldError):
-        cause = error.message if error.found is None else f"{error.message}: {error.found}"
-    return RunError(
-        message,
-        code="run.checkpoint-write",
-        where=where,
-        expected="room on the disk, and permission to write",
-        found=f"{cause} ({free >> 20} MB of the disk were free)",
-        fix=f"look at the disk's room and permissions, then give the same command: it {how}",
-    )
+        found = error.message if error.found is None else f"{error.message}: {error.found}"
+    with suppress(OSError):
+        folder = next(each for each in (where, *where.parents) if each.exists())
+        found += f" ({shutil.disk_usage(folder).free >> 20} MB of the disk are free)"
+    expected = "room on the disk, and permission to write"
+    fix = f"look at the disk's room and permissions, then give the same command: it {how}"
+    return RunError(what, code=code, where=str(where), expected=expected, found=found, fix=fix)
 
 
 def random_state() -> dict[str, Any]:
@@ -174,7 +186,7 @@ def open_checkpoint(folder: Path, part: str = "", *, contents: bool = True) -> C
     ``run.checkpoint-format`` if another version of Jackfield wrote it.
     """
     if not folder.is_dir():
-        raise RunError("there is no checkpoint", code="run.no-checkpoint", where=str(folder), expected="a folder")
+        raise _absent(folder)
     path = folder / _MANIFEST
     try:
         content = path.read_bytes()
@@ -221,18 +233,21 @@ class CheckpointStore:
         return dict(sorted((int(match[1]), path) for match, path in named if match))
 
     def checkpoints(self) -> dict[int, Checkpoint | RunError]:
-        """Return checkpoints by step, oldest first, or the errors of visibly damaged ones.
+        """Return checkpoints by step, oldest first, or the errors of damaged ones; contents are not read.
 
-        One that another version of Jackfield wrote raises ``run.checkpoint-format``.
+        Raise ``run.no-checkpoint`` if there are none, and ``run.checkpoint-format``.
         """
-        return {step: _attempt(path, contents=False) for step, path in self.folders().items()}
+        found = {step: _attempt(path, contents=False) for step, path in self.folders().items()}
+        if not found:
+            raise _absent(self.folder)
+        return found
 
-    def newest(self, part: str = "", *, check: Callable[[Checkpoint], None] | None = None) -> Checkpoint | None:
+    def newest(self, part: str = "", *, check: Callable[[Checkpoint], None] | None = None) -> Checkpoint:
         """Return the newest undamaged checkpoint, and log a warning for newer damaged ones.
 
         With ``part``, only that folder has to be undamaged. ``check`` may raise to refuse the checkpoint before
         anything is changed. If it accepts, newer damaged folders are renamed, which frees their names. Errors are
-        ``run.checkpoint-damaged`` if all are damaged, and ``run.checkpoint-format``.
+        ``run.no-checkpoint``, ``run.checkpoint-damaged`` if all are damaged, and ``run.checkpoint-format``.
         """
         damaged: dict[Path, RunError] = {}
         for step, path in reversed(self.folders().items()):
@@ -252,11 +267,11 @@ class CheckpointStore:
                     *(where, error.expected, error.found, "" if check is None else f"; it is now {aside}", step),
                 )
             return found
-        if damaged:
-            newest = next(iter(damaged.values()))
-            newest.found = "; ".join(f"{error.where}: {error.found}" for error in damaged.values())
-            raise newest
-        return None
+        if not damaged:
+            raise _absent(self.folder)
+        newest = next(iter(damaged.values()))
+        newest.found = "; ".join(f"{error.where}: {error.found}" for error in damaged.values())
+        raise newest
 
     def begin(self, step: int) -> Path:
         """Create an empty folder for the checkpoint of ``step``."""
@@ -312,6 +327,11 @@ def _remove(path: Path) -> None:
         shutil.rmtree(doomed)
     else:
         doomed.unlink(missing_ok=True)
+
+
+def _absent(folder: Path) -> RunError:
+    expected = "the folder of a run with checkpoints, or one of its checkpoints"
+    return RunError("there is no checkpoint", code="run.no-checkpoint", where=str(folder), expected=expected)
 
 
 def _damaged(path: Path, expected: str, found: str) -> RunError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 
@@ -19,10 +19,11 @@ from jackfield.data.tasks import Task
 from jackfield.errors import RunError, WeightsError
 from jackfield.queue import BatchMeta
 from jackfield.routing import Replica
-from jackfield.runtime.engine import PREFIX, EngineGroup
+from jackfield.runtime.engine import Comparison, Distance, Distances, EngineGroup
 from jackfield.runtime.workers import resubmitted
 from jackfield.trainer.role import Role
 
+_METRICS = "log_prob_check"  #: prefix of the metrics
 _PROBE_PROMPT = 32  #: maximum number of tokens of the probe's prompt
 
 #: Default bounds on the mean distance between two passes of the engine with the same weights, in nats.
@@ -55,57 +56,62 @@ class LogProbCheck:
     _begun: bool = attrs.field(default=False, init=False)
     _passed: int | None = attrs.field(default=None, init=False)  #: the newest weight version that passed the check
 
-    def is_due(self, step: int) -> bool:
-        """Return whether to compare the first update of ``step`` (from 0) or of the process."""
-        return self.role.config.log_prob_check.every > 0 and (not self._begun or self._is_scheduled(step))
+    def comparison(self, step: int) -> Comparison | None:
+        """Return what the first update of ``step`` (from 0) is compared with; None: no check is due."""
+        role, config = self.role, self.role.config
+        if not config.log_prob_check.every or (self._begun and not self._is_scheduled(step)):
+            return None
+        engine = "old_log_probs" if role.algorithm.recompute_old_log_probs else "log_probs"
+        slack, dropout = config.sampling_slack, config.trains_with_dropout
+        return Comparison(engine=engine, version=role.updated if role.explores else None, slack=slack, dropout=dropout)
 
     def _is_scheduled(self, step: int) -> bool:
         config, schedule = self.role.config, self.role.schedule
         first = config.critic.warmup_steps if self.role.algorithm.critic else 0  # the first step that trains the policy
         return step in (first, schedule.sync_interval) or schedule.is_due(config.log_prob_check.every, step)
 
-    def judge(self, update: Mapping[str, float], batch: BatchMeta, step: int, version: int) -> dict[str, float]:
-        """Check the distances that an update measured; return its other metrics.
+    def judge(self, found: Distances, batch: BatchMeta, step: int) -> None:
+        """Refuse distances beyond their bounds with the likely causes (``run.log-probs``).
 
-        A distance beyond its bound is refused with the likely causes (``run.log-probs``). Distances become metrics at
-        scheduled steps only, so that a resumed run has the same metrics as one that was not interrupted.
+        Distances become metrics at scheduled steps only, so that a resumed run has the same metrics as one that was not
+        interrupted.
         """
         self._begun = True
-        found = {name.removeprefix(PREFIX): value for name, value in update.items() if name.startswith(PREFIX)}
         mean, shown = dict[str, float](), dict[str, str]()
         for name in ("train_mode", "rollout"):
-            tokens, most = found.get(f"{name}/tokens", 0.0), found.get(f"{name}/max", 0.0)
-            mean[name] = found.get(f"{name}/sum", 0.0) / max(tokens, 1.0)
-            shown[name] = f"{mean[name]:.3g} over {tokens:.0f} tokens, at most {most:.3g}"
+            samples = found.get(name, {}).values()
+            tokens, most = sum(each.tokens for each in samples), max((each.max for each in samples), default=0.0)
+            mean[name] = sum(each.sum for each in samples) / max(tokens, 1)
+            shown[name] = f"{mean[name]:.3g} over {tokens} tokens, at most {most:.3g}"
             if tokens and self._is_scheduled(step):
-                for kind, value in (("mean", mean[name]), ("max", most), ("tokens", tokens)):
-                    self.role.note(f"{PREFIX}{name}/{kind}", value)
-        samples = {name: value for name, value in found.items() if name.startswith("sample/")}
-        farthest = max(samples, key=lambda name: (samples[name] != samples[name], samples[name]), default="")
-        config, distance, where = self.role.config, samples.get(farthest, 0.0), f"step {step + 1}"
+                for kind, value in (("mean", mean[name]), ("max", most), ("tokens", float(tokens))):
+                    self.role.note(f"{_METRICS}/{name}/{kind}", value)
+        means = {key: each.sum / each.tokens for key, each in found.get("rollout", {}).items()}
+        farthest = max(means, key=lambda key: (math.isnan(means[key]), means[key]), default="")
+        config, distance, where = self.role.config, means.get(farthest, 0.0), f"step {step + 1}"
         bound, on_mismatch = config.rollout_bound, config.log_prob_check.on_mismatch
         most = _SAMPLE_FACTOR * bound
         engine_bound = config.log_prob_check.bound or (_ROUNDED_BOUND if config.engine_rounds else _EXACT_BOUND)
         if not config.trains_with_dropout and not mean["train_mode"] <= engine_bound:
             message = "the pass that is trained on computes other log-probs than an inference pass of the same weights"
-            expected = f"a mean distance of at most {engine_bound:.3g} nats"
-            stops = on_mismatch != "warn"
-            _refuse(message, where, expected, shown["train_mode"], _TRAIN_MODE_CAUSES, stops=stops)
+            expected, seen = f"a mean distance of at most {engine_bound:.3g} nats", shown["train_mode"]
+            causes, stops = list(_TRAIN_MODE_CAUSES), on_mismatch != "warn"
         elif not mean["rollout"] <= bound or not distance <= most:
             message = "the rollout's log-probs are not those of the policy that is trained, with weights of one version"
             expected = f"a mean distance of at most {bound:.3g} nats, {most:.3g} in any sample"
-            key = farthest.removeprefix("sample/").removesuffix("/max")
-            seen = f"{shown['rollout']}; farthest: sample {key}, {distance:.3g}"
-            causes = self._rollout_causes(found, batch, version)
-            _refuse(message, where, expected, seen, causes, stops=on_mismatch == "stop")
-        elif "rollout/tokens" in found:
-            self._passed = version
-        return {name: value for name, value in update.items() if not name.startswith(PREFIX)}
+            seen = f"{shown['rollout']}; farthest: sample {farthest}, {distance:.3g}"
+            causes, stops = self._rollout_causes(found["rollout"], batch), on_mismatch == "stop"
+        else:
+            self._passed = self.role.updated if means else self._passed
+            return
+        listed = "; ".join(f"({number}) {cause}" for number, cause in enumerate(causes, 1))
+        fix = f"likely causes: {listed}. log_prob_check.bound and log_prob_check.on_mismatch set what is let through"
+        _refuse(RunError(message, code="run.log-probs", where=where, expected=expected, found=seen, fix=fix), stops)
 
-    def _rollout_causes(self, found: Mapping[str, float], batch: BatchMeta, version: int) -> list[str]:
+    def _rollout_causes(self, found: Mapping[str, Distance], batch: BatchMeta) -> list[str]:
         """List the possible causes of a mismatch, the likeliest first."""
-        causes = list(_ROLLOUT_CAUSES)
-        if found["rollout/signed_sum"] >= _NEARLY_ALL * found["rollout/sum"]:
+        causes, version = list(_ROLLOUT_CAUSES), self.role.updated
+        if sum(each.signed_sum for each in found.values()) >= _NEARLY_ALL * sum(each.sum for each in found.values()):
             causes.insert(0, _FILTERS)
         weights = "weights of the replicas: another model folder, or a cast (weights.dtype)"
         if version:
@@ -120,12 +126,11 @@ class LogProbCheck:
         return causes
 
 
-def _refuse(message: str, where: str, expected: str, found: str, causes: Iterable[str], *, stops: bool) -> None:
-    listed = "; ".join(f"({number}) {cause}" for number, cause in enumerate(causes, 1))
-    fix = f"likely causes: {listed}. log_prob_check.bound and log_prob_check.on_mismatch set what is let through"
+def _refuse(error: RunError | WeightsError, stops: bool) -> None:
+    """Raise an error, or log it as a warning if the run goes on."""
     if stops:
-        raise RunError(message, code="run.log-probs", where=where, expected=expected, found=found, fix=fix)
-    logging.getLogger("jackfield").warning("%s at %s (%s); %s", message, where, found, fix)
+        raise error
+    logging.getLogger("jackfield").warning("%s at %s (%s); %s", error.message, error.where, error.found, error.fix)
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -168,7 +173,7 @@ class ReplicaProbe:
             distance = sum(abs(found - expected) for found, expected in pairs) / len(own)
             compared.append((distance, replica.number, answer, own))
         distance, number, answer, own = max(compared, key=lambda each: math.inf if math.isnan(each[0]) else each[0])
-        self.role.note(f"{PREFIX}replica/mean", distance)
+        self.role.note(f"{_METRICS}/replica/mean", distance)
         if distance <= (bound := self.role.config.rollout_bound):
             return
         error = WeightsError(
@@ -179,6 +184,4 @@ class ReplicaProbe:
             found=f"{distance:.3g}: engine {own[:4]}, replica {list(answer.log_probs[:4])}",
             fix="raise log_prob_check.bound if these numerics are wanted, or set log_prob_check.on_mismatch: correct",
         )
-        if self.role.config.log_prob_check.on_mismatch == "stop":
-            raise error
-        logging.getLogger("jackfield").warning("%s (%s)", error.message, error.found)
+        _refuse(error, self.role.config.log_prob_check.on_mismatch == "stop")

@@ -12,17 +12,16 @@ import attrs
 from jackfield.abc.transfer_queue import TransferQueueBackend
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
-from jackfield.cluster.pool import Places
+from jackfield.cluster.pool import DeviceLease, Places
 from jackfield.config import RunConfig
 from jackfield.config.sections import ScheduleConfig
+from jackfield.data.tasks import TaskSet
 from jackfield.errors import QueueError, ScheduleError
 from jackfield.plugins.hooks import HookManager, SampleRecord, StageEnded
 from jackfield.queue import BatchMeta, TransferQueue
-from jackfield.runtime.advantages import AdvantageWorker
-from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine import EngineRank
-from jackfield.runtime.reward_worker import RewardWorker
-from jackfield.runtime.workers import Workers, is_lost, lost_keys, resubmitted
+from jackfield.runtime.samples import AdvantageWorker
+from jackfield.runtime.workers import AgentWorker, RewardWorker, Workers, is_lost, lost_keys, resubmitted
 
 WEIGHTS, FINISHED = "weights", "finished"  #: topics of the queue: the newest weights, and the end of the last step
 
@@ -122,11 +121,12 @@ class RunWorkers:
 
 @attrs.define(kw_only=True, eq=False)
 class Role:
-    """The state that a role's components share: configuration, queue, workers, hooks."""
+    """The state that a role's components share: configuration, data, queue, workers, devices, hooks."""
 
     config: RunConfig
     name: RoleName = "all"
     algorithm: ResolvedAlgorithm
+    tasks: Mapping[str, TaskSet] = attrs.field(factory=dict)  #: train, and eval and expert if they are used
     clock: Clock
     hooks: HookManager
     explores: bool = attrs.field(init=False)  #: whether the run trains on responses that its policy generates
@@ -142,6 +142,8 @@ class Role:
     progress: Progress = attrs.field(init=False)  #: completed steps, an explorer's weight versions, or scored groups
     workers: RunWorkers = attrs.field(init=False)  #: set when they have been created
     queue: TransferQueue = attrs.field(init=False)  #: set when it has been opened
+    rollout_devices: DeviceLease = attrs.field(init=False)  #: of the replicas; set with the workers
+    train_devices: DeviceLease = attrs.field(init=False)  #: of the engines; the same lease if they share devices
     updated: int = attrs.field(default=0, init=False)  #: number of steps in the engine's weights
     _measured: dict[str, float] = attrs.field(factory=dict, init=False)  #: metrics of the step
 

@@ -6,23 +6,29 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import attrs
 
 from jackfield.abc.transfer_queue import DeleteRequest
-from jackfield.cluster.pool import DeviceLease
-from jackfield.data.tasks import Task
-from jackfield.errors import DeadlineExceeded, JackfieldError, QueueError, RewardError, WorkerLost
+from jackfield.data.tasks import SeededOrder, Task
+from jackfield.errors import (
+    ConfigError,
+    DataError,
+    DeadlineExceeded,
+    JackfieldError,
+    PluginError,
+    QueueError,
+    RewardError,
+    WorkerLost,
+)
 from jackfield.plugins.hooks import EvaluationEnded, SampleRecord, SamplesRecorded
-from jackfield.queue.meta import Batch, BatchMeta, GroupKey, NewGroup, RolloutReport
-from jackfield.runtime.agent_worker import RolloutJob, ends_the_run
-from jackfield.runtime.reward_worker import REWARD_INPUTS, RewardWorker, Scored
+from jackfield.queue.meta import Batch, BatchMeta, GroupKey, NewGroup, RolloutReport, group_of
 from jackfield.runtime.samples import TRAIN, is_baseline, is_expert, metric_tags, said, said_metrics, sampling_seed
-from jackfield.runtime.workers import is_lost, one_line, resubmitted
+from jackfield.runtime.workers import REWARD_INPUTS, RewardWorker, RolloutJob, is_lost, one_line, resubmitted
 from jackfield.trainer.role import FINISHED, Role
 
 REWARD = "reward"  #: the name under which the reward pipeline leases groups
@@ -35,9 +41,6 @@ class Explorer:
 
     role: Role
     name: str
-    placement: DeviceLease
-    task_for: Callable[[GroupKey], Task]
-    expert_for: Callable[[GroupKey], Task] | None = None  #: the expert's tasks; None in an offline run
     _groups: int = attrs.field(init=False)  #: groups per batch that agents generate; groups of given answers follow
     _rollouts: int = attrs.field(init=False)  #: rollouts per generated group, the greedy baseline included
     _running: int = attrs.field(default=0, init=False)
@@ -75,9 +78,23 @@ class Explorer:
                 for key in keys:
                     groups.create_task(self._make_group(key))
 
+    def task_of(self, key: GroupKey) -> Task:
+        """Return the task of a group, independent of the number of explorers and of resumes.
+
+        Groups beyond those that agents generate get an expert's tasks. A retry gets another task.
+        """
+        role, seed, which = self.role, self.role.config.seed, "train"
+        count, first = role.config.data.groups_per_batch, 0
+        if self._groups and key.index >= self._groups:
+            which, count, first = "expert", role.algorithm.experts, self._groups
+        tasks, position = role.tasks[which], key.batch * count + key.index - first
+        if key.retry:
+            seed, position = seed + 1, position * (role.config.schedule.max_retries + 1) + key.retry
+        task: Task = tasks[SeededOrder(size=len(tasks), seed=seed).index(position)]
+        return task
+
     async def _make_group(self, key: GroupKey) -> None:
-        copies = key.index >= self._groups
-        task = (self.expert_for if copies and self.expert_for else self.task_for)(key)
+        copies, task = key.index >= self._groups, self.task_of(key)
         rollouts, tags = 1 if copies else self._rollouts, dict[str, Any]()
         if copies and self._groups:
             tags = {"expert": True}
@@ -111,7 +128,7 @@ class Explorer:
         )
 
         async def run() -> RolloutReport:
-            async with self.placement.hold("rollout") if generates else nullcontext():
+            async with self.role.rollout_devices.hold("rollout") if generates else nullcontext():
                 return await _run(self.role, attrs.evolve(job, id=key.rollout(rollout, next(retries))))
 
         try:
@@ -130,7 +147,8 @@ async def _run(role: Role, job: RolloutJob) -> RolloutReport:
         return await role.clock.wait_for(worker.run(job), seconds, who)
     except JackfieldError as error:
         generates, lost = job.sampling is not None, job.partition == EVAL and is_lost(error)
-        if isinstance(error, WorkerLost) or lost or not generates or ends_the_run(error):
+        every = isinstance(error, ConfigError | DataError | PluginError) or error.code == "rollout.stopped"
+        if isinstance(error, WorkerLost) or lost or not generates or every:  # it would fail every rollout
             raise
         text = str(error) if job.partition == EVAL else _summary(error)
         return RolloutReport(group=job.group, rollout=job.rollout, error=text)
@@ -151,9 +169,8 @@ class RewardPipeline:
 
     role: Role
     groups: int = attrs.field(default=0, init=False)  #: number of rewarded groups
-    _scoring: dict[tuple[int, int], list[str]] = attrs.field(factory=dict, init=False)  #: keys by batch and index
-    #: the last groups in a row without any score
-    _unscored: list[Sequence[Scored]] = attrs.field(factory=list, init=False)
+    #: errors of the last groups in a row without any score
+    _unscored: list[Iterable[str]] = attrs.field(factory=list, init=False)
 
     async def register(self) -> None:
         """Register the pipeline with the queue, and take over the leases of an earlier process."""
@@ -168,8 +185,8 @@ class RewardPipeline:
 
             async def score_early() -> None:  # before groups are complete
                 async for keys in queue.new_samples(TRAIN):
-                    for group, mine in itertools.groupby(sorted(keys, key=_group_of), _group_of):
-                        tasks.create_task(self._begin(group, list(mine)))
+                    for _, mine in itertools.groupby(sorted(keys, key=group_of), group_of):
+                        tasks.create_task(self._begin(list(mine)))
 
             tasks.create_task(score_early())
             while True:
@@ -192,30 +209,22 @@ class RewardPipeline:
                 if self.groups == before:
                     raise
 
-    def _worker(self, group: str) -> RewardWorker:
+    def _worker(self, key: str) -> RewardWorker:
+        """Return the worker of a sample, which is that of all retries of its group."""
         assert self.role.workers.rewards is not None
-        return self.role.workers.rewards.of(group)
+        return self.role.workers.rewards.of(group_of(key).rpartition("/")[0])
 
-    async def _begin(self, group: str, keys: list[str]) -> None:
-        """Start scores. Errors surface when the group is rewarded."""
-        key = GroupKey.of(group)
-        before = self._scoring.get((key.batch, key.index), [])
-        dropped = before if before and _group_of(before[0]) != group else []  # these scores are no longer needed
-        self._scoring[key.batch, key.index] = keys if dropped else before + keys
+    async def _begin(self, keys: list[str]) -> None:
+        """Start the scores of a group. Errors surface when the group is rewarded."""
         try:
-            if dropped:
-                await self._worker(_group_of(dropped[0])).forget(dropped)
-            await self._worker(group).score(TRAIN, keys)
+            await self._worker(keys[0]).begin(TRAIN, keys)
         except WorkerLost as error:
             lost = f"{one_line(error)}; the score of samples {', '.join(keys)} is made again"
             logging.getLogger("jackfield").warning(lost)
-        except QueueError:  # the group was dropped while its sample came
-            pass
 
     async def _finish(self, group: BatchMeta) -> None:
         """Write the rewards of a whole group."""
-        tags = group.tags[0]
-        async with self.role.measure("reward", "reward", tags["batch"]):
+        async with self.role.measure("reward", "reward", group.tags[0]["batch"]):
             try:
                 await resubmitted(lambda: self._reward(group), f"the reward of samples {', '.join(group.keys)}")
             except WorkerLost as error:
@@ -224,7 +233,6 @@ class RewardPipeline:
                 if not await self.role.give_back_lost(group, error):
                     raise
                 return  # it is leased again if enough samples are left
-        self._scoring.pop((tags["batch"], tags["group"]), None)
         self.groups += 1
 
     async def _reward(self, group: BatchMeta) -> None:
@@ -233,50 +241,50 @@ class RewardPipeline:
         tagged = zip(group.keys, group.tags, strict=True)
         uncompared = sorted(key for key, tags in tagged if is_expert(tags) or is_baseline(tags))
         who = f"the reward worker of group {name}, samples {', '.join(group.keys)}"
-        rewarding = self._worker(name).reward(TRAIN, group.keys, uncompared)
-        scored, written = await self.role.clock.wait_for(rewarding, seconds, who)
-        self._require_some_score(group, scored)
-        compared = [each for each in scored if each.key not in uncompared and each.error is None]
+        rewarding = self._worker(group.keys[0]).reward(TRAIN, group.keys, uncompared)
+        results, written = await self.role.clock.wait_for(rewarding, seconds, who)
+        found = dict(zip(group.keys, results, strict=True))
+        failed = {key: str(result.error) for key, result in found.items() if result.status != "ok"}
+        self._require_some_score(group, failed)
+        compared = [result.score for key, result in found.items() if key not in uncompared]
         last = group.tags[0]["retry"] >= self.role.config.schedule.max_retries  # it is used as it is
-        complete = len(compared) == len(scored) - len(uncompared)
-        equal = len({each.score for each in compared}) == 1  # no gradient (DAPO, eq. 11)
-        if self.role.algorithm.dynamic_sampling and complete and equal and not last:
+        equal = len(set(compared)) == 1 and None not in compared  # no gradient (DAPO, eq. 11)
+        if self.role.algorithm.dynamic_sampling and equal and not last:
             await self.role.queue.drop_groups([name], "all rewards of the group are equal")
             return
-        tags = tuple(metric_tags("reward", each.metrics) for each in scored if each.error is None)
-        good = group.select(index for index, each in enumerate(scored) if each.error is None)
+        tags = tuple(metric_tags("reward", result.metrics) for key, result in found.items() if key not in failed)
+        good = group.select(index for index, key in enumerate(group.keys) if key not in failed)
         await self.role.queue.add_columns(good, attrs.evolve(written, tags=tags))
-        if failed := {each.key: each.error for each in scored if each.error is not None}:
+        if failed:
             await self.role.queue.fail_samples(failed)
 
-    def _require_some_score(self, group: BatchMeta, scored: Sequence[Scored]) -> None:
+    def _require_some_score(self, group: BatchMeta, failed: Mapping[str, str]) -> None:
         """Raise if several groups in a row have no score: the reward itself is at fault."""
-        if any(each.error is None for each in scored):
+        if len(failed) < len(group):
             self._unscored.clear()
             return
-        self._unscored.append(scored)
-        most_failed, failed = self.role.config.schedule.max_retries, len(self._unscored)
-        if failed > most_failed:
-            texts = [str(each.error).removeprefix("reward failed: ") for group in self._unscored for each in group]
-            errors = Counter(text.partition("\n")[0] for text in texts)
-            most, *others = (f"{count} × {error}" for error, count in errors.most_common(5))
-            frames = texts[-1].partition("\n")[2]
-            raise RewardError(
-                f"{most}: {failed} groups in a row ended without a single score",
-                code="reward.too-many-failures",
-                where=f"group {group.groups[0]}, task {group.tags[0]['task_id']}",
-                expected=f"at most {most_failed} (schedule.max_retries)",
-                found="\n".join(others) or frames or None,
-                fix="correct the reward; where it only needs longer, raise deadlines.reward or its number of workers",
-            )
+        self._unscored.append(failed.values())
+        most, groups = self.role.config.schedule.max_retries, len(self._unscored)
+        if groups > most:
+            what, where = "groups in a row ended without a single score", group.groups[0]
+            where = f"group {where}, task {group.tags[0]['task_id']}"
+            expected, errors = f"at most {most} (schedule.max_retries)", itertools.chain(*self._unscored)
+            raise _without_scores(f"{groups} {what}", where, expected, errors)
 
 
-def _group_of(key: str) -> str:
-    return key.rsplit("/", 2)[0]
-
-
-#: The score of a held-out task, and the tags of its sample; None if there is no sample.
-_Outcome: TypeAlias = tuple[Scored, Mapping[str, Any] | None]
+def _without_scores(what: str, where: str, expected: str, errors: Iterable[str]) -> RewardError:
+    """Return the error for scoring that always fails, with its most frequent errors."""
+    texts = [error.removeprefix("reward failed: ") for error in errors]
+    counted = Counter(text.partition("\n")[0] for text in texts).most_common(5)
+    most, *others = (f"{count} × {error}" for error, count in counted)
+    return RewardError(
+        f"{most}: {what}",
+        code="reward.too-many-failures",
+        where=where,
+        expected=expected,
+        found="\n".join(others) or texts[-1].partition("\n")[2] or None,
+        fix="correct the reward; where it only needs longer, raise deadlines.reward or its number of workers",
+    )
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -284,8 +292,11 @@ class Evaluator:
     """Runs every held-out task once and reports the mean score to the hooks."""
 
     role: Role
-    tasks: Sequence[Task] = ()  #: the held-out tasks; if empty, no evaluation runs
-    placement: DeviceLease
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        """The held-out tasks; if there are none, no evaluation runs."""
+        return self.role.tasks.get("eval", ())
 
     def is_due(self, steps_done: int) -> bool:
         """Return whether to evaluate: at both ends of the run and at due weight syncs."""
@@ -296,47 +307,38 @@ class Evaluator:
         """Evaluate the weights that the replicas serve now, which are those of ``version``.
 
         Return ``score``, the mean over the tasks that have one, ``failed``, the fraction of tasks without one, and
-        ``response_tokens``, the mean length of the responses. A task that fails for a reason that every task shares
-        (``ends_the_run``) raises its error; if no task has a score, ``reward.too-many-failures`` is raised.
+        ``response_tokens``, the mean length of the responses. An error that every task would have is raised; so is
+        ``reward.too-many-failures`` if no task has a score.
         """
-        async with self.role.measure("evaluate", "trainer", version), self.placement.hold("rollout"):
-            outcomes = await asyncio.gather(*(self._evaluate(task, version) for task in self.tasks))
-        scores = [scored.score for scored, _ in outcomes if scored.score is not None]
+        async with self.role.measure("evaluate", "trainer", version), self.role.rollout_devices.hold("rollout"):
+            records = await asyncio.gather(*(self._evaluate(task, version) for task in self.tasks))
+        scores = [record.reward for record in records if record.reward is not None]
         if not scores:
-            raise RewardError(
-                "no task of the evaluation has a score",
-                code="reward.too-many-failures",
-                where=f"evaluation of weights {version}",
-                expected="a score for one task at least",
-                found=outcomes[0][0].error,
-                fix="correct what the first task met",
-            )
-        tags = {scored.key: found for scored, found in outcomes if found is not None}
+            where, errors = f"evaluation of weights {version}", (str(record.tags["error"]) for record in records)
+            raise _without_scores("no task has a score", where, "a score for one task at least", errors)
+        tokens = {each.key: each.tags["response_tokens"] for each in records if "response_tokens" in each.tags}
         metrics = {
             "score": sum(scores) / len(scores),
-            "failed": 1.0 - len(scores) / len(outcomes),
-            "response_tokens": sum(each["response_tokens"] for each in tags.values()) / len(outcomes),
-            "tasks": float(len(outcomes)),
-            **said_metrics(tags.values()),
+            "failed": 1.0 - len(scores) / len(records),
+            "response_tokens": sum(tokens.values()) / len(records),
+            "tasks": float(len(records)),
+            **said_metrics(record.tags for record in records),
         }
-        shown = outcomes[: self.role.config.observe.samples_per_evaluation]
-        keys = [scored.key for scored, found in shown if found is not None]
-        records = {record.key: record for record in await self.role.records(EVAL, keys, [{}] * len(keys))}
-        samples = []
-        for task, (scored, found) in zip(self.tasks, shown, strict=False):
-            key, error = f"{EVAL}/{task.id}", {} if scored.error is None else {"error": scored.error}
-            empty = SampleRecord(key=key, prompt="", response="", reward=None, response_ids=(), response_mask=())
-            shown_tags = {"task": task.id, "ground_truth": task.ground_truth, **said(found or {}), **error}
-            record = records.get(scored.key, empty)
-            samples.append(attrs.evolve(record, key=key, reward=scored.score, tags=shown_tags))
-        await self.role.workers.backend.delete(DeleteRequest(partition=EVAL, keys=tuple(tags)))
+        shown = records[: self.role.config.observe.samples_per_evaluation]
+        keys = [record.key for record in shown if record.key in tokens]
+        texts = {text.key: text for text in await self.role.records(EVAL, keys, [{}] * len(keys))}
+        samples = [
+            attrs.evolve(texts.get(record.key, record), key=f"{EVAL}/{task.id}", reward=record.reward, tags=record.tags)
+            for task, record in zip(self.tasks, shown, strict=False)
+        ]
+        await self.role.workers.backend.delete(DeleteRequest(partition=EVAL, keys=tuple(tokens)))
         hooks = self.role.hooks
         hooks.emit(SamplesRecorded(step=version, partition=EVAL, samples=tuple(samples)))
         hooks.emit(EvaluationEnded(step=version, metrics=metrics))
         return metrics
 
-    async def _evaluate(self, task: Task, version: int) -> _Outcome:
-        """Run and score a task. An error that concerns this task only becomes its outcome."""
+    async def _evaluate(self, task: Task, version: int) -> SampleRecord:
+        """Run and score a task; return its sample without the text. An error of this task only becomes a tag."""
         group, config, workers = f"{EVAL}/{version}/{task.id}", self.role.config, self.role.workers
         key, rewards = f"{group}/0", workers.rewards
         assert rewards is not None
@@ -347,17 +349,23 @@ class Evaluator:
             id=group, partition=EVAL, group=group, task=task, sampling=sampling, seconds=seconds, last=True
         )
 
-        async def outcome() -> _Outcome:
+        def record(reward: float | None, error: str | None, **found: Any) -> SampleRecord:
+            tags = {"task": task.id, "ground_truth": task.ground_truth, **found, **({"error": error} if error else {})}
+            return SampleRecord(
+                key=key, prompt="", response="", reward=reward, response_ids=(), response_mask=(), tags=tags
+            )
+
+        async def evaluated() -> SampleRecord:
             report = await _run(self.role, job)
             if not report.keys:
-                return Scored(key=key, score=None, error=report.error or "the agent loop returned no sequence"), None
-            worker = rewards.of(group)
+                return record(None, report.error or "the agent loop returned no sequence")
             longest = 2 * self.role.score_seconds * len(self.tasks)  # if all are scored one after the other
-            (scored,) = await self.role.clock.wait_for(worker.score(EVAL, [key]), longest, who)
-            await worker.forget([key])
-            return scored, {**report.written.tags[0], **metric_tags("reward", scored.metrics)}
+            result = await self.role.clock.wait_for(rewards.of(group).score(EVAL, key), longest, who)
+            tags = report.written.tags[0]
+            more = {"response_tokens": tags["response_tokens"], **said(tags), **metric_tags("reward", result.metrics)}
+            return record(result.score, result.error, **more)
 
         try:
-            return await resubmitted(outcome, f"sample {key}")
+            return await resubmitted(evaluated, f"sample {key}")
         except WorkerLost as error:
-            return Scored(key=key, score=None, error=str(error)), None
+            return record(None, str(error))

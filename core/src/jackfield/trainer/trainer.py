@@ -1,9 +1,9 @@
-"""The training loop for every schedule and algorithm, and the source of its batches."""
+"""The training loop for every schedule and algorithm."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from fractions import Fraction
 from math import floor, isfinite
@@ -12,15 +12,15 @@ from typing import Any
 import attrs
 
 from jackfield.algorithms import VALUE_LOSS, LossSpec
-from jackfield.cluster.pool import DeviceLease
 from jackfield.config.sections import MixConfig, ReplayConfig
 from jackfield.errors import QueueError, RunError
 from jackfield.plugins.hooks import SamplesFailed, SamplesRecorded, StepEnded, WeightsSynced
 from jackfield.queue.meta import BatchMeta, Reuse
-from jackfield.runtime.engine import Comparison, EngineGroup
+from jackfield.queue.sample_files import ImportedSamples
+from jackfield.runtime.engine import EngineGroup
 from jackfield.runtime.samples import TRAIN, global_counts, mini_batches, oldest_version, own, said_metrics, trained
 from jackfield.runtime.workers import is_lost
-from jackfield.trainer.checkpoint import Checkpointer, random_state
+from jackfield.trainer.checkpoint import Checkpoint, Checkpointer, random_state
 from jackfield.trainer.log_prob_check import LogProbCheck
 from jackfield.trainer.role import Role
 from jackfield.trainer.rollouts import Evaluator
@@ -53,37 +53,51 @@ class Trainer:
     """Trains on the batch of each step and publishes weights on the schedule."""
 
     role: Role
-    batches: BatchSource
     actor: EngineGroup
     critic: EngineGroup | None = None
     reference: EngineGroup | None = None  #: None: the algorithm needs no reference policy
-    log_prob_check: LogProbCheck
     sync: Callable[[int], Awaitable[WeightsSynced]] | None = None  #: publishes a version; None: there are no replicas
-    evaluator: Evaluator
-    checkpoints: Checkpointer
-    placement: DeviceLease
+    stop: asyncio.Event = attrs.field(factory=asyncio.Event)  #: set when the run has to stop at the next boundary
+    log_prob_check: LogProbCheck = attrs.field(init=False)
+    evaluator: Evaluator = attrs.field(init=False)
+    checkpoints: Checkpointer = attrs.field(init=False)
     kl_coefficient: float = attrs.field(init=False)  #: of the KL penalty, in the loss or in the reward
+    #: what is added to the step's own groups, by partition; in the training partition: used groups, replayed
+    _mixed: dict[str, ReplayConfig | MixConfig] = attrs.field(init=False)
     _synced: WeightsSynced | None = attrs.field(default=None, init=False)  #: report of the newest published version
     _published: int = attrs.field(default=0, init=False)  #: the weight version that the replicas serve
 
     def __attrs_post_init__(self) -> None:
-        """Start from the configured KL coefficient."""
-        self.kl_coefficient = self.role.config.algorithm.kl.coefficient
+        """Create the parts that need only the role, and start from the configured KL coefficient."""
+        role = self.role
+        trained = {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}
+        self.log_prob_check, self.evaluator = LogProbCheck(role=role), Evaluator(role=role)
+        self.checkpoints = Checkpointer(role=role, engines=trained)
+        self.kl_coefficient = role.config.algorithm.kl.coefficient
+        named = attrs.asdict(role.config.mixing, recurse=False)
+        self._mixed = {TRAIN if name == "replay" else name: each for name, each in named.items() if each is not None}
 
-    async def begin(self, first_step: int = 0, restored: Mapping[str, Any] | None = None) -> None:
-        """Evaluate the initial model, or send restored weights, before explorers start.
+    async def begin(self, checkpoint: Checkpoint | None = None, imported: Sequence[ImportedSamples] = ()) -> int:
+        """Put ``imported`` samples and evaluate the initial model, or restore a checkpoint and send its weights.
 
-        ``restored`` is the trainer's state in a checkpoint (the KL controller's coefficient). None starts a new run.
+        Return the first step. Explorers start at the end of this call.
         """
-        self._published = self.role.updated = first_step
-        if restored is None:
+        role, first_step = self.role, 0
+        await self._register()
+        if checkpoint is None:
+            await role.queue.clear()
+            for samples in imported:
+                await samples.put()
             await self.evaluate(0)
         else:
+            restored, first_step = await self.checkpoints.load(checkpoint), checkpoint.step
             self.kl_coefficient = restored["kl_coefficient"]
+            self._published = role.updated = first_step
             if self.sync is not None:
-                async with self.placement.hold("train"):
+                async with role.train_devices.hold("train"):
                     self._synced = await self.sync(first_step)
         await self.release_explorers(first_step)
+        return first_step
 
     async def run(self, first_step: int = 0) -> int:
         """Train until the schedule ends or a stop is requested; return the completed steps."""
@@ -93,7 +107,7 @@ class Trainer:
                 async with self.recover_lost_samples(step):
                     if not await self.next_batch(step):
                         return await self.checkpoint_before(step)
-                    async with self.placement.hold("train"):
+                    async with self.role.train_devices.hold("train"):
                         await self.reference_log_probs(step)
                         await self.old_log_probs(step)
                         await self.values(step)
@@ -124,7 +138,7 @@ class Trainer:
     async def next_batch(self, step: Step) -> bool:
         """Lease the batch of the step. Return False if the run has to stop before this step."""
         async with self.role.measure("next_batch", "trainer", step.number):
-            batch = await self.batches.next(step.number, may_stop=not step.updates)
+            batch = await self._lease(step)
         if batch is not None:
             step.batch, step.leased = batch, True
         return step.leased
@@ -164,9 +178,10 @@ class Trainer:
                 for key, part in self._open_updates("critic", step):
                     mine = own(part)
                     loss = LossSpec(name=VALUE_LOSS, options=options, global_counts=global_counts(mine.tags))
-                    update = _finite(await self.critic.update(mine, loss), "value/loss", step)
-                    update = {name if "/" in name else f"critic/{name}": value for name, value in update.items()}
-                    step.updates[key] = update
+                    update, _ = await self.critic.update(mine, loss)
+                    _finite(update, "value/loss", step)
+                    named = {name if "/" in name else f"critic/{name}": value for name, value in update.items()}
+                    step.updates[key] = named
 
     async def update_actor(self, step: Step) -> None:
         """Run the policy's optimizer steps on the batch, once the critic's warm-up is over."""
@@ -239,6 +254,47 @@ class Trainer:
 
     # -- parts of stages
 
+    async def _register(self) -> None:
+        """Register the trainer as a consumer, before any sample is put."""
+        generated = ("rollout_log_probs", "reward") if self.role.explores else ()
+        columns = ("prompt_ids", "response_ids", "response_mask", *generated)
+        register = self.role.queue.register_consumer
+        await register(CONSUMER, TRAIN, columns)
+        for partition, each in self._mixed.items():
+            reuse = Reuse(**{field.name: getattr(each, field.name) for field in attrs.fields(Reuse)})
+            await register(_consumer(partition), partition, columns, sampler=each.sampler, reuse=reuse)
+
+    async def _lease(self, step: Step) -> BatchMeta | None:
+        """Lease the batch of a step. Return None if the run has to stop before it.
+
+        A requested stop takes effect here if the step has made no update and a checkpoint can be cut before it. A batch
+        that is staler than the schedule allows, or not complete in time, is refused.
+        """
+        queue, schedule, seconds = self.role.queue, self.role.schedule, self.role.config.deadlines.batch
+        leasing = asyncio.ensure_future(queue.lease_batch(CONSUMER, step.number, deadline_seconds=seconds))
+        if not (step.updates or (schedule.explores and step.number % schedule.sync_interval)):
+            stopped: asyncio.Future[Any] = asyncio.ensure_future(self.stop.wait())
+            try:
+                await asyncio.wait({leasing, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                stopped.cancel()
+                if self.stop.is_set() or not leasing.done():
+                    leasing.cancel()
+                    await asyncio.wait({leasing})
+            if self.stop.is_set():
+                return None
+        batch = await leasing
+        mixed, own = [], len(set(batch.groups))
+        for partition, each in self._mixed.items():
+            if groups := further_groups(each.ratio, step.number, own):
+                which: dict[str, Any] = {"step": step.number, "fresh": partition != TRAIN, "deadline_seconds": seconds}
+                mixed.append(await queue.lease_groups(_consumer(partition), groups, **which))
+        if schedule.explores:
+            schedule.check(step.number, oldest_version(batch.tags))
+        for more in filter(None, mixed):
+            batch = batch.joined(more)
+        return batch
+
     def _open_updates(self, role: str, step: Step) -> Iterator[tuple[tuple[str, int], BatchMeta]]:
         """Yield the mini-batches of all epochs that no optimizer step has used yet."""
         settings = self.role.config.algorithm
@@ -248,12 +304,8 @@ class Trainer:
                 yield (role, index), part
 
     async def _actor_step(self, part: BatchMeta, step: Step, *, first: bool) -> Mapping[str, float]:
-        algorithm, check, comparison = self.role.algorithm, self.log_prob_check, None
-        if first and check.is_due(step.number):  # before the weights change
-            engine = "old_log_probs" if algorithm.recompute_old_log_probs else "log_probs"
-            version = self.role.updated if self.role.explores else None
-            slack, dropout = self.role.config.sampling_slack, self.role.config.trains_with_dropout
-            comparison = Comparison(engine=engine, version=version, slack=slack, dropout=dropout)
+        algorithm, check = self.role.algorithm, self.log_prob_check
+        comparison = check.comparison(step.number) if first else None  # before the weights change
         if algorithm.prepares or (comparison is not None and comparison.engine == "log_probs"):
             await self.actor.compute("log_probs", part, "log_probs")
         if algorithm.prepares:
@@ -262,9 +314,9 @@ class Trainer:
         if "kl" in options:
             options["kl_coefficient"] = self.kl_coefficient
         loss = LossSpec(name=algorithm.loss, options=options, global_counts=global_counts(part.tags))
-        update = await self.actor.update(part, loss, comparison)
+        update, found = await self.actor.update(part, loss, comparison)
         if comparison is not None:
-            update = check.judge(update, part, step.number, self.role.updated)
+            check.judge(found, part, step.number)
         return _finite(update, "policy/loss", step)
 
     def _measured(self, step: Step) -> dict[str, float]:
@@ -314,59 +366,3 @@ def further_groups(ratio: float, step: int, own: int) -> int:
 
 def _consumer(partition: str) -> str:
     return CONSUMER if partition == TRAIN else f"{CONSUMER}/{partition}"
-
-
-@attrs.define(kw_only=True, eq=False)
-class BatchSource:
-    """Leases the samples of each step from the queue."""
-
-    role: Role
-    stop: asyncio.Event = attrs.field(factory=asyncio.Event)  #: set when the run has to stop at the next boundary
-    #: what is added to the step's own groups, by partition; in the training partition: used groups, replayed
-    mixed: dict[str, ReplayConfig | MixConfig] = attrs.field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        """Read the mixing settings."""
-        named = attrs.asdict(self.role.config.mixing, recurse=False)
-        self.mixed = {TRAIN if name == "replay" else name: each for name, each in named.items() if each is not None}
-
-    async def register(self) -> None:
-        """Register the trainer as a consumer, before any sample is put."""
-        generated = ("rollout_log_probs", "reward") if self.role.explores else ()
-        columns = ("prompt_ids", "response_ids", "response_mask", *generated)
-        register = self.role.queue.register_consumer
-        await register(CONSUMER, TRAIN, columns)
-        for partition, each in self.mixed.items():
-            reuse = Reuse(**{field.name: getattr(each, field.name) for field in attrs.fields(Reuse)})
-            await register(_consumer(partition), partition, columns, sampler=each.sampler, reuse=reuse)
-
-    async def next(self, step: int, *, may_stop: bool) -> BatchMeta | None:
-        """Lease the batch of a step (from 0). Return None if the run has to stop before it.
-
-        With ``may_stop``, a requested stop takes effect here if a checkpoint can be cut before this step. A batch that
-        is staler than the schedule allows is refused (``schedule.staleness``), one that is not complete in time, too.
-        """
-        queue, schedule, seconds = self.role.queue, self.role.schedule, self.role.config.deadlines.batch
-        leasing = asyncio.ensure_future(queue.lease_batch(CONSUMER, step, deadline_seconds=seconds))
-        if may_stop and not (schedule.explores and step % schedule.sync_interval):
-            stopped: asyncio.Future[Any] = asyncio.ensure_future(self.stop.wait())
-            try:
-                await asyncio.wait({leasing, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                stopped.cancel()
-                if self.stop.is_set() or not leasing.done():
-                    leasing.cancel()
-                    await asyncio.wait({leasing})
-            if self.stop.is_set():
-                return None
-        batch = await leasing
-        mixed, own = [], len(set(batch.groups))
-        for partition, each in self.mixed.items():
-            if groups := further_groups(each.ratio, step, own):
-                which: dict[str, Any] = {"step": step, "fresh": partition != TRAIN, "deadline_seconds": seconds}
-                mixed.append(await queue.lease_groups(_consumer(partition), groups, **which))
-        if schedule.explores:
-            schedule.check(step, oldest_version(batch.tags))
-        for more in filter(None, mixed):
-            batch = batch.joined(more)
-        return batch

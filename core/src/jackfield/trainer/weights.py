@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 import attrs
 
 from jackfield.abc.rollout import GenerateResult, SleepRequest, UpdateWeightsRequest, WakeUpRequest
-from jackfield.cluster.pool import DeviceLease, ReplicaPool
+from jackfield.cluster.pool import ReplicaPool
 from jackfield.errors import DeadlineExceeded, JackfieldError, WeightsError
 from jackfield.routing import LOST, Replica
 from jackfield.runtime.engine import EngineGroup
@@ -46,7 +46,6 @@ class WeightSubscriber:
 
     role: Role
     replicas: Sequence[Replica]  #: the pool's own list, which changes as replicas come and go
-    placement: DeviceLease
     takes_turns: bool = attrs.field(default=False, init=False)
     newest: WeightsSynced = attrs.field(default=_NOTHING, init=False)  #: the newest weights that all replicas have
     loading: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)  #: held while replicas load weights
@@ -91,7 +90,7 @@ class WeightSubscriber:
     @asynccontextmanager
     async def hold(self) -> AsyncIterator[None]:
         """Hold newer versions back, and the devices for replicas."""
-        async with self.placement.hold("rollout", joins=True), self.loading:
+        async with self.role.rollout_devices.hold("rollout", joins=True), self.loading:
             yield
 
     async def load(self, replica: Replica) -> None:
@@ -130,7 +129,6 @@ class EngineWeights:
     role: Role
     actor: EngineGroup
     synchronizer: WeightSynchronizer
-    placement: DeviceLease
     pool: ReplicaPool | None = None  #: replicas of this process, if it has any
     engines: Sequence[EngineGroup] = ()  #: the engines of all models that use the device
     probe: ReplicaProbe | None = None
@@ -142,7 +140,7 @@ class EngineWeights:
     def __attrs_post_init__(self) -> None:
         """Compare replicas at hand-overs if they take turns with the engine, otherwise after each transfer."""
         if self.takes_turns:
-            self.placement.hand_over = self.hand_over
+            self.role.train_devices.hand_over = self.hand_over
         elif self.probe is not None:
             self.synchronizer.check = self.probe.check
 
@@ -163,7 +161,7 @@ class EngineWeights:
 
     def hold(self) -> AbstractAsyncContextManager[None]:
         """Block training and weight syncs, and give replicas the device."""
-        return self.placement.hold("rollout", joins=True)
+        return self.role.train_devices.hold("rollout", joins=True)
 
     async def load(self, replica: Replica) -> None:
         """Send the current weights to a replica that joins or was restarted, inside :meth:`hold`."""
