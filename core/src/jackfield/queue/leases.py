@@ -188,26 +188,22 @@ class Leases:
             for group in groups:
                 self._return(consumer, group)
 
-    async def take_over(self, consumer: str) -> tuple[str, ...]:
-        """End all leases of a consumer whose holder is gone; return the keys of the samples that are ready again."""
+    async def take_over(self, consumer: str) -> None:
+        """End all leases of a consumer whose holder is gone."""
         mine = self.core.state.consumer(consumer)
-        return tuple(self.end(lambda each, hold: each is mine))
+        self.end(lambda each, hold: each is mine)
 
-    def end(self, is_over: Callable[[Consumer, Hold], bool]) -> list[str]:
-        """End the leases for which ``is_over`` holds; return the keys of their samples."""
-        ended: list[str] = []
+    def end(self, is_over: Callable[[Consumer, Hold], bool]) -> None:
+        """End the leases for which ``is_over`` holds."""
         for consumer in self.core.state.consumers.values():
             over: dict[int, list[Group]] = {}
             for group, hold in consumer.held.items():
                 if is_over(consumer, hold):
                     over.setdefault(hold.epoch, []).append(group)
             for epoch, groups in over.items():
-                keys = _keys(groups)
-                self.core.record("expire", consumer=consumer.name, epoch=epoch, keys=keys)
-                ended += keys
+                self.core.record("expire", consumer=consumer.name, epoch=epoch, keys=_keys(groups))
                 for group in groups:
                     self._return(consumer, group)
-        return ended
 
     def _return(self, consumer: Consumer, group: Group) -> None:
         """End a consumer's lease and offer it the group again, if it may use it."""

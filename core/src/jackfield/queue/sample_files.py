@@ -170,34 +170,25 @@ def _read_lines(file: Path) -> Iterator[SavedSample]:
                     cells = {name: cell_of(name, each, types.get(name)) for name, each in record["columns"].items()}
                     names = {field.name for field in attrs.fields(SavedSample)} - {"cells", "acked_by"}
                     given = {name: record[name] for name in names & record.keys() if record[name] is not None}
-                    sample = SavedSample(cells=cells, acked_by=tuple(record.get("acked_by", ())), **given)
-                yield sample
+                    yield SavedSample(cells=cells, acked_by=tuple(record.get("acked_by", ())), **given)
 
 
 def _read_parquet(file: Path) -> Iterator[SavedSample]:
-    pyarrow = import_pyarrow()
+    import_pyarrow()
     from pyarrow import parquet
 
-    try:
-        opened = parquet.ParquetFile(file)
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise QueueError("the file is no Parquet file", where=str(file), found=error) from error
-    with opened:
-        names = opened.schema_arrow.names
-        if not any(name.startswith("columns.") for name in names):
-            found = ", ".join(names)
-            raise QueueError("the file has no columns of rows", where=str(file), expected="columns.NAME", found=found)
+    with _refusing(str(file), "columns.NAME"), parquet.ParquetFile(file) as opened:
+        if not any(name.startswith("columns.") for name in opened.schema_arrow.names):
+            raise ValueError(f"the columns are {', '.join(opened.schema_arrow.names)}")
         for batch in opened.iter_batches(batch_size=BATCH_ROWS):
-            with _refusing(str(file), "columns.NAME"):
-                samples = from_arrow(batch, cell_of)
-            yield from samples
+            yield from from_arrow(batch, cell_of)
 
 
 @contextmanager
 def _refusing(where: str, expected: str) -> Iterator[None]:
     try:
         yield
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, QueueError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError, QueueError) as error:
         found = f"{type(error).__name__}: {error}"
         raise QueueError("a record is no row of a queue", where=where, expected=expected, found=found) from error
 
