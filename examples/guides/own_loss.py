@@ -1,6 +1,6 @@
 """A loss of one's own and an algorithm of it, as a plugin offers them (its manifest says `hooks = "pkg.own_loss"`)."""
 
-from jackfield.algorithms import Algorithm, Part
+from jackfield.algorithms import Algorithm
 from jackfield.plugins import hookimpl
 
 
@@ -18,5 +18,5 @@ def anchored_policy_gradient():
 
 @hookimpl
 def register_parts(register):
-    register("loss", "anchored", Part(kind="loss", name="anchored", function=anchored, scope="token"))
+    register("loss", "anchored", anchored, scope="token")
     register("algorithm", "anchored_policy_gradient", anchored_policy_gradient)

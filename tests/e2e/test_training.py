@@ -117,6 +117,8 @@ def turned(original: Part, change: Callable[[Any], Any]) -> None:
 
     changed = attrs.evolve(original, name=f"negated_{original.name}", function=function)
     registry._PARTS[changed.kind, changed.name] = changed
+    if original.preparation is not None:
+        registry._PARTS["preparation", changed.name] = original.preparation
 
 
 def _negative(estimate: Any) -> Any:

@@ -21,11 +21,9 @@ from jackfield.algorithms import (
     policy_loss,
     prepare,
     register,
-    register_part,
     registry,
     resolve_loss,
 )
-from jackfield.algorithms.registry import Part
 from jackfield.algorithms.settings import describe
 from jackfield.cli import main
 from jackfield_testing import refused
@@ -119,7 +117,7 @@ def test_parts_of_ones_own() -> None:
         """Takes whatever there is."""
         return inputs["log_probs"] * inputs["mine"], {}
 
-    register_part("loss", "mine", loss)
+    register("loss", "mine")(loss)
     assert "batch" == part("loss", "mine").scope
     found, _ = policy_loss(
         "mine",
@@ -130,11 +128,8 @@ def test_parts_of_ones_own() -> None:
         mine=4.0,
     )
     assert 8.0 == float(found)
-    register_part("kl", "whole", Part(kind="kl", name="whole", function=loss, scope="token"))
     with refused("config.invalid-value"):
-        register_part("kl", "k1", loss)
-    with refused("config.invalid-value"):
-        register_part("kl", "other", Part(kind="kl", name="whole", function=loss, scope="token"))
+        register("kl", "k1")(loss)
 
 
 @pytest.mark.usefixtures("clean_registry")

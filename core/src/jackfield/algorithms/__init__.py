@@ -11,7 +11,7 @@ from __future__ import annotations
 from jackfield.algorithms.advantages import advantages
 from jackfield.algorithms.losses import VALUE_LOSS, LossSpec, policy_loss, prepare, resolve_loss, value_loss
 from jackfield.algorithms.per_token import aggregate, distillation_loss, kl
-from jackfield.algorithms.registry import Part, names, part, register, register_part
+from jackfield.algorithms.registry import Part, names, part, register
 from jackfield.algorithms.settings import Algorithm, algorithm
 from jackfield.algorithms.shaping import (
     Correction,
@@ -51,7 +51,6 @@ __all__ = [
     "policy_loss",
     "prepare",
     "register",
-    "register_part",
     "resolve_loss",
     "value_loss",
 ]

@@ -14,7 +14,7 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_type_hints
 
 import attrs
 from attrs.validators import and_, ge, gt, le, optional
@@ -191,13 +191,10 @@ class Part:
         known, takes_all = self.inputs, self.open
         given = {key: value for key, value in offered.items() if value is not None and (takes_all or key in known)}
         if missing := self.missing(given):
-            message, where = (
-                f"{self.kind} {self.name} needs {' and '.join(missing)}",
-                f"algorithm: {self.kind} {self.name}",
-            )
+            message, where = f"needs {' and '.join(missing)}", f"{self.kind} {self.name}"
             made = f"; {', '.join(self.whole_batch)} from prepare, of the whole batch" if self.preparation else ""
-            details = {"where": where, "expected": ", ".join(self.needs) + made, "found": ", ".join(sorted(given))}
-            raise ConfigError(message, code="algorithm.input", **details)
+            details = {"expected": ", ".join(self.needs) + made, "found": ", ".join(sorted(given))}
+            raise ConfigError(f"{where} {message}", code="algorithm.input", where=f"algorithm: {where}", **details)
         if self.listed is not None:
             return self.function(Inputs(**{**dict.fromkeys(known), **given}), **(options or {}))
         return self.function(**given, **(options or {}))
@@ -206,30 +203,22 @@ class Part:
 _PARTS: dict[tuple[str, str], Part] = {}
 
 
-def register(kind: str, name: str, scope: Scope, listed: str | None = None, **fields: Any) -> Callable[[F], F]:
-    """Register the decorated function as a part; ``listed`` and ``fields`` are other fields of :class:`Part`."""
+def register(
+    kind: str, name: str, scope: Scope = "batch", listed: str | None = None, **fields: Any
+) -> Callable[[F], F]:
+    """Register the decorated function as a part; ``listed`` and ``fields`` are other fields of :class:`Part`.
+
+    The scope ``batch`` is supported by every schedule with whole batches. Two functions of one kind and name are
+    refused.
+    """
 
     def decorator(function: F) -> F:
         made = Part(kind=kind, name=name, function=function, scope=scope, listed=listed, **fields)
-        register_part(kind, name, made)
+        if _PARTS.setdefault((kind, name), made).function is not function:
+            raise ConfigError(f"two parts of kind {kind} are named {name!r}", where=f"{kind}:{name}")
         return function
 
     return decorator
-
-
-def register_part(kind: str, name: str, candidate: Part | Callable[..., Any]) -> None:
-    """Register a part of a plugin's hook ``register_parts``.
-
-    A plain function gets the scope ``batch``, which every schedule with whole batches supports. Two parts of the same
-    kind and name, and a Part that is registered under a name that is not its own, are refused.
-    """
-    if not isinstance(candidate, Part):
-        candidate = Part(kind=kind, name=name, function=candidate, scope="batch")
-    if (candidate.kind, candidate.name) != (kind, name):
-        found = f"{candidate.kind}:{candidate.name}"
-        raise ConfigError("a part is offered under another kind or name", where=f"{kind}:{name}", found=found)
-    if _PARTS.setdefault((kind, name), candidate).function is not candidate.function:
-        raise ConfigError(f"two parts of kind {kind} are named {name!r}", where=f"{kind}:{name}")
 
 
 def part(kind: str, name: str) -> Part:
@@ -259,20 +248,19 @@ def _settings(kind: str, function: Callable[..., Any]) -> type:
     if isinstance(function, type):
         return function
     fields: dict[str, Any] = {}
-    for name in (name for name, one in _parameters(function).items() if _is_option(one)):
-        annotation, default = _parameters(function)[name].annotation, _parameters(function)[name].default
-        try:
-            declared = eval(str(annotation), vars(inspect.getmodule(function)))  # of installed code
-        except Exception:  # imported only for type checkers, or no annotation: the default has the type
-            declared = type(default) if isinstance(default, bool | int | float | str) else Any
-        members = get_args(declared) if get_origin(declared) in (Union, types.UnionType) else (declared,)
-        checks = [check for member in members for check in getattr(member, "__metadata__", ())]
-        plain = [member.__origin__ if hasattr(member, "__metadata__") else member for member in members]
-        validator = and_(*checks) if checks else None
-        if validator is not None and type(None) in members:
-            validator = optional(validator)
-        type_: Any = Union[tuple(plain)]  # noqa: UP007
-        fields[name] = attrs.field(default=default, type=type_, validator=validator)
+    known = vars(inspect.getmodule(function))
+    for name, one in _parameters(function).items():
+        if _is_option(one):
+            given = {} if one.annotation is one.empty else {name: one.annotation}
+            annotated = types.SimpleNamespace(__annotations__=given)
+            try:
+                declared, type_ = (get_type_hints(annotated, known, None, extras)[name] for extras in (True, False))
+            except Exception:  # no annotation, or imported only for type checkers: the default has the type
+                declared = type_ = type(one.default) if isinstance(one.default, bool | int | float | str) else Any
+            members = (declared, *get_args(declared))
+            checks = [check for member in members for check in getattr(member, "__metadata__", ())]
+            validator = optional(and_(*checks)) if checks else None
+            fields[name] = attrs.field(default=one.default, type=type_, validator=validator)
     if kind == "loss":
         number: Any = float | None
         fields["length_norm"] = attrs.field(default=None, type=number, validator=optional(gt(0.0)))

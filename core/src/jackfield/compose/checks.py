@@ -19,7 +19,7 @@ from typing import Any
 
 import attrs
 
-from jackfield.algorithms import register_part
+from jackfield.algorithms import register
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
 from jackfield.compose.folder import find_queue
@@ -127,10 +127,9 @@ def check_capabilities(config: RunConfig, registry: Registry, role: RoleName = "
         raise config.refusal("cluster.name", what, "inline, or no queue.address")
 
 
-def register_any(kind: str, name: str, part: Any) -> None:
+def register_any(kind: str, name: str, part: Any, **fields: Any) -> None:
     """Register a sampler or a part of an algorithm (see :data:`~jackfield.plugins.hooks.Registrar`)."""
-    register = register_sampler if kind == "sampler" else partial(register_part, kind)
-    register(name, part)
+    (partial(register_sampler, name) if kind == "sampler" else register(kind, name, **fields))(part)
 
 
 def hooks_of(config: RunConfig, registry: Registry, hooks: Sequence[object] = ()) -> HookManager:

@@ -23,8 +23,9 @@ from jackfield.plugins.registry import import_module
 
 hookimpl = pluggy.HookimplMarker("jackfield")
 
-#: ``register(kind, name, part)`` registers a small part: an advantage estimator, a loss, a sampler and so on.
-Registrar = Callable[[str, str, Any], None]
+#: ``register(kind, name, function, **fields)`` registers a small part: an advantage estimator, a loss, a sampler and
+#: so on. The fields are those of :func:`jackfield.algorithms.register`.
+Registrar = Callable[..., None]
 
 
 @pluggy.HookspecMarker("jackfield")
