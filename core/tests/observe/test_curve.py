@@ -108,7 +108,7 @@ def test_nothing_recorded_is_said(tmp_path, figures):
     plot_learning_curve([write(tmp_path / "a/metrics.jsonl", [])], tmp_path / "curve.png", "empty")
 
     texts = [text.get_text() for axes in figures[0].axes for text in axes.texts]
-    assert ["no evaluation was recorded"] * 2 + ["no step was recorded"] == texts
+    assert ["no score was recorded"] * 2 + ["no policy/loss was recorded"] == texts
 
 
 def test_a_missing_file_and_missing_labels_are_errors(tmp_path):

@@ -42,23 +42,24 @@ def test_each_lane_has_its_stages_after_every_event(make_run):
         assert event.keys() >= {"name", "ph", "pid", "tid"}
 
 
-def test_stages_of_a_lane_nest_or_get_a_lane_of_their_own(make_run):
+def test_stages_of_a_lane_that_overlap_get_a_lane_of_their_own(make_run):
     run = make_run(timeline=True).start()
-    run.stage("inner", "trainer", 1, 2)
-    run.stage("outer", "trainer", 0, 3)
+    run.stage("first", "trainer", 0, 3)
     run.stage("next", "trainer", 3, 4)
-    run.stage("late", "trainer", 2.5, 5)  # overlaps outer and holds next
+    run.stage("late", "trainer", 2.5, 5)  # overlaps both
     run.stage("later", "trainer", 4.5, 6)  # overlaps late, not next
 
-    assert ["trainer", "trainer", "trainer", "trainer (2)", "trainer"] == [lane for lane, *_ in stages(run.folder)]
+    assert ["trainer", "trainer", "trainer (2)", "trainer"] == [lane for lane, *_ in stages(run.folder)]
 
 
-def test_stages_before_the_start_wait_for_it(make_run):
-    run = make_run(timeline=True)
-    run.stage("load", "trainer", -5, -1)
-    run.start()
+def test_a_run_that_recovers_in_its_process_keeps_the_names_of_lanes(make_run):
+    run = make_run(timeline=True).start()
+    run.stage("update_actor", "trainer", 0, 1)
+    run.end()
+    run.stage("late", "explorer", 1, 2)
+    run.start(first_step=1).stage("update_actor", "trainer", 1, 2)
 
-    assert [("trainer", "load", -5, -1)] == stages(run.folder)
+    assert ["trainer", "trainer"] == [lane for lane, *_ in stages(run.folder)]
 
 
 def test_a_resumed_run_keeps_the_completed_steps_and_follows_them(make_run):

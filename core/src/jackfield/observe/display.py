@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -155,9 +155,15 @@ def _duration(seconds: float) -> str:
 
 
 _SCORE, _REWARD, _LOSS = "score", "reward/mean", "policy/loss"
+_DRAWN = {"evaluation": (_SCORE,), "step": (_REWARD, _LOSS)}  #: metrics by the kind of their line
+#: title and label of a metric's panel
+_LABELS = {
+    _SCORE: ("Evaluation", "score on held-out tasks"),
+    _REWARD: ("Training reward", "mean reward of the batch"),
+    _LOSS: ("Training loss", "mean loss of the batch"),
+}
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#6a3d9a", "#8c564b")
 _QUIET = "#8a8f98"
-_EMPTY: dict[str, Any] = {"ha": "center", "va": "center", "color": _QUIET}
 _NOTE: dict[str, Any] = {"xytext": (5, 4), "textcoords": "offset points", "color": _QUIET, "fontsize": 9}
 
 
@@ -180,7 +186,7 @@ class LearningCurve(Observer):
             self._title = event.name
         if found := metrics_of(event):
             kind, step, metrics = found
-            drawn = {name: metrics[name] for name in (_SCORE, _REWARD, _LOSS) if name in metrics}
+            drawn = {name: metrics[name] for name in _LABELS if name in metrics}
             self._lines.append({"kind": kind, "step": step, "time": self.seconds(), **drawn})
         if isinstance(event, RunEnded) and self._title is not None:  # otherwise the run never started
             _draw([_Curve(self._title, _COLOURS[0]).follow(self._title, self._lines)], self.path, self._title, None)
@@ -224,13 +230,14 @@ def plot_learning_curve(
 
 @attrs.define
 class _Curve:
-    """One curve. Points are (step, value) or (step, seconds, value), in order."""
+    """One curve, of one or several phases."""
 
     label: str
     colour: str
-    score: list[tuple[int, float, float]] = attrs.field(factory=list)
-    reward: list[tuple[int, float]] = attrs.field(factory=list)
-    loss: list[tuple[int, float]] = attrs.field(factory=list)
+    #: step, seconds and value of each point of a metric; a step that is evaluated again after a resume counts once
+    points: dict[str, dict[tuple[int, int], tuple[float, float, float]]] = attrs.field(
+        factory=lambda: defaultdict(dict)
+    )
     phases: list[tuple[int, float, str]] = attrs.field(factory=list)  #: step, seconds and name of each phase's start
     end: tuple[int, float] = (0, 0.0)  #: last step and its seconds
 
@@ -238,21 +245,14 @@ class _Curve:
         """Append a phase, whose steps and seconds continue those of the previous phases."""
         first_step, first_second = self.end
         self.phases.append((first_step, first_second, name))
-        scores: dict[int, tuple[int, float, float]] = {}  # a step evaluated again after a resume counts once
         for line in lines:
             step, seconds = first_step + int(line.get("step", 0)), first_second + float(line.get("time", 0.0))
             self.end = max(self.end[0], step), max(self.end[1], seconds)
-            if line.get("kind") == "evaluation" and _is_finite(line.get(_SCORE)):
-                scores[step] = (step, seconds, line[_SCORE])
-            elif line.get("kind") == "step":
-                self.reward += [(step, line[_REWARD])] if _is_finite(line.get(_REWARD)) else []
-                self.loss += [(step, line[_LOSS])] if _is_finite(line.get(_LOSS)) else []
-        self.score += [scores[step] for step in sorted(scores)]
+            for metric in _DRAWN.get(line.get("kind", ""), ()):
+                value = line.get(metric)
+                if isinstance(value, int | float) and math.isfinite(value):
+                    self.points[metric][len(self.phases), step] = (step, seconds, value)
         return self
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _draw(curves: Sequence[_Curve], png: Path, title: str, target: float | None) -> None:
@@ -264,18 +264,18 @@ def _draw(curves: Sequence[_Curve], png: Path, title: str, target: float | None)
         raise missing_package("matplotlib", "drawing learning curves") from error
     style = {"axes.axisbelow": True, "axes.grid": True, "grid.color": "#e3e6ea", "axes.titlelocation": "left"}
     style |= {"axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 12}
+    training = _REWARD if any(one.points[_REWARD] for one in curves) else _LOSS
+    # the moving mean covers about a tenth of the longest curve, an odd number of steps from 1 to 51
+    longest = max(len(one.points[training]) for one in curves)
+    window = 2 * min(25, longest // 20) + 1
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(12.0, 7.0), dpi=100, layout="constrained")
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
         figure.suptitle(_plain(title), fontsize=15, fontweight="bold")
-        rows = [["steps", "seconds"], ["training", "training"]]
-        axes = figure.subplot_mosaic(rows, height_ratios=(1.15, 1.0))
-        _draw_scores(axes["steps"], curves, 0, "trainer steps", target)
-        _draw_scores(axes["seconds"], curves, 1, "seconds since the start", target)
-        # the moving mean covers about a tenth of the longest curve, an odd number of steps from 1 to 51
-        longest = max(len(one.reward) or len(one.loss) for one in curves)
-        window = 2 * min(25, longest // 20) + 1
-        _draw_training(axes["training"], curves, window)
+        axes = figure.subplot_mosaic([["steps", "seconds"], ["training", "training"]], height_ratios=(1.15, 1.0))
+        _draw_panel(axes["steps"], curves, _SCORE, 0, 1, target)
+        _draw_panel(axes["seconds"], curves, _SCORE, 1, 1, target)
+        _draw_panel(axes["training"], curves, training, 0, window)
         line = {"linewidth": 2, "marker": "o", "markersize": 4}
         handles = [Line2D([], [], color=one.colour, label=_plain(one.label), **line) for one in curves]
         if longest:
@@ -287,49 +287,43 @@ def _draw(curves: Sequence[_Curve], png: Path, title: str, target: float | None)
     replace_file(png, picture.getvalue())
 
 
-def _draw_scores(axes: Axes, curves: Sequence[_Curve], unit: int, x_label: str, target: float | None) -> None:
-    """Draw scores over steps (unit 0) or seconds (unit 1)."""
-    drawn = [one for one in curves if one.score]
-    axes.set(xlabel=x_label, ylabel="score on held-out tasks", title=f"Evaluation over {('steps', 'seconds')[unit]}")
-    if all(0 <= point[2] <= 1 for one in drawn for point in one.score):
-        axes.set_ylim(-0.02, 1.04)
-    if not drawn:
-        axes.text(0.5, 0.5, "no evaluation was recorded", transform=axes.transAxes, **_EMPTY)
+def _draw_panel(
+    axes: Axes, curves: Sequence[_Curve], metric: str, unit: int, window: int, target: float | None = None
+) -> None:
+    """Draw a metric over steps (unit 0) or seconds (unit 1), and the moving mean of ``window`` points."""
+    title, label = _LABELS[metric]
+    axes.set(title=title, ylabel=label, xlabel=("trainer steps", "seconds since the start")[unit])
+    marker, last = "o" if metric == _SCORE else "", []
+    for one in curves:
+        points = [point for _, point in sorted(one.points[metric].items())]
+        x, y = [point[unit] for point in points], [point[2] for point in points]
+        last += y[-1:]
+        if window > 1:
+            axes.plot(x, y, color=one.colour, linewidth=0.9, alpha=0.28)
+        axes.plot(x, _moving_mean(y, window), color=one.colour, linewidth=2, marker=marker, markersize=4)
+    if not last:
+        axes.text(0.5, 0.5, f"no {metric} was recorded", transform=axes.transAxes, ha="center", color=_QUIET)
         return
-    for one in drawn:
-        x, y = [point[unit] for point in one.score], [point[2] for point in one.score]
-        axes.plot(x, y, color=one.colour, marker="o", markersize=4, linewidth=1.8)
     axes.set_xlim(left=0)
-    axes.margins(x=0.08)
-    last = sorted(one.score[-1][2] for one in drawn)
-    note = f"last {last[0]:.3f}" + (f" to {last[-1]:.3f}" if len(last) > 1 else "")
-    axes.set_title(note, fontsize=11, fontweight="bold", loc="right")
+    axes.margins(x=0.05)
+    if metric == _SCORE:
+        note = f"last {min(last):.3f}" + (f" to {max(last):.3f}" if len(last) > 1 else "")
+        axes.set_title(note, fontsize=11, fontweight="bold", loc="right")
+        if axes.dataLim.y0 >= 0 and axes.dataLim.y1 <= 1:
+            axes.set_ylim(-0.02, 1.04)
     if target is not None:
         axes.axhline(target, color=_QUIET, linestyle="--", linewidth=1)
         axes.annotate(f"target {target:g}", (0, target), xycoords=axes.get_yaxis_transform(), **_NOTE)
     begun: dict[float, set[str]] = {}
     for one in curves:
         for step, second, name in one.phases[1:]:
-            begun.setdefault((step, second)[unit], set()).add(name if unit == 0 else "")
+            begun.setdefault((step, second)[unit], set()).add(name)
     # phases of several runs start at different seconds; a line for each would only confuse
     for place, names in begun.items() if unit == 0 or len(begun) == 1 else ():
         axes.axvline(place, color=_QUIET, linestyle=":", linewidth=1.2)
-        if len(names) == 1 and names != {""}:
+        if len(names) == 1 and unit == 0:
             text = f"{_plain(*names)} begins"
             axes.annotate(text, (place, 0), xycoords=axes.get_xaxis_transform(), **_NOTE)
-
-
-def _draw_training(axes: Axes, curves: Sequence[_Curve], window: int) -> None:
-    quantity = "reward" if any(one.reward for one in curves) else "loss"
-    axes.set(xlabel="trainer steps", ylabel=f"mean {quantity} of the batch", title=f"Training {quantity}")
-    for one in curves:
-        points = one.reward if quantity == "reward" else one.loss
-        x, y = [point[0] for point in points], [point[1] for point in points]
-        axes.plot(x, y, color=one.colour, linewidth=0.9, alpha=0.28)
-        axes.plot(x, _moving_mean(y, window), color=one.colour, linewidth=2)
-    axes.margins(x=0.02)
-    if not any(one.reward or one.loss for one in curves):
-        axes.text(0.5, 0.5, "no step was recorded", transform=axes.transAxes, **_EMPTY)
 
 
 def _moving_mean(values: Sequence[float], window: int) -> list[float]:

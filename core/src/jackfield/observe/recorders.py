@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
 import re
 import socket
 import time
@@ -155,8 +156,7 @@ def _row(step: int, sample: SampleRecord) -> dict[str, Any]:
 
 _TAIL = b"\n]\n"
 _ORDER = ("explorer", "reward", "trainer", "weights")  # lanes from top to bottom; others follow
-_REMEMBERED = 64  # a new stage is checked against this many earlier ones of its track
-_SLACK = 1e-6  # seconds by which consecutive stages may overlap, because of rounding
+_SLACK = 1.0  # microseconds by which consecutive stages may overlap, because of rounding
 
 
 @attrs.define(eq=False, slots=False)
@@ -164,55 +164,42 @@ class Timeline(Observer):
     """Writes ``trace.json`` in the Chrome trace event format, with times in microseconds.
 
     There is a lane for each ``StageEnded.lane``. The file is valid JSON after every event, even if the run is killed.
-    Stages of a lane that overlap without nesting (two batches in flight) get a second lane, ``explorer (2)``, because
-    the format cannot draw them otherwise. ``StageEnded.step`` counts from 0, as batches do. A run resumed after ``n``
-    completed steps keeps all up to the trainer's last stage of a step below ``n``, which ends with that checkpoint.
+    Stages of a lane that overlap (two batches in flight) get a second lane, ``explorer (2)``, because the format cannot
+    draw them otherwise. ``StageEnded.step`` counts from 0, as batches do. A run resumed after ``n`` completed steps
+    keeps all up to the trainer's last stage of a step below ``n``, which ends with that checkpoint.
     """
 
     name = "timeline"
     output = "trace.json"
 
-    _early: list[StageEnded] = attrs.field(factory=list, init=False)
-    #: starts and ends of each track's newest stages, by the track's name
-    _tracks: dict[str, list[tuple[float, float]]] = attrs.field(factory=dict, init=False)
+    _tracks: dict[str, float] = attrs.field(factory=dict, init=False)  #: the end of the last stage by a track's name
 
     def hear(self, event: object) -> None:
-        """Write a stage. Stages before ``run_started`` (loading a model) are written after it.
-
-        The trace of a resumed run continues where the last kept stage ended.
-        """
+        """Write a stage. The trace of a resumed run continues where the last kept stage ended."""
         if isinstance(event, RunStarted):
+            self._tracks.clear()
             kept = _stages(self.path, event.first_step) if event.first_step > 0 else []
             self.go_on({"time": (stage["ts"] + stage["dur"]) / 1e6} for stage in kept)
             replace_file(self.path, b"[\n" + _metadata("process_name", 0, name=event.name) + _TAIL)
             self.open_file(self.path, _TAIL)
             for stage in kept:
-                self._append(stage, stage["ts"] / 1e6, (stage["ts"] + stage["dur"]) / 1e6)
-        if isinstance(event, StageEnded):
-            self._early.append(event)
-        while self._files and self._early:
-            early = self._early.pop(0)
-            start, end = early.start - self._origin, early.end - self._origin
-            times = {"ts": round(start * 1e6, 3), "dur": round(max(end - start, 0.0) * 1e6, 3)}
-            stage = {"name": early.name, "cat": early.lane, "ph": "X", **times, "pid": 1, "args": {"step": early.step}}
-            self._append(stage, start, end)
+                self._append(stage)
+        if isinstance(event, StageEnded) and self._files:
+            start, seconds = event.start - self._origin, max(event.end - event.start, 0.0)
+            times = {"ts": round(start * 1e6, 3), "dur": round(seconds * 1e6, 3)}
+            named = {"name": event.name, "cat": event.lane, "args": {"step": event.step}}
+            self._append({**named, "ph": "X", **times, "pid": 1})
 
-    def _append(self, stage: Mapping[str, Any], start: float, end: float) -> None:
-        """Write a stage to the first track of its lane in which it nests."""
-        lane, count = stage["cat"], 1
-        while True:
-            name = lane if count == 1 else f"{lane} ({count})"
-            if name not in self._tracks:
-                self._tracks[name] = []
-                position, track = _ORDER.index(lane) if lane in _ORDER else len(_ORDER), len(self._tracks)
-                self.append(b",\n" + _metadata("thread_name", track, name=name))
-                self.append(b",\n" + _metadata("thread_sort_index", track, sort_index=position * 100 + track))
-            outside = [stage for stage in self._tracks[name] if stage[0] < start - _SLACK]
-            # stages arrive in the order of their ends, so one that started earlier must have ended before this start
-            if not outside or max(ended for _, ended in outside) <= start + _SLACK:
-                break
-            count += 1
-        self._tracks[name] = [*outside[-_REMEMBERED:], (start, end)]
+    def _append(self, stage: Mapping[str, Any]) -> None:
+        """Write a stage to the first track of its lane that is free when it starts."""
+        lane, start = stage["cat"], stage["ts"]
+        names = (lane if count == 1 else f"{lane} ({count})" for count in itertools.count(1))
+        name = next(name for name in names if self._tracks.get(name, -math.inf) <= start + _SLACK)
+        if name not in self._tracks:
+            position, track = _ORDER.index(lane) if lane in _ORDER else len(_ORDER), len(self._tracks) + 1
+            self.append(b",\n" + _metadata("thread_name", track, name=name))
+            self.append(b",\n" + _metadata("thread_sort_index", track, sort_index=position * 100 + track))
+        self._tracks[name] = start + stage["dur"]
         self.append(b",\n" + encode({**stage, "tid": list(self._tracks).index(name) + 1}).rstrip())
 
 
