@@ -32,7 +32,7 @@ from jackfield.abc.transfer_queue import (
 )
 from jackfield.errors import QueueError
 from jackfield.sdk.archive import write_archive
-from jackfield.sdk.cells import column_from_rows, concatenate, dense_column, json_column, take
+from jackfield.sdk.cells import column_from_rows, dense_column, join, json_column, split, take
 
 PARTITIONS = st.sampled_from(["train", "other/ä"])
 KEYS = st.lists(st.sampled_from(["a", "b", "b/0", "ü"]), unique=True, min_size=1, max_size=4)
@@ -148,7 +148,10 @@ class _Machine(RuleBasedStateMachine):
         if any(name not in row for row in there for name in names):
             return "queue.column"
         try:
-            return {name: concatenate([row[name] for row in there]) for name in names}
+            cells = {
+                name: [(text, content) for row in there for text, (content,) in [split(row[name])]] for name in names
+            }
+            return {name: join(name, each) for name, each in cells.items()}
         except QueueError as error:
             return error.code
 

@@ -13,11 +13,12 @@ from jackfield.errors import QueueError
 from jackfield.sdk.cells import (
     check_column,
     column_from_rows,
-    concatenate,
     dense_column,
     from_nested,
+    join,
     json_column,
     rows_of,
+    split,
     take,
     to_nested,
 )
@@ -98,13 +99,17 @@ def test_take_is_indexing(given_rows: list[torch.Tensor], data: st.DataObject) -
     assert [bits(given_rows[index]) for index in indexes] == [bits(row) for row in rows_of(taken)]
 
 
+def joined(columns: list[Column]) -> Column:
+    return join("c", [(text, content) for text, contents in map(split, columns) for content in contents])
+
+
 @settings(deadline=None)
 @given(rows(minimum=1), st.data())
-def test_concatenate_undoes_a_split(given_rows: list[torch.Tensor], data: st.DataObject) -> None:
+def test_join_undoes_a_split(given_rows: list[torch.Tensor], data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(given_rows)))
     column = column_from_rows(given_rows)
     parts = [take(column, range(cut)), take(column, range(cut, len(given_rows)))]
-    assert [bits(row) for row in given_rows] == [bits(row) for row in rows_of(concatenate(parts))]
+    assert [bits(row) for row in given_rows] == [bits(row) for row in rows_of(joined(parts))]
 
 
 @settings(deadline=None)  # torch imports much at its first nested tensor
@@ -150,7 +155,7 @@ def test_a_malformed_column_is_refused_by_name(values: torch.Tensor, offsets: to
     assert found in str(caught.value)
 
 
-def test_columns_that_differ_cannot_be_concatenated() -> None:
+def test_columns_that_differ_cannot_be_joined() -> None:
     first = column_from_rows([torch.zeros(2)])
     for other in (
         column_from_rows([torch.zeros(2, dtype=torch.int64)]),
@@ -158,7 +163,7 @@ def test_columns_that_differ_cannot_be_concatenated() -> None:
         json_column([1]),
     ):
         with pytest.raises(QueueError) as caught:
-            concatenate([first, other])
+            joined([first, other])
         assert caught.value.code == "queue.column"
     with refused("queue.invalid", "row 1"):
         column_from_rows([torch.zeros(2), torch.zeros(2, 2)])

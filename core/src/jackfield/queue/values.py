@@ -32,9 +32,9 @@ from jackfield.sdk.archive import SavedSample, read_archive, write_archive
 from jackfield.sdk.cells import (
     Cell,
     check_column,
-    concatenate,
     join,
     lacking_column,
+    split,
     split_request,
     take,
     unknown_sample,
@@ -61,13 +61,16 @@ class Values:
 
     async def read(self, meta: BatchMeta, names: Sequence[str]) -> dict[str, Column]:
         """Read columns of a batch in its order. Its samples may be of several partitions."""
+        cells: dict[str, dict[int, Cell]] = {name: {} for name in names}
         places = meta.by_partition()
-        parts = [await self.get(name, [meta.keys[at] for at in ours], names) for name, ours in places.items()]
-        if len(parts) == 1:
-            return parts[0]
-        joined = [at for ours in places.values() for at in ours]
-        order = sorted(range(len(joined)), key=joined.__getitem__)
-        return {name: take(concatenate([part[name] for part in parts]), order) for name in names}
+        for partition, ours in places.items():
+            part = await self.get(partition, [meta.keys[at] for at in ours], names)
+            if len(places) == 1:
+                return part
+            for name, column in part.items():
+                text, contents = split(column)
+                cells[name] |= {at: (text, content) for at, content in zip(ours, contents, strict=True)}
+        return {name: join(name, [each[at] for at in range(len(meta))]) for name, each in cells.items()}
 
     async def put(
         self,

@@ -1,4 +1,7 @@
-"""Tools for plugins that implement contracts of :mod:`jackfield.abc`. The SDK has its own ABI version."""
+"""Tools for plugins that implement contracts of :mod:`jackfield.abc`. The SDK has its own ABI version.
+
+The names of its modules are public if they do not begin with an underscore, or if ``__all__`` has them.
+"""
 
 from __future__ import annotations
 

@@ -28,23 +28,7 @@ from jackfield.errors import QueueError
 from jackfield.files import replace_file, seal, unseal
 from jackfield.sdk.cells import Cell, ColumnType
 
-__all__ = [
-    "BATCH_BYTES",
-    "BATCH_ROWS",
-    "NAME_FILE",
-    "ArchiveWriter",
-    "SavedSample",
-    "batches",
-    "column_types",
-    "from_arrow",
-    "import_pyarrow",
-    "queue_name",
-    "read_archive",
-    "to_arrow",
-    "write_archive",
-]
-
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 BATCH_ROWS = 500
 BATCH_BYTES = 1 << 25  #: bytes of values per record batch
@@ -135,9 +119,9 @@ def write_archive(folder: Path, samples: Iterable[SavedSample]) -> SnapshotResul
         return writer.finish()
 
 
-def batches(items: Iterable[T], size: Callable[[T], int], most: int = BATCH_BYTES) -> Iterator[list[T]]:
+def batches(items: Iterable[_T], size: Callable[[_T], int], most: int = BATCH_BYTES) -> Iterator[list[_T]]:
     """Yield items in order, in batches for a store: at most 500 items or about ``most`` bytes each."""
-    batch: list[T] = []
+    batch: list[_T] = []
     total = 0
     for item in items:
         batch.append(item)

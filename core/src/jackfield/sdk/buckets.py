@@ -17,8 +17,6 @@ import xxhash
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Bucket", "Entry", "aligned", "digest", "entry_of", "is_plain", "kept_buffer", "put", "raw", "views"]
-
 #: The description of a tensor in a buffer, as JSON: ``[name, dtype, shape, offset in bytes]``.
 Entry: TypeAlias = "list[Any]"
 

@@ -23,32 +23,6 @@ from jackfield.errors import QueueError
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Buffer",
-    "Cell",
-    "ColumnType",
-    "cell_digest",
-    "check_column",
-    "column_from_rows",
-    "concatenate",
-    "content_of",
-    "damaged_samples",
-    "dense_column",
-    "dtype_of",
-    "from_nested",
-    "join",
-    "json_column",
-    "lacking_column",
-    "offsets_of",
-    "rows_of",
-    "split",
-    "split_request",
-    "take",
-    "tensor_of",
-    "to_nested",
-    "unknown_sample",
-]
-
 Kind: TypeAlias = Literal["dense", "jagged", "json"]
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Cell: TypeAlias = tuple[str, Buffer]  #: the text of a ColumnType, and the bytes of one sample
@@ -306,15 +280,6 @@ def take(column: Column, indexes: Sequence[int]) -> Column:
             column, values=column.values[:0], offsets=None if column.offsets is None else offsets_of(())
         )
     return join("", [(text, contents[index]) for index in indexes])
-
-
-def concatenate(columns: Sequence[Column]) -> Column:
-    """Return the samples of all columns, in order; ``queue.column`` if their types differ or there is no column."""
-    if not columns:
-        raise QueueError("there is nothing to concatenate", code="queue.column", expected="at least one column")
-    found = [split(column) for column in columns]
-    cells = [(text, content) for text, contents in found for content in contents]
-    return join("", cells) if cells else columns[0]
 
 
 def check_column(name: str, column: Column, rows: int) -> list[int]:

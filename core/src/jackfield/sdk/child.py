@@ -20,8 +20,6 @@ from jackfield.sdk.rpc import Connection, Process
 from jackfield.sdk.rpc.sockets import watch
 from jackfield.sdk.rpc.wire import LIMIT, Codec
 
-__all__ = ["ChildProcess"]
-
 _OUTPUT_BYTES = 8192  #: bytes of the end of the output that error messages show
 _OUTPUT_LINES = 10
 _LOG_BYTES = 4 * 2**20  #: bytes of output per file; the previous file is also kept

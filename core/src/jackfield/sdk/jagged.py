@@ -10,8 +10,6 @@ from jackfield.errors import DataError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["from_padded", "jagged", "lengths", "rows", "to_padded"]
-
 
 def jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return rows ``[length, ...]`` of one dtype as a nested tensor ``[B, j, ...]``; gradients flow through.

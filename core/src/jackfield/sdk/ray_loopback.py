@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import psutil
 
-__all__ = ["HOST", "enter"]
-
 HOST = "127.0.0.1"  #: Ray's processes listen only there if it is the node's only address, else on all interfaces
 _NICE = "RAY_worker_niceness"  #: Ray's default gives its workers, which do the run's work, a low CPU priority
 _VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"

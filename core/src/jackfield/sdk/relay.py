@@ -32,8 +32,6 @@ from jackfield.abc.rollout import (
 from jackfield.errors import JackfieldError, PluginError, RolloutError, WeightsError
 from jackfield.sdk.receiver import check_base
 
-__all__ = ["MEMORY", "RelayServer", "Running", "mixed"]
-
 MEMORY = ("weights", "kv_cache")  #: tags of the memory that sleep frees (:class:`~jackfield.abc.rollout.WakeUpRequest`)
 _GRACE_SECONDS = 10.0  #: time for an engine to notice that a transfer is over
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["length_limits"]
-
 
 def length_limits(config: Mapping[str, Any]) -> dict[str, int]:
     """Return the lengths, in tokens, above which a Hugging Face model uses other frequencies.

@@ -37,9 +37,7 @@ from jackfield.settings import option
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LEFT", "TRANSFER", "OneSenderEngine", "Peer", "SessionSettings", "reason_of"]
-
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _SENDER_FIRST = 1.0  #: seconds by which the deadline of the sender, which knows the late peers, precedes the workers'
 LEFT = "left before everything was taken"  #: reason of an end that leaves before it has finished
@@ -276,7 +274,7 @@ class OneSenderEngine(CheckpointEngine):
         """Wait until every worker has received ``count`` buckets."""
         await self.until(lambda peer: peer.got >= count, f"take bucket {count - 1}")
 
-    async def finished(self, work: Future[T], who: str) -> T:
+    async def finished(self, work: Future[_T], who: str) -> _T:
         """Wait for a library's work in a thread; its ``OSError`` or ``RuntimeError`` is a broken transfer."""
         done = asyncio.wrap_future(work)
         done.add_done_callback(lambda _: self.notify())

@@ -16,6 +16,7 @@ field that gets a default, a new class or alias. *None*: another order.
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import inspect
 import json
@@ -86,7 +87,7 @@ def describe_sdk(package: types.ModuleType = jackfield.sdk) -> dict[str, Any]:
     aliases: dict[str, str] = {}
     for found in (None, *pkgutil.iter_modules(package.__path__)):
         module = package if found is None else importlib.import_module(f"{package.__name__}.{found.name}")
-        for name in set(module.__all__) - {"abi_version"}:
+        for name in _public(module) - {"abi_version"}:
             value, path = getattr(module, name), name if found is None else f"{found.name}.{name}"
             if inspect.isclass(value):
                 classes[path] = value
@@ -106,6 +107,16 @@ def describe_sdk(package: types.ModuleType = jackfield.sdk) -> dict[str, Any]:
         "records": {path: _fields(cls) for path, cls in sorted(classes.items()) if attrs.has(cls) and is_frozen(cls)},
         "aliases": dict(sorted(aliases.items())),
     }
+
+
+def _public(module: types.ModuleType) -> set[str]:
+    """Return the names in ``__all__``, or those that a module without it defines with no leading underscore."""
+    if hasattr(module, "__all__"):
+        return set(module.__all__)
+    nodes = ast.parse(inspect.getsource(module)).body
+    targets = [target for node in nodes for target in getattr(node, "targets", [getattr(node, "target", node)])]
+    names = {getattr(target, "id", getattr(target, "name", "_")) for target in targets}
+    return {name for name in names if not name.startswith("_")}
 
 
 def _methods(cls: type) -> dict[str, Any]:
