@@ -33,8 +33,8 @@ PLUGINS = {
     "restless": ("engine", "jackfield_engine_fsdp.config:Config"),
     "misnaming": ("engine", "jackfield_engine_fsdp.config:Config"),
     "shifting": ("rollout", "jackfield_rollout_transformers.config:Config"),
-    "wilful": ("agent", "jackfield_agent_single_turn.config:Config"),
-    "retelling": ("agent", "jackfield_agent_single_turn.config:Config"),
+    "wilful": ("agent", "jackfield_agent_single_turn.agent:Config"),
+    "retelling": ("agent", "jackfield_agent_single_turn.agent:Config"),
 }
 MUTANTS = """
     import os

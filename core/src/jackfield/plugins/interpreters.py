@@ -90,12 +90,12 @@ class Introduction:
 
     @property
     def usable(self) -> bool:
-        """Whether the interpreter itself can run Jackfield; else the plugin is not inspected."""
+        """Return whether the interpreter itself can run Jackfield; else the plugin is not inspected."""
         return bool(self.python and not self.is_old and self.versions["jackfield"])
 
     @property
     def is_old(self) -> bool:
-        """Whether the interpreter's version is older than Jackfield supports."""
+        """Return whether the interpreter is older than Jackfield supports."""
         return self.python is not None and tuple(map(int, self.python.split(".")[:2])) < _OLDEST_PYTHON
 
     @property

@@ -22,6 +22,7 @@ from typing import Any, Generic, Literal, Protocol
 
 import attrs
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from jackfield.abc import ABI_VERSIONS, CONTRACTS, KINDS
 from jackfield.errors import PluginError
@@ -179,22 +180,15 @@ def parse_manifest(content: bytes, *, source: str, kind: str, name: str) -> Mani
     return manifest
 
 
-def parse_version(text: str) -> tuple[int, int]:
-    """Split a version such as ``"1.2"`` into its major and minor number."""
-    major, minor = text.split(".")
-    return int(major), int(minor)
-
-
 def check_abi(kind: str, abi: str, where: str) -> None:
     """Raise ``plugin.abi`` for a plugin with another major or a newer minor version of the contract."""
-    host = ABI_VERSIONS[kind]
-    (major, minor), (host_major, host_minor) = parse_version(abi), parse_version(host)
-    if major == host_major and minor <= host_minor:
+    host, wanted = Version(ABI_VERSIONS[kind]), Version(abi)
+    if host.major == wanted.major and wanted <= host:
         return
-    older = "the plugin" if major < host_major else "jackfield"
-    fix = f"upgrade {older} to a release for {kind} ABI {max(abi, host, key=parse_version)} or later"
+    older = "the plugin" if wanted < host else "jackfield"
+    fix = f"upgrade {older} to a release for {kind} ABI {max(host, wanted)} or later"
     fix += ": pip install --upgrade jackfield" if older == "jackfield" else ""
-    details = {"where": where, "expected": f"{kind} ABI {host_major}.0 to {host}", "found": abi, "fix": fix}
+    details = {"where": where, "expected": f"{kind} ABI {host.major}.0 to {host}", "found": abi, "fix": fix}
     raise PluginError(f"the plugin was built for another version of the {kind} contract", code="plugin.abi", **details)
 
 

@@ -28,10 +28,11 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import attrs
+from packaging.version import Version
 
 import jackfield.sdk
 from jackfield.abc import CONTRACTS
-from jackfield.plugins.manifest import annotation_text, flavour, is_frozen, parse_version, public_members, signature_of
+from jackfield.plugins.manifest import annotation_text, flavour, is_frozen, public_members, signature_of
 
 Level = Literal["major", "minor", "none"]
 Snapshot = Mapping[str, Any]
@@ -243,8 +244,8 @@ def required_bump(changes: Sequence[Change]) -> Level:
 
 def next_version(version: str, bump: Level) -> str:
     """Return the version after a bump: ``1.4`` becomes ``1.5`` or ``2.0``."""
-    major, minor = parse_version(version)
-    return {"none": version, "minor": f"{major}.{minor + 1}", "major": f"{major + 1}.0"}[bump]
+    found = Version(version)
+    return {"none": version, "minor": f"{found.major}.{found.minor + 1}", "major": f"{found.major + 1}.0"}[bump]
 
 
 def check_kind(old: Snapshot | None, new: Snapshot) -> tuple[list[str], list[str]]:

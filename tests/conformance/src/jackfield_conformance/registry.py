@@ -12,18 +12,19 @@ import contextlib
 import functools
 import importlib
 import inspect
+import pkgutil
 import re
 import signal
 import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import attrs
+from packaging.version import Version
 
 from jackfield.settings import structure
 
@@ -156,7 +157,7 @@ class Check:
 
     def applies(self, abi: str, declared: Mapping[str, str]) -> bool:
         """Return whether a plugin of this ABI version with these capabilities must pass it."""
-        if _version(self.since) > _version(abi):
+        if Version(self.since) > Version(abi):
             return False
         return self.capability is None or declared.get(self.capability) in ("full", "partial")
 
@@ -265,7 +266,7 @@ def checks(kind: str) -> tuple[Check, ...]:
 
 def capabilities(kind: str) -> dict[str, Capability]:
     """Return the capabilities of a kind, by name."""
-    return dict(getattr(_import(kind), "CAPABILITIES", {}))
+    return dict(_import(kind).CAPABILITIES)
 
 
 def run_check(check: Check, subject: Subject) -> Outcome:
@@ -345,14 +346,12 @@ def _text(error: BaseException) -> str:
 
 
 def _import(suite: str) -> Any:
-    """Import a suite's module; return None if the kind has none."""
-    module = f"jackfield_conformance.suites.{suite}"
-    return importlib.import_module(module) if find_spec(module) is not None else None
+    """Import a suite, and the modules of one that is a package."""
+    found = importlib.import_module(f"jackfield_conformance.suites.{suite}")
+    for module in pkgutil.iter_modules(getattr(found, "__path__", ())):
+        importlib.import_module(f"{found.__name__}.{module.name}")
+    return found
 
 
 def _place(function: Callable[..., Any]) -> tuple[str, str]:
     return function.__module__, function.__qualname__
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split("."))

@@ -17,6 +17,11 @@ _SAMPLING_KEYS = frozenset(field.name for field in attrs.fields(SamplingParams))
 _request_numbers = itertools.count()
 
 
+@attrs.frozen(kw_only=True)
+class Config:
+    """Nothing to set: the prompt limit and the sampling parameters belong to the run."""
+
+
 class SingleTurnAgent(AgentLoopBase):
     """An agent that asks the model once and returns its answer as one sequence."""
 
@@ -24,14 +29,9 @@ class SingleTurnAgent(AgentLoopBase):
         """Answer one task. Only its field ``messages`` is used, and ``task_id`` in error messages.
 
         Sampling parameters are the fields of :class:`jackfield.abc.rollout.SamplingParams`; end tokens are added to
-        ``stop_token_ids`` unless ``ignore_eos`` is set.
-
-        Returns:
-            One sequence with mask 1 on each token, or none when generation was aborted before its first token.
-
-        Raises:
-            AgentError: ``agent.failed`` for a task without messages or unknown sampling parameters.
-            DataError: ``data.prompt-too-long`` for a prompt above the limit.
+        ``stop_token_ids`` unless ``ignore_eos`` is set. Return one sequence with mask 1 on each token, or none when
+        generation was aborted before its first token. It raises ``agent.failed`` for a task without messages or unknown
+        sampling parameters, and ``data.prompt-too-long`` for a prompt above the limit.
         """
         prompt_ids = self._prompt(fields)
         result = await self.context.generate(

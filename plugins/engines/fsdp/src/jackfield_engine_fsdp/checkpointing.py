@@ -100,8 +100,7 @@ def load(
 ) -> None:
     """Read what :func:`save` wrote into the existing model and optimizer. A collective operation.
 
-    Raises:
-        EngineError: ``engine.failed`` if the folder holds no complete checkpoint, or one of another model.
+    A folder without a complete checkpoint, or with one of another model, is refused (``engine.failed``).
     """
     fix = "go on from another checkpoint"
     with _agreed(ranks, "the checkpoint cannot be read", folder, fix):
@@ -182,11 +181,7 @@ class _Saved:
 
 
 def write_tensors(folder: Path, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write this rank's parts; rank 0 also writes tensors that every rank has.
-
-    Raises:
-        OSError, SafetensorError: If a file cannot be written.
-    """
+    """Write this rank's parts; rank 0 also writes tensors that every rank has."""
     parts = {name: _part(tensor) for name, tensor in tensors.items()}
     parts = {name: part for name, part in parts.items() if part.values.numel() and (rank == 0 or not part.replicated)}
     index: dict[str, dict[str, Any]] = {}
@@ -211,11 +206,9 @@ def _batches(parts: Mapping[str, _Part]) -> Iterator[list[str]]:
 
 
 def read_tensors(folder: Path, ranks: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Read what ``ranks`` ranks wrote into existing tensors; if anything is missing, change nothing.
+    """Read what ``ranks`` ranks wrote into existing tensors; if anything is missing or differs, change nothing.
 
-    Raises:
-        EngineError: ``engine.failed`` if the saved tensors do not match the existing ones.
-        OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError: If a file is damaged.
+    It raises an ``EngineError`` for tensors of another engine, and one of :data:`_UNREADABLE` for a damaged file.
     """
     saved = _saved(folder, ranks)
     parts = {name: _part(tensor) for name, tensor in tensors.items()}

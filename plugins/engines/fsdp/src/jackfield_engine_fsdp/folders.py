@@ -56,9 +56,7 @@ def seeded(seed: int) -> Iterator[None]:
 def load_causal_lm(spec: ModelSpec, attention: str, seed: int) -> PreTrainedModel:
     """Load the whole model of ``spec.path`` on the CPU, in every rank; vision-language models, too.
 
-    Raises:
-        EngineError: ``engine.model`` if the folder is missing, cannot be loaded or lacks weights;
-            ``config.invalid-value`` for an unknown dtype.
+    Refuse a folder that is missing, cannot be loaded or lacks weights (``engine.model``), and an unknown dtype.
     """
     if spec.dtype not in DTYPES:
         expected = "one of " + ", ".join(sorted(DTYPES))
@@ -137,9 +135,8 @@ def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> PeftModel:
     """Add a fresh adapter to ``model`` (the same for the same seed); only the adapter is trainable.
 
-    Raises:
-        EngineError: ``config.invalid-value`` if PEFT refuses the settings, e.g. unknown target modules, and for
-            layers whose adapters no rollout server could load: experts that are stacked in one parameter.
+    Refuse (``config.invalid-value``) what PEFT refuses, such as unknown target modules, and layers whose adapters no
+    rollout server could load: experts that are stacked in one parameter.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -221,22 +218,9 @@ def make_value_head(hidden_size: int, dtype: torch.dtype, seed: int) -> nn.Linea
     return head.to(dtype)
 
 
-#: Files beside the weights that are needed to use them; copied unchanged.
-COMPANIONS = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "merges.txt",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "special_tokens_map.json",
-    "spiece.model",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
-)
+#: Patterns of the files beside the weights that are needed to use them; copied unchanged.
+_COMPANIONS = ["*.py", "tokenizer*", "vocab.*", "merges.txt", "spiece.model", "chat_template.*", "added_tokens.json"]
+_COMPANIONS += ["special_tokens_map.json", "preprocessor_config.json", "processor_config.json"]
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -312,8 +296,7 @@ def save_folder(model: TokenModel, names: CheckpointNames, source: Path, folder:
                 model.causal_lm.config.save_pretrained(str(folder))
     if head:
         save_file(_contiguous(head), folder / "value_head.safetensors", metadata={"format": "pt"})
-    companions = [*COMPANIONS, *(path.name for path in source.glob("*.py"))]
-    for path in (source / name for name in companions):
+    for path in (path for pattern in _COMPANIONS for path in source.glob(pattern)):
         if path.is_file() and not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
 

@@ -302,11 +302,7 @@ def _statistics(
 
 
 def shard(model: TokenModel, mesh: DeviceMesh, config: Config) -> FSDPModule:
-    """Shard every parameter of ``model`` over ``mesh`` in place; gradients are *summed* over its ranks.
-
-    Returns:
-        ``model``, which now is an ``FSDPModule`` too.
-    """
+    """Shard every parameter of ``model`` over ``mesh`` in place; gradients are *summed* over its ranks. Return it."""
     options: dict[str, Any] = {"mesh": mesh}
     if config.mixed_precision == "bfloat16":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

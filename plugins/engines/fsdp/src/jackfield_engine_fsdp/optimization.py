@@ -43,10 +43,7 @@ class Optimization:
     """The optimizer of the trainable parameters and its place in the schedule.
 
     AdamW gets this rank's parts as plain tensors: it works element by element and needs no ``DTensor``, whose first
-    step spends 0.2 s on planning.
-
-    Raises:
-        EngineError: ``config.invalid-value`` for a decay without a length.
+    step spends 0.2 s on planning. A decay without a length is refused (``config.invalid-value``).
     """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], spec: OptimizerSpec, ranks: Ranks) -> None:

@@ -71,9 +71,8 @@ class MicroBatch:
 class RowBatch:
     """This rank's rows, unpacked once. Micro-batches are cut from them.
 
-    Raises:
-        EngineError: ``engine.failed`` for missing or dense token columns, and responses without a prompt;
-            ``data.vocabulary`` for token ids that the model does not have.
+    Refused are missing or dense token columns, responses without a prompt (``engine.failed``), and token ids that the
+    model does not have (``data.vocabulary``).
     """
 
     def __init__(self, data: TensorDict, vocabulary: int, device: torch.device, rotary: Rotary) -> None:

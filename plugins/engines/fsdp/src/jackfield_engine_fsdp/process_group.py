@@ -30,11 +30,8 @@ class Ranks:
     """One engine's hold on the default process group.
 
     The first engine creates the group unless the process already has one. The last engine that is closed destroys
-    it, if an engine created it.
-
-    Raises:
-        EngineError: ``engine.state`` if the existing group has another rank or size, ``config.invalid-value``
-            if several ranks have no ``init_method``.
+    it, if an engine created it. A group of another rank or size is refused (``engine.state``), and so are several ranks
+    without ``init_method`` (``config.invalid-value``).
     """
 
     def __init__(self, context: EngineContext, device: torch.device, timeout: float) -> None:

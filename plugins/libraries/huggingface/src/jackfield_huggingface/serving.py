@@ -63,8 +63,8 @@ class SleepingServer(RelayServer):
         )
 
     @abstractmethod
-    async def _give_back(self, tags: list[str], level: int) -> None:
-        """Let the engine release memory."""
+    async def _give_back(self, tags: list[str], level: int) -> int | None:
+        """Let the engine release memory; return the bytes, if they are known."""
 
     @abstractmethod
     async def _take_back(self, tags: list[str]) -> None:
@@ -76,12 +76,12 @@ class SleepingServer(RelayServer):
         if not self._paused and self._running:
             raise self._error("the server is decoding", "rollout.request", fix="pause it before it sleeps")
         chosen = self.level_1 if request.level == 1 else MEMORY
-        await self._give_back([tag for tag in chosen if tag in self._awake], request.level)
+        freed = await self._give_back([tag for tag in chosen if tag in self._awake], request.level)
         if request.level == 2:
             self._held = None
             self._stale = "the weights were given back by sleep(level=2) and no full update has come"
         self._awake -= set(chosen)
-        return SleepResult()
+        return SleepResult(freed_bytes=freed or 0)
 
     async def wake_up(self, request: WakeUpRequest) -> WakeUpResult:
         """Allocate the memory again."""

@@ -13,14 +13,14 @@ import hmac
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
 import attrs
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
-from jackfield.abc.rollout import BaseRolloutServer, GenerateChunk, GenerateRequest
+from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest
 from jackfield.errors import ConfigError, DeadlineExceeded, JackfieldError, RolloutError
 from jackfield.sdk.rpc import is_loopback
 from jackfield_openai.answers import Answer, Choice
@@ -71,9 +71,8 @@ class OpenAIEndpoint:
     async def start(self) -> str:
         """Start to listen; return the base URL, which ends in ``/v1``.
 
-        Raises:
-            ConfigError: ``config.invalid-value`` without a key beyond loopback, or if the port is taken.
-            RolloutError: ``rollout.request`` if the model's folder has no tokenizer.
+        It raises ``config.invalid-value`` without a key beyond loopback, or if the port is taken, and
+        ``rollout.request`` if the model's folder has no tokenizer.
         """
         host, context = self._context.host, self._context
         if self._config.api_key is None and not is_loopback(host):
@@ -175,17 +174,19 @@ class OpenAIEndpoint:
             raise ClientError(f"the body is not JSON in UTF-8: {str(error)[:200]}", "invalid_json") from error
         return data
 
-    async def _in_time(self, answer: Answer, generating: Awaitable[None]) -> None:
-        waiting = f"replica {self._context.replica} to answer {answer.id}"
-        await self._context.clock.wait_for(generating, self._config.request_seconds, waiting)
+    async def _generate(self, answer: Answer, one: Callable[[Choice], Coroutine[Any, Any, None]]) -> None:
+        """Run ``one`` for all choices of an answer, under the deadline."""
 
-    async def _collected(self, request: web.Request, answer: Answer) -> web.StreamResponse:
-        async def collect() -> None:
+        async def all_choices() -> None:
             async with asyncio.TaskGroup() as tasks:
                 for choice in answer.choices:
-                    tasks.create_task(self._collect(choice))
+                    tasks.create_task(one(choice))
 
-        await self._in_time(answer, collect())
+        waiting = f"replica {self._context.replica} to answer {answer.id}"
+        await self._context.clock.wait_for(all_choices(), self._config.request_seconds, waiting)
+
+    async def _collected(self, request: web.Request, answer: Answer) -> web.StreamResponse:
+        await self._generate(answer, self._collect)
         response = web.json_response(answer.whole())
         await response.prepare(request)  # inside the deadline: a client may not read
         await response.write_eof()
@@ -195,32 +196,19 @@ class OpenAIEndpoint:
         with self._metrics.request(len(choice.prompt)) as done:
             result = await self._server.generate(self._request(choice))
             done(result.finish_reason, len(result.token_ids))
-        choice.chunks.append(
-            GenerateChunk(
-                request_id=result.request_id,
-                token_ids=result.token_ids,
-                log_probs=result.log_probs,
-                weight_versions=result.weight_versions,
-                finish_reason=result.finish_reason,
-            )
-        )
+        choice.chunks.append(result)
 
     async def _streamed(self, request: web.Request, answer: Answer) -> web.StreamResponse:
         pieces: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         usage = answer.body.stream_options is not None and answer.body.stream_options.include_usage
 
         async def follow() -> None:
-            async with asyncio.TaskGroup() as tasks:
-                for choice in answer.choices:
-                    tasks.create_task(self._follow(choice, pieces))
-
-        async def follow_in_time() -> None:
             try:
-                await self._in_time(answer, follow())
+                await self._generate(answer, functools.partial(self._follow, pieces))
             finally:
                 pieces.put_nowait(None)
 
-        async with _cancelled_at_end(asyncio.create_task(follow_in_time())) as following:
+        async with _cancelled_at_end(asyncio.create_task(follow())) as following:
             first = await pieces.get()
             if first is None:
                 await following  # raises before anything is sent, so that the status shows it
@@ -240,7 +228,7 @@ class OpenAIEndpoint:
         await response.write_eof()
         return response
 
-    async def _follow(self, choice: Choice, pieces: asyncio.Queue[dict[str, Any] | None]) -> None:
+    async def _follow(self, pieces: asyncio.Queue[dict[str, Any] | None], choice: Choice) -> None:
         with self._metrics.request(len(choice.prompt)) as done:
             chunks = self._server.generate_stream(self._request(choice))
             async with contextlib.aclosing(chunks):  # type: ignore[type-var]

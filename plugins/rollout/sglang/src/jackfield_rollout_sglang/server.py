@@ -6,9 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from contextlib import aclosing, suppress
 from importlib.util import find_spec
-from typing import Any, Literal
-
-import attrs
+from typing import Any
 
 from jackfield.abc.engine import ModelSpec
 from jackfield.abc.rollout import GenerateRequest, RolloutContext, SamplingParams, ServerInfo, UpdateWeightsRequest
@@ -20,17 +18,6 @@ from jackfield_rollout_sglang.config import Config
 from jackfield_rollout_sglang.process import SglangProcess, free_port
 
 _MASK_TOKENS = 4096  #: SGLang's own default of --sampling-mask-max-tokens
-_FINISH: Mapping[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
-
-
-@attrs.frozen
-class Answer:
-    """New tokens of a request."""
-
-    token_ids: list[int]
-    log_probs: list[float]
-    finish_reason: Literal["stop", "length", "abort"] | None
-    message: str = ""  #: of an abort by SGLang itself
 
 
 def launch_arguments(config: Config, context: RolloutContext, port: int) -> list[str]:
@@ -131,8 +118,11 @@ def generate_body(running: Running, left: int, adapter: str | None) -> dict[str,
     return body
 
 
-def read_answer(answer: Mapping[str, Any], body: Mapping[str, Any]) -> Answer:
-    """Parse an answer of ``/generate``, whole or of a stream (new tokens only); raise the error that it reports."""
+def read_answer(answer: Mapping[str, Any], body: Mapping[str, Any]) -> tuple[list[int], list[float], str | None]:
+    """Parse an answer of ``/generate``, whole or of a stream; raise the error that it reports.
+
+    Return new tokens, their log-probabilities, and how the request ended: ``stop``, ``length`` or ``abort``.
+    """
     if "error" in answer or "meta_info" not in answer:
         raise RolloutError("SGLang refuses the request", code="rollout.failed", where=body["rid"], found=dict(answer))
     meta = answer["meta_info"]
@@ -150,9 +140,7 @@ def read_answer(answer: Mapping[str, Any], body: Mapping[str, Any]) -> Answer:
             found=len(log_probs),
         )
     finish = meta.get("finish_reason")
-    if finish is None:
-        return Answer(tokens, log_probs, None)
-    return Answer(tokens, log_probs, _FINISH[finish["type"]], str(finish.get("message") or ""))
+    return tokens, log_probs, finish and finish["type"]
 
 
 _CONTROL_SECONDS = 120.0  #: for SGLang to pause, go on, sleep or wake up
@@ -212,10 +200,10 @@ class SglangServer(FolderServer):
         try:
             async with aclosing(self._sglang.generate(body)) as answers:
                 async for each in answers:
-                    answer = read_answer(each, body)
-                    running.append(answer.token_ids, answer.log_probs, version)
-                    if answer.finish_reason in ("stop", "length"):
-                        self._end(running, answer.finish_reason)
+                    tokens, log_probs, reason = read_answer(each, body)
+                    running.append(tokens, log_probs, version)
+                    if reason in ("stop", "length"):
+                        self._end(running, "stop" if reason == "stop" else "length")
                         return True
         except asyncio.CancelledError:
             if self._down() is None:

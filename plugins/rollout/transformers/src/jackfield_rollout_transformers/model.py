@@ -128,10 +128,8 @@ class LoadedModel:
 def load_model(config: Config, context: RolloutContext) -> LoadedModel:
     """Load ``context.model`` for generation.
 
-    Raises:
-        RolloutError: ``engine.model`` if the folder is missing, cannot be loaded or holds a model that this server
-            would compute wrongly.
-        WeightsError: ``weights.names`` if new weights could not be loaded under the names of the folder.
+    It raises ``engine.model`` if the folder is missing, cannot be loaded or holds a model that this server would
+    compute wrongly, and ``weights.names`` if new weights could not be loaded under the names of the folder.
     """
     path, spec = context.model.path, context.model
     if spec.dtype not in _DTYPES:

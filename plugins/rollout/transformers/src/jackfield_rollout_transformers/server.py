@@ -29,7 +29,8 @@ from jackfield.abc.rollout import (
 )
 from jackfield.errors import JackfieldError, RolloutError, WeightsError
 from jackfield.sdk.receiver import open_receiver
-from jackfield.sdk.relay import MEMORY, RelayServer, Running
+from jackfield.sdk.relay import MEMORY, Running
+from jackfield_huggingface.serving import SleepingServer
 from jackfield_rollout_transformers.config import Config
 from jackfield_rollout_transformers.decode_loop import DecodeLoop
 from jackfield_rollout_transformers.decoder import Decoder, check_decoding, check_requests
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 _LARGE_BYTES = 1 << 23  # a tensor from this size on is copied on the worker thread
 
 
-class TransformersServer(RelayServer):
+class TransformersServer(SleepingServer):
     """One replica in this process: requests, weights and memory around the decode loop."""
 
     config: Config
@@ -198,30 +199,22 @@ class TransformersServer(RelayServer):
     async def sleep(self, request: SleepRequest) -> SleepResult:
         """Release memory; only while paused or idle. Kept requests are recomputed afterwards."""
         async with self._loop.between_hops():
-            self._require_running()
-            if not self._paused and self._running:
-                raise self._error("the server is decoding", "rollout.request", fix="pause it before it sleeps")
-            freed = self._loop.release()
-            if request.level == 2:
-                freed += self._weights.drop()
-                self._held = None
-                self._stale = "the weights were given back by sleep(level=2) and no full update has come"
-            else:
-                freed += self._weights.to("cpu")
-            self._awake.clear()
-        return SleepResult(freed_bytes=freed)
+            return await super().sleep(request)
+
+    async def _give_back(self, tags: list[str], level: int) -> int:
+        return self._loop.release() + (self._weights.drop() if level == 2 else self._weights.to("cpu"))
 
     async def wake_up(self, request: WakeUpRequest) -> WakeUpResult:
         """Allocate memory again. After level 2 the weights are undefined until a full update."""
         async with self._loop.between_hops():
-            self._require_running()
-            tags = set(request.tags or MEMORY)
-            if "weights" in tags:
-                self._weights.to(self._model.device)
-                self._weights.allocate()
-            self._awake |= tags
+            result = await super().wake_up(request)
             self._loop.work.set()
-        return WakeUpResult(awake=tuple(tag for tag in MEMORY if tag in self._awake))
+        return result
+
+    async def _take_back(self, tags: list[str]) -> None:
+        if "weights" in tags:
+            self._weights.to(self._model.device)
+            self._weights.allocate()
 
     async def update_weights(self, request: UpdateWeightsRequest) -> WeightReceipt:
         """Receive a new version of the weights, load it between two decode steps and acknowledge it.

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import itertools
 import random
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +27,7 @@ from jackfield.abc.engine import (
 from jackfield.sdk.jagged import jagged, rows
 from jackfield_conformance.registry import Subject
 from jackfield_conformance.support import expecting
+from jackfield_conformance.support.expecting import temporary_root
 
 VOCABULARY = 64
 LAYERS = 2
@@ -41,14 +39,6 @@ _SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermed
 _SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 Gradients = dict[str, torch.Tensor]
-
-
-@functools.cache
-def temporary_root() -> Path:
-    """Create a folder that is removed when this process ends."""
-    folder = Path(tempfile.mkdtemp(prefix="jackfield-conformance-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
 
 
 @contextlib.contextmanager

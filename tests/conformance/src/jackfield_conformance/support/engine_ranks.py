@@ -18,6 +18,7 @@ import torch
 
 from jackfield_conformance.registry import Subject
 from jackfield_conformance.support import engine as support
+from jackfield_conformance.support import expecting
 from jackfield_conformance.support.processes import hosts
 
 RANKS = 2
@@ -54,7 +55,7 @@ def play(subject: Subject) -> Played:
     key = (subject.cls, repr(subject.config))
     if key not in _PLAYED:
         number = len(_PLAYED)
-        folder = support.temporary_root() / f"ranks-{number}-{os.getpid()}"
+        folder = expecting.temporary_root() / f"ranks-{number}-{os.getpid()}"
         folder.mkdir()
         _PLAYED[key] = _run(subject, folder)
     return _PLAYED[key]

@@ -1,17 +1,30 @@
-"""Expectations that the suites share: refusals, finite numbers, names of tensors, and ends of waits and tasks."""
+"""What the suites share: refusals, finite numbers, names of tensors, ends of waits and tasks, a temporary folder."""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import functools
 import math
+import shutil
+import tempfile
 from collections.abc import Awaitable, Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from jackfield.errors import JackfieldError
 
 T = TypeVar("T")
 _SLICES = 10
+
+
+@functools.cache
+def temporary_root() -> Path:
+    """Create a folder that is removed when this process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="jackfield-conformance-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 @contextlib.contextmanager

@@ -57,11 +57,7 @@ def _descriptors() -> frozenset[str]:
 
 
 def _processes() -> frozenset[str]:
-    found: set[str] = set()
-    for task in (_SELF / "task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            found.update(task.read_text().split())
-    return frozenset(found)
+    return frozenset(str(child.pid) for child in psutil.Process().children())
 
 
 def shared_memory() -> frozenset[str]:

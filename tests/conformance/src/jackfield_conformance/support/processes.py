@@ -6,19 +6,20 @@ import atexit
 import contextlib
 import ctypes
 import importlib
-import json
+import multiprocessing
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
 
+_SPAWN = multiprocessing.get_context("spawn")
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -72,15 +73,6 @@ def adopting() -> Iterator[None]:
         prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-_SCRIPT = """
-import json, sys
-begin = json.loads(sys.stdin.readline())
-sys.path[:0] = [path for path in begin["path"] if path not in sys.path]
-from jackfield_conformance.support.processes import _serve
-_serve(begin["function"], begin["imports"])
-"""
-
-
 class Host:
     """A process whose children carry out orders by the function ``module:name``, one at a time.
 
@@ -89,46 +81,39 @@ class Host:
     """
 
     def __init__(self, function: str, imports: Sequence[str] = (), environment: Mapping[str, str] | None = None):
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _SCRIPT],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **(environment or {})},
-            start_new_session=True,  # so that its child ends with it
-        )
+        self._connection, theirs = _SPAWN.Pipe()
+        arguments = (theirs, function, imports, environment or {})
+        self._process = _SPAWN.Process(target=_serve, args=arguments, daemon=True)
+        self._process.start()
+        theirs.close()
         atexit.register(self.end)
-        self._write({"path": [entry for entry in sys.path if entry], "function": function, "imports": list(imports)})
 
     @property
     def alive(self) -> bool:
         """Return whether it can take an order."""
-        return self._process.poll() is None
+        return self._process.is_alive()
 
     def order(self, order: Mapping[str, Any]) -> None:
         """Send an order to a child; :meth:`answer` must follow."""
-        self._write({"path": sys.path, **order})
+        self._connection.send({"path": sys.path, **order})
 
     def answer(self, seconds: float) -> tuple[int, str] | None:
         """Return the child's exit status, negative for a signal, and its error; None if it has not ended by then."""
-        assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], max(seconds, 0.0))
-        if not ready:
+        if not self._connection.poll(max(seconds, 0.0)):
             return None
-        status, message = json.loads(self._process.stdout.readline() or '[1, "no answer"]')
+        try:
+            status, message = self._connection.recv()
+        except EOFError:
+            status, message = 1, "no answer"
         return status, message
 
     def end(self) -> None:
         """End the process and its child."""
         atexit.unregister(self.end)
-        if self.alive:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
-
-    def _write(self, value: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(value) + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+        self._process.kill()
+        self._process.join()
 
 
 _HOSTS: dict[str, list[Host]] = {}
@@ -147,29 +132,30 @@ def hosts(
     return list(known)
 
 
-def _serve(function: str, imports: Sequence[str]) -> None:
-    """Run the host's loop, which ends with its standard input."""
+def _serve(orders: Connection[Any, Any], function: str, imports: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Run the host's loop, which ends when the other end of the pipe closes."""
+    os.setsid()  # so that its child ends with it
+    os.environ.update(environment)
     for module in imports:
         importlib.import_module(module)
     module, _, name = function.partition(":")
     carry_out = getattr(importlib.import_module(module), name)
-    for line in sys.stdin:
-        reading, writing = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(reading)
-            _obey(carry_out, json.loads(line), writing)
-        os.close(writing)
-        with os.fdopen(reading, encoding="utf-8", errors="replace") as pipe:
-            message = pipe.read()
-        _, status = os.waitpid(child, 0)
-        print(json.dumps([os.waitstatus_to_exitcode(status), message]), flush=True)
+    with contextlib.suppress(EOFError):
+        while order := orders.recv():
+            reading, writing = os.pipe()
+            child = os.fork()
+            if child == 0:
+                os.close(reading)
+                _obey(carry_out, order, writing)
+            os.close(writing)
+            with os.fdopen(reading, encoding="utf-8", errors="replace") as pipe:
+                message = pipe.read()
+            orders.send((os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), message))
 
 
 def _obey(carry_out: Callable[[Mapping[str, Any]], None], order: Mapping[str, Any], pipe: int) -> None:
     status = 1
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # the host's output is its answers
+    os.dup2(2, 1)
     sys.path[:] = order["path"]
     try:
         carry_out(order)

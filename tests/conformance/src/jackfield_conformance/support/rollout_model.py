@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,6 +12,7 @@ from safetensors.torch import save_file
 
 from jackfield.abc.rollout import GenerateRequest, GenerateResult, SamplingParams
 from jackfield_conformance.registry import Subject
+from jackfield_conformance.support.expecting import temporary_root
 
 VOCABULARY = 64
 ENGINE_TOLERANCE = 1e-4  #: of log-probabilities, in float32, where the manifest says they are the engine's
@@ -77,8 +75,7 @@ def _tokenizer() -> Any:
 @functools.cache
 def model_folder() -> str:
     """Write a Qwen3 model of 36,128 parameters with a tokenizer, in float32, once per process."""
-    folder = tempfile.mkdtemp(prefix="jackfield-conformance-model-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = str(temporary_root() / "rollout-model")
     config = _float32("base").config
     config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(folder)

@@ -8,9 +8,6 @@ a plugin without a setting ``bucket_bytes``) and ``silence_seconds`` (the deadli
 from __future__ import annotations
 
 from jackfield_conformance.registry import Capability
-from jackfield_conformance.suites.checkpoint_engine import topology, transfers
-
-__all__ = ["CAPABILITIES", "topology", "transfers"]
 
 CAPABILITIES: dict[str, Capability] = {
     "delta": Capability(what="moves changed blocks to workers that hold the previous version"),

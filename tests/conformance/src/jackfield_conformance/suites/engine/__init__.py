@@ -7,9 +7,7 @@ Every engine gets the same tiny Qwen3 and the same seven rows. The fixture may h
 from __future__ import annotations
 
 from jackfield_conformance.registry import Capability
-from jackfield_conformance.suites.engine import adapters, passes, training, weights
-
-__all__ = ["CAPABILITIES", "adapters", "passes", "training", "weights"]
+from jackfield_conformance.suites.engine import adapters
 
 CAPABILITIES: dict[str, Capability] = {
     "checkpoint": Capability(what="native and Hugging Face checkpoints"),

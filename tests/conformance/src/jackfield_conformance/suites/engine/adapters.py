@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -244,17 +244,17 @@ def gradient_checkpointing_changes_no_gradient(subject: Subject) -> None:
 
 def has_value_head(subject: Subject) -> bool:
     """Return whether the engine loads a model with a value head and gives values."""
-    try:
-        with support.opened(subject, role="critic", value_head=True) as engine:
-            return bool(_values(engine))
-    except Exception:
-        return False
+    return _has(subject, _values, role="critic", value_head=True)
 
 
 def has_lora(subject: Subject) -> bool:
     """Return whether the engine loads a model with an adapter and exports it."""
+    return _has(subject, _export, lora=LORA)
+
+
+def _has(subject: Subject, use: Callable[[BaseEngine], Any], **context: Any) -> bool:
     try:
-        with support.opened(subject, lora=LORA) as engine:
-            return bool(_export(engine))
+        with support.opened(subject, **context) as engine:
+            return bool(use(engine))
     except Exception:
         return False

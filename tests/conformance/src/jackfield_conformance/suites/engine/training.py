@@ -81,8 +81,7 @@ def a_norm_that_is_not_finite_skips_the_step(subject: Subject) -> None:
                 return (output.log_probs * bad).sum(), {}
 
             with engine.train_mode():
-                engine.optimizer_zero_grad()
-                engine.forward_backward_batch(support.batch(), broken)
+                support.gradients(engine, loss=broken)
                 norm = engine.optimizer_step()
             assert not math.isfinite(norm), f"gradients of {bad} have the norm {norm:g}"
             support.assert_same_tensors(before, support.weights(engine), f"weights after gradients of {bad}")
@@ -201,9 +200,7 @@ def offloading_changes_nothing(subject: Subject) -> None:
     with support.opened(subject) as engine, support.opened(subject) as other:
         for each in (engine, other):
             support.train(each)
-            with each.train_mode():
-                each.optimizer_zero_grad()
-                each.forward_backward_batch(support.batch(), support.Loss())
+            support.gradients(each)
             if each is engine:
                 for parts in ((True, True, True), (True, False, False), (False, True, True)):
                     each.to("cpu", *parts)

@@ -294,9 +294,7 @@ def offloading_from_a_gpu_makes_room_and_changes_nothing(subject: Subject) -> No
     with support.opened(subject, device="cuda") as engine, support.opened(subject, device="cuda") as other:
         for each in (engine, other):
             support.train(each)
-            with each.train_mode():
-                each.optimizer_zero_grad()
-                each.forward_backward_batch(support.batch(), support.Loss())
+            support.gradients(each)
         held = torch.cuda.memory_allocated()
         size = sum(tensor.nbytes for tensor in support.weights(engine).values())
         engine.to("cpu")

@@ -8,9 +8,6 @@ settings with which the server listens at an address (default ``{"openai": {}}``
 from __future__ import annotations
 
 from jackfield_conformance.registry import Capability
-from jackfield_conformance.suites.rollout import control, ending, life, tokens, weights
-
-__all__ = ["CAPABILITIES", "control", "ending", "life", "tokens", "weights"]
 
 #: What a manifest may declare. Those of the first block are checked, when declared; those of the second are every
 #: server's duty, and their checks always run; the last tell where and with what a server works.

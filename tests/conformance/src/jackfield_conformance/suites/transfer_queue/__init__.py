@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from jackfield_conformance.registry import Capability
-from jackfield_conformance.suites.transfer_queue import keeping, storing
-
-__all__ = ["CAPABILITIES", "keeping", "storing"]
 
 CAPABILITIES = {
     "durable": Capability(
