@@ -40,13 +40,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 _SENDER_FIRST = 1.0  #: seconds by which the deadline of the sender, which knows the late peers, precedes the workers'
-LEFT = "left before everything was taken"  #: reason of an end that leaves before it has finished
+_LEFT = "left before everything was taken"  #: reason of an end that leaves before it has finished
 _BROKE = "broke off: "
-
-
-def reason_of(error: BaseException) -> str:
-    """Return a description, for the peers, of the error that ends the transfer at this end."""
-    return _BROKE + (error.message if isinstance(error, JackfieldError) else f"{type(error).__name__}: {error}")
 
 
 @attrs.frozen(kw_only=True)
@@ -63,12 +58,8 @@ class Peer:
     name: str  #: ``worker 2``, or ``the sender``
     connection: Connection
     said: dict[str, Any] = attrs.field(factory=dict)  #: the last value of each name that it has posted
+    got: int = 0  #: buckets that it has received
     broken: str | None = None  #: why it will not post again
-
-    @property
-    def got(self) -> int:
-        """The number of buckets that the peer has received."""
-        return int(self.said.get("got", 0))
 
 
 class OneSenderEngine(CheckpointEngine):
@@ -80,6 +71,7 @@ class OneSenderEngine(CheckpointEngine):
 
     config: Any  #: a :class:`SessionSettings`
     slots: ClassVar[int] = 2  #: buckets of the sender: one is filled while others are on their way
+    retains: ClassVar[bool] = False  #: whether weights are kept for workers that join later, without a session
     device = "cpu"  #: of the buffers
 
     def __init__(self, config: Any, context: CheckpointEngineContext) -> None:
@@ -95,7 +87,7 @@ class OneSenderEngine(CheckpointEngine):
         self.connected = self.whole = False  #: whole: everything was sent or received
         self.made = 0  #: buckets that were sent
         self.arrived: deque[Bucket] = deque()  #: buckets that this worker has not read
-        self._expected = self._version = -1  #: unknown before the sender is connected
+        self._expected = self.version = -1  #: unknown before this end is connected
         self._why: str | None = None  #: why this end ended the transfer
         self._entries: list[Entry] = []  #: of the bucket that is filled
         self._bucket: Any = None  #: its buffer
@@ -105,7 +97,6 @@ class OneSenderEngine(CheckpointEngine):
 
     def heard(self, peer: Peer, values: Mapping[str, Any]) -> None:
         """Handle values that a peer has posted."""
-        return
 
     def listen(self, secret: str) -> Mapping[str, Any]:
         """Listen for workers and return the data with which they connect. Only they get the ``secret`` (in hex)."""
@@ -113,11 +104,9 @@ class OneSenderEngine(CheckpointEngine):
 
     async def meet_workers(self, workers: int) -> None:
         """Prepare to send, after every worker has joined."""
-        return
 
     async def meet_sender(self, place: Mapping[str, Any]) -> None:
         """Prepare to receive, after this worker has joined. ``place`` is its part of the topology."""
-        return
 
     @abstractmethod
     async def launch(self, content: torch.Tensor, entries: Sequence[Entry]) -> None:
@@ -136,17 +125,26 @@ class OneSenderEngine(CheckpointEngine):
         await self.taken(self._free_at[slot])
         return kept_buffer(self.buffers, slot, self.config.bucket_bytes, self.device)
 
-    @abstractmethod
+    def announce(self, entries: Sequence[Entry], place: Any) -> None:
+        """Count a bucket, and tell the workers of it, to whom it arrives with its ``place``."""
+        self.made += 1
+        self.tell({"bucket": [self.made, entries, place]})
+
     async def content(self, bucket: Bucket) -> torch.Tensor:
         """Return the bytes of an arrived bucket, uint8 ``[bytes]``, once they are complete."""
+        content: torch.Tensor = bucket.place
+        return content
 
     def was_read(self, bucket: Bucket) -> None:
-        """Reuse the memory of a bucket that this worker has read."""
-        return
+        """Tell the sender that this worker has read a bucket, whose memory may be reused."""
+        self.tell({"got": bucket.number})
+
+    async def complete(self) -> None:
+        """Tell the workers that everything was sent and taken."""
+        self.tell({"done": True})
 
     async def close(self) -> None:
         """Release what this end holds of a transfer whose session it has left. Idempotent."""
-        return
 
     async def prepare(self) -> PrepareResult:
         """Listen if this is rank 0, on loopback unless the context names another interface."""
@@ -163,7 +161,6 @@ class OneSenderEngine(CheckpointEngine):
 
     async def _begin(self) -> None:
         await self.finalize()  # an earlier prepare may not have been followed by a transfer
-        self._reset()
         self._services = {"transfer": Service(target=self, contract=TRANSFER)}
 
     async def _serve(self) -> dict[str, Any]:
@@ -189,15 +186,17 @@ class OneSenderEngine(CheckpointEngine):
         place, version = request.arguments, request.version
         if self.context.end == "receiver":
             await self._begin()
-            await self._join(place, version)
+            self.version = version
+            if "worker" in place:  # otherwise it joins later
+                await self._join(place, version)
             await self.meet_sender(place)
         elif self.context.rank == 0:
             self._require(bool(self._services), "the sender was not prepared")
-            self._expected, self._version = place["workers"], version
+            self._expected, self.version = place["workers"], version
             self._start_clock()
             self.notify()
-            names = [f"worker {number}" for number in range(place["workers"])]
-            await self._wait(lambda: [f"{name} to connect" for n, name in enumerate(names) if n not in self.peers])
+            numbers = range(place["workers"])
+            await self._wait(lambda: [f"worker {number} to connect" for number in numbers if number not in self.peers])
             await self.meet_workers(place["workers"])
         self.connected = True
 
@@ -206,26 +205,25 @@ class OneSenderEngine(CheckpointEngine):
         return await self._enter(worker, version, caller())
 
     async def _enter(self, worker: int, version: int, connection: Connection) -> int:
-        while self._version < 0:
+        while self.version < 0:
             await self._changed.wait()  # until the caller's deadline, or the end of the session
         if not 0 <= worker < self._expected or worker in self.peers:
             raise WeightsError(f"worker {worker} has no place in this transfer", where="the sender")
         peer = self._add_peer(f"worker {worker}", connection, worker)
-        if version != self._version:
-            peer.broken = f"expects weights of version {version}, these are of version {self._version}"
-        return self._version
+        if version != self.version:
+            peer.broken = f"expects weights of version {version}, these are of version {self.version}"
+        return self.version
 
     async def _join(self, place: Mapping[str, Any], version: int) -> None:
         self._start_clock()
         try:
             connection = await self._dial(place["session"], place["worker"])
             self._add_peer("the sender", connection)  # it may post before its reply is read
-            found = await connection.call("transfer.enter", [place["worker"], version], self.remaining(), int, "join")
+            asked, seconds = [place["worker"], version], self.remaining()
+            found = await connection.call("transfer.enter", asked, seconds, int, "welcome this worker")
         except RpcError as error:
             details = {name: getattr(error, name) for name in ("where", "expected", "found", "fix")}
             raise WeightsError(f"the sender cannot be reached: {error.message}", **details) from error
-        except DeadlineExceeded:
-            raise self._late("the sender to welcome this worker") from None
         if found != version:
             raise WeightsError("weights of another version came", code="weights.version", expected=version, found=found)
         self._start_clock(_SENDER_FIRST)
@@ -240,8 +238,7 @@ class OneSenderEngine(CheckpointEngine):
         def gone(lost: asyncio.Future[str]) -> None:
             if peer.broken is None and "done" not in peer.said:
                 reason = lost.result()
-                said = reason.startswith((_BROKE, LEFT))
-                peer.broken = reason if said else f"died or was cut off: it {reason}"
+                peer.broken = reason if reason.startswith((_BROKE, _LEFT)) else f"died or was cut off: it {reason}"
             self.notify()
 
         connection.lost.add_done_callback(gone)
@@ -257,7 +254,9 @@ class OneSenderEngine(CheckpointEngine):
         if peer is None:
             raise WeightsError("a worker posted before it entered the transfer")
         peer.said.update(values)
-        peer.broken = peer.broken or values.get("broken")
+        peer.got, peer.broken = values.get("got", peer.got), peer.broken or values.get("broken")
+        if "bucket" in values:
+            self.arrived.append(Bucket(*values["bucket"]))
         self.heard(peer, values)
         self.notify()
 
@@ -296,7 +295,9 @@ class OneSenderEngine(CheckpointEngine):
                 await self._clock.wait_for(self._changed.wait(), self.remaining(), "a peer")
             except DeadlineExceeded:
                 if who := late():  # otherwise the last one answered at the deadline
-                    raise self._late(" and ".join(who)) from None
+                    fix = "look at why the peer did not answer, or raise the deadline of the sync"
+                    what = f"waited {self.context.deadline_seconds:g} s for {' and '.join(who)}, in a weight transfer"
+                    raise DeadlineExceeded(what, fix=fix) from None
 
     def remaining(self) -> float:
         """Return the seconds until the deadline."""
@@ -304,10 +305,6 @@ class OneSenderEngine(CheckpointEngine):
 
     def _start_clock(self, later: float = 0.0) -> None:
         self._ends = asyncio.get_running_loop().time() + self.context.deadline_seconds + later
-
-    def _late(self, who: str) -> DeadlineExceeded:
-        fix = "look at why the peer did not answer, or raise the deadline of the sync"
-        return DeadlineExceeded(f"waited {self.context.deadline_seconds:g} s for {who}, in a weight transfer", fix=fix)
 
     def notify(self) -> None:
         """Evaluate the conditions of all waits again."""
@@ -326,17 +323,19 @@ class OneSenderEngine(CheckpointEngine):
         self._require(self.connected, "the sender is not connected")
         try:
             for name, tensor in weights:
-                if self.peers:
+                if self.peers or self.retains:
                     before, self.lent = self.lent, 0
                     await self._add(name, tensor)
                     await self.taken(before)
             await self.flush()
             await self.taken(self.made)
-            self.tell({"done": True})
+            await self.complete()
             await self.until(lambda peer: "done" in peer.said, "take everything")
         except BaseException as error:
-            self._why = reason_of(error)
-            self.tell({"broken": self._why})
+            if not self.whole:
+                what = error.message if isinstance(error, JackfieldError) else f"{type(error).__name__}: {error}"
+                self._why = _BROKE + what
+                self.tell({"broken": self._why})
             raise
         self.whole = True
 
@@ -370,29 +369,30 @@ class OneSenderEngine(CheckpointEngine):
             for item in views(await self.content(bucket), bucket.entries):
                 yield item
             self.was_read(bucket)
+        await self.acknowledge()
+
+    async def acknowledge(self) -> None:
+        """Tell the sender that this worker has received everything."""
         self.whole = True
-        with suppress(RpcError):  # the sender has ended
-            await self.peers[0].connection.call("transfer.post", [{"done": True}], self.remaining(), None, "finish")
+        for peer in list(self.peers.values()):
+            with suppress(RpcError):  # the sender has ended
+                await peer.connection.call("transfer.post", [{"done": True}], self.remaining(), None, "finish")
         await self.until(lambda _: True, "finish")
 
-    async def leave(self) -> None:
-        """Leave the session. A peer that still needs this end is notified. Idempotent."""
+    async def finalize(self) -> None:
+        """Leave the session, where a peer that still needs this end is notified, and release everything. Idempotent."""
         peers, self.peers = list(self.peers.values()), {}
         server, self._server = self._server, None
         self.connected = False
-        for peer in peers:
-            await peer.connection.close(self._why or ("" if self.whole else LEFT))
-        if server is not None:
-            await server.close()
-        self._services.clear()  # connections that are not collected yet do not keep this end's memory
-        self._bucket, self.arrived = None, deque()
-
-    async def finalize(self) -> None:
-        """Leave the session and release everything else."""
         try:
-            await self.leave()
+            for peer in peers:
+                await peer.connection.close(self._why or ("" if self.whole else _LEFT))
+            if server is not None:
+                await server.close()
         finally:
+            self._services.clear()  # connections that are not collected yet do not keep this end's memory
             await self.close()
+            self._reset()
 
 
 TRANSFER = Contract(OneSenderEngine, ["enter", "post"])

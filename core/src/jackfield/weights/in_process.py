@@ -10,10 +10,10 @@ import attrs
 
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.errors import WeightsError
-from jackfield.sdk.buckets import Bucket, Entry, entry_of, raw
+from jackfield.sdk.buckets import Entry, entry_of, raw
 from jackfield.sdk.rpc import Connection
 from jackfield.sdk.rpc.wire import Message
-from jackfield.sdk.transfer import OneSenderEngine, Peer
+from jackfield.sdk.transfer import OneSenderEngine
 from jackfield.settings import option
 
 if TYPE_CHECKING:
@@ -35,9 +35,8 @@ class _Link(Connection):
 
     async def call(self, method: str, arguments: Any, *limits: Any, **options: Any) -> Any:
         if method == "transfer.enter":
-            return await self.clock.wait_for(
-                self.other.owner._enter(arguments[0], arguments[1], self.other), limits[0], "it"
-            )
+            entering = self.other.owner._enter(arguments[0], arguments[1], self.other)
+            return await self.clock.wait_for(entering, limits[0], f"{self.name} to {limits[2]}")
         self.notify(method, None, *arguments)
 
     def send(self, message: Message) -> None:
@@ -91,24 +90,9 @@ class InProcessCheckpointEngine(OneSenderEngine):
 
     async def launch(self, content: torch.Tensor, entries: Sequence[Entry]) -> None:
         """Hand over a bucket."""
-        self.made += 1
-        self.tell({"bucket": Bucket(self.made, entries, content)})
+        self.announce(entries, content)
 
-    def heard(self, peer: Peer, values: Mapping[str, Any]) -> None:
-        """Take a bucket."""
-        if "bucket" in values:
-            self.arrived.append(values["bucket"])
-
-    async def content(self, bucket: Bucket) -> torch.Tensor:
-        """Return the sender's memory."""
-        content: torch.Tensor = bucket.place
-        return content
-
-    def was_read(self, bucket: Bucket) -> None:
-        """Tell the sender that a bucket was read."""
-        self.tell({"got": bucket.number})
-
-    async def leave(self) -> None:
+    async def finalize(self) -> None:
         """Leave the transfer. Idempotent."""
         _SESSIONS.pop(self._name, None)
-        await super().leave()
+        await super().finalize()

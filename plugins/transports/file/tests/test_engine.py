@@ -22,7 +22,7 @@ from jackfield.sdk.receiver import WeightReceiver
 from jackfield.weights import WeightSender
 from jackfield_transport_file.config import Config
 from jackfield_transport_file.engine import FileCheckpointEngine
-from jackfield_transport_file.storage import Parties, abandoned, guarded
+from jackfield_transport_file.storage import abandoned, guarded
 
 
 def model(seed: int) -> dict[str, torch.Tensor]:
@@ -191,12 +191,13 @@ def test_no_room_is_called_so(tmp_path: Path) -> None:
     assert "bytes that are free" in str(caught.value)
 
 
-def test_a_party_is_there_until_its_process_lets_go(tmp_path: Path) -> None:
-    party = Parties(tmp_path / "worker-1", 1, 1)
-    assert not abandoned(tmp_path / "worker-1")
-    with pytest.raises(WeightsError) as caught:
-        Parties(tmp_path / "worker-1", 1, 1)
-    assert "weights.transfer" == caught.value.code
-    party.close()
-    assert abandoned(tmp_path / "worker-1")
-    assert not abandoned(tmp_path / "worker-2")  # it has not come yet
+def test_a_transfer_is_in_use_until_its_sender_lets_go(config: Config) -> None:
+    async def main() -> None:
+        sender = engine(config, "sender")
+        folder = Path(config.folder) / (await sender.prepare()).metadata["transfer"]
+        assert not abandoned(folder / "sender")
+        await sender.finalize()
+        assert abandoned(folder / "sender")
+        assert not abandoned(folder / "another")  # there is no such file
+
+    run(main())

@@ -9,10 +9,11 @@ import attrs
 from attrs.validators import ge, gt
 
 from jackfield.sdk import option
+from jackfield.sdk.transfer import SessionSettings
 
 
 @attrs.frozen(kw_only=True)
-class Config:
+class Config(SessionSettings):
     """Settings that say where weights are written, and how long they stay."""
 
     folder: str = option(
@@ -23,7 +24,7 @@ class Config:
         256 * 2**20, "Tensors share files of this size; a larger tensor has one of its own.", gt(0)
     )
     poll_seconds: float = option(
-        0.05, "How often the folder is looked at: network file systems do not tell of changes.", gt(0)
+        0.05, "How often a late reader looks at the folder: network file systems do not tell of changes.", gt(0)
     )
 
 

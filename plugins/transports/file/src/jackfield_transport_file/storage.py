@@ -1,9 +1,9 @@
-"""The folder of weights: a folder per transfer, a marker of the newest complete one, and a file per party.
+"""The folder of weights: a folder per transfer, and a marker of the newest complete one.
 
 ``LATEST.json`` names the newest, ``TRANSFER/index.json`` lists its tensors in their order,
 ``TRANSFER/weights-*.safetensors`` hold them. Marker and index are replaced by renaming, so a reader sees the
-old one or the new one. Only its party appends to a party's file, and keeps it locked while it lives, so the released
-lock shows that a process was killed. On a file system whose locks do not work between machines, the deadline shows it.
+old one or the new one. The sender keeps ``TRANSFER/sender`` locked while it lives, so a later sender removes only what
+others have left. On a file system whose locks do not work between machines, nothing of a killed sender is removed.
 """
 
 from __future__ import annotations
@@ -14,19 +14,17 @@ import fcntl
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-import attrs
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from jackfield.clock import Clock
-from jackfield.errors import DeadlineExceeded, WeightsError
+from jackfield.errors import WeightsError
 from jackfield.sdk import replace_file
-from jackfield.sdk.buckets import digest
+from jackfield.sdk.buckets import Entry, digest, views
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -54,92 +52,13 @@ def _room(folder: Path) -> str:
     return "a folder that can be written to"
 
 
-@attrs.define(eq=False)
-class Other:
-    """Another party, and its messages so far."""
-
-    name: str  #: as errors call it
-    path: Path
-    said: dict[str, Any] = attrs.field(factory=dict)  #: the last value of each thing
-    broken: str | None = None  #: why it sends no more
-    _read: int = 0  #: bytes of its file
-
-    def look(self) -> None:
-        """Read new messages. A party that said ``done`` may leave."""
-        there = self.path.exists()
-        left = there and abandoned(self.path)  # before reading: its last message counts
-        if there:
-            with self.path.open("rb") as file:
-                file.seek(self._read)
-                content = file.read()
-            lines = content[: content.rfind(b"\n") + 1]
-            self._read += len(lines)
-            for line in lines.splitlines():
-                self.said.update(json.loads(line))
-        if self.said.get("broken"):
-            self.broken = self.said["broken"]
-        elif (left or (self.said and not there)) and not self.said.get("done"):
-            self.broken = "died or was cut off"
-
-
-class Parties:
-    """This party, and the others that it watches."""
-
-    def __init__(self, own: Path, seconds: float, poll_seconds: float) -> None:
-        """Create this party's file, with a deadline in ``seconds``; ``WeightsError`` if another process has it."""
-        self.others: list[Other] = []
-        self._clock = Clock()
-        self._seconds = seconds
-        self._ends = self._clock.time() + seconds
-        self._poll_seconds = poll_seconds
-        self._folder = own.parent
-        if own.exists():
-            raise WeightsError(f"{own.name} takes part already", where=str(own))
-        with guarded(self._folder):
-            partial = own.with_name(f".{own.name}.{secrets.token_hex(4)}")
-            self._file = partial.open("xb", buffering=0)
-            fcntl.flock(self._file, fcntl.LOCK_EX)
-            partial.rename(own)  # only now: nobody may find it without its lock
-
-    def restart(self) -> None:
-        """Restart the deadline now."""
-        self._ends = self._clock.time() + self._seconds
-
-    def tell(self, message: Mapping[str, Any]) -> None:
-        """Write a message for the others."""
-        with guarded(self._folder):
-            self._file.write(json.dumps(dict(message)).encode() + b"\n")
-
-    def look(self) -> None:
-        """Read the others' messages; ``WeightsError`` if one of them broke off."""
-        with guarded(self._folder):
-            for other in self.others:
-                other.look()
-        broken = [f"{other.name} {other.broken}" for other in self.others if other.broken is not None]
-        if broken:
-            raise WeightsError("; ".join(broken))
-
-    async def until(self, ready: Callable[[Other], bool], what: str) -> None:
-        """Wait until all others are ``ready`` to do ``what``; errors name a party that is late or broke off."""
-        while True:
-            self.look()
-            late = [other.name for other in self.others if not ready(other)]
-            if not late:
-                return
-            if self._clock.time() >= self._ends:
-                raise DeadlineExceeded(
-                    f"waited {self._seconds:g} s for {' and '.join(late)} to {what}, in a weight transfer",
-                    fix="look at why the peer did not answer, or raise the deadline of the sync",
-                )
-            await self._clock.sleep(min(self._poll_seconds, max(self._ends - self._clock.time(), 0.0)))
-
-    def close(self, broken: str | None = None) -> None:
-        """Leave; ``broken`` is the reason if the transfer has not ended."""
-        try:
-            if broken is not None and not self._file.closed:
-                self.tell({"broken": broken})
-        finally:
-            self._file.close()
+def locked(path: Path) -> IO[bytes]:
+    """Create a file that is locked while its process lives and keeps it open."""
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    file = partial.open("xb")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    partial.rename(path)  # only now: it must not be found without its lock
+    return file
 
 
 def abandoned(path: Path) -> bool:
@@ -157,12 +76,12 @@ INDEX = "index.json"
 SENDER = "sender"
 
 
-def write_shard(path: Path, tensors: Mapping[str, torch.Tensor]) -> list[list[Any]]:
-    """Write tensors to a file; return their entries ``[name, digest]`` in order."""
-    entries = [[name, digest(tensor)] for name, tensor in tensors.items()]
+def write_shard(path: Path, content: torch.Tensor, entries: Sequence[Entry]) -> list[Any]:
+    """Write the tensors of a bucket to a file; return its name, and ``[name, digest]`` of each tensor in order."""
+    tensors = {name: tensor.clone() for name, tensor in views(content, entries)}  # safetensors refuses shared memory
     with guarded(path.parent):
-        save_file(dict(tensors), path)
-    return entries
+        save_file(tensors, path)
+    return [path.name, [[name, digest(tensor)] for name, tensor in tensors.items()]]
 
 
 def read_shard(path: Path, entries: Sequence[Sequence[Any]]) -> list[tuple[str, torch.Tensor]]:

@@ -98,9 +98,10 @@ class NCCLCheckpointEngine(OneSenderEngine):
             if self.context.end == "sender":
                 self.tell({"store": values["store"]})
         if "bucket" in values and self._group is not None:
-            number, size = values["bucket"], values["bytes"]
-            content = kept_buffer(self.buffers, number % self.slots, size, self.device)[:size]
-            self.arrived.append(Bucket(number, values["tensors"], (content, self._group.broadcast(content))))
+            bucket = self.arrived[-1]
+            size: int = bucket.place
+            content = kept_buffer(self.buffers, bucket.number % self.slots, size, self.device)[:size]
+            bucket.place = content, self._group.broadcast(content)
 
     async def send_alone(self, name: str, tensor: torch.Tensor) -> bool:
         """Send a large tensor without a copy."""
@@ -116,9 +117,8 @@ class NCCLCheckpointEngine(OneSenderEngine):
         assert self._group is not None, "there are workers"
         number = self.made + 1
         await self.until(lambda peer: peer.said["room"] >= number, f"have room for bucket {number - 1}")
-        self.tell({"bucket": number, "bytes": content.numel(), "tensors": entries})
+        self.announce(entries, content.numel())
         self._flights.append((number, self._group.broadcast(content)))
-        self.made = number
 
     async def taken(self, count: int) -> None:
         """Wait until the broadcasts of ``count`` buckets have ended."""

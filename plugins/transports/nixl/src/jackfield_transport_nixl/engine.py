@@ -98,7 +98,7 @@ class NIXLCheckpointEngine(OneSenderEngine):
 
     def heard(self, peer: Peer, values: Mapping[str, Any]) -> None:
         """Handle the announcement of a bucket."""
-        if "bucket" in values:
+        if "piece" in values:
             self._shown.append(values)
             self._pump()
 
@@ -151,7 +151,7 @@ class NIXLCheckpointEngine(OneSenderEngine):
         if place.memory == "VRAM":
             torch.cuda.current_stream(place.device).synchronize()
         self.made += 1
-        shown = {"bucket": self.made, "place": attrs.astuple(place), "start": start, "size": size, "agent": agent}
+        shown = {"piece": self.made, "place": attrs.astuple(place), "start": start, "size": size, "agent": agent}
         self.tell({**shown, "tensors": list(entries)})
 
     def _pump(self) -> None:
@@ -165,7 +165,7 @@ class NIXLCheckpointEngine(OneSenderEngine):
             asyncio.wrap_future(self._last).add_done_callback(self._was_received)
             if piece["start"] + piece["place"][1] == piece["size"]:
                 self._filling = None
-                self.arrived.append(Bucket(piece["bucket"], piece["tensors"], (slot, piece["size"], self._last)))
+                self.arrived.append(Bucket(piece["piece"], piece["tensors"], (slot, piece["size"], self._last)))
 
     def _reading(
         self, agent: Agent, slot: _Slot, piece: Mapping[str, Any], last: Future[None] | None

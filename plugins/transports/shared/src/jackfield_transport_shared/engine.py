@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.sdk.buckets import Bucket, Entry
-from jackfield.sdk.transfer import OneSenderEngine, Peer
+from jackfield.sdk.transfer import OneSenderEngine
 from jackfield_transport_shared.config import Config
 from jackfield_transport_shared.segments import Pool, Segment, mapped
 
@@ -40,16 +39,10 @@ class SharedCheckpointEngine(OneSenderEngine):
     async def launch(self, content: torch.Tensor, entries: Sequence[Entry]) -> None:
         """Announce the filled segment to the workers."""
         assert self._segment is not None, "it was filled"
-        self.made += 1
+        self.announce(entries, self._segment.place())
         self._segment.bucket = self.made
-        self.tell({"bucket": self.made, "place": self._segment.place(), "tensors": entries})
         await asyncio.sleep(0)  # to hear of workers that broke off
         await self.taken(0)
-
-    def heard(self, peer: Peer, values: Mapping[str, Any]) -> None:
-        """Handle the announcement of a bucket."""
-        if "bucket" in values:
-            self.arrived.append(Bucket(values["bucket"], values["tensors"], values["place"]))
 
     async def content(self, bucket: Bucket) -> torch.Tensor:
         """Return a view of the shared memory, which must not be written to."""
@@ -57,10 +50,6 @@ class SharedCheckpointEngine(OneSenderEngine):
         if number not in self._mapped:
             self._mapped[number] = mapped(bucket.place)
         return self._mapped[number]
-
-    def was_read(self, bucket: Bucket) -> None:
-        """Let the sender reuse the segment."""
-        self.tell({"got": bucket.number})
 
     async def close(self) -> None:
         """End the transfer. The sender keeps its segments for the next one if this one was complete."""
