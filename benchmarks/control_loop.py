@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
+import msgspec
+
 from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence
 from jackfield.abc.engine import EngineLayout
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
@@ -27,7 +29,7 @@ from jackfield.algorithms import LossSpec
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
 from jackfield.cluster.pool import DeviceLease
-from jackfield.compose.ray_workers import CONTRACTS
+from jackfield.compose.workers import CONTRACTS
 from jackfield.config import make_config
 from jackfield.config.sections import RayConfig
 from jackfield.data.tasks import Task
@@ -137,24 +139,20 @@ def make_rewards(backend: TransferQueueBackend) -> RewardWorker:
     return RewardWorker(Values(backend), reward, Tokenizer(), Clock(), config)
 
 
-async def serve_store(stack: AsyncExitStack) -> Mapping[str, Service]:
+async def serve(worker: dict[str, Any], stack: AsyncExitStack) -> Mapping[str, Service]:
+    """Make a part in its actor: the store, or one that uses the store at an address."""
     import torch  # noqa: F401, now rather than at the first row
 
-    return store_services(MemoryBackend(MemoryConfig(), TransferQueueContext()))
-
-
-async def serve_worker(kind: str, store: Address | None, stack: AsyncExitStack) -> Mapping[str, Service]:
-    assert store is not None, "it has just been made"
-    connection = await connect_worker(store, "the store", kind, Clock())
+    if worker["kind"] == "store":
+        return store_services(MemoryBackend(MemoryConfig(), TransferQueueContext()))
+    if worker["kind"] == "rank":
+        return {"worker": Service(target=Rank(), contract=CONTRACTS[EngineRank])}
+    connection = await connect_worker(msgspec.convert(worker["store"], Address), "the store", worker["kind"], Clock())
     stack.push_async_callback(connection.close)
     backend = remote_backend(connection, SECONDS)
-    if kind == "agents":
+    if worker["kind"] == "agents":
         return {"worker": Service(target=make_agents(backend), contract=CONTRACTS[AgentWorker])}
     return {"worker": Service(target=make_rewards(backend), contract=CONTRACTS[RewardWorker])}
-
-
-async def serve_rank(stack: AsyncExitStack) -> Mapping[str, Service]:
-    return {"worker": Service(target=Rank(), contract=CONTRACTS[EngineRank])}
 
 
 async def inline_workers() -> RunWorkers:
@@ -164,25 +162,20 @@ async def inline_workers() -> RunWorkers:
 
 async def ray_workers(stack: AsyncExitStack) -> RunWorkers:
     """The same parts as actors of a cluster that the benchmark starts; Ray pickles what makes them, by itself."""
-    from functools import partial
-
     from ray import cloudpickle
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]
-    cluster = Cluster(Clock(), SECONDS)
+    cluster = Cluster(Clock(), serve, SECONDS)
     await cluster.open(RayConfig(num_cpus=2, object_store_bytes=500_000_000), needed_cpus=1)
     stack.push_async_callback(cluster.close)
 
-    async def started(name: str, make: Any) -> Actor:
-        actor = await cluster.start(WorkerSpec(name=name, make=lambda: make))
-        await cluster.make(actor)
+    async def started(kind: str, store: Address | None = None) -> Actor:
+        actor = await cluster.start(WorkerSpec(name=kind))
+        await cluster.make(actor, {"kind": kind, "store": store})
         return actor
 
-    store = await started("store", serve_store)
-    agents, rewards = [
-        await started(kind, partial(serve_worker, kind, store.address)) for kind in ("agents", "rewards")
-    ]
-    rank = await started("rank", serve_rank)
+    store = await started("store")
+    agents, rewards, rank = [await started(kind, store.address) for kind in ("agents", "rewards", "rank")]
     return workers(
         remote_backend(store.connection, SECONDS),
         stub(agents.connection, "worker", CONTRACTS[AgentWorker], AgentWorker, SECONDS),

@@ -19,7 +19,7 @@ from jackfield.abc.rollout import (
     ServerInfo,
 )
 from jackfield.clock import Clock
-from jackfield.errors import DeadlineExceeded, JackfieldError, RolloutError, WorkerLost, described
+from jackfield.errors import DeadlineExceeded, JackfieldError, RolloutError, RpcError, WorkerLost, described
 
 State = Literal["starting", "serving", "draining", "restarting", "unhealthy"]
 
@@ -115,11 +115,15 @@ class Replica:
         """Generate one sample.
 
         Raises:
-            RolloutError: ``rollout.stopped`` if the replica has died.
+            RolloutError: ``rollout.stopped`` if the replica has died; ``rollout.request`` for a request that cannot
+                go to its process.
         """
         try:
             return await self.server.generate(request)
         except Exception as error:
+            if isinstance(error, RpcError) and error.code == "rpc.value":
+                details: Any = {"expected": "plain values, and integers of 64 bits", "found": error.found}
+                raise RolloutError(error.message, code="rollout.request", where=error.where, **details) from error
             # in a cluster, the replica's process looks at its health itself
             if self.place != "cluster" and await self.is_lost(error):
                 raise self.lost.result() from error

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jackfield.compose.checks import check_capabilities
-from jackfield.compose.ray_workers import WorkerMaker
+from jackfield.compose.workers import Worker, load_plugins
 from jackfield.config import make_config
 from jackfield.errors import ConfigError
 from jackfield.plugins import Manifest
@@ -79,6 +79,5 @@ def test_a_worker_of_a_cluster_registers_a_plugins_sampler_for_the_queue(
     named: Any = {"name": config.reward.name, "kind": "reward", "abi": "1.0", "object": "a:B", "config": "a:C"}
     record = SimpleNamespace(name=config.reward.name, kind="reward", manifest=Manifest(hooks="sampler_hooks", **named))
     registry: Any = SimpleNamespace(load=lambda kind, name: None, records=lambda: [record])
-    rest: Any = {"store": None, "place": None, "algorithm": None}
-    WorkerMaker(config, generates=True, kind="reward", number=0, role="", **rest)._load(registry)
+    load_plugins(Worker(kind="reward", config=config), registry)
     assert "of_a_worker" in meta.SAMPLERS

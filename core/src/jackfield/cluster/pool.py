@@ -16,7 +16,7 @@ from jackfield.clock import Clock
 from jackfield.config import RunConfig
 from jackfield.errors import ConfigError, JackfieldError, RunError, WorkerLost
 from jackfield.plugins.hooks import WeightsSynced
-from jackfield.routing import Replica, ReplicaState, State
+from jackfield.routing import LOST, Replica, ReplicaState, State
 
 _STOP_SECONDS = 60.0
 _LOG = logging.getLogger("jackfield")
@@ -221,10 +221,9 @@ class ReplicaPool:
         try:
             stopping = replica.server.stop()
             await self._clock.wait_for(stopping, _STOP_SECONDS, f"{replica.name} to stop")
-        except WorkerLost:
-            return  # it has ended
         except Exception as error:
-            _LOG.warning("%s does not stop: %s", replica.name, error)
+            if not (isinstance(error, JackfieldError) and error.code in LOST):  # otherwise it has ended
+                _LOG.warning("%s does not stop: %s", replica.name, error)
 
     async def _end(self, replica: Replica) -> None:
         if keeper := self._keepers.pop(replica.number, None):

@@ -7,44 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from typing import Any, TypeVar
 
 import attrs
 
-from jackfield.abc import KINDS
-from jackfield.abc.rollout import BaseRolloutServer
-from jackfield.algorithms.settings import ResolvedAlgorithm
-from jackfield.clock import Clock
-from jackfield.compose.checks import check_tokens, interpreters, read_tasks, register_any
-from jackfield.compose.resolve import resolve_algorithm
-from jackfield.compose.workers import RankPlace, WorkerFactory
-from jackfield.config import RunConfig
+from jackfield.compose.checks import interpreters
+from jackfield.compose.workers import CONTRACTS, Kind, RankPlace, Routes, Worker, WorkerFactory, longest, make_worker
 from jackfield.errors import WorkerLost
 from jackfield.files import replace_file
-from jackfield.plugins import HookManager, Registry, installed
-from jackfield.queue import Values
-from jackfield.routing import Replica, Router
+from jackfield.routing import Replica
 from jackfield.runtime.engine import EngineRank
-from jackfield.runtime.process import ROLLOUT
-from jackfield.runtime.ray_actor import (
-    connect_worker,
-    death,
-    interface_of,
-    node_address,
-    remote_backend,
-    rollout_service,
-    store_services,
-)
+from jackfield.runtime.process import use_process
+from jackfield.runtime.ray_actor import death, remote_backend
 from jackfield.runtime.ray_cluster import Actor, Cluster, WorkerSpec, check_interpreter
 from jackfield.runtime.samples import AdvantageWorker
 from jackfield.runtime.workers import AgentWorker, RewardWorker, Workers
-from jackfield.sdk.rpc import Address, Connection, Contract, Service, stub
+from jackfield.sdk.rpc import Address, stub
 from jackfield.trainer.role import Role, RunWorkers
 from jackfield.weights import WeightSender
 
@@ -52,139 +35,19 @@ T = TypeVar("T")
 
 _ROLES = 4  #: one place holds an actor, a reference, a critic and a replica
 
-Kind: TypeAlias = Literal["store", "engine", "rollout", "agent", "reward"]
-
-#: The name of each kind of worker, and the plugins that it loads.
-_KINDS: Mapping[Kind, tuple[str, tuple[str, ...]]] = {
-    "store": ("the queue's storage worker", ("transfer_queue",)),
-    "engine": ("the {role} engine, rank {number}", ("engine", "checkpoint_engine")),
-    "rollout": ("rollout replica {number}", ("rollout",)),
-    "agent": ("agent worker {number}", ("agent",)),
-    "reward": ("reward worker {number}", ("reward",)),
-}
-
-
-def worker_name(kind: Kind, number: int = 0, role: str = "") -> str:
-    """Return the name of a worker. ``role`` is the role of an engine."""
-    return _KINDS[kind][0].format(number=number, role=role)
-
-
-@attrs.define(eq=False)
-class Routes:
-    """An agent worker's connections to the replicas on which it generates."""
-
-    _router: Router
-    _name: str  #: name of the worker
-    _seconds: float  #: deadline of a call of a replica
-    _connections: dict[Replica, Connection] = attrs.field(factory=dict, init=False)
-
-    async def route(self, addresses: dict[int, Address], seconds: float) -> int:
-        """Use these replicas from now on (see :meth:`~jackfield.routing.Router.route`)."""
-        replicas = {each.number: each for each in self._connections if each.number in addresses}
-        for number in addresses.keys() - replicas.keys():
-            connection = await connect_worker(addresses[number], worker_name("rollout", number), self._name, Clock())
-            server = stub(connection, "worker", ROLLOUT, cast(Any, BaseRolloutServer), self._seconds)
-            replicas[number] = Replica(server, number=number, place="cluster")
-            self._connections[replicas[number]] = connection
-        removed = [self._connections.pop(each) for each in self._connections.keys() - replicas.values()]
-        moved = await self._router.route(replicas, seconds)
-        await asyncio.gather(*(connection.close() for connection in removed))
-        return moved
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await asyncio.gather(*(connection.close() for connection in self._connections.values()))
-
-
-CONTRACTS: Mapping[type, Contract] = {
-    EngineRank: Contract(EngineRank),
-    WeightSender: Contract(WeightSender, without=("send",)),
-    AgentWorker: Contract(AgentWorker),
-    Routes: Contract(Routes, ["route"]),
-    RewardWorker: Contract(RewardWorker),
-    AdvantageWorker: Contract(AdvantageWorker),
-}
-
-
-def longest(config: RunConfig) -> float:
-    """Return the maximum duration of a call of a worker, in seconds."""
-    deadlines = config.deadlines
-    return max(deadlines.rollout, deadlines.start, deadlines.sync, deadlines.reward)
-
-
-@attrs.frozen
-class WorkerMaker:
-    """Makes one worker in its process. Nothing else is sent there."""
-
-    config: RunConfig
-    algorithm: ResolvedAlgorithm
-    generates: bool  #: whether the run has replicas
-    kind: Kind
-    number: int
-    role: str  #: role of an engine
-    store: Address  #: address of the store
-    place: RankPlace  #: place of an engine's rank
-
-    async def __call__(self, stack: AsyncExitStack) -> Mapping[str, Service]:
-        """Make the worker and return its services; ``stack`` closes its resources."""
-        config, number, name = self.config, self.number, worker_name(self.kind, self.number, self.role)
-        registry = installed()  # its interpreter need not have the plugins of other workers
-        await asyncio.to_thread(self._load, registry)  # in a thread, so that heartbeats go on
-        factory = WorkerFactory(config=config, registry=registry, clock=Clock())
-        if self.kind == "store":
-            backend = factory.backend()
-            stack.push_async_callback(backend.close)
-            return {**store_services(backend), **_served(AdvantageWorker(Values(backend), self.algorithm))}
-        if self.kind == "rollout":  # the pool starts its server later
-            server = factory.rollout_server(number, host=node_address())
-            stack.push_async_callback(server.stop)
-            return {"worker": rollout_service(server, number)}
-        connection = await connect_worker(self.store, worker_name("store"), name, Clock())
-        stack.push_async_callback(connection.close)
-        values = Values(remote_backend(connection, config.deadlines.batch))
-        if self.kind == "engine":
-            if interface := interface_of(self.place.host):  # gloo would take the address of the machine's name
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-            rank = factory.engine_rank(values, self.role, self.algorithm, stack, self.place)
-            return _served(rank) if rank.sender is None else _served(rank, rank.sender)
-        if self.kind == "reward":
-            return _served(await factory.reward_worker(values, stack, number))
-        agents = factory.agent_worker(values, self.generates, request_prefix=f"{config.name}-{number}")
-        routes = Routes(factory.router, name, longest(config))
-        stack.push_async_callback(routes.close)
-        return _served(agents, routes)
-
-    def _load(self, registry: Registry) -> None:
-        """Import what the worker needs; the first agent worker checks that data and model fit together."""
-        import torch
-
-        config, chosen = self.config, {kind: getattr(self.config, kind).name for kind in KINDS}
-        if config.cluster.threads is not None:
-            torch.set_num_threads(config.cluster.threads)
-        for kind in _KINDS[self.kind][1]:
-            registry.load(kind, chosen[kind])
-        here = [each.manifest for each in registry.records() if each.manifest and each.name == chosen[each.kind]]
-        HookManager([], here).call("register_parts", register=register_any)
-        if self.kind == "agent" and self.number == 0:
-            algorithm = resolve_algorithm(config, registry.find("rollout", chosen["rollout"]))
-            check_tokens(config, read_tasks(config, algorithm))
-
-
-def _served(*targets: Any) -> dict[str, Service]:
-    return {type(each).__name__: Service(target=each, contract=CONTRACTS[type(each)]) for each in targets}
-
 
 class RayWorkers:
     """Makes a run's workers in a cluster; after a recovery it reuses live processes."""
 
     def __init__(self, make: WorkerFactory) -> None:
         self._registry, self._config, self._deadlines = make.registry, make.config, make.config.deadlines
-        self._cluster = Cluster(make.clock, self._deadlines.start, self._deadlines.heartbeat)
+        self._cluster = Cluster(make.clock, make_worker, self._deadlines.start, self._deadlines.heartbeat)
         self._interpreters: dict[str, str] | None = None  # None: the cluster is not open
         self._replicas = 0  # how many to make at the start or after a recovery
         self._role: Role
         self._pools: dict[str, int]  # numbers of bundles of the placement groups
         self._rendezvous: str  # folder in which the ranks of an engine find each other
+        self._store: Address
 
     async def make(self, role: Role, stack: AsyncExitStack) -> RunWorkers:
         """Start or join the cluster, and start every worker in it; ``stack`` ends them."""
@@ -216,8 +79,9 @@ class RayWorkers:
         # concurrently, because processes need seconds for their imports
         store, *others = await asyncio.gather(*map(self._cluster.start, specs))
         self._note_places()
-        await self._cluster.make(store)
-        await asyncio.gather(*map(self._cluster.make, others))
+        self._store = store.address
+        await self._make(store)
+        await asyncio.gather(*map(self._make, others))
         names = [spec.name for spec in specs if spec.restarts]
         self._agents, rewards = names[: chosen.agent_workers], names[chosen.agent_workers :]
         stubs: dict[str, list[EngineRank]] = {engine: [] for engine in role.engines}
@@ -250,6 +114,7 @@ class RayWorkers:
 
     def _restarting_stub(self, name: str, cls: type[T]) -> T:
         async def begin(actor: Actor) -> None:
+            await self._make(actor)
             self._note_places()
             if name in self._agents:
                 await self._routed(actor, 0.0)
@@ -265,26 +130,23 @@ class RayWorkers:
         if replica.number in self._made:
             self._made.discard(replica.number)
         elif replica.name in self._cluster.actors:
-            await self._cluster.restart(replica.name)
+            await self._make(await self._cluster.restart(replica.name))
             self._note_places()
         else:
             self._replicas += 1
             try:
                 actor = await self._cluster.start(await self._spec("rollout", replica.number))
                 self._note_places()
-                await self._cluster.make(actor)
+                await self._make(actor)
             except BaseException:
                 await self.end(replica.number)
                 raise
-        connection, server = self._cluster.actors[replica.name].connection, cast(Any, BaseRolloutServer)
-        replica.server = stub(connection, "worker", ROLLOUT, server, longest(self._config))
-        replica.place = "cluster"
-        connection.lost.add_done_callback(lambda _: replica.lose(connection.error()))
+        use_process(replica, self._cluster.actors[replica.name].connection, "cluster", longest(self._config))
 
     async def end(self, number: int) -> None:
         """End a replica's process, and release its place if that was added for it."""
         self._replicas -= 1
-        await self._cluster.end(name := worker_name("rollout", number))
+        await self._cluster.end(name := Replica(number=number).name)
         self._cluster.give_back(name)
         self._note_places()
 
@@ -305,44 +167,40 @@ class RayWorkers:
     # -- descriptions of workers
 
     async def _spec(self, kind: Kind, number: int = 0, role: str = "") -> WorkerSpec:
-        """Return the description of a worker; a replica that is added to the run gets a new place."""
+        """Return where a worker runs; a replica that is added to the run gets a new place."""
         assert self._interpreters is not None
-        name, store, state = worker_name(kind, number, role), worker_name("store"), self._role
-
-        def make() -> WorkerMaker:
-            address, place = self._cluster.actors[store].address, self._rank_place(role, number)
-            return WorkerMaker(
-                self._config, state.algorithm, state.generates, kind, number, role, store=address, place=place
-            )
-
-        restarts = kind in ("agent", "reward")
-        spec = WorkerSpec(name=name, make=make, python=self._interpreters.get(kind), restarts=restarts)
+        run: Any = {"config": self._config, "algorithm": self._role.algorithm, "generates": self._role.generates}
+        worker = Worker(kind=kind, number=number, role=role, **run)
+        python, restarts = self._interpreters.get(kind), kind in ("agent", "reward")
+        spec = WorkerSpec(name=worker.name, worker=worker, python=python, restarts=restarts)
         if kind not in ("engine", "rollout"):
             return spec
         pool: str = "shared" if "shared" in self._pools else kind
         count, bundle = self._pools[pool], number
         if number >= count:
-            pool, count, bundle = name, 1, 0
+            pool, count, bundle = worker.name, 1, 0
         group = await self._cluster.places(count, self._resources(1), pool)
         return attrs.evolve(spec, group=group, bundle=bundle, resources=self._resources(_ROLES))
 
-    def _rank_place(self, role: str, rank: int) -> RankPlace:
-        """Return the rendezvous of an engine's ranks, and the number of one of them on its node."""
-        if not role:
-            return RankPlace()
-        numbers = range(self._config.cluster.ray.engine_ranks)
-        places = [self._cluster.actors[worker_name("engine", each, role)].place for each in numbers]
-        host, first = places[rank].address, places[0]
-        rendezvous = f"file://{self._rendezvous}/{role}"  # torch's TCP store would listen on all interfaces
-        if self._config.cluster.ray.address is not None:
-            rendezvous = f"tcp://{f'[{first.address}]' if ':' in first.address else first.address}:{first.port}"
-        return RankPlace(
-            rank=rank,
-            world_size=len(places),
-            local_rank=sum(place.address == host for place in places[:rank]),
-            init_method=rendezvous if len(places) > 1 else None,
-            host=host,
-        )
+    async def _make(self, actor: Actor) -> None:
+        """Make a worker, once the processes of the store and of all ranks of its engine have started."""
+        worker, host = actor.spec.worker, actor.place.address
+        place = RankPlace(host=host)
+        if worker.kind == "engine":  # the rendezvous of its ranks, and the number of this one on its node
+            names = [attrs.evolve(worker, number=each).name for each in range(self._config.cluster.ray.engine_ranks)]
+            places = [self._cluster.actors[name].place for name in names]
+            first, count = places[0], len(places)
+            rendezvous = f"file://{self._rendezvous}/{worker.role}"  # torch's TCP store would use all interfaces
+            if self._config.cluster.ray.address is not None:
+                rendezvous = f"tcp://{f'[{first.address}]' if ':' in first.address else first.address}:{first.port}"
+            place = RankPlace(
+                rank=worker.number,
+                world_size=count,
+                local_rank=sum(place.address == host for place in places[: worker.number]),
+                init_method=rendezvous if count > 1 else None,
+                host=host,
+            )
+        await self._cluster.make(actor, attrs.evolve(worker, store=self._store, place=place))
 
     def _note_places(self) -> None:
         found = {name: actor for name, actor in self._cluster.actors.items() if actor.lives}

@@ -1,16 +1,19 @@
-"""The workers of a run, each made in its own process from configuration and plugins."""
+"""The workers of a run: their descriptions, and how each is made in its process from configuration and plugins."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import attrs
+import msgspec
 
+from jackfield.abc import KINDS
 from jackfield.abc.agent import AgentContext, AgentLoopBase
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.abc.engine import EngineContext
@@ -19,18 +22,36 @@ from jackfield.abc.rollout import BaseRolloutServer, RolloutContext, SamplingPar
 from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueContext
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
-from jackfield.compose.checks import interpreters, load_tokenizer, prompt_limit
+from jackfield.compose.checks import check_tokens, interpreters, load_tokenizer, prompt_limit, read_tasks, register_any
+from jackfield.compose.resolve import resolve_algorithm
 from jackfield.config.sections import PluginSection, RunConfig
-from jackfield.plugins import Registry
+from jackfield.errors import RolloutError
+from jackfield.plugins import HookManager, Registry, installed
 from jackfield.queue import TransferQueue, Values
 from jackfield.queue.store import STORE_FILE
 from jackfield.routing import Replica, Router
 from jackfield.runtime.engine import EngineRank
-from jackfield.runtime.process import RolloutProcess
+from jackfield.runtime.process import open_host, rollout_service, use_process
+from jackfield.runtime.ray_actor import connect_worker, interface_of, remote_backend, store_services
 from jackfield.runtime.samples import AdvantageWorker
 from jackfield.runtime.workers import AgentWorker, RewardWorker, Workers
+from jackfield.sdk.child import ChildProcess
+from jackfield.sdk.rpc import Address, Connection, Contract, Service
 from jackfield.trainer.role import Role, RunWorkers
 from jackfield.weights import WeightSender
+
+_END_SECONDS = 15.0  #: for a replica's process to exit by itself, once its socket is closed
+
+Kind: TypeAlias = Literal["store", "engine", "rollout", "agent", "reward"]
+
+#: The name of each kind of worker, and the plugins that it loads.
+_KINDS: Mapping[Kind, tuple[str, tuple[str, ...]]] = {
+    "store": ("the queue's storage worker", ("transfer_queue",)),
+    "engine": ("the {role} engine, rank {number}", ("engine", "checkpoint_engine")),
+    "rollout": ("rollout replica {number}", ("rollout",)),
+    "agent": ("agent worker {number}", ("agent",)),
+    "reward": ("reward worker {number}", ("reward",)),
+}
 
 
 @attrs.frozen(kw_only=True)
@@ -47,6 +68,25 @@ class RankPlace:
 _ALONE = RankPlace()
 
 
+@attrs.frozen(kw_only=True)
+class Worker:
+    """Describes a worker in plain values, from which :func:`make_worker` makes it in its process."""
+
+    kind: Kind
+    number: int = 0
+    role: str = ""  #: role of an engine
+    config: RunConfig
+    algorithm: ResolvedAlgorithm | None = None  #: not for replicas
+    generates: bool = True  #: whether the run has replicas
+    store: Address | None = None  #: address of the storage worker, for workers that use it
+    place: RankPlace = _ALONE  #: place of an engine's rank; of other workers the host
+
+    @property
+    def name(self) -> str:
+        """Return the name of the worker for messages."""
+        return _KINDS[self.kind][0].format(number=self.number, role=self.role)
+
+
 @attrs.define(kw_only=True, eq=False)
 class WorkerFactory:
     """Makes workers of a run in this process, from plugins of this interpreter.
@@ -58,6 +98,7 @@ class WorkerFactory:
     registry: Registry
     clock: Clock
     router: Router = attrs.field(init=False)  #: sends the requests of the agent worker that was made here
+    _children: dict[int, ChildProcess] = attrs.field(factory=dict, init=False)  #: processes of replicas, by number
 
     async def make(self, role: Role, stack: AsyncExitStack) -> RunWorkers:
         """Make the workers of a role, again after each recovery. ``stack`` ends them."""
@@ -72,6 +113,7 @@ class WorkerFactory:
         address = self.config.queue.address
         backend = self.backend(None if address is None else Path(address).parent)
         values, scores = Values(backend), role.scores or role.evaluates
+        stack.push_async_callback(lambda: asyncio.gather(*map(self.end, list(self._children))))
         agent = self.agent_worker(values, role.generates, request_prefix=self.config.name)
         return RunWorkers(
             backend=backend,
@@ -140,26 +182,43 @@ class WorkerFactory:
         return rank
 
     async def start(self, replica: Replica) -> None:
-        """Make a replica's server, here or in its own interpreter, without starting it."""
-        config, python = self.config, interpreters(self.config, self.registry).get("rollout")
+        """Make a replica's server, here or in a process of its own interpreter, without starting it.
+
+        Raises:
+            PluginError: If the interpreter, or the plugin in it, is not what this process expects.
+        """
+        python = interpreters(self.config, self.registry).get("rollout")
         if python is None:
             replica.server = self.rollout_server(replica.number)
-            return
-        deadlines, threads = config.deadlines, config.cluster.threads
-        server = RolloutProcess(
-            config.rollout.settings,
-            self._rollout_context(replica.number),
-            record=self.registry.resolve(config.rollout.name, "rollout"),
-            python=python,
-            seconds=max(deadlines.rollout, deadlines.start, deadlines.sync),
-            log=Path(config.folder) / f"replica-{replica.number}.log",
-            environment={} if threads is None else {"OMP_NUM_THREADS": str(threads)},
-            heartbeat_seconds=deadlines.heartbeat,
-        )
-        server.on_lost, replica.server, replica.place = replica.lose, cast(Any, server), "process"
+        else:
+            await self.start_process(replica, python)
+
+    async def start_process(self, replica: Replica, python: str) -> None:
+        """Make a replica's server in a process, without starting it. An earlier process of the replica is ended."""
+        config, number, deadlines = self.config, replica.number, self.config.deadlines
+        log = Path(config.folder) / f"replica-{number}.log"
+        record = self.registry.resolve(config.rollout.name, "rollout")
+        environment = {} if config.cluster.threads is None else {"OMP_NUM_THREADS": str(config.cluster.threads)}
+
+        def lost(how: str) -> RolloutError:
+            found = f"{child.connection.process} {how}"
+            return replica.stopped("is not running", found, f"what it printed is in {log}")
+
+        await self.end(number)
+        options: Any = {"lost_error": lost, "log": log, "heartbeat_seconds": deadlines.heartbeat}
+        self._children[number] = child = ChildProcess(replica.name, self.clock, **options)
+        try:
+            host = await open_host(child, python, f"{__name__}:make_worker", record, environment, deadlines.start)
+            await host.make(cast(Any, Worker(kind="rollout", number=number, config=config)))
+        except BaseException:
+            await self.end(number)
+            raise
+        use_process(replica, child.connection, "process", longest(config))
 
     async def end(self, number: int) -> None:
-        """Do nothing: replicas of an inline run have no places to release."""
+        """End the process of a replica, if it has one, and all processes that it has started."""
+        if child := self._children.pop(number, None):
+            await child.close(grace_seconds=_END_SECONDS)
 
     async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
         """Route the agents' requests to these replicas."""
@@ -214,3 +273,99 @@ class WorkerFactory:
         worker = RewardWorker(values, agent, load_tokenizer(config), self.clock, config)
         stack.push_async_callback(worker.close)
         return worker
+
+
+@attrs.define(eq=False)
+class Routes:
+    """An agent worker's connections to the replicas on which it generates."""
+
+    _router: Router
+    _name: str  #: name of the worker
+    _seconds: float  #: deadline of a call of a replica
+    _connections: dict[Replica, Connection] = attrs.field(factory=dict, init=False)
+
+    async def route(self, addresses: dict[int, Address], seconds: float) -> int:
+        """Use these replicas from now on (see :meth:`~jackfield.routing.Router.route`)."""
+        replicas = {each.number: each for each in self._connections if each.number in addresses}
+        for number in addresses.keys() - replicas.keys():
+            replica = Replica(number=number)
+            connection = await connect_worker(addresses[number], replica.name, self._name, Clock())
+            use_process(replica, connection, "cluster", self._seconds)
+            replicas[number], self._connections[replica] = replica, connection
+        removed = [self._connections.pop(each) for each in self._connections.keys() - replicas.values()]
+        moved = await self._router.route(replicas, seconds)
+        await asyncio.gather(*(connection.close() for connection in removed))
+        return moved
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await asyncio.gather(*(connection.close() for connection in self._connections.values()))
+
+
+CONTRACTS: Mapping[type, Contract] = {
+    EngineRank: Contract(EngineRank),
+    WeightSender: Contract(WeightSender, without=("send",)),
+    AgentWorker: Contract(AgentWorker),
+    Routes: Contract(Routes, ["route"]),
+    RewardWorker: Contract(RewardWorker),
+    AdvantageWorker: Contract(AdvantageWorker),
+}
+
+
+def longest(config: RunConfig) -> float:
+    """Return the maximum duration of a call of a worker, in seconds."""
+    deadlines = config.deadlines
+    return max(deadlines.rollout, deadlines.start, deadlines.sync, deadlines.reward)
+
+
+async def make_worker(description: dict[str, Any], stack: AsyncExitStack) -> Mapping[str, Service]:
+    """Make the :class:`Worker` of a description and return its services; ``stack`` closes its resources."""
+    worker = msgspec.convert(description, Worker)
+    config, number, algorithm = worker.config, worker.number, worker.algorithm
+    registry = installed()  # its interpreter need not have the plugins of other workers
+    await asyncio.to_thread(load_plugins, worker, registry)  # in a thread, so that heartbeats go on
+    factory = WorkerFactory(config=config, registry=registry, clock=Clock())
+    if worker.kind == "rollout":  # the pool starts its server later
+        server = factory.rollout_server(number, host=worker.place.host)
+        stack.push_async_callback(server.stop)
+        return {"worker": rollout_service(server, number)}
+    assert algorithm is not None
+    if worker.kind == "store":
+        backend = factory.backend()
+        stack.push_async_callback(backend.close)
+        return {**store_services(backend), **_served(AdvantageWorker(Values(backend), algorithm))}
+    assert worker.store is not None
+    connection = await connect_worker(worker.store, attrs.evolve(worker, kind="store").name, worker.name, Clock())
+    stack.push_async_callback(connection.close)
+    values = Values(remote_backend(connection, config.deadlines.batch))
+    if worker.kind == "engine":
+        if interface := interface_of(worker.place.host):  # gloo would take the address of the machine's name
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        rank = factory.engine_rank(values, worker.role, algorithm, stack, worker.place)
+        return _served(rank) if rank.sender is None else _served(rank, rank.sender)
+    if worker.kind == "reward":
+        return _served(await factory.reward_worker(values, stack, number))
+    agents = factory.agent_worker(values, worker.generates, request_prefix=f"{config.name}-{number}")
+    routes = Routes(factory.router, worker.name, longest(config))
+    stack.push_async_callback(routes.close)
+    return _served(agents, routes)
+
+
+def load_plugins(worker: Worker, registry: Registry) -> None:
+    """Import what a worker needs; the first agent worker checks that data and model fit together."""
+    config, chosen = worker.config, {kind: getattr(worker.config, kind).name for kind in KINDS}
+    if config.cluster.threads is not None:
+        import torch
+
+        torch.set_num_threads(config.cluster.threads)
+    for kind in _KINDS[worker.kind][1]:
+        registry.load(kind, chosen[kind])
+    here = [each.manifest for each in registry.records() if each.manifest and each.name == chosen[each.kind]]
+    HookManager([], here).call("register_parts", register=register_any)
+    if worker.kind == "agent" and worker.number == 0:
+        algorithm = resolve_algorithm(config, registry.find("rollout", chosen["rollout"]))
+        check_tokens(config, read_tasks(config, algorithm))
+
+
+def _served(*targets: Any) -> dict[str, Service]:
+    return {type(each).__name__: Service(target=each, contract=CONTRACTS[type(each)]) for each in targets}

@@ -1,4 +1,4 @@
-"""What runs in the processes of a Ray cluster: their host, a replica's service, and that of the queue's backend."""
+"""What runs in the processes of a Ray cluster: their host, and the service of the queue's backend."""
 
 from __future__ import annotations
 
@@ -8,23 +8,18 @@ import ipaddress
 import os
 import signal
 import socket
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
 from importlib.metadata import version
-from types import SimpleNamespace
 from typing import TypeAlias, cast
 
 import attrs
 
-from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, GenerateResult
 from jackfield.abc.transfer_queue import GetRequest, GetResult, PutRequest, PutResult, TransferQueueBackend
 from jackfield.clock import Clock
 from jackfield.errors import JackfieldError, WorkerLost
 from jackfield.imports import own_process
-from jackfield.routing import Replica
-from jackfield.runtime.process import ROLLOUT, Host
+from jackfield.runtime.process import Host, MakeWorker
 from jackfield.sdk.archive import batches
 from jackfield.sdk.cells import join, split_request
 from jackfield.sdk.rpc import Address, Connection, Contract, Process, Server, Service, caller, connect, stub
@@ -32,9 +27,6 @@ from jackfield.sdk.rpc import Address, Connection, Contract, Process, Server, Se
 _PIECE_BYTES = 16 * 2**20  #: a message is complete once its values reach this size
 
 _Sample: TypeAlias = dict[str, tuple[str, bytes]]  #: encoded cells by column
-
-#: Makes a worker and returns its services; the stack is closed when the worker has to end.
-MakeServices: TypeAlias = Callable[[AsyncExitStack], Awaitable[Mapping[str, Service]]]
 
 
 @attrs.frozen(kw_only=True)
@@ -50,14 +42,14 @@ class Place:
 class RayHost(Host):
     """The Ray actor, a host that listens for the controller and other workers."""
 
-    def __init__(self, name: str, folder: str, one_thread: bool, heartbeat_seconds: float) -> None:
-        """Make the host of the worker ``name``.
+    def __init__(self, make: MakeWorker, name: str, folder: str, one_thread: bool, heartbeat_seconds: float) -> None:
+        """Create the host of the worker ``name``.
 
         Relative paths in the configuration start from ``folder``, the controller's working directory. With
         ``one_thread`` the worker's threaded calls share one thread and run in order. Clients consider the process dead
         after ``heartbeat_seconds`` without a heartbeat.
         """
-        super().__init__()
+        super().__init__(make)
         self.services["host"] = Service(target=self, contract=RAY_HOST)
         self._one_thread = one_thread
         self._server = Server(name, self.services, Clock(), heartbeat_seconds, watches=False)
@@ -67,19 +59,12 @@ class RayHost(Host):
             os.chdir(folder)
 
     async def listen(self) -> Address:
-        """Return where this process is served. Ray calls this method and :meth:`make`; the RPC calls all others."""
+        """Return where this process is served. Ray calls this method; the RPC calls all others."""
         if self._one_thread:
             pool = ThreadPoolExecutor(1, thread_name_prefix="jackfield-compute")
             asyncio.get_running_loop().set_default_executor(pool)
         address = await self._server.listen(node_address())
         return attrs.evolve(address, process=attrs.evolve(address.process, host=f"node {node_address()}"))
-
-    async def make(self, make: bytes) -> None:
-        """Make the worker by a :data:`MakeServices`, which Ray's ``cloudpickle`` has pickled."""
-        from ray import cloudpickle
-
-        async with self._making() as stack:
-            self.services |= await cloudpickle.loads(make)(stack)
 
     async def place(self) -> Place:
         """Return where this process runs."""
@@ -98,24 +83,7 @@ class RayHost(Host):
         await super().end()
 
 
-RAY_HOST = Contract(RayHost, ["place", "end"])
-
-
-def rollout_service(server: BaseRolloutServer, number: int) -> Service:
-    """Return a replica's service; the process exits if a failed request finds it unhealthy."""
-    replica = Replica(server, number=number)
-
-    async def generate(request: GenerateRequest) -> GenerateResult:
-        try:
-            return await replica.generate(request)
-        except Exception as error:
-            if replica.lost.done():
-                print(error, file=sys.stderr, flush=True)
-                os._exit(1)
-            raise
-
-    methods = {method.name: getattr(server, method.name) for method in ROLLOUT}
-    return Service(target=SimpleNamespace(**methods | {"generate": generate}), contract=ROLLOUT)
+RAY_HOST = Contract(RayHost, without=("introduce", "listen"))
 
 
 def _outlive_sigterm() -> None:

@@ -25,7 +25,8 @@ from jackfield.clock import Clock
 from jackfield.config.sections import RayConfig
 from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RunError, WorkerLost
 from jackfield.plugins.interpreters import look
-from jackfield.runtime.ray_actor import RAY_HOST, MakeServices, Place, RayHost, connect_worker, death, kill_if_stopped
+from jackfield.runtime.process import MakeWorker
+from jackfield.runtime.ray_actor import RAY_HOST, Place, RayHost, connect_worker, death, kill_if_stopped
 from jackfield.sdk.ray_loopback import HOST, enter
 from jackfield.sdk.rpc import Address, Connection, Contract, stub
 
@@ -44,7 +45,7 @@ class WorkerSpec:
     """Describes which worker to start, and where."""
 
     name: str
-    make: Callable[[], MakeServices]  #: returns the function that makes it; called once all processes are known
+    worker: Any = None  #: for the owner of the cluster
     group: Any = None  #: Ray placement group; None: anywhere
     bundle: int = 0  #: index of the bundle in the group
     resources: Mapping[str, float] = attrs.field(factory=dict)  #: what it takes from the bundle
@@ -82,6 +83,7 @@ class Cluster:
     """
 
     _clock: Clock
+    _make: MakeWorker  #: makes each worker in its process
     _start_seconds: float  #: deadline for a worker or a placement group
     _heartbeat_seconds: float = 30.0  #: a worker's process is killed after this long without a heartbeat
     actors: dict[str, Actor] = attrs.field(factory=dict, init=False)  #: by name of the worker, also of one that ended
@@ -181,6 +183,7 @@ class Cluster:
 
     async def _started(self, spec: WorkerSpec) -> Actor:
         import ray
+        from ray.exceptions import RayActorError
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         strategy = "SPREAD" if spec.group is None else PlacementGroupSchedulingStrategy(spec.group, spec.bundle)
@@ -191,8 +194,11 @@ class Cluster:
             "runtime_env": None if spec.python is None else {"py_executable": spec.python},
         }
         host: Any = ray.remote(RayHost).options(**options)
-        handle = host.remote(spec.name, os.getcwd(), spec.group is not None, self._heartbeat_seconds)
-        address = await self._answer(spec.name, handle.listen.remote(), "to start")
+        handle = host.remote(self._make, spec.name, os.getcwd(), spec.group is not None, self._heartbeat_seconds)
+        try:
+            address = await self._clock.wait_for(handle.listen.remote(), self._start_seconds, f"{spec.name} to start")
+        except RayActorError as error:
+            raise death(spec.name, spec.name, _reason(str(error))) from None
         connection = await connect_worker(address, spec.name, "the controller", self._clock, kills=True)
         actor = Actor(spec, handle, address, connection)
 
@@ -204,47 +210,22 @@ class Cluster:
         connection.lost.add_done_callback(note_death)
         return actor
 
-    async def make(self, actor: Actor) -> None:
-        """Make the worker of an actor, or raise the error of making it in the process."""
-        from ray import cloudpickle
-
-        making = actor.handle.make.remote(cast(Any, cloudpickle).dumps(actor.spec.make()))
-        await self._answer(actor.spec.name, making, "to be ready")
+    async def make(self, actor: Actor, worker: Any) -> None:
+        """Make a worker in an actor from its description in plain values, or raise the error of making it."""
+        await actor.host(self._start_seconds).make(worker)
         actor.made = True
 
-    async def _answer(self, name: str, reference: Any, what: str) -> Any:
-        """Return the result of a call of an actor by Ray, or raise the error of the worker or of its death."""
-        import ray
-        from ray.exceptions import RayActorError, RayError, RayTaskError
-
-        try:
-            return await self._clock.wait_for(reference, self._start_seconds, f"{name} {what}")
-        except (asyncio.CancelledError, DeadlineExceeded):
-            if ray.is_initialized():  # otherwise Ray would start a cluster to cancel
-                with suppress(RayError):
-                    ray.cancel(reference)
-            raise
-        except RayTaskError as error:
-            if isinstance(error.cause, JackfieldError):
-                raise error.cause from None
-            found = f"{name} raised {type(error.cause).__name__}: {error.cause}"
-            raise RunError(found, where=name, fix="the traceback is in error.txt") from error
-        except RayActorError as error:
-            raise death(name, name, _reason(str(error))) from None
-
     async def restart(self, name: str) -> Actor:
-        """Make a worker again, in its process if that still works, otherwise in a new one."""
+        """End a worker, and return its process for the next one; if it does not work any more, a new process."""
         await self._empty(self.actors[name])
-        actor = await self.start(self.actors[name].spec)
-        await self.make(actor)
-        return actor
+        return await self.start(self.actors[name].spec)
 
     def restarting_stub(
         self, name: str, stub_of: Callable[[Actor], T], contract: Contract, begin: Callable[[Actor], Awaitable[object]]
     ) -> T:
         """Return a stub of a stateless worker, which is restarted when a call finds it dead.
 
-        ``stub_of`` makes a stub of the worker in an actor; ``begin`` is awaited after each restart.
+        ``stub_of`` makes a stub of the worker in an actor; ``begin`` makes it again in an actor.
         """
 
         async def call(method: str, *arguments: Any, **keywords: Any) -> Any:

@@ -67,7 +67,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, run: Callable[..., Any]) -
         patch.setenv("HOME", str(home))
         cloudpickle.register_pickle_by_value(workers)  # actors cannot import what pytest has imported
         before = descendants(os.getpid())
-        made = Cluster(Clock(), start_seconds=120.0)
+        made = Cluster(Clock(), workers.make, start_seconds=120.0)
         run(made.open(RayConfig(num_cpus=2, object_store_bytes=100_000_000), needed_cpus=1))
         try:
             yield made
@@ -82,11 +82,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, run: Callable[..., Any]) -
 
 @pytest.fixture
 def hosted(cluster: Cluster) -> Callable[..., Any]:
-    """``await hosted(name, make, **options)`` returns the actor of a new worker."""
+    """``await hosted(name, kind, **options)`` returns the actor of a new worker; a counter begins at ``start``."""
 
-    async def start(name: str, make: Callable[..., Any], **options: Any) -> Actor:
-        actor = await cluster.start(WorkerSpec(name=name, make=lambda: make, **options))
-        await cluster.make(actor)
+    async def start(name: str, kind: str = "counter", start: int = 0, **options: Any) -> Actor:
+        actor = await cluster.start(WorkerSpec(name=name, **options))
+        await cluster.make(actor, {"kind": kind, "start": start})
         return actor
 
     return start

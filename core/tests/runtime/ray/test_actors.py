@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from jackfield.runtime.workers import resubmitted
 from jackfield.sdk import rpc
 from jackfield_testing import refused
 
-from .workers import COUNTER, Counter, make_counter, make_failure, make_memory, make_replica
+from .workers import COUNTER, Counter
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -41,7 +40,7 @@ def test_a_stub_is_the_worker_from_afar(hosted: Hosted, run: Run) -> None:
     """Methods return values, errors keep their class, and cancelling a call here ends it there."""
 
     async def main() -> None:
-        actor = await hosted("a counter", make_counter)
+        actor = await hosted("a counter")
         counter = stub(actor)
         assert 3 == await counter.add(3)
         assert 7 == await counter.add(2, twice=True)
@@ -65,9 +64,9 @@ def test_a_stub_is_the_worker_from_afar(hosted: Hosted, run: Run) -> None:
 
 def test_a_worker_that_cannot_be_made_says_why(cluster: Cluster, run: Run) -> None:
     async def main() -> None:
-        actor = await cluster.start(WorkerSpec(name="a failure", make=lambda: make_failure))
+        actor = await cluster.start(WorkerSpec(name="a failure"))
         with pytest.raises(EngineError) as caught:
-            await cluster.make(actor)
+            await cluster.make(actor, {"kind": "failure"})
         assert "engine.failed" == caught.value.code
 
     run(main())
@@ -77,7 +76,7 @@ def test_a_dead_worker_is_named_at_once(cluster: Cluster, hosted: Hosted, run: R
     """A pending call and a watcher both raise an error that names the worker."""
 
     async def main() -> None:
-        rank, other = await hosted("the actor engine, rank 1", make_counter), await hosted("another", make_counter)
+        rank, other = await hosted("the actor engine, rank 1"), await hosted("another")
         counter = stub(rank)
         watching = asyncio.ensure_future(cluster.watch([rank, other]))
         hanging = asyncio.ensure_future(counter.hang())
@@ -98,10 +97,11 @@ def test_a_worker_without_state_is_started_again_and_its_work_resubmitted(
     cluster: Cluster, hosted: Hosted, run: Run
 ) -> None:
     async def main() -> None:
-        await hosted("reward worker 0", partial(make_counter, start=10), restarts=True)
+        await hosted("reward worker 0", start=10, restarts=True)
         begun = []
 
         async def begin(actor: Actor) -> None:
+            await cluster.make(actor, {"kind": "counter", "start": 10})
             begun.append(await stub(actor).pid())
 
         counter = cluster.restarting_stub("reward worker 0", stub, COUNTER, begin)
@@ -124,7 +124,7 @@ def test_a_worker_that_dies_while_it_is_idle_is_named(
     """The death is logged, because the worker may never be called again."""
 
     async def main() -> str:
-        actor = await hosted("reward worker 7", make_counter, restarts=True)
+        actor = await hosted("reward worker 7", restarts=True)
         pid = await stub(actor).pid()
         ended = asyncio.Event()
         actor.connection.lost.add_done_callback(lambda _: ended.set())  # after those of the actor
@@ -143,7 +143,7 @@ def test_a_worker_is_made_in_the_process_that_an_earlier_one_has_left(
 
     async def main() -> None:
         names = ("rank 0", "rank 1", "rank 2")
-        stubs = [stub(await hosted(name, make_counter)) for name in names]
+        stubs = [stub(await hosted(name)) for name in names]
         before = [await each.pid() for each in stubs]
         await stubs[0].add(3)
         os.kill(before[1], signal.SIGKILL)
@@ -151,7 +151,7 @@ def test_a_worker_is_made_in_the_process_that_an_earlier_one_has_left(
         await cluster.rest()
         with refused("rpc.method"):
             await stubs[0].count()
-        stubs = [stub(await hosted(name, partial(make_counter, start=10))) for name in names]
+        stubs = [stub(await hosted(name, start=10)) for name in names]
         assert [10, 10, 10] == [await each.count() for each in stubs], "made again"
         after = [await each.pid() for each in stubs]
         assert [True, False, False] == [ours == theirs for ours, theirs in zip(before, after, strict=True)]
@@ -168,7 +168,7 @@ def test_a_server_that_is_not_healthy_ends_with_its_process(cluster: Cluster, ho
         )
 
     async def main() -> None:
-        actor = await hosted("rollout replica 0", make_replica)
+        actor = await hosted("rollout replica 0", "replica")
         server = rollout_stub(actor)
         before = (await server.generate(request())).request_id
         with refused("run.failed", "ZeroDivisionError"):
@@ -176,7 +176,9 @@ def test_a_server_that_is_not_healthy_ends_with_its_process(cluster: Cluster, ho
         assert before == (await server.generate(request())).request_id
         with pytest.raises(WorkerLost):
             await server.generate(request(9))
-        server = rollout_stub(await cluster.restart("rollout replica 0"))
+        actor = await cluster.restart("rollout replica 0")
+        await cluster.make(actor, {"kind": "replica"})
+        server = rollout_stub(actor)
         assert before != (await server.generate(request())).request_id, "made again"
 
     run(main())
@@ -195,9 +197,7 @@ def test_what_the_cluster_has_no_room_for_is_refused_and_places_are_given_back(c
         assert "in the whole cluster CPU: 2 of 2 free" == refused.value.found
         taken = await cluster.places(2, {"CPU": 0.5}, "the engine")
         resources = {"CPU": 0.25}
-        spec = WorkerSpec(name="a worker", make=lambda: make_counter, group=taken, bundle=1, resources=resources)
-        actor = await cluster.start(spec)
-        await cluster.make(actor)
+        actor = await cluster.start(WorkerSpec(name="a worker", group=taken, bundle=1, resources=resources))
         await cluster.end("a worker")
         assert not actor.lives
         cluster.give_back("the engine")
@@ -226,7 +226,7 @@ def test_values_cross_bit_by_bit(hosted: Hosted, monkeypatch: pytest.MonkeyPatch
     }
 
     async def main() -> None:
-        actor = await hosted("the storage worker", make_memory)
+        actor = await hosted("the storage worker", "memory")
         backend = store.remote_backend(actor.connection, 60.0)
         await backend.start()
         rows = Values(backend)

@@ -60,7 +60,7 @@ from jackfield.runtime.ray_cluster import Cluster
 
 assert not is_token_auth_enabled()
 try:
-    asyncio.run(Cluster(Clock(), 30.0).open(RayConfig(address=sys.argv[1]), needed_cpus=1))
+    asyncio.run(Cluster(Clock(), print, 30.0).open(RayConfig(address=sys.argv[1]), needed_cpus=1))
 except RunError as error:
     print(json.dumps([error.code, error.where, is_token_auth_enabled()]))
 """

@@ -6,13 +6,14 @@ import asyncio
 import os
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from typing import Any
 
 from jackfield.abc.rollout import GenerateRequest, GenerateResult, HealthReport
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.errors import EngineError
 from jackfield.queue.values import MemoryBackend, MemoryConfig
-from jackfield.runtime.process import ROLLOUT
-from jackfield.runtime.ray_actor import rollout_service, store_services
+from jackfield.runtime.process import ROLLOUT, rollout_service
+from jackfield.runtime.ray_actor import store_services
 from jackfield.sdk.rpc import Contract, Service
 
 
@@ -62,16 +63,6 @@ class Counter:
 COUNTER = Contract(Counter)
 
 
-async def make_counter(stack: AsyncExitStack, start: int = 0) -> Mapping[str, Service]:
-    counter = Counter(start)
-    stack.push_async_callback(counter.close)
-    return {"worker": Service(target=counter, contract=Contract(Counter))}
-
-
-async def make_failure(stack: AsyncExitStack) -> Mapping[str, Service]:
-    raise EngineError("cannot be made", where="the worker")
-
-
 class Replica:
     """A rollout server that fails requests of a weight version, and is not healthy after those of version 9."""
 
@@ -94,9 +85,15 @@ class Replica:
         raise ZeroDivisionError("by nought")
 
 
-async def make_replica(stack: AsyncExitStack) -> Mapping[str, Service]:
-    return {"worker": rollout_service(Replica(), 0)}  # type: ignore[arg-type]
-
-
-async def make_memory(stack: AsyncExitStack) -> Mapping[str, Service]:
-    return store_services(MemoryBackend(MemoryConfig(), TransferQueueContext()))
+async def make(worker: dict[str, Any], stack: AsyncExitStack) -> Mapping[str, Service]:
+    """Make a worker of a kind."""
+    match worker["kind"]:
+        case "memory":
+            return store_services(MemoryBackend(MemoryConfig(), TransferQueueContext()))
+        case "replica":
+            return {"worker": rollout_service(Replica(), 0)}  # type: ignore[arg-type]
+        case "counter":
+            counter = Counter(worker["start"])
+            stack.push_async_callback(counter.close)
+            return {"worker": Service(target=counter, contract=Contract(Counter))}
+    raise EngineError("cannot be made", where="the worker")

@@ -24,12 +24,11 @@ from jackfield.cluster.pool import ReplicaPool
 from jackfield.config import make_config
 from jackfield.plugins import installed, load_plugin
 from jackfield.routing import Replica, Router
-from jackfield.runtime.process import RolloutProcess
 from jackfield.weights import WeightSender, WeightSynchronizer
 from jackfield_conformance.registry import FIRST_BEHAVIOUR, Check, Subject, checks, run_check
 from jackfield_conformance.support.rollout import LONG, greedy
 from jackfield_conformance.support.rollout_model import model_folder, named_weights
-from jackfield_kept_process import KeptRolloutProcess
+from jackfield_kept_process import KeptRolloutProcess, RolloutProcess
 from jackfield_rollout_transformers.config import Config
 from jackfield_rollout_transformers.server import TransformersServer
 
@@ -101,16 +100,16 @@ class TwoReplicas:
     """One in a process that can die, one in this process."""
 
     def __init__(self) -> None:
-        self.router = Router(Clock())
-        self.processes: list[Reused] = []
+        self.router, self.started = Router(Clock()), 0
+        self.process = Reused(Config(), RolloutContext(model=ModelSpec(path=model_folder())))
 
     async def start(self, replica: Replica) -> None:
-        context = RolloutContext(model=ModelSpec(path=model_folder()), replica=replica.number)
         if replica.number == 1:
+            context = RolloutContext(model=ModelSpec(path=model_folder()), replica=1)
             replica.server = TransformersServer(Config(), context)
             return
-        self.processes.append(Reused(Config(), context))
-        self.processes[-1].on_lost, replica.server, replica.place = replica.lose, self.processes[-1], "process"
+        self.started += 1
+        await self.process.make(replica)
 
     async def end(self, number: int) -> None:
         return
@@ -127,7 +126,7 @@ def test_a_replica_killed_during_an_update_loses_nothing(processes: None) -> Non
     def export() -> Generator[tuple[str, torch.Tensor], None, None]:
         for number, item in enumerate(weights.items()):
             if number == 5 and not killed:
-                killed.append(places.processes[0]._child.pid)  # type: ignore[union-attr]
+                killed.append(places.process.pid)
                 os.kill(killed[0], signal.SIGKILL)
             yield item
 
@@ -166,7 +165,8 @@ def test_a_replica_killed_during_an_update_loses_nothing(processes: None) -> Non
             await asyncio.gather(keeping, return_exceptions=True)
         finally:
             await pool.close()
+            await places.process.stop()
 
     synchronized = asyncio.Lock()
     asyncio.run(main())
-    assert (1, 2) == (len(killed), len(places.processes))
+    assert (1, 2) == (len(killed), places.started)

@@ -73,8 +73,8 @@ def test_a_core_that_dies_is_named_and_nothing_is_left(kept: Kept) -> None:
     async def life() -> set[int]:
         server = kept.server(RolloutContext(model=ModelSpec(path=model_folder())))
         await server.start()
-        process = cast(Any, server._child)
-        started = descendants(process.pid) | {process.pid}
+        process = cast(Any, server.process)
+        started = descendants(server.pid) | {server.pid}
         watched = {each: os.pidfd_open(each) for each in started}
         try:
             reader = Reader(server, greedy("running", LONG))

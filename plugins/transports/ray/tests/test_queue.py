@@ -39,7 +39,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         patch.setenv("OMP_NUM_THREADS", "1")
-        made = Cluster(Clock(), start_seconds=120.0)
+        made = Cluster(Clock(), print, start_seconds=120.0)
         asyncio.run(made.open(RayConfig(num_cpus=1, object_store_bytes=100_000_000), needed_cpus=1))
         try:
             yield
