@@ -1,4 +1,4 @@
-"""Atomic replacement of files, atomic appends, and digests that detect damage.
+"""Atomic replacement of files, atomic appends, files of JSON lines, and digests that detect damage.
 
 ``seal('{"step": 3}')`` is ``{"step": 3, "digest": "…"}``. The digest is the xxh3_128 of the original text in 32
 hexadecimal digits. In a chain each digest also covers the digest of the previous text.
@@ -9,8 +9,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
+import math
+import numbers
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +119,79 @@ def unseal(content: bytes, after: str = "") -> dict[str, Any]:
         raise ValueError("the contents are not those that were written: their digest is another one")
     found: dict[str, Any] = json.loads(body)
     return found
+
+
+# JSON allows these characters inside a string, but some readers end a line at them.
+_LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+
+
+def plain_number(value: Any) -> float | int:
+    """Return a number of any library as a Python number."""
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+def encode_line(line: Mapping[str, Any]) -> bytes:
+    """Encode one line of strict JSON in UTF-8.
+
+    A number that is not finite becomes null, and its path is added to the list ``not_finite``. Other types become text.
+    """
+    not_finite: list[str] = []
+    plain = _strict(line, not_finite) | ({"not_finite": not_finite} if not_finite else {})
+    text = json.dumps(plain, ensure_ascii=False).translate(_LINE_ENDS)
+    return text.encode("utf-8", errors="backslashreplace") + b"\n"  # a lone surrogate becomes its JSON escape
+
+
+def _strict(value: Any, not_finite: list[str], path: str = "") -> Any:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, numbers.Real):
+        if math.isfinite(value):
+            return plain_number(value)
+        not_finite.append(path)
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _strict(item, not_finite, f"{path}.{key}".lstrip(".")) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_strict(item, not_finite, f"{path}[{index}]") for index, item in enumerate(value)]
+    return str(value)
+
+
+def read_lines(path: Path, last_step: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSON-lines file up to ``last_step``.
+
+    A missing file yields nothing. Incomplete lines, from a kill or another program, are skipped.
+    """
+    if path.exists():
+        with path.open("rb") as file:
+            for line in map(_line, file):
+                if line is not None and (last_step is None or line.get("step", 0) <= last_step):
+                    yield line
+
+
+def _line(raw: bytes) -> dict[str, Any] | None:
+    """Parse a line; return None if it is not a JSON object."""
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) else None
+
+
+def cut_after(path: Path, last_step: int) -> None:
+    """Atomically drop the lines after ``last_step``, and incomplete ones, from a file.
+
+    A run that starts at step 0 has restored nothing and keeps nothing. A warning counts complete lines that are not
+    JSON objects, because a kill does not produce these.
+    """
+    if last_step <= 0:
+        path.unlink(missing_ok=True)
+    elif path.exists():
+        damaged = 0
+        with replacing(path) as partial, path.open("rb") as old, partial.open("wb") as new:
+            for raw in old:
+                line = _line(raw)
+                damaged += line is None and raw.endswith(b"\n")
+                if line is not None and line.get("step", 0) <= last_step:
+                    new.write(raw.rstrip(b"\n") + b"\n")
+        if damaged:
+            logging.getLogger("jackfield").warning("%s: %d damaged lines are left out", path, damaged)

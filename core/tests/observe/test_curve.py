@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from jackfield.errors import PluginError
+from jackfield.files import read_lines
 from jackfield.observe import display, plot_learning_curve
-from jackfield.observe.observer import read_lines
 
 
 @pytest.fixture

@@ -11,16 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jackfield.clock import Clock
-from jackfield.observe.display import LearningCurve, ProgressDisplay, plot_learning_curve
-from jackfield.observe.observer import Observer, ObserveSettings, missing_package
-from jackfield.observe.recorders import (
-    MetricsFile,
-    SampleTables,
-    TensorBoardFiles,
-    Timeline,
-    read_samples,
-    render_samples,
-)
+from jackfield.observe import display, observer
+from jackfield.observe.display import plot_learning_curve
+from jackfield.observe.observer import ObserveSettings, missing_package, read_samples, render_samples
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,13 +35,13 @@ def observers(
 
     made: list[object] = []
     shared: Any = (settings, folder, console or RichConsole(stderr=True), clock or Clock())
-    chosen: tuple[tuple[type[Observer], str, str | None], ...] = (
-        (MetricsFile, "metrics_file", None),
-        (TensorBoardFiles, "tensorboard", "tensorboard"),
-        (SampleTables, "sample_table", None),
-        (Timeline, "timeline", None),
-        (LearningCurve, "curve", "matplotlib"),
-        (ProgressDisplay, "progress", None),  # it lists the files that the others wrote
+    chosen: tuple[tuple[type[observer.Observer], str, str | None], ...] = (
+        (observer.MetricsFile, "metrics_file", None),
+        (observer.TensorBoardFiles, "tensorboard", "tensorboard"),
+        (observer.SampleTables, "sample_table", None),
+        (observer.Timeline, "timeline", None),
+        (display.LearningCurve, "curve", "matplotlib"),
+        (display.ProgressDisplay, "progress", None),  # it lists the files that the others wrote
     )
     for make, setting, package in chosen:
         if getattr(settings, setting):

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from jackfield.files import replace_file
-from jackfield.observe.observer import Observer, metrics_of, missing_package, read_lines
+from jackfield.files import read_lines, replace_file
+from jackfield.observe.observer import Observer, metrics_of, missing_package
 from jackfield.plugins.hooks import EvaluationEnded, RunEnded, RunStarted, SamplesFailed, StepEnded
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ class ProgressDisplay(Observer):
     _bar: Progress | None = attrs.field(default=None, init=False)
     _shown: float = attrs.field(default=-math.inf, init=False)  #: time of the last line
     _total: int = attrs.field(default=0, init=False)
-    _began: float | None = attrs.field(default=None, init=False)
     _ends: deque[float] = attrs.field(factory=lambda: deque(maxlen=21), init=False)  #: end times of the last steps
     _scores: list[tuple[float, int]] = attrs.field(factory=list, init=False)  #: score and step of each evaluation
 
@@ -64,8 +63,9 @@ class ProgressDisplay(Observer):
                 self._summarise(event)
 
     def _begin(self, event: RunStarted) -> None:
-        self._began, self._total = self.clock.time(), event.total_steps
-        self._ends.append(self._began)
+        self.go_on(())
+        self._total = event.total_steps
+        self._ends.append(self.clock.time())
         self.report(f"run {event.name} in {self.folder}")
         plugins = [f"{kind} {event.config[kind]['name']}" for kind in _KINDS if kind in event.config]
         if plugins:
@@ -79,11 +79,9 @@ class ProgressDisplay(Observer):
             from rich import progress
             from rich.table import Column
 
-            # on a narrow terminal the metrics are cut, not the bar
-            metrics = progress.TextColumn(
-                "{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)
-            )
             left = progress.TextColumn("{task.fields[left]}", markup=False, table_column=Column(no_wrap=True))
+            column = Column(no_wrap=True, ratio=1)  # on a narrow terminal the metrics are cut, not the bar
+            metrics = progress.TextColumn("{task.description}", markup=False, table_column=column)
             shown = (progress.SpinnerColumn(), progress.MofNCompleteColumn(), progress.BarColumn(bar_width=16))
             columns = (*shown, progress.TimeElapsedColumn(), left, metrics)
             self._bar = progress.Progress(*columns, console=self.console, refresh_per_second=4, expand=True)
@@ -111,15 +109,15 @@ class ProgressDisplay(Observer):
 
     def _summarise(self, event: RunEnded) -> None:
         self.close()
-        took = "" if self._began is None else f" in {_duration(self.clock.time() - self._began)}"
+        done = f"{event.steps} steps in {_duration(self.seconds())}"
         if event.stopped or (event.error is None and event.steps < self._total):
-            self.report(f"run stopped after {event.steps} steps{took}; the same command goes on")
+            self.report(f"run stopped after {done}; the same command goes on")
         elif event.error is None:
-            self.report(f"run ended well: {event.steps} steps{took}")
+            self.report(f"run ended well: {done}")
         else:
             text, kind = str(event.error).strip().partition("\n")[0], type(event.error).__name__
             reason = text if text.startswith("[") else f"{kind}: {text}".removesuffix(": ")
-            self.report(f"run FAILED after {event.steps} steps{took}: {reason}")
+            self.report(f"run FAILED after {done}: {reason}")
         if self._scores:
             last, step = self._scores[-1]
             self.report(f"evaluation score: best {self._best()}, last {_number(last)} at step {step}")

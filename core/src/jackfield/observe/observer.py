@@ -1,12 +1,15 @@
-"""The base of the observers: settings, clock, files, JSON lines and error handling."""
+"""The base of the observers, and those that append to files: metrics, samples, TensorBoard events, timeline."""
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
-import logging
 import math
-import numbers
-from collections.abc import Iterable, Iterator, Mapping
+import re
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -15,15 +18,12 @@ from attrs.validators import ge
 
 from jackfield.clock import Clock
 from jackfield.errors import PluginError, RunError
-from jackfield.files import AppendFile, replacing
-from jackfield.plugins.hooks import EvaluationEnded, Event, RunEnded, StepEnded, WeightsSynced, hookimpl
+from jackfield.files import AppendFile, cut_after, encode_line, plain_number, read_lines, replace_file
+from jackfield.plugins import hooks
 from jackfield.settings import option
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-# JSON allows these characters inside a string, but some readers end a line at them.
-_LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
 
 @attrs.frozen(kw_only=True)
@@ -46,15 +46,15 @@ class ObserveSettings:
     )
 
 
-@hookimpl
-def _receive(self: Observer, event: Event) -> None:
+@hooks.hookimpl
+def _receive(self: Observer, event: hooks.Event) -> None:
     """Pass an event to an observer; if it fails, it is named and stops listening.
 
     At the end of the run a failure is only reported, so that it does not hide an error of the run.
     """
     if self._failed:
         return
-    ends = isinstance(event, RunEnded)
+    ends = isinstance(event, hooks.RunEnded)
     try:
         self.hear(event)
         if ends:
@@ -111,16 +111,13 @@ class Observer:
         while self._files:
             self._files.popitem()[1].close()
 
-    def open_file(self, path: Path, tail: bytes = b"") -> None:
-        """Open a file to append to, and create its folder."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._files[path] = AppendFile(path, tail)
-
-    def append(self, data: bytes) -> None:
-        """Append to the open file."""
-        if not self._files:
-            raise RuntimeError("an event came before run_started")
-        next(iter(self._files.values())).append(data)
+    def append(self, data: bytes, path: Path | None = None, tail: bytes = b"") -> None:
+        """Append to a file, which is first opened or created, or to the file that is already open."""
+        path = path or next(iter(self._files))
+        if path not in self._files:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._files[path] = AppendFile(path, tail)
+        self._files[path].append(data)
 
     def go_on(self, earlier: Iterable[Mapping[str, Any]]) -> None:
         """Start :meth:`seconds`, after those of the lines of an earlier process."""
@@ -142,82 +139,206 @@ def metrics_of(event: object) -> tuple[str, int, dict[str, float | int]] | None:
 
     A weight sync has its duration and the longest pause of a replica in seconds, and the bytes sent.
     """
-    if isinstance(event, WeightsSynced):
+    if isinstance(event, hooks.WeightsSynced):
         paused = max((receipt.paused_seconds for receipt in event.receipts), default=0.0)
         sizes = {"replicas": len(event.receipts), "sent_bytes": event.sent_bytes}
         return "weights", event.version, {"seconds": event.seconds, "paused_seconds": paused, **sizes}
-    if not isinstance(event, StepEnded | EvaluationEnded):
+    if not isinstance(event, hooks.StepEnded | hooks.EvaluationEnded):
         return None
-    kind = "step" if isinstance(event, StepEnded) else "evaluation"
-    return kind, event.step, {name: _number(value) for name, value in event.metrics.items()}
+    kind = "step" if isinstance(event, hooks.StepEnded) else "evaluation"
+    return kind, event.step, {name: plain_number(value) for name, value in event.metrics.items()}
 
 
-def _number(value: Any) -> float | int:
-    return int(value) if isinstance(value, numbers.Integral) else float(value)
+_RESERVED = frozenset({"kind", "not_finite", "step", "time"})
 
 
-def encode(line: Mapping[str, Any]) -> bytes:
-    """Encode one line of strict JSON in UTF-8.
+class MetricsFile(Observer):
+    """Writes ``metrics.jsonl`` with ``kind``, ``step``, ``time`` and metrics of each step, evaluation and weight sync.
 
-    A number that is not finite becomes null, and its path is added to the list ``not_finite``. Other types become text.
+    Each line is in the file when the hook returns. A resumed run first drops the lines of steps after the restored one.
     """
-    not_finite: list[str] = []
-    plain = _strict(line, not_finite) | ({"not_finite": not_finite} if not_finite else {})
-    text = json.dumps(plain, ensure_ascii=False).translate(_LINE_ENDS)
-    return text.encode("utf-8", errors="backslashreplace") + b"\n"  # a lone surrogate becomes its JSON escape
+
+    name = "metrics file"
+    output = "metrics.jsonl"
+
+    def hear(self, event: object) -> None:
+        """Write a line, if the event has metrics."""
+        if isinstance(event, hooks.RunStarted):
+            cut_after(self.path, event.first_step)
+            self.go_on(read_lines(self.path))
+            self.append(b"", self.path)
+        if found := metrics_of(event):
+            kind, step, metrics = found
+            named = {f"metric/{name}" if name in _RESERVED else name: value for name, value in metrics.items()}
+            self.append(encode_line({"kind": kind, "step": step, "time": round(self.seconds(), 6), **named}))
 
 
-def _strict(value: Any, not_finite: list[str], path: str = "") -> Any:
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, numbers.Real):
-        if math.isfinite(value):
-            return _number(value)
-        not_finite.append(path)
-        return None
-    if isinstance(value, Mapping):
-        return {str(key): _strict(item, not_finite, f"{path}.{key}".lstrip(".")) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_strict(item, not_finite, f"{path}[{index}]") for index, item in enumerate(value)]
-    return str(value)
+class TensorBoardFiles(Observer):
+    """Writes scalars ``train/NAME``, ``evaluation/NAME`` and ``weights/seconds``.
 
-
-def read_lines(path: Path, last_step: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON-lines file up to ``last_step``.
-
-    A missing file yields nothing. Incomplete lines, from a kill or another program, are skipped.
+    Each start opens another file, whose first event makes TensorBoard drop the steps after the restored one, or all
+    steps if the run starts from the beginning. Neither torch nor TensorFlow is imported.
     """
-    if path.exists():
-        with path.open("rb") as file:
-            for line in map(_line, file):
-                if line is not None and (last_step is None or line.get("step", 0) <= last_step):
-                    yield line
+
+    name = "TensorBoard"
+    output = "tensorboard"
+
+    def hear(self, event: object) -> None:
+        """Open a new event file at the start, and write metrics as scalars."""
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        if isinstance(event, hooks.RunStarted):
+            earlier = list(self.path.glob("events.out.tfevents.*"))
+            # TensorBoard reads the files of a folder in the order of their names, so a new one needs a later second
+            second = max([int(time.time()), *(int(path.name.split(".")[3]) + 1 for path in earlier)])
+            self.append(b"", self.path / f"events.out.tfevents.{second:010d}.{socket.gethostname()}")
+            self._write(file_version="brain.Event:2")
+            if earlier:
+                purge_step = event.first_step + 1 if event.first_step > 0 else 0
+                self._write(step=purge_step, session_log=SessionLog(status=SessionLog.START))
+        if found := metrics_of(event):
+            kind, step, metrics = found
+            values = {"seconds": metrics["seconds"]} if kind == "weights" else metrics
+            group = "train" if kind == "step" else kind
+            scalars = [Summary.Value(tag=f"{group}/{name}", simple_value=value) for name, value in values.items()]
+            self._write(step=step, summary=Summary(value=scalars))
+
+    def _write(self, **fields: Any) -> None:
+        """Write one event with one append, because TensorBoard's thread would hide failures."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        record = io.BytesIO()
+        RecordWriter(record).write(Event(wall_time=time.time(), **fields).SerializeToString())
+        self.append(record.getvalue())
 
 
-def _line(raw: bytes) -> dict[str, Any] | None:
-    """Parse a line; return None if it is not a JSON object."""
+class SampleTables(Observer):
+    """Writes ``samples/PARTITION.jsonl`` (train, eval) and ``samples/failed.jsonl``.
+
+    A sample has ``step``, the fields of a ``SampleRecord``, and ``mask_text`` (the mask in words); a failed one has
+    ``step``, ``key`` and ``reason``.
+    """
+
+    name = "sample table"
+    output = "samples"
+
+    def hear(self, event: object) -> None:
+        """Write samples and failures."""
+        match event:
+            case hooks.RunStarted():
+                self.path.mkdir(parents=True, exist_ok=True)
+                for path in sorted(self.path.glob("*.jsonl")):
+                    cut_after(path, event.first_step)
+            case hooks.SamplesRecorded(step=step, partition=table):
+                self._write(table, [_row(step, sample) for sample in event.samples])
+            case hooks.SamplesFailed(step=step):
+                rows = [{"step": step, "key": key, "reason": reason} for key, reason in event.reasons.items()]
+                self._write("failed", rows)
+
+    def _write(self, table: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        if rows:
+            path = self.path / (re.sub(r"[^\w-]+", "_", table) + ".jsonl")
+            self.append(b"".join(map(encode_line, rows)), path)
+
+
+def read_samples(path: Path, step: int | None = None) -> list[dict[str, Any]]:
+    """Read the samples of a sample table, all or those of a step; -1 is the last one. A missing file has none."""
+    rows = list(read_lines(path))
+    if step == -1:
+        step = max((row["step"] for row in rows), default=None)
+    return [row for row in rows if step is None or row["step"] == step]
+
+
+def render_samples(
+    samples: Sequence[Mapping[str, Any] | hooks.SampleRecord], console: Console, title: str = ""
+) -> None:
+    """Print samples of :func:`read_samples` or of an event as a table: key, prompt, response, reward and mask."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title or None, box=SIMPLE_HEAD, show_lines=True, expand=True)
+    table.add_column("key", ratio=2, min_width=12, overflow="fold")
+    table.add_column("prompt", ratio=6, overflow="fold")
+    table.add_column("response", ratio=6, overflow="fold")
+    table.add_column("reward", justify="right", no_wrap=True)
+    table.add_column("mask", ratio=2, min_width=12)
+    for sample in samples:
+        row = _row(0, sample) if isinstance(sample, hooks.SampleRecord) else sample
+        reward = row.get("reward")
+        shown = "-" if reward is None else f"{reward:.3g}"
+        cells = (row["key"], row["prompt"], row["response"], shown, row.get("mask_text", ""))
+        table.add_row(*(Text(cell.rstrip("\n")) for cell in cells))
+    console.print(table)
+
+
+def _row(step: int, sample: hooks.SampleRecord) -> dict[str, Any]:
+    """Return a sample's entry; its mask in words is ``12 model, 5 inserted, 7 model``."""
+    runs = [(len(list(run)), "model" if bit else "inserted") for bit, run in itertools.groupby(sample.response_mask)]
+    mask_text = ", ".join(f"{length} {kind}" for length, kind in runs)
+    return {"step": step, **attrs.asdict(sample, recurse=False), "mask_text": mask_text}
+
+
+_TAIL = b"\n]\n"
+_ORDER = ("explorer", "reward", "trainer", "weights")  # lanes from top to bottom; others follow
+_SLACK = 1.0  # microseconds by which consecutive stages may overlap, because of rounding
+
+
+@attrs.define(eq=False, slots=False)
+class Timeline(Observer):
+    """Writes ``trace.json`` in the Chrome trace event format, with times in microseconds.
+
+    There is a lane for each ``StageEnded.lane``. The file is valid JSON after every event, even if the run is killed.
+    Stages of a lane that overlap (two batches in flight) get a second lane, ``explorer (2)``, because the format cannot
+    draw them otherwise. ``StageEnded.step`` counts from 0, as batches do. A run resumed after ``n`` completed steps
+    keeps all up to the trainer's last stage of a step below ``n``, which ends with that checkpoint.
+    """
+
+    name = "timeline"
+    output = "trace.json"
+
+    _tracks: dict[str, float] = attrs.field(factory=dict, init=False)  #: the end of the last stage by a track's name
+
+    def hear(self, event: object) -> None:
+        """Write a stage. The trace of a resumed run continues where the last kept stage ended."""
+        if isinstance(event, hooks.RunStarted):
+            self._tracks.clear()
+            kept = _stages(self.path, event.first_step) if event.first_step > 0 else []
+            self.go_on({"time": (stage["ts"] + stage["dur"]) / 1e6} for stage in kept)
+            replace_file(self.path, b"[\n" + _metadata("process_name", 0, name=event.name) + _TAIL)
+            self.append(b"", self.path, _TAIL)
+            for stage in kept:
+                self._append(stage)
+        if isinstance(event, hooks.StageEnded) and self._files:
+            start, seconds = event.start - self._origin, max(event.end - event.start, 0.0)
+            times = {"ts": round(start * 1e6, 3), "dur": round(seconds * 1e6, 3)}
+            named = {"name": event.name, "cat": event.lane, "args": {"step": event.step}}
+            self._append({**named, "ph": "X", **times, "pid": 1})
+
+    def _append(self, stage: Mapping[str, Any]) -> None:
+        """Write a stage to the first track of its lane that is free when it starts."""
+        lane, start = stage["cat"], stage["ts"]
+        names = (lane if count == 1 else f"{lane} ({count})" for count in itertools.count(1))
+        name = next(name for name in names if self._tracks.get(name, -math.inf) <= start + _SLACK)
+        if name not in self._tracks:
+            position, track = _ORDER.index(lane) if lane in _ORDER else len(_ORDER), len(self._tracks) + 1
+            self.append(b",\n" + _metadata("thread_name", track, name=name))
+            self.append(b",\n" + _metadata("thread_sort_index", track, sort_index=position * 100 + track))
+        self._tracks[name] = start + stage["dur"]
+        self.append(b",\n" + encode_line({**stage, "tid": list(self._tracks).index(name) + 1}).rstrip())
+
+
+def _metadata(kind: str, track: int, **arguments: Any) -> bytes:
+    return encode_line({"name": kind, "ph": "M", "pid": 1, "tid": track, "args": arguments}).rstrip()
+
+
+def _stages(trace: Path, completed: int) -> list[dict[str, Any]]:
+    """Return an earlier trace's stages of completed steps, or none if it is missing or damaged."""
     try:
-        line = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    return line if isinstance(line, dict) else None
-
-
-def cut_after(path: Path, last_step: int) -> None:
-    """Atomically drop the lines after ``last_step``, and incomplete ones, from a file.
-
-    A run that starts at step 0 has restored nothing and keeps nothing. A warning counts complete lines that are not
-    JSON objects, because a kill does not produce these.
-    """
-    if last_step <= 0:
-        path.unlink(missing_ok=True)
-    elif path.exists():
-        damaged = 0
-        with replacing(path) as partial, path.open("rb") as old, partial.open("wb") as new:
-            for raw in old:
-                line = _line(raw)
-                damaged += line is None and raw.endswith(b"\n")
-                if line is not None and line.get("step", 0) <= last_step:
-                    new.write(raw.rstrip(b"\n") + b"\n")
-        if damaged:
-            logging.getLogger("jackfield").warning("%s: %d damaged lines are left out", path, damaged)
+        events = [event for event in json.loads(trace.read_bytes()) if event.get("ph") == "X"]
+    except (FileNotFoundError, ValueError):
+        return []
+    done = [each["cat"] in ("trainer", "weights") and each["args"]["step"] < completed for each in events]
+    return events[: max((index + 1 for index, is_done in enumerate(done) if is_done), default=0)]
