@@ -70,10 +70,11 @@ def check(*replicas: FakeReplica, stops: bool = True, versions: Sequence[int] = 
     role: Any = SimpleNamespace(
         config=make_config(values, ()),
         clock=clock,
+        tasks={"train": [None]},
         workers=SimpleNamespace(agents=Workers([SimpleNamespace(prompt_ids=prompt)])),
         note=lambda name, value: reported.append(value),
     )
-    probe = ReplicaProbe(role=role, actor=cast(EngineGroup, engine), task=cast(Task, None))
+    probe = ReplicaProbe(role=role, actor=cast(EngineGroup, engine))
 
     async def main() -> None:
         asked = [Replica(cast(BaseRolloutServer, each), number=number) for number, each in enumerate(replicas)]

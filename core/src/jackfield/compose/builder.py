@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 import attrs
 
@@ -19,7 +19,6 @@ from jackfield.cluster.pool import DeviceLease, ReplicaPool
 from jackfield.compose.checks import mixed_samples
 from jackfield.compose.folder import export_model, mark_finished
 from jackfield.compose.workers import WorkerFactory
-from jackfield.data.tasks import Task
 from jackfield.queue import Values
 from jackfield.queue.transfer_queue import connect_queue
 from jackfield.runtime.engine import EngineGroup
@@ -129,7 +128,7 @@ class RunBuilder:
     stack: AsyncExitStack = attrs.field(init=False)  #: closes what was started, in reverse order
     _loops: asyncio.TaskGroup = attrs.field(init=False)
     _background: list[asyncio.Task[None]] = attrs.field(init=False, factory=list)
-    _engines: list[EngineGroup] = attrs.field(init=False, factory=list)  #: all loaded models but those of replicas
+    _engines: dict[str, EngineGroup] = attrs.field(init=False, factory=dict)  #: loaded models: actor, reference, critic
     _pool: ReplicaPool | None = attrs.field(init=False, default=None)
     _finished: bool = attrs.field(init=False, default=False)  #: whether the role has completed its work
 
@@ -240,31 +239,26 @@ class RunBuilder:
     async def _trainer(self) -> Trainer:
         """Build the trainer with engines, replicas and their weights."""
         role = self.role
-        actor = await self._engine_group("actor")
+        await self._load("actor")
         pool = await self._start_replicas()
-        weights = self._weights(actor, pool) if pool is not None or role.name == "train" else None
-        reference = None
-        if role.algorithm.reference:  # the initial policy: the actor without its adapter, or a separate model
-            own = "reference" in role.engines
-            reference = await self._engine_group("reference") if own else actor.without_adapter()
-        critic = await self._engine_group("critic") if role.algorithm.critic else None
+        weights = self._weights(pool) if pool is not None or role.name == "train" else None
+        for name in role.engines[1:]:
+            await self._load(name)
         sync = None if weights is None else weights.sync
-        stop = self.stop.requested
-        trainer = Trainer(role=role, stop=stop, actor=actor, critic=critic, reference=reference, sync=sync)
+        trainer = Trainer(role=role, stop=self.stop.requested, sync=sync, **self._engines)
         if pool is not None:
             pool.source = weights
             self._run(pool.keep)
         return trainer
 
-    async def _engine_group(self, name: str) -> EngineGroup:
+    async def _load(self, name: str) -> None:
         role, seconds = self.role, self.role.config.deadlines.engine
         group = EngineGroup(name, role.workers.ranks[name], role.queue, role.clock, seconds=seconds)
         await group.initialize()
-        self._engines.append(group)
-        return group
+        self._engines[name] = group
 
-    def _weights(self, actor: EngineGroup, pool: ReplicaPool | None) -> EngineWeights:
-        role, config = self.role, self.role.config
+    def _weights(self, pool: ReplicaPool | None) -> EngineWeights:
+        role, config, actor = self.role, self.role.config, self._engines["actor"]
         synchronizer = WeightSynchronizer(
             senders=[rank.sender for rank in role.workers.ranks["actor"] if rank.sender is not None],
             replicas=[] if pool is None else pool.members,
@@ -275,13 +269,12 @@ class RunBuilder:
             kind=config.weights.kind,
             on_missing_base=config.weights.on_missing_base,
         )
-        task = cast(Task, role.tasks["train"][0])
         return EngineWeights(
             role=role,
             actor=actor,
             synchronizer=synchronizer,
             pool=pool,
-            engines=self._engines,
-            probe=ReplicaProbe(role=role, actor=actor, task=task) if config.log_prob_check.probe_tokens else None,
+            engines=self._engines.values(),
+            probe=ReplicaProbe(role=role, actor=actor) if config.log_prob_check.probe_tokens else None,
             takes_turns=role.workers.shares_devices and config.cluster.offload and pool is not None,
         )

@@ -135,9 +135,9 @@ class EngineRank:
         """Write this rank's part of a checkpoint."""
         await self._in_thread(self._engine.save_checkpoint, SaveCheckpointRequest(folder=folder, format=format))
 
-    async def load(self, folder: str, *, model_only: bool = False) -> None:
+    async def load(self, folder: str) -> None:
         """Read a native checkpoint."""
-        await self._in_thread(self._engine.load_checkpoint, LoadCheckpointRequest(folder=folder, model_only=model_only))
+        await self._in_thread(self._engine.load_checkpoint, LoadCheckpointRequest(folder=folder))
 
     async def to(self, device: str) -> None:
         """Move everything to ``device``."""
@@ -227,25 +227,19 @@ class EngineGroup:
     _clock: Clock
     #: deadline of one call of a rank: loading a model, a pass, a step or a checkpoint
     _seconds: float = attrs.field(kw_only=True)
-    #: compute with the base model (the reference policy of a LoRA actor)
-    _adapter_off: bool = attrs.field(default=False, kw_only=True)
-    _layouts: list[EngineLayout] = attrs.field(factory=list, kw_only=True)
+    _layouts: list[EngineLayout] = attrs.field(factory=list, init=False)
     reading: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)  #: held while weights are read between steps
-
-    def without_adapter(self) -> EngineGroup:
-        """Return a group of the same ranks that computes with the base model."""
-        return attrs.evolve(self, role="reference", adapter_off=True, layouts=self._layouts)
 
     async def initialize(self) -> None:
         """Load the model on every rank."""
-        self._layouts[:] = await self._all("to load the model", lambda rank, _: rank.initialize())
+        self._layouts = await self._all("to load the model", lambda rank, _: rank.initialize())
 
-    async def compute(self, kind: Literal["log_probs", "values"], batch: BatchMeta, column: str) -> None:
-        """Write the model's log-probs of the responses, or a critic's values, into ``column``."""
-        off = self._adapter_off
-        results = await self._shared(
-            f"to compute {column} of", batch, lambda rank: rank.compute(kind, column, adapter_off=off)
-        )
+    async def compute(
+        self, kind: Literal["log_probs", "values"], batch: BatchMeta, column: str, *, adapter_off: bool = False
+    ) -> None:
+        """Write log-probs of the responses by the model or its base model, or a critic's values, into ``column``."""
+        what = f"to compute {column} of"
+        results = await self._shared(what, batch, lambda rank: rank.compute(kind, column, adapter_off=adapter_off))
         for part, written in results:
             await self._queue.add_columns(part, written)
 
@@ -289,9 +283,9 @@ class EngineGroup:
         async with self.reading:
             await self._all(f"to save {folder}", lambda rank, _: rank.save(folder, format))
 
-    async def load(self, folder: str, *, model_only: bool = False) -> None:
+    async def load(self, folder: str) -> None:
         """Read a native checkpoint, written by any number of ranks."""
-        await self._all(f"to load {folder}", lambda rank, _: rank.load(folder, model_only=model_only))
+        await self._all(f"to load {folder}", lambda rank, _: rank.load(folder))
 
     async def to(self, device: str) -> None:
         """Move everything to ``device``."""

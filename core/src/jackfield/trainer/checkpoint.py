@@ -136,7 +136,7 @@ def disk_error(what: str, code: str, where: Path, error: JackfieldError | OSErro
         found = error.message if error.found is None else f"{error.message}: {error.found}"
     with suppress(OSError):
         folder = next(each for each in (where, *where.parents) if each.exists())
-        found += f" ({shutil.disk_usage(folder).free >> 20} MB of the disk are free)"
+        found += f" ({shutil.disk_usage(folder).free >> 20} MB of the disk were free)"
     expected = "room on the disk, and permission to write"
     fix = f"look at the disk's room and permissions, then give the same command: it {how}"
     return RunError(what, code=code, where=str(where), expected=expected, found=found, fix=fix)

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from jackfield.abc.rollout import GenerateRequest, GenerateResult, SamplingParams
-from jackfield.data.tasks import Task
 from jackfield.errors import RunError, WeightsError
 from jackfield.queue import BatchMeta
 from jackfield.routing import Replica
@@ -142,7 +141,6 @@ class ReplicaProbe:
 
     role: Role
     actor: EngineGroup
-    task: Task  #: the task whose prompt is used
     _prompt_ids: tuple[int, ...] = attrs.field(default=(), init=False)
 
     async def check(self, replicas: Sequence[Replica], version: int) -> None:
@@ -151,9 +149,9 @@ class ReplicaProbe:
 
     async def ask(self, replicas: Sequence[Replica], version: int) -> list[tuple[Replica, GenerateResult]]:
         """Let every replica generate; one with older weights refuses."""
-        config, agents = self.role.config, self.role.workers.agents
+        config, agents, task = self.role.config, self.role.workers.agents, self.role.tasks["train"][0]
         if not self._prompt_ids:
-            ask = lambda: agents.of("probe").prompt_ids(self.task, _PROBE_PROMPT)  # noqa: E731
+            ask = lambda: agents.of("probe").prompt_ids(task, _PROBE_PROMPT)  # noqa: E731
             self._prompt_ids = tuple(await resubmitted(ask, "the probe's prompt"))
         tokens, temperature = config.log_prob_check.probe_tokens, config.engine_temperature
         sampling = SamplingParams(max_new_tokens=tokens, temperature=temperature, seed=0, ignore_eos=True)

@@ -55,7 +55,7 @@ class Trainer:
     role: Role
     actor: EngineGroup
     critic: EngineGroup | None = None
-    reference: EngineGroup | None = None  #: None: the algorithm needs no reference policy
+    reference: EngineGroup | None = None  #: None: a reference policy is the actor without its adapter
     sync: Callable[[int], Awaitable[WeightsSynced]] | None = None  #: publishes a version; None: there are no replicas
     stop: asyncio.Event = attrs.field(factory=asyncio.Event)  #: set when the run has to stop at the next boundary
     log_prob_check: LogProbCheck = attrs.field(init=False)
@@ -145,9 +145,10 @@ class Trainer:
 
     async def reference_log_probs(self, step: Step) -> None:
         """Compute log-probs of the reference policy, if the algorithm has one."""
-        if self.reference is not None:
+        if self.role.algorithm.reference:
             async with self.role.measure("reference_log_probs", "trainer", step.number):
-                await self.reference.compute("log_probs", step.rows, "ref_log_probs")
+                model, off = self.reference or self.actor, self.reference is None
+                await model.compute("log_probs", step.rows, "ref_log_probs", adapter_off=off)
 
     async def old_log_probs(self, step: Step) -> None:
         """Compute log-probs of the policy before the update, unless the rollout's are used."""

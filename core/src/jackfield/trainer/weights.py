@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 
 import attrs
@@ -130,7 +130,7 @@ class EngineWeights:
     actor: EngineGroup
     synchronizer: WeightSynchronizer
     pool: ReplicaPool | None = None  #: replicas of this process, if it has any
-    engines: Sequence[EngineGroup] = ()  #: the engines of all models that use the device
+    engines: Iterable[EngineGroup] = ()  #: the engines of all models that use the device
     probe: ReplicaProbe | None = None
     takes_turns: bool = False
     #: the version that replicas have loaded but not yet answered the probe with
