@@ -1,18 +1,20 @@
-"""Groups: the end of rollouts, and groups that fail, are dropped or are lost."""
+"""Batches and their groups: assignment to explorers, backpressure, rollouts, failures, and losses."""
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Literal
 
 import attrs
 
-from jackfield.abc.transfer_queue import KeysRequest
-from jackfield.errors import QueueError
-from jackfield.queue.leases import Leases, some
-from jackfield.queue.meta import BatchMeta, NewGroup, RolloutReport, Written, group_of
-from jackfield.queue.records import Group, Sample, State, Status, sequence_of
+from jackfield.errors import DeadlineExceeded, QueueError, QueueFull
+from jackfield.queue.leases import Leases, missing, some
+from jackfield.queue.meta import Batch, BatchMeta, GroupKey, NewGroup, RolloutReport, Written, group_of
+from jackfield.queue.records import BatchState, Group, Sample, Status, sequence_of
 from jackfield.queue.store import Controller
 
 _GONE = "its values are gone from the store, or damaged in it"
@@ -20,12 +22,169 @@ _GONE = "its values are gone from the store, or damaged in it"
 
 @attrs.define(eq=False)
 class Groups:
-    """The part of the queue that opens, publishes, retries and drops groups."""
+    """The part of the queue for producers: it hands out, opens, publishes, retries and drops groups."""
 
     core: Controller
     leases: Leases
+    max_samples: int | None
+    max_bytes: int | None
     max_retries: int
+    _mean: float = attrs.field(default=0.0, init=False)  # last known mean bytes of a sample
     _feeds: list[tuple[str, list[str]]] = attrs.field(factory=list, init=False)  # partition and pending keys
+
+    async def claim_batch(
+        self,
+        partition: str,
+        explorer: str,
+        groups: int,
+        *,
+        rollouts: int = 1,
+        below: int | None = None,
+        deadline_seconds: float = 600.0,
+    ) -> Batch | None:
+        """Claim the next batch to generate. Return None when all batches below ``below`` are final.
+
+        Released batches come first; they keep their published groups and their own number of groups. If all batches
+        below ``below`` are claimed, wait, since another explorer's batch may be released. Without ``below`` it never
+        waits.
+
+        ``rollouts`` is the expected number of rollouts per group of a new batch, for backpressure. The deadline runs
+        only while no batch changes and no consumer works with complete batches.
+        """
+        if groups < 1 or rollouts < 1 or not explorer:
+            found = f"explorer {explorer!r}, {groups} groups, {rollouts} rollouts"
+            raise QueueError("a batch is for a named explorer and one group or more", found=found)
+        since = self.core.clock.time()
+        while True:
+            mine = self.core.state.partition(partition)
+            offered = (each for each in mine.batches.values() if each.is_offered and not each.failure)
+            batch = next((each for each in offered if not each.is_final()), None)
+            if below is None or (mine.next_batch if batch is None else batch.number) < below:
+                if batch is None:
+                    batch = mine.batches[mine.next_batch] = BatchState(mine, mine.next_batch, rollouts)
+                    mine.next_batch += 1
+                    batch.groups = [Group(batch, index) for index in range(groups)]
+                    for group in batch.groups:
+                        self.core.touch(group)
+                batch.is_offered, batch.explorers[explorer] = False, self.core.caller()
+                return Batch(partition, batch.number, len(batch.groups), explorer, len(batch.vacant()))
+            left = [each for number, each in mine.batches.items() if number < below and not each.is_final()]
+            for each in left:
+                each.require_well()
+            if not left:
+                return None
+            await self.core.wait(self.leases.until(left, since, deadline_seconds), functools.partial(missing, left[:1]))
+
+    async def end_holder(self, client: str) -> None:
+        """End the leases of a client that is gone, and release its explorers' batches, which are handed out again.
+
+        Open groups are dropped, which does not count as a retry; published groups are kept.
+        """
+        for batch in self.core.state.batches():
+            for explorer in sorted(name for name, each in batch.explorers.items() if each == client):
+                del batch.explorers[explorer]
+                if batch.is_complete or batch.failure is not None:
+                    continue
+                reason = f"explorer {explorer!r} was released"
+                again = [group for group in batch.groups if group.explorer == explorer and not group.is_made]
+                for group in again:
+                    if group.status == Status.OPEN:
+                        self.core.fail(group.name, reason)
+                        self.leases.forget(group)
+                    group.reissue += 1
+                    self._vacate(group)
+                batch.is_offered = batch.is_offered or (not batch.explorers and bool(batch.vacant()))
+                where = {"partition": batch.partition.name, "batch": batch.number}
+                self.core.record("release", **where, groups=[group.index for group in again], reason=reason)
+        self.leases.end(lambda consumer, hold: hold.client == client)
+
+    async def groups_to_fill(
+        self, batch: Batch, deadline_seconds: float, *, until: Literal["final", "published"] = "final"
+    ) -> AsyncIterator[tuple[GroupKey, ...]]:
+        """Yield lists of groups to generate: first all vacant ones that have room, later the retries.
+
+        With ``until="final"`` it ends when a consumer has acked all groups, so that none can be dropped any more; else
+        when all are published: if one is dropped afterwards, the batch is offered to the next claimant. The deadline
+        runs only while the batch does not change and no consumer works with its groups. If there was no room for a
+        group in time, raise ``QueueFull``; if the batch was released, ``QueueError``.
+        """
+        partition = self.core.state.partition(batch.partition)
+        state, since = partition.batches.get(batch.number), self.core.clock.time()
+        if not 0 <= batch.number < partition.next_batch:
+            raise QueueError(f"batch {batch.number} has not been claimed", where=batch.partition)
+        if state is None:
+            return  # consumed
+        state.readers += 1
+        try:
+            while True:
+                await asyncio.sleep(0)  # let a woken consumer run first: it may not need the groups any more
+                if self._is_over(state, batch.explorer, until):
+                    return
+                vacant, keys = state.vacant(), list[GroupKey]()
+                room = self._room() if vacant else 0
+                for group in vacant:
+                    if room < state.rollouts and not self.leases.is_demanded(state):
+                        break
+                    group.status, group.explorer = Status.ASSIGNED, batch.explorer
+                    room -= state.rollouts
+                    self.core.touch(group)
+                    keys.append(group.key)
+                if keys:
+                    self.core.store.write(self.core.state)
+                    yield tuple(keys)
+                    since = self.core.clock.time()
+                else:
+                    await self._wait_to_fill(state, since, deadline_seconds)
+        finally:
+            state.readers -= 1
+            state.offer()
+            self.core.wake()
+
+    def _is_over(self, batch: BatchState, explorer: str, until: Literal["final", "published"]) -> bool:
+        """Return whether an explorer will get no more groups of a batch."""
+        self.core.require_open()
+        batch.require_well()
+        now = self.core.state.partition(batch.partition.name).batches.get(batch.number)
+        if now is None or (batch.is_final() if until == "final" else batch.is_complete):
+            return True
+        if now is not batch or explorer not in batch.explorers:
+            message, expected = "the batch was taken from this explorer", f"one of {sorted(now.explorers)}"
+            raise QueueError(message, where=batch.name, expected=expected, found=explorer, fix="claim a batch")
+        return False
+
+    async def _wait_to_fill(self, batch: BatchState, since: float, seconds: float) -> None:
+        """Wait until the batch changes or there may be room for its vacant groups."""
+        until = self.leases.until([batch], max(since, self.core.moved) if batch.vacant() else since, seconds)
+        try:
+            await self.core.wait(until, lambda: missing([batch]))
+        except DeadlineExceeded as error:
+            if not batch.vacant():
+                raise
+            raise QueueFull(
+                f"the queue stayed full for {seconds:.6g} s",
+                where=batch.name,
+                expected=f"room for a group within {self.max_samples} samples and {self.max_bytes} bytes",
+                found=f"{self.core.state.samples} samples, {self.core.state.bytes} bytes",
+                fix="look at why consumers do not ack and commit, or raise max_samples, max_bytes or the deadline",
+            ) from error
+
+    def _room(self) -> float:
+        """Return how many samples fit in addition to those that exist or are being generated."""
+        state = self.core.state
+        if self.max_samples is None and self.max_bytes is None:
+            return float("inf")
+        if state.samples:
+            self._mean = state.bytes / state.samples
+        coming = 0
+        for group in (group for batch in state.batches() for group in batch.groups):
+            if group.status == Status.ASSIGNED:
+                coming += group.batch.rollouts
+            elif group.status == Status.OPEN:
+                coming += max(0, group.rollouts - len(group.samples))
+        room = float("inf") if self.max_samples is None else self.max_samples - state.samples - coming
+        if self.max_bytes is not None and self._mean:
+            room = min(room, (self.max_bytes - state.bytes) / self._mean - coming)
+        return room
 
     async def open_groups(self, groups: Sequence[NewGroup]) -> None:
         """Open groups, whose rollouts start now.
@@ -42,10 +201,11 @@ class Groups:
             batch.require_well()
             group = batch.groups[key.index]
             if group.key != key or group.status != Status.ASSIGNED:
-                expected, is_open = f"{group.key}, handed out and not opened", group.status == Status.OPEN
-                found = "a group that is open already" if group.key == key and is_open else str(key)
-                message = "the group is not this explorer's to make any more"
-                raise QueueError(message, where=str(key), expected=expected, found=found)
+                message, expected = (
+                    "the group is not this explorer's any more",
+                    f"{group.key}, handed out and not opened",
+                )
+                raise QueueError(message, where=str(key), expected=expected, found=group.status.name.lower())
             group.status, group.name = Status.OPEN, str(key)
             group.task_id, group.rollouts, group.tags = new.task_id, new.rollouts, new.tags
             self.core.state.groups[group.name] = group
@@ -56,49 +216,53 @@ class Groups:
         Return the rejected keys, whose group was dropped or whose rollout was reported before. Their values are
         deleted.
         """
-        stray = tuple(key for report in reports for key in self._end(report))
+        stray: list[str] = []
+        for report in reports:
+            group = self.core.state.group(report.group)
+            if group is not None and not 0 <= report.rollout < group.rollouts:
+                raise QueueError("the group has no such rollout", where=report.group, found=report.rollout)
+            if group is None or group.is_made or report.rollout in group.ended:
+                known = {} if group is None else group.samples
+                stray += [key for key in report.keys if key not in known]  # dropped, or reported before
+                continue
+            columns, tags = frozenset(report.written.columns), report.written.tags or ({},) * len(report.keys)
+            for key, size, own in zip(report.keys, report.written.sizes, tags, strict=True):
+                if (made := report.lineage.get(key)) is not None:  # tags show the lineage
+                    own = {**own, "operation": made.operation, "parents": list(made.parents)}
+                group.samples[key] = Sample(report.rollout, own, columns, size)
+                self.core.state.count(1, size)
+            group.ended[report.rollout] = report.error
+            if report.error is not None:
+                self.core.fail(f"{group.name}/{report.rollout}", report.error)
+            for key, made in report.lineage.items():
+                self.core.store.derived[key] = made
+                self.core.record("derive", key=key, operation=made.operation, parents=list(made.parents))
+            for partition, feed in self._feeds:
+                if partition == group.batch.partition.name:
+                    feed += report.keys
+            if not group.running():
+                ordered = sorted(group.samples.items(), key=lambda item: (item[1].rollout, sequence_of(item[0])))
+                group.samples, group.status = dict(ordered), Status.PUBLISHED
+                self._settle(group)
         self.core.discard(stray)
-        return stray
+        return tuple(stray)
 
-    def _end(self, report: RolloutReport) -> tuple[str, ...]:
-        """Record the end of a rollout; the last one settles the group. Return the rejected keys."""
-        group = self.core.state.group(report.group)
-        if group is not None and not 0 <= report.rollout < group.rollouts:
-            raise QueueError("the group has no such rollout", where=report.group, found=report.rollout)
-        if group is None or group.is_made or report.rollout in group.ended:
-            known = {} if group is None else group.samples
-            return tuple(key for key in report.keys if key not in known)  # dropped, or reported before
-        columns, tags = frozenset(report.written.columns), report.written.tags or ({},) * len(report.keys)
-        for key, size, own in zip(report.keys, report.written.sizes, tags, strict=True):
-            if (made := report.lineage.get(key)) is not None:  # tags show the lineage
-                own = {**own, "operation": made.operation, "parents": list(made.parents)}
-            group.samples[key] = Sample(report.rollout, own, columns, size)
-            self.core.state.count(1, size)
-        group.ended[report.rollout] = report.error
-        if report.error is not None:
-            self.core.fail(f"{group.name}/{report.rollout}", report.error)
-        for key, made in report.lineage.items():
-            self.core.store.derived[key] = made
-            self.core.record("derive", key=key, operation=made.operation, parents=list(made.parents))
-        for partition, feed in self._feeds:
-            if partition == group.batch.partition.name:
-                feed += report.keys
-        if not group.running():
-            ordered = sorted(group.samples.items(), key=lambda item: (item[1].rollout, sequence_of(item[0])))
-            group.samples, group.status = dict(ordered), Status.PUBLISHED
-            self._settle(group)
-        return ()
+    def _settle(self, group: Group, failed: Mapping[str, str] | None = None) -> None:
+        """Publish a group whose rollouts have ended and have samples, or drop it and retry its index.
 
-    def _settle(self, group: Group, reason: str = "") -> None:
-        """Publish a group whose rollouts have ended and have samples, or drop it and retry its index."""
-        if group.is_made and {sample.rollout for sample in group.samples.values()} == set(range(group.rollouts)):
+        ``failed`` has the reasons of its samples that are removed first.
+        """
+        for key, reason in (failed or {}).items():
+            self.core.fail(key, reason)
+        self.leases.remove(group, list(failed or ()))
+        lost = sorted(set(range(group.rollouts)) - {sample.rollout for sample in group.samples.values()})
+        if group.is_made and not lost:
             self.leases.changed(group)
         elif group.is_made:
-            lost = sorted(set(range(group.rollouts)) - {sample.rollout for sample in group.samples.values()})
             counted = Counter(why for _, why in sorted(group.ended.items()) if why is not None).most_common(3)
             errors = "; ".join(f"{count} × {why}" for why, count in counted)
             shortage = errors or f"rollouts without a surviving sample: {', '.join(map(str, lost))}"
-            self._retry(group, reason or shortage)
+            self._retry(group, [*failed.values()][-1] if failed else shortage)
 
     async def new_samples(self, partition: str) -> AsyncIterator[tuple[str, ...]]:
         """Yield the keys of existing samples, then of new ones as their rollouts end, without a lease.
@@ -129,7 +293,7 @@ class Groups:
         If an acking consumer has leased a group, or it never existed, raise a QueueError and drop none.
         """
         found = [group for name in groups if (group := self.core.state.group(name)) is not None]
-        _require_free(found)
+        self.leases.require_free(found)
         for group in found:
             self._retry(group, reason, failed=False)
 
@@ -139,9 +303,9 @@ class Groups:
         If an acking consumer has leased such a group, raise a QueueError and fail no sample.
         """
         found = self._by_group(reasons)
-        _require_free(found)
+        self.leases.require_free(found)
         for group, failed in found.items():
-            self._fail(group, failed)
+            self._settle(group, failed)
 
     def _by_group(self, reasons: Mapping[str, str]) -> dict[Group, dict[str, str]]:
         """Return the reasons of existing samples by group."""
@@ -150,13 +314,6 @@ class Groups:
             if (group := self.core.state.group_with(key)) is not None:
                 found.setdefault(group, {})[key] = reason
         return found
-
-    def _fail(self, group: Group, reasons: Mapping[str, str]) -> None:
-        """Fail samples of a group and publish or retry it again."""
-        for key, reason in reasons.items():
-            self.core.fail(key, reason)
-        self.leases.remove(group, list(reasons))
-        self._settle(group, [*reasons.values()][-1])
 
     async def fail_lost(self, meta: BatchMeta | None = None, keys: Sequence[str] = ()) -> tuple[str, ...]:
         """Fail the samples whose values the backend has lost, and retry groups with too few samples left.
@@ -167,7 +324,7 @@ class Groups:
 
         Return the keys of lost samples that are no longer in the queue.
         """
-        lost = list(dict.fromkeys([*keys, *sorted(await self.lost(self.core.state))]))
+        lost = list(dict.fromkeys([*keys, *sorted(await self.leases.lost(self.core.state))]))
         mine = [] if meta is None else [group for groups in self.leases.held(meta).values() for group in groups]
         there = [key for key in lost if self.core.state.knows(key)]
         for group, gone in self._by_group(dict.fromkeys(there, _GONE)).items():
@@ -176,7 +333,7 @@ class Groups:
                 if group.is_acked():
                     self.leases.consume([group])
                 else:
-                    self._fail(group, gone)
+                    self._settle(group, gone)
         failed = [key for key in there if not self.core.state.knows(key)]
         if failed:
             logging.getLogger("jackfield").warning(
@@ -185,16 +342,6 @@ class Groups:
                 *(len(failed), some(failed)),
             )
         return tuple(key for key in lost if not self.core.state.knows(key))
-
-    async def lost(self, state: State) -> set[str]:
-        """Return the samples of a state whose values are no longer in the backend."""
-        known = {  # before the backend answers: it may not list what is written meanwhile
-            (group.batch.partition.name, key): set(sample.columns)
-            for group in state.groups.values()
-            for key, sample in group.samples.items()
-        }
-        there = (await self.core.backend.keys(KeysRequest())).samples
-        return {key for (name, key), columns in known.items() if not columns <= set(there.get((name, key), ()))}
 
     def _retry(self, group: Group, reason: str, *, failed: bool = True) -> None:
         """Drop a group and retry its index, or fail its batch after too many retries."""
@@ -205,13 +352,13 @@ class Groups:
         group.retry, group.reissue = group.retry + 1, 0
         self.core.record("drop", group=group.name, task_id=group.task_id, reason=reason)
         if group.retry <= self.max_retries:
-            self.vacate(group)
+            self._vacate(group)
         else:
             counted = Counter(group.reasons).most_common(3)
             why = "; ".join(each if count == 1 else f"{each} (in {count} attempts)" for each, count in counted)
             group.batch.failure = f"{why}; index {group.index} was made again {self.max_retries} times"
 
-    def vacate(self, group: Group) -> None:
+    def _vacate(self, group: Group) -> None:
         """Have a group handed out again."""
         group.status, group.explorer = Status.VACANT, None
         self.core.touch(group)
@@ -250,11 +397,3 @@ class Groups:
         for group in dict.fromkeys(group for group in groups if group is not None):
             self.leases.changed(group)
         return tuple(key for key, group in zip(keys, groups, strict=True) if group is not None)
-
-
-def _require_free(groups: Iterable[Group]) -> None:
-    for group in groups:
-        if names := group.holders():
-            found = f"leased or acked by {', '.join(sorted(names))}"
-            expected = "a group that no consumer which acks has leased"
-            raise QueueError(f"group {group.name} cannot be changed", where=group.name, expected=expected, found=found)

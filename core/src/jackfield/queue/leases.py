@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
+from jackfield.abc.transfer_queue import KeysRequest
 from jackfield.errors import LeaseError, QueueError
 from jackfield.queue.meta import BatchMeta, Lease, Ready, Reuse, SamplerSpec
-from jackfield.queue.records import BatchState, Consumer, Group, Hold, Status, Use
+from jackfield.queue.records import BatchState, Consumer, Group, Hold, State, Status, Use
 from jackfield.queue.store import Controller
 
 _SHOWN = 4  #: maximum number of samples or groups that a message names
@@ -263,6 +264,43 @@ class Leases:
             if all(group.status == Status.CONSUMED for group in batch.groups):
                 del batch.partition.batches[batch.number]
                 self.core.store.changed.update(dict.fromkeys(batch.groups))
+
+    def require_free(self, groups: Iterable[Group]) -> None:
+        """Raise an error if an acking consumer has leased or acked one of the groups."""
+        for group in groups:
+            if names := group.holders():
+                message, found = "the group cannot be changed", f"leased or acked by {', '.join(sorted(names))}"
+                expected = "a group that no consumer which acks has leased"
+                raise QueueError(message, where=group.name, expected=expected, found=found)
+
+    async def lost(self, state: State) -> set[str]:
+        """Return the samples of a state whose values are no longer in the backend."""
+        known = {  # before the backend answers: it may not list what is written meanwhile
+            (group.batch.partition.name, key): set(sample.columns)
+            for group in state.groups.values()
+            for key, sample in group.samples.items()
+        }
+        there = (await self.core.backend.keys(KeysRequest())).samples
+        return {key for (name, key), columns in known.items() if not columns <= set(there.get((name, key), ()))}
+
+    def until(self, batches: Sequence[BatchState], since: float, seconds: float) -> float:
+        """Return the end of a wait that restarts at each change of a batch, and is infinite while one is leased."""
+        held = [consumer.held for batch in batches for consumer in batch.partition.ends() if consumer.held]
+        made = [group for batch in batches if batch.is_complete for group in batch.groups]
+        is_leased = any(group in groups for groups in held for group in made)
+        return float("inf") if is_leased else max(since, *(batch.moved for batch in batches)) + seconds
+
+    def is_demanded(self, batch: BatchState) -> bool:
+        """Return whether a consumer waits for the batch, or for any group while no other consumer has work."""
+        consumers = batch.partition.consumers
+        if any(batch.number in consumer.awaited for consumer in consumers):
+            return True
+        busy = {
+            consumer.name for consumer in consumers if consumer.held or any(map(consumer.is_fresh, consumer.usable))
+        }
+        starving = any(None in consumer.awaited and busy <= {consumer.name} for consumer in consumers)
+        batches = batch.partition.batches.values()
+        return starving and batch is next((each for each in batches if not each.is_complete and not each.failure), None)
 
     def forget(self, group: Group) -> None:
         """Remove a group's attempt from the queue and from every consumer. Its values are deleted."""

@@ -14,7 +14,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 from jackfield.abc.transfer_queue import DeleteRequest, KeysRequest, SnapshotRequest, TransferQueueBackend
 from jackfield.clock import Clock
 from jackfield.errors import QueueError, RpcError
-from jackfield.queue.batches import Batches
 from jackfield.queue.groups import Groups
 from jackfield.queue.leases import Leases, some
 from jackfield.queue.meta import Notice, group_of
@@ -67,9 +66,9 @@ class TransferQueue:
     ``queue.batch-failed`` for a batch in which a group was retried too often, and ``queue.store``.
     """
 
-    claim_batch = _of("_batches", Batches.claim_batch)
-    end_holder = _of("_batches", Batches.end_holder)
-    groups_to_fill = _of("_batches", Batches.groups_to_fill)
+    claim_batch = _of("_groups", Groups.claim_batch)
+    end_holder = _of("_groups", Groups.end_holder)
+    groups_to_fill = _of("_groups", Groups.groups_to_fill)
     open_groups = _of("_groups", Groups.open_groups)
     end_rollouts = _of("_groups", Groups.end_rollouts)
     new_samples = _of("_groups", Groups.new_samples)
@@ -109,8 +108,7 @@ class TransferQueue:
         kept = Store(store, durable=durable and store is not None)
         self._core = Controller(backend, clock, kept, lambda: self.caller())
         self._leases = Leases(self._core)
-        self._groups = Groups(self._core, self._leases, max_retries)
-        self._batches = Batches(self._core, self._groups, max_samples, max_bytes)
+        self._groups = Groups(self._core, self._leases, max_samples, max_bytes, max_retries)
         self._notices: dict[str, Notice] = {}
         self._deleting = asyncio.Lock()
 
@@ -282,7 +280,7 @@ class TransferQueue:
             logging.getLogger("jackfield").warning(message, error)
         if mark not in state.marks or state.committed > step:
             return None
-        if not (lost := await self._groups.lost(state) & known):
+        if not (lost := await self._leases.lost(state) & known):
             return state
         groups = sorted(group.name for group in state.groups.values() if not known >= group.samples.keys())
         logging.getLogger("jackfield").warning(
