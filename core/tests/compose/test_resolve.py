@@ -89,7 +89,7 @@ def test_a_users_loss_gets_what_it_names(monkeypatch: pytest.MonkeyPatch) -> Non
         """an example."""
 
     found = resolved("algorithm.loss.name=leashed")
-    assert ("advantages", "ref_log_probs", "rewards") == found.loss_columns
+    assert ["advantages", "ref_log_probs", "rewards"] == list(found.loss_columns)
     assert found.reference
     assert "rewards" in found.loss_columns
 
@@ -116,7 +116,8 @@ def test_the_correction_is_on_where_numerics_differ(
     found = resolved(*overrides, server=rollout(**server))
     assert corrects == (found.correction is not None) == ("rollout_weights" in found.loss_columns)
     if corrects:
-        assert ("old_log_probs", {}, True) == (found.old_log_probs, found.renamed, found.recompute_old_log_probs)
+        column = found.loss_columns["old_log_probs"]
+        assert ("old_log_probs", "old_log_probs", True) == (found.old_log_probs, column, found.recompute_old_log_probs)
 
 
 def test_bypass_only_rejects_and_decoupled_weighs() -> None:
@@ -124,10 +125,10 @@ def test_bypass_only_rejects_and_decoupled_weighs() -> None:
     bypass = resolved(*reject, "algorithm.old_log_probs=rollout")
     assert bypass.correction is not None
     assert ("none", "sequence-mean") == (bypass.correction.bound, bypass.correction.reject)
-    assert {"old_log_probs": "rollout_log_probs"} == bypass.renamed
+    assert "rollout_log_probs" == bypass.loss_columns["old_log_probs"]
     decoupled = resolved(*reject)
     assert decoupled.correction is not None
-    assert ("truncate", {}) == (decoupled.correction.bound, decoupled.renamed)
+    assert ("truncate", "old_log_probs") == (decoupled.correction.bound, decoupled.loss_columns["old_log_probs"])
 
 
 def test_old_log_probs_are_recomputed_only_where_somebody_reads_them() -> None:

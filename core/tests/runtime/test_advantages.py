@@ -159,7 +159,7 @@ def test_an_experts_rows_are_marked_and_left_out_of_every_statistic() -> None:
         advantages="reinforce_plus_plus",
         correction=Correction(),
         old_log_probs="old_log_probs",
-        loss_columns=("expert_mask", "rewards"),
+        loss_columns={name: name for name in ("expert_mask", "rewards")},
     )
     metrics, found = batch.estimate(algorithm)
     assert [False, False, True, True] == found["expert_mask"]
@@ -219,7 +219,8 @@ def test_prepare_writes_what_the_loss_has_to_know_of_its_whole_batch() -> None:
         "log_probs": jagged([[-1.0] * 2, [-2.0] * 3, [-1.0], [-0.5] * 2]),
         "ref_log_probs": jagged([[-1.5] * 2, [-2.0] * 3, [-1.0], [-1.0] * 2]),
     }
-    found = batch.prepare(ResolvedAlgorithm(loss="dpo", loss_options={"beta": 0.5}, reference=True))
+    columns = {name: name for name in ("log_probs", "ref_log_probs")}
+    found = batch.prepare(ResolvedAlgorithm(loss="dpo", loss_options={"beta": 0.5}, prepared_columns=columns))
     assert [1.0, -1.0, 1.0, -1.0] == found["dpo_signs"]
     assert [0.5, 0.5, -0.5, -0.5] == pytest.approx(found["dpo_margins"])
 

@@ -314,7 +314,7 @@ class Simulation:
             loss="ppo",
             loss_options=self.loss_options,
             advantages=self.advantages,
-            loss_columns=("expert_mask",) if self.experts else (),
+            loss_columns={"expert_mask": "expert_mask"} if self.experts else {},
             experts=self.experts,
             greedy_baseline=self.greedy_baseline,
             dynamic_sampling=self.replaces_equal_groups,

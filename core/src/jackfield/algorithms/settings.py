@@ -140,14 +140,14 @@ class ResolvedAlgorithm(Algorithm):
     ``loss_options`` include ``aggregation``, ``kl`` and ``entropy_coefficient``.
     """
 
-    loss_columns: tuple[str, ...] = ()  #: columns that the loss reads in addition to the sample
-    #: the column of the policy before the update, which the loss gets as ``old_log_probs``
-    old_log_probs: Literal["old_log_probs", "rollout_log_probs"] = "rollout_log_probs"
+    #: columns that the loss reads in addition to the sample, by its names
+    loss_columns: Mapping[str, str] = attrs.field(factory=dict)
+    prepared_columns: Mapping[str, str] = attrs.field(factory=dict)  #: those of its preparation; empty: it has none
+    old_log_probs: str = "rollout_log_probs"  #: the column of the policy before the update
     recompute_old_log_probs: bool = False
     shaping: Shaping = attrs.field(factory=Shaping)
     correction: Correction | None = None  #: None: off
     kl_in_reward: str | None = None  #: estimator of the KL penalty in the reward; None: off
-    prepares: bool = False  #: the loss needs columns of the whole batch
     whole_groups: bool = False  #: mini-batches do not split groups
     critic: bool = False
     reference: bool = False  #: there is a column ``ref_log_probs``
@@ -157,14 +157,9 @@ class ResolvedAlgorithm(Algorithm):
     pairs: bool = False
 
     @property
-    def renamed(self) -> Mapping[str, str]:
-        """The columns by the names that the loss uses."""
-        return {"old_log_probs": self.old_log_probs} if self.bypasses else {}
-
-    @property
-    def bypasses(self) -> bool:
-        """Return whether the rollout server's log-probs are used for the policy before the update."""
-        return self.advantages is not None and self.old_log_probs == "rollout_log_probs"
+    def prepares(self) -> bool:
+        """True if the loss needs columns of the whole batch."""
+        return bool(self.prepared_columns)
 
     def as_plain(self) -> dict[str, Any]:
         """Return the choices as plain values, as ``jackfield config validate --json`` prints them."""
@@ -174,7 +169,7 @@ class ResolvedAlgorithm(Algorithm):
             "advantages": self.advantages and {"name": self.advantages, "options": dict(self.advantages_options)},
             "columns": list(self.loss_columns),
             "needs": [name for name in needs if getattr(self, name)],
-            "old_log_probs": "rollout" if self.bypasses else "engine",
+            "old_log_probs": "rollout" if self.old_log_probs == "rollout_log_probs" else "engine",
             "recomputes_old_log_probs": self.recompute_old_log_probs,
             "corrects": self.correction is not None,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import attrs
@@ -34,38 +35,42 @@ def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm
     experts = config.data.expert_samples_per_batch if learns and config.data.expert else 0
     mixes = experts > 0 or (learns and config.mixing.expert is not None)
     reads_old = settings.kl.in_reward or any("old_log_probs" in one.inputs for one in (loss, estimator, kl) if one)
-    options, read = {**chosen.loss_options, "aggregation": chosen.aggregation}, {*loss.inputs}
+    options, read = {**chosen.loss_options, "aggregation": chosen.aggregation}, {*loss.inputs, "rollout_weights"}
     reference = kl is not None or bool({"reference", "ref_log_probs"} & {*wanted, *loss.needs})
     reference = reference or options.get("reference") == "ref"
     if kl is not None and not settings.kl.in_reward:
         options["kl"], read = kl.name, read.union(kl.inputs)
     if settings.entropy_coefficient:
         options["entropy_coefficient"] = settings.entropy_coefficient
-    there = {"old_log_probs"} | ({"advantages", "rollout_log_probs"} if estimator else set())
-    there |= ({"ref_log_probs"} if reference else set()) | ({"expert_mask"} if mixes else set())
+    sampled, preparation, prepared = estimator is not None, loss.preparation, dict[str, str]()
+    there = {"old_log_probs": "rollout_log_probs" if sampled and not from_engine else "old_log_probs"}
+    given = {"advantages": sampled, "rollout_log_probs": sampled, "ref_log_probs": reference, "expert_mask": mixes}
+    there |= {name: name for name, known in given.items() if known}
     offered = dict.fromkeys({*there, *loss.options, "log_probs", "response_mask", "group_ids", "pair_ids"}, True)
-    prepares = loss.preparation is not None and not loss.preparation.missing(offered)
-    there |= {*loss.whole_batch} if prepares else set()
+    if preparation is not None and not preparation.missing(offered):
+        prepared = {name: there[name] for name in there.keys() & preparation.inputs.keys()} | {"log_probs": "log_probs"}
+        there |= {name: name for name in loss.whole_batch}
     # only losses that require rewards get them; others use advantages, which include shaping
-    columns = (there & read) | ({"rewards"} & {*loss.needs}) | ({"rollout_weights"} if correction else set())
+    given = {"rewards": "rewards" in loss.needs, "rollout_weights": correction is not None}
+    there |= {name: name for name, known in given.items() if known}
     resolved = ResolvedAlgorithm(
         **{**attrs.asdict(chosen, recurse=False), "loss_options": options},
-        loss_columns=tuple(sorted(columns)),
-        old_log_probs="old_log_probs" if from_engine else "rollout_log_probs",
+        loss_columns={name: there[name] for name in sorted(there.keys() & read)},
+        prepared_columns=prepared,
+        old_log_probs=there["old_log_probs"],
         recompute_old_log_probs=correction is not None or (from_engine and reads_old),
         shaping=settings.shaping,
         correction=correction,
         kl_in_reward=settings.kl.name if settings.kl.in_reward and kl else None,
-        prepares=prepares,
         whole_groups=loss.scope_with(chosen.loss_options) in ("group", "batch"),
         critic=bool(wanted & {"critic", "values"}),
         reference=reference,
         dynamic_sampling=filters if settings.dynamic_sampling is None else settings.dynamic_sampling,
         greedy_baseline="baseline_rewards" in wanted,
         experts=experts,
-        pairs=bool(loss.preparation and "pair_ids" in loss.preparation.inputs),
+        pairs=preparation is not None and "pair_ids" in preparation.inputs,
     )
-    _check(config, resolved, there)
+    _check(config, resolved, there.keys())
     return resolved
 
 
@@ -102,7 +107,7 @@ def _algorithm(config: RunConfig) -> Algorithm:
     return chosen
 
 
-def _check(config: RunConfig, resolved: ResolvedAlgorithm, there: set[str]) -> None:
+def _check(config: RunConfig, resolved: ResolvedAlgorithm, there: Set[str]) -> None:
     """Refuse inputs that the run cannot provide, and settings that have no effect on this algorithm."""
     loss, kl, weights = part("loss", resolved.loss), config.algorithm.kl, config.weights
     dimensions, missing_key = config.algorithm.reward_dimensions, "config.missing-key"

@@ -175,9 +175,9 @@ class WorkerFactory:
             sending = CheckpointEngineContext(end="sender", host=place.host, deadline_seconds=seconds, **shared)
             transport = self._plugin("checkpoint_engine", sending)
             sender = WeightSender(transport, engine.get_per_tensor_param, block_bytes=blocks)
-        columns = {"actor": algorithm.loss_columns, "critic": ("returns", "values")}.get(role, ())
-        renamed = algorithm.renamed if actor else {}
-        rank = EngineRank(engine, values, loss_columns=columns, renamed=renamed, sender=sender)
+        of_critic = {name: name for name in ("returns", "values")}
+        columns = {"actor": algorithm.loss_columns, "critic": of_critic}.get(role, {})
+        rank = EngineRank(engine, values, loss_columns=columns, sender=sender)
         stack.push_async_callback(rank.close)
         return rank
 

@@ -60,9 +60,8 @@ class EngineRank:
 
     _engine: BaseEngine
     _values: Values
-    _loss_columns: Sequence[str] = attrs.field(default=(), kw_only=True)  #: further columns that the loss reads
-    #: columns of the queue by their names in the loss, if these differ
-    _renamed: Mapping[str, str] = attrs.field(factory=dict, kw_only=True)
+    #: further columns that the loss reads, by its names
+    _loss_columns: Mapping[str, str] = attrs.field(factory=dict, kw_only=True)
     sender: WeightSender | None = attrs.field(default=None, kw_only=True)  #: None: this rank publishes no weights
     _work: tuple[BatchMeta, Comparison | None, TensorDict] = attrs.field(init=False)  #: what :meth:`read` read last
 
@@ -75,10 +74,10 @@ class EngineRank:
         """Read the samples for the next call of :meth:`update` or :meth:`compute`, or raise a ``QueueError``."""
         from tensordict import TensorDict
 
-        more = [*self._loss_columns] if update else []
+        names = list(_SAMPLE)
         if update and comparison is not None:
-            more += [comparison.engine] if comparison.version is None else [comparison.engine, "rollout_log_probs"]
-        stored = {name: self._renamed.get(name, name) for name in (*_SAMPLE, *more)}
+            names += [comparison.engine] if comparison.version is None else [comparison.engine, "rollout_log_probs"]
+        stored = {**dict(zip(names, names, strict=True)), **(self._loss_columns if update else {})}
         columns = await self._values.read(batch, tuple(dict.fromkeys(stored.values())))
         values = {
             name: to_nested(columns[column]) if columns[column].offsets is not None else columns[column].values

@@ -214,13 +214,7 @@ class AdvantageWorker:
         ``batch`` is the mini-batch of one optimizer step. Its column ``log_probs`` was computed before that step.
         """
         algorithm, loss = self._algorithm, part("loss", self._algorithm.loss)
-        assert loss.preparation is not None
-        there = {"old_log_probs", "rollout_log_probs", "advantages"} if algorithm.advantages else set()
-        if algorithm.reference:
-            there.add("ref_log_probs")
-        names = {name: name for name in ("log_probs", *sorted(there.intersection(loss.preparation.inputs)))}
-        if "old_log_probs" in names:
-            names["old_log_probs"] = algorithm.old_log_probs
+        names = algorithm.prepared_columns
         columns = await self._values.read(batch, ("response_mask", *names.values()))
         nested, numbers = to_nested(columns["response_mask"]), _numbers(batch.groups)
         prepared = prepare(
