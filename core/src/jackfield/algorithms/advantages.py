@@ -31,22 +31,15 @@ if TYPE_CHECKING:
 def advantages(
     name: str, *, token_rewards: Tensor, response_mask: Tensor, group_ids: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Estimate advantages and returns over a whole batch.
+    """Estimate ``(advantages, returns)`` over a whole batch, ``[B, T]``, 0 where the mask is 0.
 
-    Args:
-        name: The name of the estimator.
-        token_rewards: A sequence-level reward is on any one token of its row. Rewards on observation tokens count in
-            the row's total, and are credited to the model token before them.
-        response_mask: Bool or float.
-        group_ids: Int ``[B]``, equal for the rollouts of one task; group-relative estimators need it.
-        **options: Options of the estimator and its other inputs: ``values`` of a critic, ``rollout_ids`` int ``[B]``
-            (rows of one rollout are its steps), ``step_ids`` int ``[B]`` (order of steps in a rollout), ``anchor_ids``
-            int ``[B]`` (equal for steps from the same state), ``reward_dimensions`` float ``[B, D]``,
-            ``baseline_rewards`` float ``[B]``, ``old_log_probs`` and ``sum_pi_squared``.
-
-    Returns:
-        ``(advantages, returns)``, 0 where the mask is 0. The returns of estimators that compare whole responses are the
-        advantages.
+    A sequence-level reward is on any one token of its row. Rewards on observation tokens count in the row's total, and
+    are credited to the model token before them. ``group_ids`` (int ``[B]``) are equal for the rollouts of one task;
+    group-relative estimators need them. ``options`` are options of the estimator and its other inputs: ``values`` of a
+    critic, ``rollout_ids`` int ``[B]`` (rows of one rollout are its steps), ``step_ids`` int ``[B]`` (order of steps in
+    a rollout), ``anchor_ids`` int ``[B]`` (equal for steps from the same state), ``reward_dimensions`` float
+    ``[B, D]``, ``baseline_rewards`` float ``[B]``, ``old_log_probs`` and ``sum_pi_squared``. The returns of estimators
+    that compare whole responses are the advantages.
     """
     chosen = part("advantages", name)
     inputs, options = chosen.split(options)

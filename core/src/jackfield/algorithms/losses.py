@@ -36,26 +36,19 @@ def policy_loss(
     whole_batch: bool = True,
     **options: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the share of these rows in the batch's policy loss.
+    """Return the share of these rows in the batch's policy loss, and metrics: shares of batch means, summed like it.
 
-    Args:
-        name: The name of the loss; ``jackfield algorithms list`` shows all losses.
-        log_probs: Log-probs of the policy, with gradients.
-        response_mask: Where it is 0, the values of all tensors are ignored, even NaN.
-        global_tokens, global_sequences: Counts of the whole batch.
-        aggregation, length_norm: See :func:`aggregate`. A loss with one value per sequence (or pair) is a mean over
-            sequences (or pairs) in every mode except ``token-sum``.
-        rollout_weights: Importance weights, 0 for excluded tokens: the weights of
-            :meth:`jackfield.algorithms.Correction.weights`, multiplied by its mask.
-        whole_batch: False if these rows are a part of the batch: then a loss that compares rows needs its columns.
-        **options: Options of the loss and its other inputs: ``old_log_probs`` (of the policy before this batch),
-            ``advantages``, ``ref_log_probs`` (of the reference) and ``rollout_log_probs`` (of the policy that
-            generated); ``expert_mask`` bool ``[B]`` (the rows that an expert wrote), ``group_ids``, ``pair_ids`` int
-            ``[B]``, ``rewards`` float ``[B]``; counts (``global_usual_tokens``, …); and the columns of
-            :func:`prepare`, which are computed from these rows if they are missing.
+    ``jackfield algorithms list`` shows the names. ``log_probs`` are the policy's, with gradients. Where the mask is 0,
+    the values of all tensors are ignored, even NaN. ``options`` are options of the loss and its other inputs:
+    ``old_log_probs`` (of the policy before this batch), ``advantages``, ``ref_log_probs`` (of the reference) and
+    ``rollout_log_probs`` (of the policy that generated); ``expert_mask`` bool ``[B]`` (the rows that an expert wrote),
+    ``group_ids``, ``pair_ids`` int ``[B]``, ``rewards`` float ``[B]``; counts (``global_usual_tokens``, …); and the
+    columns of :func:`prepare`, which are computed from these rows if they are missing. With ``whole_batch=False`` the
+    rows are a part of the batch, and a loss that compares rows needs these columns.
 
-    Returns:
-        ``(loss, metrics)``: scalars; metrics are shares of batch means and are summed like the loss.
+    ``aggregation`` and ``length_norm`` are those of :func:`aggregate`; a loss with one value per sequence (or pair) is
+    a mean over sequences (or pairs) in every mode except ``token-sum``. ``rollout_weights`` are importance weights, 0
+    for excluded tokens: those of :meth:`jackfield.algorithms.Correction.weights`, multiplied by its mask.
     """
     chosen = part("loss", name)
     inputs, options = chosen.split(options)
@@ -86,14 +79,11 @@ def policy_loss(
 
 
 def prepare(name: str, *, log_probs: Tensor, response_mask: Tensor, **options: Any) -> dict[str, Tensor]:
-    """Compute the columns that the loss ``name`` needs from the whole batch.
+    """Compute the columns that the loss ``name`` needs from the whole batch; none for a loss that can be split.
 
     A loss that compares rows or tokens of the whole batch (:attr:`Part.whole_batch`) can only be split into
-    micro-batches if its rows have these columns. Inputs and options are those of :func:`policy_loss`, over the whole
-    batch right before the optimizer step.
-
-    Returns:
-        Column name to tensor ``[B, T]`` or ``[B]``, without gradients. It is empty for a loss that can be split.
+    micro-batches if its rows have these columns, ``[B, T]`` or ``[B]``, without gradients. Inputs and options are those
+    of :func:`policy_loss`, over the whole batch right before the optimizer step.
     """
     chosen = part("loss", name)
     inputs, options = chosen.split(options)

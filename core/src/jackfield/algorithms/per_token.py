@@ -33,15 +33,11 @@ def aggregate(
     """Return the share of these rows in the batch's mean.
 
     The sum of the shares of micro-batches and ranks is the batch's value, 0 for a batch without tokens (or sequences).
-
-    Args:
-        values: Float ``[B, T]``, or one per sequence, ``[B]``: then each sequence counts as one token.
-        mask: Positions of 0 do not count, even if their value is NaN.
-        aggregation: ``token-mean``, ``token-sum``, ``seq-mean-token-{sum,sum-norm,mean}``.
-        global_tokens, global_sequences: Counts of the whole batch.
-        length_norm: The constant of ``seq-mean-token-sum-norm``, above 0 and the same for the whole run (Dr. GRPO: the
-            longest response that may be generated). None: the width T of ``values``, which is only correct if every
-            part of the batch is padded to the same width.
+    ``values`` are ``[B, T]``, or one per sequence, ``[B]``: then each sequence counts as one token. Positions where the
+    mask is 0 do not count, even if their value is NaN. ``aggregation`` is ``token-mean``, ``token-sum`` or
+    ``seq-mean-token-{sum,sum-norm,mean}``. ``length_norm`` is the constant of ``seq-mean-token-sum-norm``, above 0 and
+    the same for the whole run (Dr. GRPO: the longest response that may be generated). None: the width T of ``values``,
+    which is only correct if every part of the batch is padded to the same width.
     """
     if values.dim() == 1:
         values, mask, global_tokens = (values.unsqueeze(-1), mask.new_ones((len(values), 1)), global_sequences)

@@ -188,22 +188,19 @@ class Correction:
     def weights(
         self, log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Compute importance weights and the mask of accepted tokens.
+        """Compute ``(weights, mask, diagnostics)``: importance weights, and the mask of accepted tokens.
 
         ``truncate`` is min(w, upper) (TIS). ``sequence-sum``, ``sequence-mean`` and ``sequence-max`` reject sequences
         whose prod(rho), prod(rho)^(1 / length) or any rho is outside of the bounds (MIS). ``batch_normalize`` divides
         by the mean weight of the accepted tokens, or of the sequences that have any, which needs the whole batch.
 
         ``log_probs`` are those of pi_old (decoupled PPO) or pi (policy gradient), ``rollout_log_probs`` those of the
-        policy that generated.
-
-        Returns:
-            ``(weights, mask, diagnostics)``: float ``[B, T]`` without gradient, 0 where the response mask is 0; the
-            response mask (its dtype) with 0 for rejected tokens, which the loss excludes while its counts do not
-            change; scalars: ``mean``, ``std``, ``min``, ``max`` of the bounded weights, ``effective_sample_size``
-            ((sum w)^2 / (n sum w^2)), ``fraction_high`` and ``fraction_low`` (ratios beyond the bounds),
-            ``fraction_rejected`` (tokens), ``kl`` and ``kl_k3`` (of pi_rollout from pi: means of -log rho and of
-            rho - 1 - log rho), ``batch_norm``.
+        policy that generated. The weights are float ``[B, T]`` without gradient, 0 where the response mask is 0. The
+        mask is the response mask (its dtype) with 0 for rejected tokens, which the loss excludes while its counts do
+        not change. The diagnostics are scalars: ``mean``, ``std``, ``min``, ``max`` of the bounded weights,
+        ``effective_sample_size`` ((sum w)^2 / (n sum w^2)), ``fraction_high`` and ``fraction_low`` (ratios beyond the
+        bounds), ``fraction_rejected`` (tokens), ``kl`` and ``kl_k3`` (of pi_rollout from pi: means of -log rho and of
+        rho - 1 - log rho), ``batch_norm``.
         """
         tensors = {"log_probs": log_probs.detach(), "rollout_log_probs": rollout_log_probs.detach()}
         own, rollout = clean(tensors, response_mask).values()
