@@ -24,10 +24,9 @@ class Clock:
         await asyncio.sleep(seconds)
 
     async def wait_for(self, awaitable: Awaitable[T], seconds: float, waiting_for: str) -> T:
-        """Await ``awaitable`` for at most ``seconds`` from now.
+        """Await ``awaitable`` for at most ``seconds`` from now; then cancel it.
 
-        Raises:
-            DeadlineExceeded: The deadline passed. ``awaitable`` is cancelled, and the error names ``waiting_for``.
+        A passed deadline raises ``DeadlineExceeded``, which names ``waiting_for``.
         """
         if isinstance(awaitable, asyncio.Future) and not isinstance(awaitable, asyncio.Task):
             return await _future(awaitable, seconds, waiting_for)

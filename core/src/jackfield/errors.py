@@ -20,13 +20,10 @@ _DETAILS = ("where", "expected", "found", "fix")
 class JackfieldError(Exception):
     """The base class of all errors.
 
-    Args:
-        message: What went wrong, in one sentence without a full stop.
-        code: A code of ``docs/reference/errors.md``; each class has a default.
-        where: The place: a file and line, a path in the configuration, a plugin, a sample.
-        expected: The expected value or state.
-        found: The actual value or state.
-        fix: What the reader can do.
+    The message says what went wrong, in one sentence without a full stop. The code is one of
+    ``docs/reference/errors.md``; each class has a default. ``where`` is the place: a file and line, a path in the
+    configuration, a plugin, a sample. ``expected`` and ``found`` are values or states; ``fix`` is what the reader can
+    do.
     """
 
     default_code = "run.failed"

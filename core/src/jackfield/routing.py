@@ -114,9 +114,7 @@ class Replica:
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate one sample.
 
-        Raises:
-            RolloutError: ``rollout.stopped`` if the replica has died; ``rollout.request`` for a request that cannot
-                go to its process.
+        Raise ``rollout.stopped`` if the replica has died; ``rollout.request`` if the request cannot go to its process.
         """
         try:
             return await self.server.generate(request)
@@ -195,14 +193,9 @@ class Router:
         return generate
 
     async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
-        """Use these replicas from now on; return when no request is left on removed ones.
+        """Use these replicas (by number) from now on; return when no request is left on removed ones.
 
-        Args:
-            replicas: Replicas by number.
-            seconds: Time for requests on a removed replica to end. The rest are generated again elsewhere.
-
-        Returns:
-            Number of requests that were moved.
+        Requests on a removed replica have ``seconds`` to end. The rest are generated again elsewhere; return how many.
         """
         removed = [replica for replica in self._running if replica not in replicas.values()]
         self._replicas = dict(replicas)
@@ -235,11 +228,7 @@ class Router:
             running.discard(task)
 
     async def _is_updated(self, replica: Replica, request: GenerateRequest) -> bool:
-        """Wait until a replica has complete weights; return whether they are new enough.
-
-        Raises:
-            DeadlineExceeded: If the weights do not come in time; the replica is named.
-        """
+        """Wait until a replica has complete weights, under a deadline; return whether they are new enough."""
         ends = self._clock.time() + _UPDATE_SECONDS
         while not self._is_removed(replica):
             report = await replica.health()

@@ -83,9 +83,7 @@ class AgentLoopBase(ABC):
 
     @abstractmethod
     async def run(self, sampling_params: Mapping[str, Any], **fields: Any) -> AgentLoopOutput:
-        """Solve one task once.
+        """Solve one task once, whose fields always have ``messages`` (a list of role and content).
 
-        Args:
-            sampling_params: Keyword arguments of :class:`jackfield.abc.rollout.SamplingParams`.
-            **fields: The task's fields; ``messages`` (a list of role and content) is always present.
+        ``sampling_params`` are keyword arguments of :class:`jackfield.abc.rollout.SamplingParams`.
         """

@@ -210,14 +210,10 @@ class BaseEngine(ABC):
     ) -> EngineOutput:
         """Run this rank's rows through the model, split into micro-batches, and accumulate gradients.
 
-        Args:
-            data: Batch size ``[B]``; jagged int64 columns ``prompt_ids`` and ``response_ids``, and any response-aligned
-                jagged columns that the loss reads (``response_mask``, ``advantages``, ``old_log_probs``, …) or dense
-                row columns ``[B]``.
-            loss_function: See :data:`LossFunction`; None is allowed only with ``forward_only``.
-            forward_only: Compute no gradients; a loss function, if given, is still evaluated.
-
-        Outside of :meth:`train_mode` and :meth:`eval_mode` it raises ``engine.state``.
+        ``data`` has the batch size ``[B]``; jagged int64 columns ``prompt_ids`` and ``response_ids``, and any
+        response-aligned jagged columns that the loss reads (``response_mask``, ``advantages``, ``old_log_probs``, …) or
+        dense row columns ``[B]``. With ``forward_only`` no gradients are computed; a loss function, which may then be
+        None, is still evaluated. Outside of :meth:`train_mode` and :meth:`eval_mode` it raises ``engine.state``.
         """
 
     @abstractmethod

@@ -284,10 +284,9 @@ class BaseRolloutServer(ABC):
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate one sample. Cancelling the call aborts the request.
 
-        Raises:
-            RolloutError: ``rollout.request`` for an invalid request, ``rollout.context-length`` for a prompt that
-                leaves no room for a response, ``rollout.failed`` if the model's outputs for this request are not
-                finite (other requests continue), ``rollout.stopped``, ``rollout.stale``.
+        Raise ``rollout.request`` for an invalid request, ``rollout.context-length`` for a prompt that leaves no room
+        for a response, ``rollout.failed`` if the model's outputs for this request are not finite (other requests
+        continue), ``rollout.stopped``, ``rollout.stale``.
         """
 
     @abstractmethod
@@ -318,10 +317,9 @@ class BaseRolloutServer(ABC):
     async def update_weights(self, request: UpdateWeightsRequest) -> WeightReceipt:
         """Receive a new version of the weights, load it between two decode steps and acknowledge it.
 
-        Raises:
-            WeightsError: ``weights.transfer``, ``weights.missing``, ``weights.version``; the replica then serves
-                nothing until a later update succeeds. ``weights.base`` if a delta's base version is not held: then
-                nothing has changed, and the replica continues to serve.
+        After ``weights.transfer``, ``weights.missing`` or ``weights.version`` the replica serves nothing until a later
+        update succeeds. ``weights.base`` says that a delta's base version is not held: then nothing has changed, and
+        the replica continues to serve.
         """
 
     @abstractmethod

@@ -61,13 +61,9 @@ def scale_replicas(folder: Path, count: int | None, *, seconds: float = 3600.0) 
     """Add or remove replicas of the run that is active in ``folder`` until it has ``count``; None: only list them.
 
     It returns when new replicas serve with the engine's weights, or surplus ones have ended. It works in any process of
-    this machine; if the run is in this process, call it in another thread. The run continues to scale after a timeout.
-
-    Raises:
-        RunError: ``run.not-running`` if no run is active, it has not begun, or it has no replicas;
-            ``cluster.unavailable`` if there is no room.
-        ConfigError: If ``count`` is less than 1.
-        DeadlineExceeded: If it takes longer than ``seconds``.
+    this machine; if the run is in this process, call it in another thread. The run continues to scale after a timeout
+    (``DeadlineExceeded`` after ``seconds``). Raise ``run.not-running`` if no run is active, it has not begun, or it has
+    no replicas, ``cluster.unavailable`` if there is no room, and a ``ConfigError`` if ``count`` is less than 1.
     """
 
     async def ask() -> list[ReplicaState]:
@@ -102,8 +98,7 @@ def scale_replicas(folder: Path, count: int | None, *, seconds: float = 3600.0) 
 async def serve_metrics(pool: ReplicaPool, port: int) -> AsyncIterator[str]:
     """Serve Prometheus metrics, labelled with replica numbers, on loopback. Yield the address.
 
-    Raises:
-        ConfigError: ``config.invalid-value`` if the port is in use. Port 0 chooses a free one.
+    Port 0 chooses a free one. A port in use is refused (``config.invalid-value``).
     """
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -77,11 +77,7 @@ class ReplicaPool:
         await self._route()
 
     async def keep(self) -> None:
-        """Restart replicas that die, until cancelled.
-
-        Raises:
-            JackfieldError: If a replica has died too often. It is raised in an exception group.
-        """
+        """Restart replicas that die, until cancelled; an exception group says that one has died too often."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 for replica in self.replicas.values():
@@ -103,8 +99,7 @@ class ReplicaPool:
     async def sync(self, version: int, send: Callable[[int], Awaitable[WeightsSynced]]) -> WeightsSynced:
         """Send a version to all members by ``send``, and again without those that die meanwhile.
 
-        Raises:
-            JackfieldError: If it fails although every member is alive.
+        A failure is raised if every member is alive.
         """
         while True:
             replicas = [each for each in self.replicas.values() if each.state != "starting"]
@@ -115,11 +110,7 @@ class ReplicaPool:
                     raise
 
     async def each(self, call: Callable[[BaseRolloutServer], Awaitable[object]]) -> None:
-        """Call every member, and drop those that have died.
-
-        Raises:
-            Exception: If a live replica raises it.
-        """
+        """Call every member, and drop those that have died; raise the error of a live one."""
 
         async def called(replica: Replica) -> None:
             try:
@@ -131,14 +122,10 @@ class ReplicaPool:
         await asyncio.gather(*map(called, self.members))
 
     async def scale(self, count: int) -> list[ReplicaState]:
-        """Add or remove replicas until there are ``count``; concurrent requests take turns.
+        """Add or remove replicas until there are ``count``, at least 1; concurrent requests take turns.
 
-        Scaling continues if the caller is cancelled.
-
-        Raises:
-            ConfigError: If ``count`` is less than 1.
-            JackfieldError: The first failure. A replica that could not be added is removed entirely; the others of
-                the request stay, and the run continues.
+        Scaling continues if the caller is cancelled. The first failure is raised. A replica that could not be added is
+        removed entirely; the others of the request stay, and the run continues.
         """
         if count < 1:
             where, fix = "the number of replicas", "give a larger number, or end the run"
@@ -187,11 +174,7 @@ class ReplicaPool:
             self._keepers[replica.number] = self._tasks.create_task(self._keep(replica))
 
     async def _keep(self, replica: Replica) -> None:
-        """Start a replica again whenever it dies.
-
-        Raises:
-            JackfieldError: If no restart is left. It says how the replica died.
-        """
+        """Start a replica again whenever it dies; raise how it died if no restart is left."""
         lost = await asyncio.shield(replica.lost)
         while True:
             self._set(replica, "restarting")
@@ -310,14 +293,9 @@ class DeviceLease:
 
     @asynccontextmanager
     async def hold(self, role: str, *, joins: bool = False) -> AsyncIterator[None]:
-        """Hold the devices for ``role``.
+        """Hold the devices for ``role``. ``DeadlineExceeded`` names the role that holds them for too long.
 
-        Args:
-            role: Role that uses the devices.
-            joins: Join a current holder of the same role ahead of other requests, because it waits for this one.
-
-        Raises:
-            DeadlineExceeded: If another role holds the devices for too long; it is named.
+        With ``joins``, join a current holder of the same role ahead of other requests, because it waits for this one.
         """
         request = object()
 

@@ -61,19 +61,15 @@ def run(
 ) -> RunResult:
     """Execute a run, or one role of it, in this process.
 
-    Args:
-        config: Configuration of the run.
-        role: "all" is the whole run. Other roles share a run whose queue controller is in a separate process. "train"
-            trains on the explorers' samples. "explore" makes samples until every batch is trained on; any number of
-            processes may do it, and join or leave at any time. "reward" scores samples, in one process at a time.
-        hooks: Listeners in addition to those of the configuration.
-        registry: The installed plugins. By default they are discovered.
-        stop: Requests an early end. None: the run cannot be stopped early.
+    The role "all" is the whole run. Other roles share a run whose queue controller is in a separate process. "train"
+    trains on the explorers' samples. "explore" makes samples until every batch is trained on; any number of processes
+    may do it, and join or leave at any time. "reward" scores samples, in one process at a time. ``hooks`` are listeners
+    in addition to those of the configuration. The registry has the installed plugins; by default they are discovered.
+    ``stop`` requests an early end; without it, the run cannot be stopped early.
 
-    Raises:
-        JackfieldError: The error that ended the run. The folder keeps what was written, and the same call resumes from
-            the newest checkpoint. Other explorers take over the batches of one that failed.
-        CancelledError: If ``stop`` ended the run before a step was completed.
+    The error that ended the run is raised. The folder keeps what was written, and the same call resumes from the newest
+    checkpoint. Other explorers take over the batches of one that failed. If ``stop`` ends the run before a step is
+    completed, ``CancelledError`` is raised.
     """
     stop = stop or Stop(config.checkpoint.grace_seconds)
     with asyncio.Runner() as runner:

@@ -184,8 +184,7 @@ class WorkerFactory:
     async def start(self, replica: Replica) -> None:
         """Make a replica's server, here or in a process of its own interpreter, without starting it.
 
-        Raises:
-            PluginError: If the interpreter, or the plugin in it, is not what this process expects.
+        Raise a ``PluginError`` if the interpreter, or the plugin in it, is not what this process expects.
         """
         python = interpreters(self.config, self.registry).get("rollout")
         if python is None:

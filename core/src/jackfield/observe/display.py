@@ -203,13 +203,10 @@ def plot_learning_curve(
     The upper plots show evaluation scores over steps and over seconds. The lower one shows the training reward of each
     step and its moving mean, or the training loss if no run has a reward (supervised fine-tuning).
 
-    Args:
-        metrics_files: One ``metrics.jsonl`` per curve. A sequence of files makes one curve of consecutive phases (a
-            warm-up, then reinforcement learning), whose steps and seconds are added up. A missing file is an error.
-        png: The image file, which is replaced atomically. Its folder is created.
-        title: Title of the image.
-        labels: Legend labels, one per curve. By default, the folder names that distinguish the curves.
-        target: A score to mark with a dashed line.
+    There is one ``metrics.jsonl`` per curve. A sequence of files makes one curve of consecutive phases (a warm-up, then
+    reinforcement learning), whose steps and seconds are added up. A missing file is an error. ``png`` is replaced
+    atomically, and its folder is created. ``labels`` are those of the legend, by default the folder names that
+    distinguish the curves. A dashed line marks the score ``target``.
     """
     runs = [[entry] if isinstance(entry, Path) else list(entry) for entry in metrics_files]
     folders = [paths[-1].resolve().parent for paths in runs]

@@ -158,11 +158,8 @@ class CheckpointSaved(Event):
 class HookManager(pluggy.PluginManager):
     """The pluggy manager of the hooks of one run, with strict registration and error handling.
 
-    It never loads pluggy's own entry points.
-
-    Args:
-        hook_objects: Objects (or modules) with functions marked by ``hookimpl``; called in this order.
-        manifests: The selected plugins; a ``hooks`` module that several of them name is registered once.
+    It never loads pluggy's own entry points. ``hook_objects`` (or modules) have functions marked by ``hookimpl``, which
+    are called in this order. A ``hooks`` module that several manifests of selected plugins name is registered once.
     """
 
     def __init__(self, hook_objects: Iterable[object] = (), manifests: Iterable[Manifest] = ()) -> None:

@@ -36,10 +36,9 @@ class Leases:
         Groups are deleted when every consumer of their partition is finally done with them. If the consumer is already
         registered, sampler and reuse are updated; another partition or other columns are refused (``queue.invalid``).
 
-        Args:
-            columns: The columns that it needs; ``writes``: the columns that it adds, if it is a stage.
-            sampler: Chooses among ready groups; None: in order. Checkpoints keep its state.
-            reuse: How often :meth:`lease_groups` returns a group; None: once.
+        It needs ``columns`` and, if it is a stage, adds those of ``writes``. The sampler chooses among ready groups
+        (None: in order), and checkpoints keep its state. ``reuse`` says how often :meth:`lease_groups` returns a group
+        (None: once).
         """
         made = None if sampler is None else sampler.make()
         consumer = self.core.state.consumers.get(name)

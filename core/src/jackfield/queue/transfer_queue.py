@@ -95,12 +95,10 @@ class TransferQueue:
         max_bytes: int | None = None,
         max_retries: int = 8,
     ) -> None:
-        """Create a queue, whose values are in ``backend``.
+        """Create a queue, whose values are in ``backend``, and its ledger and state in the file ``store`` or in memory.
 
-        Args:
-            store: The file of ledger and state; None: in memory. ``durable`` saves the state at every call.
-            max_samples: The number of samples at which producers wait; ``max_bytes``: the number of bytes.
-            max_retries: The maximum number of retries of one index before the batch fails.
+        ``durable`` saves the state at every call. Producers wait at ``max_samples`` samples or ``max_bytes`` bytes. The
+        batch fails after ``max_retries`` retries of one index.
         """
         self.backend, self.clock = backend, clock
         self.caller: Callable[[], str | None] = lambda: None  #: the calling client

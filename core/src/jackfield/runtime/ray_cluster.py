@@ -294,8 +294,7 @@ class Cluster:
 def check_interpreter(python: str, what: str, seconds: float = 30.0) -> None:
     """Refuse an interpreter in which Ray could not start an actor but would wait for ever.
 
-    Raises:
-        PluginError: ``plugin.interpreter`` or ``plugin.requirement`` if it is not suitable. The error names ``what``.
+    The error, ``plugin.interpreter`` or ``plugin.requirement``, names ``what``.
     """
     report = look(python, seconds=seconds)
     report.check()

@@ -57,8 +57,7 @@ def kept_buffer(buffers: list[torch.Tensor], slot: int, size: int, device: str) 
 def put(buffer: torch.Tensor, entry: Entry, tensor: torch.Tensor) -> None:
     """Copy a tensor of any stride and device into a buffer (uint8, ``[bytes]``, contiguous).
 
-    Raises:
-        ValueError: If the tensor does not fit into the buffer at the entry's offset.
+    Raise a ``ValueError`` if the tensor does not fit into the buffer at the entry's offset.
     """
     size, offset = tensor.nbytes, entry[3]
     if offset + size > buffer.nbytes:

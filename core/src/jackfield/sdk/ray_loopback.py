@@ -20,11 +20,9 @@ _GONE_SECONDS = 2.0  #: time for a cluster's processes to exit by themselves onc
 
 
 def enter(address: str | None, options: Mapping[str, Any]) -> Callable[[], None]:
-    """Join the cluster at an address, or start a local one with Ray's ``options``.
+    """Join the cluster at an address, or start a local one with Ray's ``options``. Return a function that leaves it.
 
-    Returns:
-        A function that leaves the cluster. It first ends all processes of one that was started here; Ray only asks
-        them to end.
+    The function first ends all processes of a cluster that was started here; Ray only asks them to end.
     """
     import ray
 
@@ -50,8 +48,7 @@ def enter(address: str | None, options: Mapping[str, Any]) -> Callable[[], None]
 def _start(options: Mapping[str, Any]) -> list[psutil.Process]:
     """Start a cluster; retry if this machine is so busy that Ray's own deadline of 30 s passes.
 
-    Returns:
-        Its top processes; its other processes descend from them.
+    Return its top processes, from which its other processes descend.
     """
     import psutil
     import ray

@@ -319,10 +319,9 @@ class RelayServer(BaseRolloutServer):
     async def update_weights(self, request: UpdateWeightsRequest) -> WeightReceipt:
         """Receive a new version, load it between two decode steps and acknowledge it.
 
-        Raises:
-            WeightsError: ``weights.transfer``, ``weights.missing``, ``weights.version``.
-            PluginError: ``plugin.capability`` for a kind of update that the engine does not support. Nothing has
-                changed then, nor for ``weights.base`` (a delta to a version that is not held).
+        Raise ``weights.transfer``, ``weights.missing`` or ``weights.version``; ``plugin.capability`` for a kind of
+        update that the engine does not support. Nothing has changed then, nor for ``weights.base`` (a delta to a
+        version that is not held).
         """
         self._require_running()
         replica, expected = f"replica {self.context.replica}", " or ".join(self.update_kinds)

@@ -7,15 +7,13 @@ from typing import Any
 
 
 def length_limits(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the lengths, in tokens, above which a Hugging Face model uses other frequencies.
+    """Return the lengths, in tokens, above which a Hugging Face model uses other frequencies, by kind.
 
     A pass computes frequencies for its longest row, so rows below and above a limit must not share a pass. With
     ``longrope`` there are two sets of frequencies; with ``dynamic`` each length above the limit has its own. A
     sequence that crosses a limit during generation keeps keys with the frequencies that it began with, and no pass
     over the whole sequence gives the same result. ``config`` is the content of ``config.json``.
-
-    Returns:
-        The lowest limit by kind, ``longrope`` or ``dynamic``; empty if frequencies never depend on the length.
+    The lowest limit counts; the result is empty if frequencies never depend on the length.
     """
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
     limits: dict[str, int] = {}

@@ -90,15 +90,11 @@ class WeightSender:
         return await self.send(base=base), self.sent_bytes
 
     async def send(self, weights: Tensors | None = None, *, base: int | None = None) -> dict[str, str]:
-        """Send all tensors; return their digests by name, computed before or while sending.
+        """Send all named tensors, by default those of the source; return digests by name, computed before or meanwhile.
 
-        Args:
-            weights: Named tensors. None sends those of the source.
-            base: The version that every worker holds, to send only changes since then. None sends everything.
-
-        Raises:
-            WeightsError: ``weights.missing`` if a name occurs twice, ``weights.transfer`` if there are no weights,
-                ``weights.base`` if ``base`` is not :meth:`known <knows>`.
+        ``base`` is the version that every worker holds, to send only changes since then. None sends everything. Raise
+        ``weights.missing`` if a name occurs twice, ``weights.transfer`` if there are no weights, and ``weights.base``
+        if ``base`` is not :meth:`known <knows>`.
         """
         if base is not None and base not in self._sent:
             message = "a delta is to be made to a version that the sender has no digests of"
@@ -186,12 +182,10 @@ class WeightSynchronizer:
     async def sync(self, version: int) -> WeightsSynced:
         """Bring ``version`` to every replica; a transfer that fails is repeated once.
 
-        Raises:
-            WeightsError: ``weights.version`` if it is not newer than the last one, or a replica acknowledges another;
-                ``weights.missing`` or ``weights.digest`` if tensors are missing or wrong (replica, worker and tensors
-                are named); ``weights.transfer`` if an end fails (all are then finalized); ``weights.base`` if a delta
-                cannot be applied; ``weights.log-probs`` if the probe finds a mismatch.
-            DeadlineExceeded: If the transfer takes too long; the unfinished ends are named.
+        Raise ``weights.version`` if it is not newer than the last one, or a replica acknowledges another;
+        ``weights.missing`` or ``weights.digest`` if tensors are missing or wrong (replica, worker and tensors are
+        named); ``weights.transfer`` if an end fails (all are then finalized); ``weights.base`` if a delta cannot be
+        applied; ``weights.log-probs`` if the probe finds a mismatch; ``DeadlineExceeded``, with the unfinished ends.
         """
         if self.version is not None and version <= self.version:
             message = "a weight version goes backwards"
@@ -328,9 +322,8 @@ async def run_together(
 ) -> list[Any]:
     """Run all ends of a transfer by name; a failure or the deadline cancels the others.
 
-    Raises:
-        WeightsError: If an end fails. The first failure is named, though the end that caused it may fail later.
-        DeadlineExceeded: If the ends take too long; the unfinished ones are named.
+    The ``WeightsError`` names the end that failed first, though the end that caused it may fail later;
+    ``DeadlineExceeded`` names the unfinished ends.
     """
     failures: dict[str, BaseException] = {}  #: in order: the first is the cause, the others are consequences
 

@@ -277,8 +277,7 @@ class Connection(asyncio.Protocol):
     ) -> Any:
         """Call ``service.method`` and wait for its result. Cancellation cancels it there and waits for its end.
 
-        Raises:
-            JackfieldError: The method's error; ``rpc.lost``; ``deadline``, which names the other end and the call.
+        Raise the method's error; ``rpc.lost``; ``deadline``, which names the other end and the call.
         """
         await self._room.wait()
         if self.lost.done():

@@ -210,13 +210,10 @@ class Contract:
         without: Iterable[str] = (),
         undo: Mapping[str, str] | None = None,
     ) -> None:
-        """Read the signatures of the methods.
+        """Read the signatures of the methods of ``cls``, whose annotations are the types of arguments and results.
 
-        Args:
-            cls: The class, whose annotations are the types of arguments and results.
-            methods: Names of methods; None: all public coroutine functions and generators.
-            without: Names of public methods that cannot be called remotely.
-            undo: By method: the method that gives back a result that arrives after its caller was cancelled.
+        By default these are all public coroutine functions and generators but those of ``without``. ``undo`` has, by
+        method, the method that gives back a result that arrives after its caller was cancelled.
         """
         self.undo = dict(undo or {})
         names = {name for name in dir(cls) if _is_remote(cls, name)} - set(without) if methods is None else methods
