@@ -223,16 +223,17 @@ def plot_learning_curve(
     _draw(curves, png, title, target)
 
 
+_Point = tuple[float, float, float]  #: step, seconds and value
+
+
 @attrs.define
 class _Curve:
     """One curve, of one or several phases."""
 
     label: str
     colour: str
-    #: step, seconds and value of each point of a metric; a step that is evaluated again after a resume counts once
-    points: dict[str, dict[tuple[int, int], tuple[float, float, float]]] = attrs.field(
-        factory=lambda: defaultdict(dict)
-    )
+    #: the points of each metric by phase and step, so that a step evaluated again after a resume counts once
+    points: defaultdict[str, dict[tuple[int, int], _Point]] = attrs.field(factory=lambda: defaultdict(dict))
     phases: list[tuple[int, float, str]] = attrs.field(factory=list)  #: step, seconds and name of each phase's start
     end: tuple[int, float] = (0, 0.0)  #: last step and its seconds
 
@@ -254,15 +255,13 @@ def _draw(curves: Sequence[_Curve], png: Path, title: str, target: float | None)
     try:
         import matplotlib
         from matplotlib.figure import Figure
-        from matplotlib.lines import Line2D
     except ImportError as error:
         raise missing_package("matplotlib", "drawing learning curves") from error
     style = {"axes.axisbelow": True, "axes.grid": True, "grid.color": "#e3e6ea", "axes.titlelocation": "left"}
     style |= {"axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 12}
     training = _REWARD if any(one.points[_REWARD] for one in curves) else _LOSS
     # the moving mean covers about a tenth of the longest curve, an odd number of steps from 1 to 51
-    longest = max(len(one.points[training]) for one in curves)
-    window = 2 * min(25, longest // 20) + 1
+    window = 2 * min(25, max(len(one.points[training]) for one in curves) // 20) + 1
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(12.0, 7.0), dpi=100, layout="constrained")
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
@@ -271,12 +270,8 @@ def _draw(curves: Sequence[_Curve], png: Path, title: str, target: float | None)
         _draw_panel(axes["steps"], curves, _SCORE, 0, 1, target)
         _draw_panel(axes["seconds"], curves, _SCORE, 1, 1, target)
         _draw_panel(axes["training"], curves, training, 0, window)
-        line = {"linewidth": 2, "marker": "o", "markersize": 4}
-        handles = [Line2D([], [], color=one.colour, label=_plain(one.label), **line) for one in curves]
-        if longest:
-            handles.append(Line2D([], [], color="black", linewidth=0.9, alpha=0.35, label="each step"))
-            handles.append(Line2D([], [], color="black", linewidth=2, label=f"mean of {window} steps around"))
-        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 6), frameon=False)
+        handles, labels = axes["steps"].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(handles), 6), frameon=False)
         picture = io.BytesIO()
         figure.savefig(picture, format="png")
     replace_file(png, picture.getvalue())
@@ -287,15 +282,16 @@ def _draw_panel(
 ) -> None:
     """Draw a metric over steps (unit 0) or seconds (unit 1), and the moving mean of ``window`` points."""
     title, label = _LABELS[metric]
+    title += f": each step, and the mean of {window} steps around it" if window > 1 else ""
     axes.set(title=title, ylabel=label, xlabel=("trainer steps", "seconds since the start")[unit])
-    marker, last = "o" if metric == _SCORE else "", []
+    line, last = {"marker": "o" if metric == _SCORE else "", "markersize": 4, "linewidth": 2}, []
     for one in curves:
         points = [point for _, point in sorted(one.points[metric].items())]
         x, y = [point[unit] for point in points], [point[2] for point in points]
         last += y[-1:]
         if window > 1:
             axes.plot(x, y, color=one.colour, linewidth=0.9, alpha=0.28)
-        axes.plot(x, _moving_mean(y, window), color=one.colour, linewidth=2, marker=marker, markersize=4)
+        axes.plot(x, _moving_mean(y, window), color=one.colour, label=_plain(one.label), **line)
     if not last:
         axes.text(0.5, 0.5, f"no {metric} was recorded", transform=axes.transAxes, ha="center", color=_QUIET)
         return

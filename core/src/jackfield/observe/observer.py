@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
@@ -305,7 +306,11 @@ class Timeline(Observer):
         """Write a stage. The trace of a resumed run continues where the last kept stage ended."""
         if isinstance(event, hooks.RunStarted):
             self._tracks.clear()
-            kept = _stages(self.path, event.first_step) if event.first_step > 0 else []
+            kept: list[dict[str, Any]] = []
+            with contextlib.suppress(FileNotFoundError, ValueError):  # it is missing or damaged
+                kept = [each for each in json.loads(self.path.read_bytes()) if each.get("ph") == "X"]
+            done = [each["cat"] in ("trainer", "weights") and each["args"]["step"] < event.first_step for each in kept]
+            kept = kept[: max((number for number, is_done in enumerate(done, 1) if is_done), default=0)]
             self.go_on({"time": (stage["ts"] + stage["dur"]) / 1e6} for stage in kept)
             replace_file(self.path, b"[\n" + _metadata("process_name", 0, name=event.name) + _TAIL)
             self.append(b"", self.path, _TAIL)
@@ -332,13 +337,3 @@ class Timeline(Observer):
 
 def _metadata(kind: str, track: int, **arguments: Any) -> bytes:
     return encode_line({"name": kind, "ph": "M", "pid": 1, "tid": track, "args": arguments}).rstrip()
-
-
-def _stages(trace: Path, completed: int) -> list[dict[str, Any]]:
-    """Return an earlier trace's stages of completed steps, or none if it is missing or damaged."""
-    try:
-        events = [event for event in json.loads(trace.read_bytes()) if event.get("ph") == "X"]
-    except (FileNotFoundError, ValueError):
-        return []
-    done = [each["cat"] in ("trainer", "weights") and each["args"]["step"] < completed for each in events]
-    return events[: max((index + 1 for index, is_done in enumerate(done) if is_done), default=0)]
