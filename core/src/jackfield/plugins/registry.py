@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 
@@ -58,20 +58,15 @@ class PluginRecord:
         return None if self.manifest is None else self.manifest.abi
 
     @property
-    def status(self) -> Literal["ok", "broken"]:
-        """``ok`` for a plugin that can be used according to its manifest, else ``broken``."""
-        return "ok" if self.error is None else "broken"
-
-    @property
     def label(self) -> str:
         """The kind, name and distribution for error messages."""
         return f"{self.kind} '{self.name}' ({self.distribution} {self.version})"
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-ready fields, as ``jackfield plugins list --json`` prints them."""
-        names = ("name", "kind", "abi", "distribution", "version", "status")
         return {
-            **{name: getattr(self, name) for name in names},
+            **{name: getattr(self, name) for name in ("name", "kind", "abi", "distribution", "version")},
+            "status": "ok" if self.error is None else "broken",
             "error": None if self.error is None else self.error.as_dict(),
             "capabilities": dict(self.manifest.capabilities) if self.manifest else {},
             "description": self.manifest.description if self.manifest else "",

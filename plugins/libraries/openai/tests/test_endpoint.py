@@ -137,7 +137,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no prompt": ({"prompt": None}, "prompt cannot be served"),
     "a prompt of something else": ({"prompt": [{"a": 1}]}, "prompt cannot be served"),
     "an empty stop string": ({"stop": ""}, "stop cannot be served"),
-    "too many answers": ({"n": 1000}, "n cannot be served"),
+    "too many answers": ({"n": 1000}, "value at n"),
     "likelier tokens": ({"logprobs": 3}, "logprobs cannot be served"),
 }
 

@@ -65,7 +65,7 @@ def find_certification(record: PluginRecord) -> Certification | None:
     """
     if record.manifest is None or record.error is not None:
         return None
-    folder, certification = package_folder(record.manifest), None
+    folder, stale = package_folder(record.manifest), None
     places: list[tuple[Literal["local", "shipped"], Path]] = [
         ("local", certificate_folder() / f"{record.kind}-{record.name}.json")
     ]
@@ -82,19 +82,15 @@ def find_certification(record: PluginRecord) -> Certification | None:
         if not changes and (found["digest"] is None or found["digest"] != plugin_digest(record.manifest)):
             changes = ["the plugin's files have changed since the checks ran"]
         again = f"`jackfield plugins check {record.name} --kind {record.kind}` checks it again"
-        certified = found["level"] in ("partial", "base", "full")
-        if certified and (not changes or certification is None):
+        certification, why = None, f"{changes[0]}; {again}" if changes else ""
+        if found["level"] in ("partial", "base", "full"):
             version = str(found["versions"].get("jackfield-conformance") or "unknown")
-            fields = {
-                "date": str(found["date"])[:10],
-                "level": found["level"],
-                "source": source,
-                "conformance": version,
-            }
-            certification = Certification(stale=f"{changes[0]}; {again}" if changes else "", **fields)
+            fields = {"level": found["level"], "source": source, "conformance": version, "stale": why}
+            certification = Certification(date=str(found["date"])[:10], **fields)
         if not changes:
-            return certification if certified else None
-    return certification
+            return certification
+        stale = stale or certification
+    return stale
 
 
 def plugin_digest(manifest: Manifest) -> str | None:

@@ -148,7 +148,7 @@ class Check:
     invariant: str  #: one sentence: what must hold
     page: str  #: the part of the contract that says so
     function: Callable[[Subject], Awaitable[None] | None]
-    deadline_seconds: float = 30.0
+    deadline_seconds: float = 30.0  #: a check that takes longer fails
 
     @property
     def number(self) -> int:
@@ -202,16 +202,9 @@ def check(
     """Make a function a check. The first sentence of its docstring is the invariant; the id gives the kind.
 
     The function takes a :class:`Subject`, and may be asynchronous. It raises an error that says what was expected and
-    found if the invariant is broken, and :class:`Skipped` if it cannot run here.
-
-    Args:
-        id: The kind's prefix and a number of three digits.
-        tier: Default ``capability`` if ``capability`` is given.
-        since: The ABI version that introduced the invariant.
-        capability: See :class:`Check`.
-        page: The part of the contract that says so; default: the kind's page, ``docs/plugins/<kind>.md``.
-        deadline_seconds: A check that takes longer fails.
-        using: A context manager that yields the function's second argument; asynchronous if the function is.
+    found if the invariant is broken, and :class:`Skipped` if it cannot run here. ``using`` is a context manager that
+    yields its second argument; asynchronous if the function is. The other arguments are those of :class:`Check`; the
+    default page is ``docs/plugins/<kind>.md``, and the tier is ``capability`` if a capability is given.
     """
     parts = _ID.fullmatch(id)
     assert parts, f"{id!r} is not an id like ENG-014"
@@ -270,11 +263,7 @@ def capabilities(kind: str) -> dict[str, Capability]:
 
 
 def run_check(check: Check, subject: Subject) -> Outcome:
-    """Run a check to its end or to its deadline.
-
-    Returns:
-        An outcome ``passed``, ``failed``, ``skipped`` or ``not_applicable``; only ``KeyboardInterrupt`` is raised.
-    """
+    """Run a check to its end or to its deadline. It raises only ``KeyboardInterrupt``."""
     started = time.monotonic()
     status: Status = "passed"
     message = ""

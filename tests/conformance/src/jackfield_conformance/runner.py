@@ -148,11 +148,9 @@ class Run:
 
     @classmethod
     def of(cls, plugin: str, folder: Path, tiers: Collection[Tier] = DEFAULT_TIERS) -> Run:
-        """Create the run of an installed plugin, named ``KIND:NAME``.
+        """Create the run of an installed plugin, named ``KIND:NAME`` (``ValueError`` for another form).
 
-        Raises:
-            ValueError: If the name has another form.
-            PluginNotFound: If it is not installed. A broken plugin is found, and fails its first check.
+        A broken plugin is found, and fails its first check.
         """
         kind, colon, name = plugin.partition(":")
         if not colon or kind not in PREFIXES or not name:
@@ -214,15 +212,8 @@ def certify(
         def test_the_plugin_keeps_its_contract() -> None:
             assert "full" == certify("reward:rules").level
 
-    Args:
-        plugin: ``KIND:NAME``.
-        tiers: Tiers of checks to run.
-        folder: Folder for the checks' files; default: a temporary one.
-        progress: Called after each check.
-
-    Raises:
-        AssertionError: If a check failed; the message is the report.
-        PluginNotFound: If the plugin is not installed.
+    ``folder``, by default a temporary one, gets the checks' files; ``progress`` is called after each check. If a check
+    failed, an ``AssertionError`` has the report.
     """
     with tempfile.TemporaryDirectory(prefix="jackfield-conformance-") as temporary:
         run = Run.of(plugin, folder or Path(temporary), tiers)

@@ -28,7 +28,7 @@ from jackfield.abc.engine import (
 from jackfield.errors import EngineError
 from jackfield_engine_fsdp import checkpointing, folders, passes
 from jackfield_engine_fsdp.config import Config
-from jackfield_engine_fsdp.model import Dropout, Rotary, TokenModel, has_adapter, shard, speed_up_norms
+from jackfield_engine_fsdp.model import Dropout, TokenModel, has_adapter, shard, speed_up_norms
 from jackfield_engine_fsdp.optimization import Optimization, Placement
 from jackfield_engine_fsdp.process_group import RandomStreams, Ranks
 from jackfield_huggingface.adapters import merge_folder
@@ -107,17 +107,8 @@ class FSDPEngine(BaseEngine):
             # PEFT keeps adapters of half-precision models in float32, and FSDP needs trainable parameters of one dtype
             head_dtype = torch.float32 if spec.lora is not None or published else dtype
             head = folders.make_value_head(hidden_size, head_dtype, seed)
-        model = TokenModel(
-            language_model,
-            head,
-            dtype=dtype,
-            published_dtypes=published,
-            dropout=dropout,
-            rotary=Rotary(causal_lm),
-            with_log_probs=self.context.role != "critic",
-            temperature=self.context.temperature,
-            logits_chunk=self.config.logits_chunk,
-        )
+        dtypes: dict[str, Any] = {"dtype": dtype, "published_dtypes": published}
+        model = TokenModel(language_model, head, self.config, self.context, dropout=dropout, **dtypes)
         if self.context.optimizer is None:
             model.requires_grad_(False)
         return model.eval()

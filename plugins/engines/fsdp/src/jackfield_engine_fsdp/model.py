@@ -26,6 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from jackfield.abc.engine import EngineContext
 from jackfield.errors import EngineError
 from jackfield.sdk.rotary import length_limits
 from jackfield_engine_fsdp.config import Config
@@ -194,25 +195,19 @@ class TokenModel(nn.Module):
         self,
         language_model: PreTrainedModel | PeftModel,
         value_head: nn.Linear | None,
+        config: Config,
+        context: EngineContext,
         *,
         dtype: torch.dtype,
         published_dtypes: Mapping[str, torch.dtype],
         dropout: Dropout,
-        rotary: Rotary,
-        with_log_probs: bool,
-        temperature: float,
-        logits_chunk: int,
     ) -> None:
         super().__init__()
-        self.dtype = dtype
-        self.published_dtypes = published_dtypes
-        self.dropout = dropout
-        self.rotary = rotary
-        self.language_model = language_model
-        self.value_head = value_head
-        self.with_log_probs = with_log_probs
-        self.temperature = temperature
-        self.logits_chunk = logits_chunk
+        self.dtype, self.published_dtypes, self.dropout = dtype, published_dtypes, dropout
+        self.language_model, self.value_head = language_model, value_head
+        self.with_log_probs = context.role != "critic"
+        self.temperature, self.logits_chunk = context.temperature, config.logits_chunk
+        self.rotary = Rotary(self.causal_lm)
         self._positions: torch.Tensor | None = None
         self._hidden: torch.Tensor | None = None
         output_layer = self.causal_lm.get_output_embeddings()

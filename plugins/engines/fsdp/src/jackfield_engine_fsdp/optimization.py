@@ -158,13 +158,9 @@ class Placement:
 
     def move(self, device: str, *, model: bool, optimizer: bool, grad: bool) -> None:
         """Move the chosen state to the CPU or the engine's own device, without changing a bit."""
-        try:
-            target = torch.device(device)
-        except RuntimeError:
-            target = torch.device("meta")
-        if target.type == self._device.type and target.index in (None, self._device.index):
-            target = self._device
-        elif target.type != "cpu":
+        known = {"cpu": torch.device("cpu"), self._device.type: self._device, str(self._device): self._device}
+        target = known.get(str(device))
+        if target is None:
             raise EngineError(
                 f"the engine cannot move to {device!r}",
                 code="config.invalid-value",

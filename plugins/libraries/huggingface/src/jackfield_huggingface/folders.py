@@ -44,11 +44,7 @@ class WeightFolder:
     """A receiver of updates for one replica. Its engine is one receiver for any number of workers."""
 
     def __init__(self, context: RolloutContext, where: str) -> None:
-        """Read the expected tensors from the model's folder. Each update gets its own folder in ``where``.
-
-        Raises:
-            WeightsError: ``weights.storage`` if the model's folder has no safetensors files.
-        """
+        """Read the expected tensors from the model's folder. Each update gets its own folder in ``where``."""
         self._host, self._where = context.host, where
         self._model = Path(context.model.path)
         self.expected: Mapping[str, tuple[int, ...]] = tensors_of(self._model)  #: shapes by name
@@ -121,10 +117,7 @@ def tensors_of(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor of the model in a folder's safetensors files, by name.
 
     Tensors that no engine loads are left out: buffers, and further layers for multi-token prediction (DeepSeek and GLM
-    continue the layer numbers, Qwen calls them ``mtp``).
-
-    Raises:
-        WeightsError: ``weights.storage`` if there are no such files.
+    continue the layer numbers, Qwen calls them ``mtp``). Without such files it raises ``weights.storage``.
     """
     found = shapes_of(folder)
     if not found:

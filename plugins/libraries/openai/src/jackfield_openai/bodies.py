@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import attrs
+from attrs.validators import ge, le
 
 from jackfield.abc.rollout import SamplingParams
 from jackfield.errors import RolloutError
-from jackfield.sdk import structure
+from jackfield.sdk import option, structure
 from jackfield_openai.text import ClientError, ServedTokenizer, check_message, refused
 
 _COMPLETION_TOKENS = 16  #: OpenAI's default of completions
@@ -23,22 +24,8 @@ _UNBOUNDED = 2**31 - 1  #: the server ends at the model's length
 _MOST_CHOICES = 128  #: OpenAI's, as are the next two
 _MOST_STOPS = 4
 _HOTTEST = 2.0
-_COLDEST = 0.01  #: of :class:`~jackfield.abc.rollout.SamplingParams`, beside 0
 _TINY = 1e-9  #: keeps the likeliest token alone
 _INT64 = 2**63
-
-#: Ranges of numbers: name, lowest, highest, text of the expectation. None means the default.
-_RANGES: tuple[tuple[str, float, float, str], ...] = (
-    ("n", 1, _MOST_CHOICES, f"1 to {_MOST_CHOICES}"),
-    ("temperature", 0, _HOTTEST, f"0 (greedy), or {_COLDEST} to {_HOTTEST:g}"),
-    ("top_p", 0, 1, "0 to 1"),
-    ("top_k", -1, _UNBOUNDED, "-1 or 0 (off) to 2^31 - 1"),
-    ("min_p", 0, 1, "0 to 1"),
-    ("seed", -_INT64, _INT64 - 1, "-2^63 to 2^63 - 1"),
-    ("max_tokens", 1, _UNBOUNDED, "1 to 2^31 - 1"),
-    ("max_completion_tokens", 1, _UNBOUNDED, "1 to 2^31 - 1"),
-    ("minimum_weight_version", 0, _INT64 - 1, "0 to 2^63 - 1"),
-)
 
 #: Fields that have no effect on the answer.
 _NOTES = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier"})
@@ -77,11 +64,11 @@ class Body(ABC):
     """The fields that both kinds of requests have."""
 
     model: str | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
+    n: int | None = option(None, validator=[ge(1), le(_MOST_CHOICES)])
+    temperature: float | None = option(None, validator=[ge(0), le(_HOTTEST)])
+    top_p: float | None = option(None, validator=[ge(0), le(1)])
+    top_k: int | None = option(None, validator=[ge(-1), le(_UNBOUNDED)])
+    min_p: float | None = option(None, validator=[ge(0), le(1)])
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -89,7 +76,7 @@ class Body(ABC):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None  #: token ids and weight versions beside the text
-    minimum_weight_version: int | None = None
+    minimum_weight_version: int | None = option(None, validator=ge(0))
 
     chat: ClassVar[bool] = False
 
@@ -107,13 +94,7 @@ class Body(ABC):
         return given
 
     def check(self) -> None:
-        """Refuse numbers out of range and fields without effect, naming the field."""
-        for name, lowest, highest, expected in _RANGES:
-            value = getattr(self, name, None)
-            if value is not None and not lowest <= value <= highest:
-                raise refused(name, expected, value)
-        if self.temperature is not None and 0 < self.temperature < _COLDEST:
-            raise refused("temperature", f"0 (greedy), or {_COLDEST} to {_HOTTEST:g}", self.temperature)
+        """Refuse parameters that no server supports and fields without effect, naming the field."""
         if self.stream_options is not None and not self.stream:
             raise refused("stream_options", "nothing, where stream is not true", self.stream_options)
         self.sampling(0)
@@ -163,7 +144,7 @@ class CompletionBody(Body):
     """The body of ``/v1/completions``."""
 
     prompt: Any
-    max_tokens: int | None = None
+    max_tokens: int | None = option(None, validator=[ge(1), le(_UNBOUNDED)])
     logprobs: int | None = None
 
     @property
@@ -206,8 +187,8 @@ class ChatBody(Body):
     """The body of ``/v1/chat/completions``."""
 
     messages: list[Any]
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: int | None = option(None, validator=[ge(1), le(_UNBOUNDED)])
+    max_completion_tokens: int | None = option(None, validator=[ge(1), le(_UNBOUNDED)])
     logprobs: bool | None = None
 
     chat: ClassVar[bool] = True

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import attrs
 import msgspec
 
+from jackfield.abc.reward import RewardAgent, RewardContext
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, RunError
 from jackfield.sdk.child import ChildProcess
@@ -103,7 +104,17 @@ class UserCodeWorker:
         if self._process is None or self._process.is_ending:
             await self.close()
             await self._spawn()
-            self._ask("load", self._imports())
+            here = self._python == sys.executable
+            self._ask(
+                "load",
+                {
+                    "target": self._target,
+                    "method": self._method,
+                    "keywords": self._keywords,
+                    "memory_bytes": self._limits.memory_bytes,
+                    "sys_path": [os.path.abspath(path) for path in sys.path] if here else [],
+                },
+            )
         if self._is_loaded:
             return
         result = await self._result(self._limits.start_seconds, "import its code")
@@ -135,16 +146,6 @@ class UserCodeWorker:
         """Warn about a process that died while it was idle."""
         if process is self._process and self._answering is not None and self._answering.done():
             _warn(self._death(process, "had nothing to do"))
-
-    def _imports(self) -> dict[str, Any]:
-        """Return the first request of a process."""
-        return {
-            "target": self._target,
-            "method": self._method,
-            "keywords": self._keywords,
-            "memory_bytes": self._limits.memory_bytes,
-            "sys_path": [os.path.abspath(path) for path in sys.path] if self._python == sys.executable else [],
-        }
 
     def _ask(self, method: str, *arguments: Any) -> None:
         """Send a request; :meth:`_result` waits for its answer."""
@@ -319,3 +320,33 @@ class UserCodePool:
         finally:
             self._idle.append(worker)
             self._free.release()
+
+
+class WorkerReward(RewardAgent):
+    """A reward agent that calls a function in worker processes: ``workers`` of its config, with ``memory_bytes``.
+
+    ``options`` are those of :class:`UserCodeWorker`.
+    """
+
+    def __init__(
+        self, config: Any, context: RewardContext, target: str, *, start_seconds: float = 60.0, **options: Any
+    ) -> None:
+        super().__init__(config, context)
+        seconds = {"start_seconds": start_seconds, "heartbeat_seconds": context.heartbeat_seconds}
+        options["limits"] = WorkerLimits(memory_bytes=config.memory_bytes, **seconds)
+        options |= {"workers": config.workers, "clock": context.clock, "logs": context.logs}
+        self._pool = UserCodePool(target, **options)
+
+    @property
+    def concurrency(self) -> int:
+        """Return the number of worker processes."""
+        workers: int = self.config.workers
+        return workers
+
+    async def start(self) -> None:
+        """Start a process, so that code that cannot be loaded fails at the start of a run (``worker.start``)."""
+        await self._pool.start()
+
+    async def close(self) -> None:
+        """Kill the worker processes."""
+        await self._pool.close()

@@ -11,10 +11,10 @@ from typing import Any
 import attrs
 from attrs.validators import gt, le, optional
 
-from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
+from jackfield.abc.reward import RewardContext, ScoreRequest, ScoreResult
 from jackfield.errors import PluginError, RewardError
 from jackfield.sdk import option
-from jackfield_user_code import UserCodePool, WorkerLimits
+from jackfield_user_code import WorkerReward
 
 
 @attrs.frozen(kw_only=True)
@@ -35,7 +35,7 @@ class FunctionRewardConfig:
         _interpreter(self.python)  # refuses it before a run starts
 
 
-class FunctionReward(RewardAgent):
+class FunctionReward(WorkerReward):
     """A reward that calls ``compute_score(data_source, solution_str, ground_truth, extra_info)``.
 
     The function may be asynchronous. It returns a number, or a dict with ``score`` whose other numbers become metrics.
@@ -44,35 +44,9 @@ class FunctionReward(RewardAgent):
     """
 
     def __init__(self, config: FunctionRewardConfig, context: RewardContext) -> None:
-        super().__init__(config, context)
-        self._pool = UserCodePool(
-            config.path,
-            method=config.method,
-            keywords=config.keywords,
-            workers=config.workers,
-            limits=WorkerLimits(
-                memory_bytes=config.memory_bytes,
-                start_seconds=config.start_seconds,
-                heartbeat_seconds=context.heartbeat_seconds,
-            ),
-            clock=context.clock,
-            python=_interpreter(config.python),
-            logs=context.logs,
-        )
-
-    @property
-    def concurrency(self) -> int:
-        """Return the number of worker processes."""
-        workers: int = self.config.workers
-        return workers
-
-    async def start(self) -> None:
-        """Import the function, so that a wrong path fails at the start of a run (``worker.start``)."""
-        await self._pool.start()
-
-    async def close(self) -> None:
-        """Kill the worker processes."""
-        await self._pool.close()
+        options: dict[str, Any] = {"method": config.method, "keywords": config.keywords}
+        options |= {"python": _interpreter(config.python), "start_seconds": config.start_seconds}
+        super().__init__(config, context, config.path, **options)
 
     async def compute_score(self, request: ScoreRequest) -> ScoreResult:
         """Score one sample in the next free process. ``extra_info`` is passed as JSON."""

@@ -36,9 +36,8 @@ class Judge:
     def judge(self, response: str, ground_truth: str, timeout: float | None = None) -> tuple[bool, bool]:
         """Return whether the response is right, and whether it has an answer in the right form.
 
-        Raises:
-            RewardError: ``reward.failed`` for an unusable ground truth.
-            TimeoutError: If one pattern takes longer than ``timeout`` seconds on one text.
+        An unusable ground truth raises a ``RewardError``; a pattern that takes longer than ``timeout`` seconds on one
+        text, a ``TimeoutError``.
         """
         truth = self.truth(ground_truth)
         answer = response if self._pattern is None else self._find(self._pattern, response, timeout)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import attrs
 
-from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
+from jackfield.abc.reward import RewardContext, ScoreRequest, ScoreResult
 from jackfield.errors import RewardError
 from jackfield_reward_rules.config import Config
 from jackfield_reward_rules.judge import Judge
-from jackfield_user_code import UserCodePool, WorkerLimits, WorkerResult
+from jackfield_user_code import WorkerResult, WorkerReward
 
 #: A pattern that takes longer on one text runs in a worker process, where it cannot block the event loop.
 INLINE_SECONDS = 0.02
 _PATIENCE = 4  #: a ground truth may take this many times as long as a response
 
 
-class RulesReward(RewardAgent):
+class RulesReward(WorkerReward):
     """A reward that compares a response's answer with the ground truth.
 
     ``exact`` and ``regex`` run here, in microseconds; ``math``, and patterns that backtrack for long, run in a worker
@@ -29,33 +29,14 @@ class RulesReward(RewardAgent):
     """
 
     def __init__(self, config: Config, context: RewardContext) -> None:
-        super().__init__(config, context)
         settings = attrs.asdict(config)
+        super().__init__(config, context, "jackfield_reward_rules.judge:Judge", method="judge", keywords=settings)
         self._judge = None if config.method == "math" else Judge(**settings)
-        self._pool = UserCodePool(
-            "jackfield_reward_rules.judge:Judge",
-            method="judge",
-            keywords=settings,
-            workers=config.workers,
-            limits=WorkerLimits(memory_bytes=config.memory_bytes, heartbeat_seconds=context.heartbeat_seconds),
-            clock=context.clock,
-            logs=context.logs,
-        )
-
-    @property
-    def concurrency(self) -> int:
-        """Return the number of worker processes."""
-        workers: int = self.config.workers
-        return workers
 
     async def start(self) -> None:
         """Start the worker process if the method needs it; ``worker.start`` without math-verify."""
         if self._judge is None:
-            await self._pool.start()
-
-    async def close(self) -> None:
-        """End the worker processes."""
-        await self._pool.close()
+            await super().start()
 
     async def compute_score(self, request: ScoreRequest) -> ScoreResult:
         """Score one response."""

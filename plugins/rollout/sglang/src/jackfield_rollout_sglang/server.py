@@ -8,7 +8,6 @@ from contextlib import aclosing, suppress
 from importlib.util import find_spec
 from typing import Any
 
-from jackfield.abc.engine import ModelSpec
 from jackfield.abc.rollout import GenerateRequest, RolloutContext, SamplingParams, ServerInfo, UpdateWeightsRequest
 from jackfield.errors import PluginError, RolloutError, WeightsError
 from jackfield.sdk.relay import Running, mixed
@@ -39,8 +38,9 @@ def launch_arguments(config: Config, context: RolloutContext, port: int) -> list
         "incremental-streaming-output": True,
         "host": context.host,
         "port": port,
-        **_lora_arguments(context.model),
     }
+    if context.model.lora is not None:
+        chosen |= {"enable-lora": True, "max-lora-rank": context.model.lora.rank, "lora-target-modules": "all"}
     line: list[str] = []
     for name, value in chosen.items():
         if value is True:
@@ -48,12 +48,6 @@ def launch_arguments(config: Config, context: RolloutContext, port: int) -> list
         elif value is not None and value is not False:
             line += [f"--{name}", str(value)]
     return line
-
-
-def _lora_arguments(model: ModelSpec) -> dict[str, Any]:
-    if model.lora is None:
-        return {}
-    return {"enable-lora": True, "max-lora-rank": model.lora.rank, "lora-target-modules": "all"}
 
 
 def check_log_probs(request: GenerateRequest) -> None:
@@ -227,30 +221,18 @@ class SglangServer(FolderServer):
         await self._post("/resume_memory_occupation", {"tags": tags})
 
     async def _read_folder(self, request: UpdateWeightsRequest, folder: str) -> None:
-        if request.kind == "adapter":
-            await self._load_adapter(request, folder)
-        else:
-            await self._load_full(request, folder)
-
-    async def _load_full(self, request: UpdateWeightsRequest, folder: str) -> None:
-        body = {
-            "model_path": folder,
-            "load_format": "safetensors",
-            "flush_cache": True,
-            "weight_version": str(request.version),
-        }
-        await self._post("/update_weights_from_disk", body, request.deadline_seconds)
-        await self._forget_adapter()
-
-    async def _load_adapter(self, request: UpdateWeightsRequest, folder: str) -> None:
+        if request.kind == "full":
+            body = {"model_path": folder, "load_format": "safetensors", "flush_cache": True}
+            body["weight_version"] = str(request.version)
+            await self._post("/update_weights_from_disk", body, request.deadline_seconds)
+            await self._forget_adapter()
+            return
         if self.context.model.lora is None:
             raise WeightsError("an adapter came for a replica that was started without", fix="set model.lora")
-        name = f"jackfield-{request.version}"
         await self._forget_adapter()
-        await self._post(
-            "/load_lora_adapter", {"lora_name": name, "lora_path": folder, "pinned": True}, request.deadline_seconds
-        )
-        self._adapter = name
+        body = {"lora_name": f"jackfield-{request.version}", "lora_path": folder, "pinned": True}
+        await self._post("/load_lora_adapter", body, request.deadline_seconds)
+        self._adapter = f"jackfield-{request.version}"
 
     async def _forget_adapter(self) -> None:
         adapter, self._adapter = self._adapter, None

@@ -23,8 +23,8 @@ class _BatchLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    keys: Tensor | None
-    values: Tensor | None
+    keys: Any  #: a tensor, once the layer is initialized
+    values: Any
 
     def __init__(self, cache: BatchCache) -> None:
         super().__init__()
@@ -40,8 +40,6 @@ class _BatchLayer(CacheLayerMixin):
         """Store keys and values, ``[U, H, P, D]`` (prefill) or ``[R, H, 1, D]`` (decode); return those to attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None
-        assert self.values is not None
         cache = self._cache
         if cache.is_prefill:
             length = key_states.shape[2]
@@ -57,34 +55,27 @@ class _BatchLayer(CacheLayerMixin):
 
     def resize(self, rows: int, length: int, keep_rows: int, keep_length: int) -> None:
         """Move to buffers of another size, keeping the leading ``keep_rows`` x ``keep_length``."""
-        if not self.is_initialized:
-            return
-        assert self.keys is not None
-        assert self.values is not None
-        self.keys = _resized(self.keys, rows, length, keep_rows, keep_length)
-        self.values = _resized(self.values, rows, length, keep_rows, keep_length)
+        if self.is_initialized:
+            self.keys = _resized(self.keys, rows, length, keep_rows, keep_length)
+            self.values = _resized(self.values, rows, length, keep_rows, keep_length)
 
     def move(self, target: Tensor, source: Tensor, length: int) -> None:
         """Copy rows ``source`` over rows ``target`` (disjoint), ``length`` positions."""
-        if not self.is_initialized:
-            return
-        for buffer in (self.keys, self.values):
-            assert buffer is not None
+        for buffer in (self.keys, self.values) if self.is_initialized else ():
             view = buffer[:, :, :length]
             view.index_copy_(0, target, view.index_select(0, source))
 
     def clear(self, rows: Tensor) -> None:
         """Zero some rows."""
-        for buffer in (self.keys, self.values):
-            if buffer is not None:
-                buffer.index_fill_(0, rows, 0)
+        for buffer in (self.keys, self.values) if self.is_initialized else ():
+            buffer.index_fill_(0, rows, 0)
 
     def release(self) -> int:
         """Release the memory; return the bytes."""
-        buffers = [buffer for buffer in (self.keys, self.values) if buffer is not None]
+        freed: int = self.keys.nbytes + self.values.nbytes if self.is_initialized else 0
         self.keys = self.values = None
         self.is_initialized = False
-        return sum(buffer.nbytes for buffer in buffers)
+        return freed
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return (query_length if self._cache.is_prefill else self._cache.attended), 0

@@ -100,10 +100,14 @@ class Decoder:
         It returns early once a sequence ends or when ``interrupted()``. A sequence whose logits are not finite ends
         with an ``error``; the others continue.
         """
-        finished = self._prefill(joiners) if joiners else self._decode()
+        self._arrange(joiners)
+        finished = [] if joiners else self._decode()
+        for prompts in self._split(joiners):
+            finished += self._prefill(prompts)
         for _ in range(steps - 1):
             if finished or interrupted():
                 break
+            self._arrange([])
             finished = self._decode()
         self.remove(finished)
         return finished
@@ -143,7 +147,6 @@ class Decoder:
             self._table.move(rows[0], rows[1])
 
     def _decode(self) -> list[Sequence]:
-        self._arrange([])
         sequences = self.sequences
         table = self._table.head(len(sequences))
         attended = max(sequence.length for sequence in sequences) + 1
@@ -167,14 +170,6 @@ class Decoder:
         mask = torch.zeros(positions.shape[0], attended, dtype=self._model.module.dtype, device=self._device)
         return mask.masked_fill_(columns > positions[:, None], -math.inf)[:, None, None]
 
-    def _prefill(self, joiners: list[Sequence]) -> list[Sequence]:
-        """Compute the joiners' prompts, shared ones once, and draw a token for each joiner."""
-        self._arrange(joiners)
-        finished = []
-        for prompts in self._split(joiners):
-            finished += self._prefill_pass(prompts)
-        return finished
-
     def _split(self, joiners: list[Sequence]) -> list[_Prompts]:
         """Split joiners into passes of similar lengths, each within the limit of padded tokens."""
         sharing: dict[tuple[int, ...], list[Sequence]] = {}
@@ -191,7 +186,8 @@ class Decoder:
             current.sequences.extend(sharing[context])
         return passes
 
-    def _prefill_pass(self, prompts: _Prompts) -> list[Sequence]:
+    def _prefill(self, prompts: _Prompts) -> list[Sequence]:
+        """Compute prompts, shared ones once, and draw a token for each sequence."""
         lengths = torch.tensor([len(context) for context in prompts.contexts], device=self._device)
         width = len(prompts.contexts[-1])  # they are sorted
         # padding on the right: under a causal mask no token of a prompt ever sees it

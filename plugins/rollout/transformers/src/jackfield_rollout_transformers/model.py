@@ -161,7 +161,8 @@ def load_model(config: Config, context: RolloutContext) -> LoadedModel:
         weight = module.get_parameter(name)
         weight.copy_(rounded(weight))
     settings = module.config.get_text_config()
-    limit = _model_limit(settings, context.max_model_len)
+    limits = getattr(settings, "max_position_embeddings", None), context.max_model_len
+    limit = min((each for each in limits if each is not None), default=1 << 20)
     _check_architecture(path, settings, limit)
     head, embeddings = module.get_output_embeddings(), module.get_input_embeddings()
     if head is None or embeddings is None:
@@ -201,12 +202,6 @@ def unusable(path: str, expected: str, found: str) -> RolloutError:
     return RolloutError(
         f"the model in {path} cannot be served", code="engine.model", where=path, expected=expected, found=found
     )
-
-
-def _model_limit(settings: Any, wanted: int | None) -> int:
-    own = getattr(settings, "max_position_embeddings", None)
-    limits = [limit for limit in (own, wanted) if limit is not None]
-    return min(limits) if limits else 1 << 20
 
 
 def _check_architecture(path: str, settings: Any, limit: int) -> None:

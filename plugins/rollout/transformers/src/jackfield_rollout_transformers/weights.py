@@ -135,17 +135,13 @@ class FullUpdate:
         elif found[1].shapes[found[0]] != tuple(tensor.shape):
             self._misshapen.append(f"{name} (model {found[1].shapes[found[0]]}, sent {tuple(tensor.shape)})")
         else:
-            self._sent.setdefault(found[0], []).append((name, tensor.dtype))
-            self._store(*found, tensor)
-
-    def _store(self, name: str, group: TensorGroup, tensor: Tensor) -> None:
-        if group.only_renamed:
-            self._weights.store(group, {name: tensor})
-            return
-        waiting = self._waiting.setdefault(group, {})
-        waiting[name] = tensor.detach().to(self._weights.model.device, copy=True)  # the sender may reuse its memory
-        if len(waiting) == len(group.shapes):
-            self._weights.store(group, self._waiting.pop(group))
+            saved_name, group = found
+            self._sent.setdefault(saved_name, []).append((name, tensor.dtype))
+            waiting = self._waiting.setdefault(group, {})
+            copied = tensor if group.only_renamed else tensor.detach().to(self._weights.model.device, copy=True)
+            waiting[saved_name] = copied  # the sender may reuse its memory
+            if len(waiting) == len(group.shapes):
+                self._weights.store(group, self._waiting.pop(group))
 
     def finish(self, received: Mapping[str, str]) -> dict[str, str]:
         """Check that the model is complete (``weights.missing``, ``weights.transfer``); return its tensors' digests.

@@ -17,7 +17,7 @@ from jackfield.abc.rollout import (
     UpdateWeightsRequest,
     WorkerReceipt,
 )
-from jackfield.errors import JackfieldError, PluginError, WeightsError, rebuilt_error
+from jackfield.errors import PluginError, WeightsError, rebuilt_error
 from jackfield.sdk.relay import Running, mixed
 from jackfield_huggingface.serving import SleepingServer
 from jackfield_rollout_vllm.config import Config
@@ -203,12 +203,10 @@ class VllmServer(SleepingServer):
         answers = await self._engine.collective_rpc("jackfield_update", args=(info,))
         for answer in answers:
             if "error" in answer:
-                raise _weights_error(rebuilt_error(answer["error"], f"replica {self.context.replica}"))
+                error = rebuilt_error(answer["error"], f"replica {self.context.replica}")
+                if isinstance(error, WeightsError | PluginError):
+                    raise error
+                details: dict[str, Any] = {"where": error.where, "found": error.found, "fix": error.fix}
+                raise WeightsError(f"the update broke off: {error.message}", **details)
         await self._engine.reset_prefix_cache(reset_running_requests=True)
         return [WorkerReceipt(worker=number, digests=answer["digests"]) for number, answer in enumerate(answers)]
-
-
-def _weights_error(error: JackfieldError) -> JackfieldError:
-    if isinstance(error, WeightsError | PluginError):
-        return error
-    return WeightsError(f"the update broke off: {error.message}", where=error.where, found=error.found, fix=error.fix)

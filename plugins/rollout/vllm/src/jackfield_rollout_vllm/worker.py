@@ -141,13 +141,10 @@ class CheckpointEngineReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
                 whole = parameters.get(name.replace(f".{part}.", f".{packed}."))
                 if whole is None:
                     continue
-                sizes = self._sizes(name, part, parts)
+                sizes = [self._expected[name.replace(f".{part}.", f".{each}.")][0] for each in parts]
                 first = sum(sizes[:position])
                 return whole[first : first + sizes[position]]
         return None
-
-    def _sizes(self, name: str, part: str, parts: list[str]) -> list[int]:
-        return [self._expected[name.replace(f".{part}.", f".{each}.")][0] for each in parts]
 
 
 class WorkerExtension:

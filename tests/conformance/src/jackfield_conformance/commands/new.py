@@ -52,10 +52,8 @@ def available_kinds() -> tuple[str, ...]:
 def write_scaffold(kind: str, name: str, parent: Path) -> Path:
     """Write the project into the new folder ``jackfield-KIND-NAME`` in ``parent``, and return the folder.
 
-    The name is lower-case words of letters and digits, the first a letter, joined by ``_`` or ``-``.
-
-    Raises:
-        PluginError: ``plugin.scaffold`` for an unknown kind, a bad name or an existing folder; nothing is written.
+    The name is lower-case words of letters and digits, the first a letter, joined by ``_`` or ``-``. An unknown kind, a
+    bad name or an existing folder is refused (``plugin.scaffold``).
     """
     values = _values(kind, name)
     target = parent / f"jackfield-{kind}-{name}"

@@ -180,8 +180,7 @@ def imports_stay_within_the_sdk(subject: Subject) -> None:
 def find_reaches(folder: Path, root: Path) -> list[str]:
     """Find imports of other Jackfield modules below a folder, also inside of functions, without importing the files.
 
-    Returns:
-        ``FILE:LINE imports MODULE`` for each, with files relative to ``root``.
+    Return ``FILE:LINE imports MODULE`` for each, with files relative to ``root``.
     """
     found = []
     allowed = tuple(f"{module}." for module in ALLOWED)

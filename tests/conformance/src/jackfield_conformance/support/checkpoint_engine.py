@@ -125,11 +125,7 @@ class Ends:
         return found
 
     async def sync_delta(self, tensors: Tensors, held: Sequence[HeldWeights], version: int) -> list[dict[str, str]]:
-        """Transfer what changed since the previous version, or all of version 1.
-
-        Returns:
-            Digests of what each worker holds afterwards, by name.
-        """
+        """Transfer what changed since the previous version, or all of version 1; return each worker's digests then."""
         topology, base = await self.prepare(), version - 1 or None
 
         async def take(worker: int) -> dict[str, str]:
