@@ -55,10 +55,7 @@ def kept_buffer(buffers: list[torch.Tensor], slot: int, size: int, device: str) 
 
 
 def put(buffer: torch.Tensor, entry: Entry, tensor: torch.Tensor) -> None:
-    """Copy a tensor of any stride and device into a buffer (uint8, ``[bytes]``, contiguous).
-
-    Raise a ``ValueError`` if the tensor does not fit into the buffer at the entry's offset.
-    """
+    """Copy a tensor of any stride and device into a buffer (uint8, ``[bytes]``); ``ValueError`` if it does not fit."""
     size, offset = tensor.nbytes, entry[3]
     if offset + size > buffer.nbytes:
         raise ValueError(f"{entry[0]}: {size} bytes at {offset} do not fit into a buffer of {buffer.nbytes}")

@@ -28,12 +28,10 @@ async def publish(role: Role, report: WeightsSynced | None, version: int) -> Non
     checkpoint engine that keeps no weights for workers that join later is refused (``weights.transfer``).
     """
     if report is not None and (report.retained is None or report.kind == "delta"):
-        raise WeightsError(
-            "the checkpoint engine keeps no weights for explorers that come and go",
-            where="checkpoint_engine",
-            expected="one with the capability 'retains_weights' (file)",
-            fix="choose checkpoint_engine: {name: file, folder: …}",
-        )
+        message = "the checkpoint engine keeps no weights for explorers that come and go"
+        expected = "one with the capability 'retains_weights' (file)"
+        fix = "choose checkpoint_engine: {name: file, folder: …}"
+        raise WeightsError(message, where="checkpoint_engine", expected=expected, fix=fix)
     await role.queue.post(WEIGHTS, attrs.asdict(attrs.evolve(report or _NOTHING, version=version, receipts=())))
 
 
@@ -75,14 +73,10 @@ class WeightSubscriber:
     async def load_all(self, published: WeightsSynced) -> None:
         """Load published weights into all replicas. It raises the errors of :meth:`run`."""
         async with self.loading:
-            if published.version < self.newest.version:
-                raise WeightsError(
-                    "the trainer went back to earlier weights, which replicas do not take",
-                    code="weights.version",
-                    expected=f"at least {self.newest.version}",
-                    found=published.version,
-                    fix="start this explorer again",
-                )
+            found, newest, fix = published.version, self.newest.version, "start this explorer again"
+            if found < newest:
+                what = "the trainer went back to earlier weights, which replicas do not take"
+                raise WeightsError(what, code="weights.version", expected=f"at least {newest}", found=found, fix=fix)
             if published != self.newest:  # a restored trainer may publish a version again
                 await asyncio.gather(*(self._load(replica, published) for replica in list(self.replicas)))
             self.newest = published

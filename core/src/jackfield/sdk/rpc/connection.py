@@ -233,8 +233,11 @@ class Connection(asyncio.Protocol):
         if not name:
             (number,) = self._codec.decode(call.arguments, tuple[int], call.method)
             return (self._next(number) if member == "next" else self._close(number)), member
-        service = wire.known(self.services, name, "service")
-        method = wire.known(service.contract.methods, member, "method")
+        service = self.services.get(name)
+        method = None if service is None else service.contract.methods.get(member)
+        if service is None or method is None:
+            there = ", ".join(self.services if service is None else service.contract.methods)
+            raise RpcError("there is no such method", code="rpc.method", where=call.method, expected=there)
         try:
             arguments = self._codec.decode(call.arguments, method.arguments, call.method)
         except JackfieldError as error:  # of a validator: name the call

@@ -12,7 +12,7 @@ import typing
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 import attrs
 import msgspec
@@ -20,8 +20,6 @@ import xxhash
 
 from jackfield.clock import Clock
 from jackfield.errors import JackfieldError, RpcError
-
-T = TypeVar("T")
 
 HEAD = struct.Struct(">4sI")  #: magic with the version, and the length of the message in bytes
 MAGIC = b"JKR1"
@@ -226,14 +224,6 @@ class Contract:
 
     def __iter__(self) -> typing.Iterator[Method]:
         return iter(self.methods.values())
-
-
-def known(choices: Mapping[str, T], name: str, what: str) -> T:
-    """Return the choice with a name, or raise ``rpc.method``."""
-    if name not in choices:
-        message = f"there is no such {what}"
-        raise RpcError(message, code="rpc.method", where=name, expected=", ".join(choices))
-    return choices[name]
 
 
 def subject(arguments: Iterable[Any]) -> str:
