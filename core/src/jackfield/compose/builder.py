@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -17,12 +18,12 @@ import attrs
 from jackfield.cluster.control import serve_control
 from jackfield.cluster.pool import DeviceLease, ReplicaPool
 from jackfield.compose.checks import mixed_samples
-from jackfield.compose.folder import export_model, mark_finished
+from jackfield.compose.folder import mark_finished
 from jackfield.compose.workers import WorkerFactory
 from jackfield.queue import Values
 from jackfield.queue.transfer_queue import connect_queue
 from jackfield.runtime.engine import EngineGroup
-from jackfield.trainer.checkpoint import Checkpoint
+from jackfield.trainer.checkpoint import Checkpoint, written
 from jackfield.trainer.log_prob_check import ReplicaProbe
 from jackfield.trainer.role import FINISHED, WEIGHTS, Role, RunWorkers
 from jackfield.trainer.rollouts import Explorer, RewardPipeline
@@ -187,7 +188,12 @@ class RunBuilder:
         with self.stop.boundary("with a checkpoint after this step"):
             steps = await trainer.run(first_step)
             if steps == config.schedule.steps:
-                await export_model(trainer.actor, folder / "model")
+                model, partial = folder / "model", folder / "model.partial"
+                with written(partial, "the trained model could not be written", "goes on from the newest checkpoint"):
+                    await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
+                    await trainer.actor.save(str(partial), "huggingface")
+                    shutil.rmtree(model, ignore_errors=True)
+                    partial.replace(model)
                 if role.name == "train":
                     await role.queue.post(FINISHED, {"steps": steps})
                 mark_finished(folder, steps)

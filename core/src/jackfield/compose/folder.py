@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import fcntl
 import json
@@ -23,10 +22,9 @@ from jackfield.errors import EngineError, RunError
 from jackfield.files import replace_file, seal, unseal
 from jackfield.plugins import discover
 from jackfield.queue.store import STORE_FILE, check_ledger
-from jackfield.runtime.engine import EngineGroup
 from jackfield.sdk.archive import NAME_FILE
 from jackfield.settings import flatten
-from jackfield.trainer.checkpoint import Checkpoint, CheckpointStore, disk_error, open_checkpoint, written
+from jackfield.trainer.checkpoint import Checkpoint, CheckpointStore, disk_error, open_checkpoint
 
 _FINISHED = "finished.json"
 
@@ -191,13 +189,3 @@ def export_checkpoint(checkpoint: Checkpoint, out: Path, *, merge: bool = False)
         raise EngineError(f"the model could not be written: {error}", where=str(out)) from error
     finally:
         engine.close()
-
-
-async def export_model(actor: EngineGroup, model: Path) -> None:
-    """Write the model to a temporary folder, then move it into place in one step, or raise ``run.checkpoint-write``."""
-    partial = model.with_name(f"{model.name}.partial")
-    with written(partial, "the trained model could not be written", "goes on from the newest checkpoint"):
-        await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
-        await actor.save(str(partial), "huggingface")
-        shutil.rmtree(model, ignore_errors=True)
-        partial.replace(model)

@@ -35,7 +35,7 @@ from jackfield.errors import (
 )
 from jackfield.plugins.hooks import SampleRecord
 from jackfield.queue import Values
-from jackfield.queue.meta import RolloutReport, Written, group_of
+from jackfield.queue.meta import GroupKey, RolloutReport, Written, group_of
 from jackfield.runtime.samples import metric_tags, not_finite, sequence_columns, sequence_tags
 from jackfield.sdk.cells import column_from_rows, rows_of
 
@@ -75,8 +75,9 @@ async def resubmitted(
 
 
 def one_line(error: JackfieldError) -> str:
-    """Describe an error in one line of a log."""
-    return f"{error.message} ({error.where}): {error.found}"
+    """Describe an error in one line without its location, so that equal failures have equal texts."""
+    found = "" if error.found is None else f", found {error.found}"
+    return f"{error.message}{found} [{error.code}]"
 
 
 def is_lost(error: JackfieldError) -> bool:
@@ -93,10 +94,9 @@ def lost_keys(error: JackfieldError) -> tuple[str, ...]:
 class RolloutJob:
     """One rollout of an agent loop, or answers from the data that replace one."""
 
-    id: str  #: prefix of the keys of its samples
-    partition: str
-    group: str
+    group: GroupKey
     rollout: int = 0
+    attempt: int = 0  #: number of workers that died during it
     task: Task
     sampling: Mapping[str, Any] | None = None  #: None: copy the task's answers instead of generating
     seconds: float = 600.0  #: the rollout's deadline
@@ -125,10 +125,10 @@ class AgentWorker:
         sequences, more = await self._sequences(job)
         tags = tuple({**sequence_tags(job.task, each, job.rollout), **more} for each in sequences)
         columns = sequence_columns(job.task, sequences, supervised=job.sampling is None and not job.expert)
-        keys = tuple(f"{job.id}/{number}" for number in range(len(tags)))
-        put = partial(self._values.put, job.partition, keys, columns, tags)
-        written = await resubmitted(put, f"sample {job.id}", is_lost)  # a retry puts samples on the remaining units
-        return RolloutReport(group=job.group, rollout=job.rollout, keys=keys, written=written)
+        keys = tuple(job.group.sample(job.rollout, number, job.attempt) for number in range(len(tags)))
+        put = partial(self._values.put, job.group.partition, keys, columns, tags)
+        written = await resubmitted(put, f"samples {', '.join(keys)}", is_lost)  # on the remaining units
+        return RolloutReport(group=str(job.group), rollout=job.rollout, keys=keys, written=written)
 
     async def _sequences(self, job: RolloutJob) -> tuple[Sequence[AgentSequence], dict[str, Any]]:
         """Run an agent loop, or copy answers; return sequences and additional tags for each."""

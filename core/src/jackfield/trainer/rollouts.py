@@ -110,16 +110,14 @@ class Explorer:
 
     async def _roll_out(self, key: GroupKey, task: Task, rollout: int, generates: bool) -> None:
         """Run a rollout on a worker, again if workers die, and report its outcome."""
-        config, retries, sampling = self.role.config, itertools.count(), None
+        config, attempts, sampling = self.role.config, itertools.count(), None
         if generates:
             seed = sampling_seed(config.seed_of(config.sampling), key.batch, key.index, key.retry, rollout)
             sampling = {**attrs.asdict(config.sampling, recurse=False), "seed": seed}
             if self.role.algorithm.greedy_baseline and rollout == self._rollouts - 1:
                 sampling["temperature"] = 0.0
         job = RolloutJob(
-            id=key.rollout(rollout),
-            partition=key.partition,
-            group=str(key),
+            group=key,
             rollout=rollout,
             task=task,
             sampling=sampling,
@@ -129,35 +127,30 @@ class Explorer:
 
         async def run() -> RolloutReport:
             async with self.role.rollout_devices.hold("rollout") if generates else nullcontext():
-                return await _run(self.role, attrs.evolve(job, id=key.rollout(rollout, next(retries))))
+                return await _run(self.role, attrs.evolve(job, attempt=next(attempts)))
 
         try:
-            report = await resubmitted(run, f"sample {job.id}")
+            report = await resubmitted(run, f"sample {key.rollout(rollout)}")
         except WorkerLost as error:
-            report = RolloutReport(group=str(key), rollout=rollout, error=_summary(error))
+            report = RolloutReport(group=str(key), rollout=rollout, error=one_line(error))
         await self.role.queue.end_rollouts([report])
 
 
 async def _run(role: Role, job: RolloutJob) -> RolloutReport:
     """Run a job on an agent worker; return errors of this rollout only in the report."""
-    worker = role.workers.agents.of(f"{job.group}/{job.rollout}")
+    worker, evaluates = role.workers.agents.of(f"{job.group}/{job.rollout}"), job.group.partition == EVAL
     # the worker enforces the rollout's deadline; this one adds slack for the RPC
-    seconds, who = 1.1 * job.seconds + 10, f"the agent worker of sample {job.id}, task {job.task.id}"
+    seconds, sample = 1.1 * job.seconds + 10, job.group.rollout(job.rollout, job.attempt)
+    who = f"the agent worker of sample {sample}, task {job.task.id}"
     try:
         return await role.clock.wait_for(worker.run(job), seconds, who)
     except JackfieldError as error:
-        generates, lost = job.sampling is not None, job.partition == EVAL and is_lost(error)
+        generates, lost = job.sampling is not None, evaluates and is_lost(error)
         every = isinstance(error, ConfigError | DataError | PluginError) or error.code == "rollout.stopped"
         if isinstance(error, WorkerLost) or lost or not generates or every:  # it would fail every rollout
             raise
-        text = str(error) if job.partition == EVAL else _summary(error)
-        return RolloutReport(group=job.group, rollout=job.rollout, error=text)
-
-
-def _summary(error: JackfieldError) -> str:
-    """Describe an error without its location, so that equal failures have equal texts."""
-    found = "" if error.found is None else f", found {error.found}"
-    return f"{error.message}{found} [{error.code}]"
+        text = str(error) if evaluates else one_line(error)
+        return RolloutReport(group=str(job.group), rollout=job.rollout, error=text)
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -311,7 +304,8 @@ class Evaluator:
         ``reward.too-many-failures`` if no task has a score.
         """
         async with self.role.measure("evaluate", "trainer", version), self.role.rollout_devices.hold("rollout"):
-            records = await asyncio.gather(*(self._evaluate(task, version) for task in self.tasks))
+            groups = (GroupKey(EVAL, version, number) for number in range(len(self.tasks)))
+            records = await asyncio.gather(*map(self._evaluate, self.tasks, groups))
         scores = [record.reward for record in records if record.reward is not None]
         if not scores:
             where, errors = f"evaluation of weights {version}", (str(record.tags["error"]) for record in records)
@@ -337,17 +331,14 @@ class Evaluator:
         hooks.emit(EvaluationEnded(step=version, metrics=metrics))
         return metrics
 
-    async def _evaluate(self, task: Task, version: int) -> SampleRecord:
+    async def _evaluate(self, task: Task, group: GroupKey) -> SampleRecord:
         """Run and score a task; return its sample without the text. An error of this task only becomes a tag."""
-        group, config, workers = f"{EVAL}/{version}/{task.id}", self.role.config, self.role.workers
-        key, rewards = f"{group}/0", workers.rewards
+        config, key, rewards = self.role.config, group.sample(0, 0), self.role.workers.rewards
         assert rewards is not None
-        seed = sampling_seed(config.seed_of(config.evaluation.sampling), "evaluation", version, task.id)
+        seed = sampling_seed(config.seed_of(config.evaluation.sampling), "evaluation", group.batch, task.id)
         sampling = {**attrs.asdict(config.evaluation.sampling, recurse=False), "seed": seed}
         seconds, who = config.deadlines.rollout, f"the reward worker of held-out task {task.id}"
-        job = RolloutJob(
-            id=group, partition=EVAL, group=group, task=task, sampling=sampling, seconds=seconds, last=True
-        )
+        job = RolloutJob(group=group, task=task, sampling=sampling, seconds=seconds, last=True)
 
         def record(reward: float | None, error: str | None, **found: Any) -> SampleRecord:
             tags = {"task": task.id, "ground_truth": task.ground_truth, **found, **({"error": error} if error else {})}
@@ -360,12 +351,12 @@ class Evaluator:
             if not report.keys:
                 return record(None, report.error or "the agent loop returned no sequence")
             longest = 2 * self.role.score_seconds * len(self.tasks)  # if all are scored one after the other
-            result = await self.role.clock.wait_for(rewards.of(group).score(EVAL, key), longest, who)
+            result = await self.role.clock.wait_for(rewards.of(key).score(EVAL, key), longest, who)
             tags = report.written.tags[0]
             more = {"response_tokens": tags["response_tokens"], **said(tags), **metric_tags("reward", result.metrics)}
             return record(result.score, result.error, **more)
 
         try:
-            return await resubmitted(evaluated, f"sample {key}")
+            return await resubmitted(evaluated, f"the answer to held-out task {task.id}")
         except WorkerLost as error:
             return record(None, str(error))
