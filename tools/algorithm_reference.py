@@ -36,7 +36,10 @@ KINDS: dict[str, tuple[str, str]] = {
         "aggregation but `token-sum`: they have no tokens to weigh.",
     ),
     "kl": ("KL estimators", "r = pi_ref / pi on a sampled token. `NAME+` has NAME's value and k2's gradient."),
-    "correction": ("Off-policy correction", "See `jackfield.algorithms.Correction.weights` for its diagnostics."),
+    "correction": (
+        "Off-policy correction",
+        "See `jackfield.algorithms.shaping.Correction.weights` for its diagnostics.",
+    ),
     "aggregation": (
         "Aggregation",
         "Always by global counts, so that no split of a batch changes loss or gradient. KL and entropy are aggregated "

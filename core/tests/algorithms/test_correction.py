@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jackfield.algorithms import Correction, part, policy_loss
+from jackfield.algorithms import part, policy_loss
+from jackfield.algorithms.shaping import Correction
 from jackfield_testing import refused
 
 from .cases import batch, counts, loss_of

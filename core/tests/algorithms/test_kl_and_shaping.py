@@ -11,21 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jackfield.abc.engine import TokenOutput
-from jackfield.algorithms import (
-    LossSpec,
-    advantages,
-    aggregate,
+from jackfield.algorithms import LossSpec, advantages, names, resolve_loss
+from jackfield.algorithms.per_token import aggregate, kl
+from jackfield.algorithms.settings import KLSettings
+from jackfield.algorithms.shaping import (
     clip_rewards,
     dynamic_sampling_filter,
     fill_failed,
-    kl,
     kl_in_reward,
-    names,
     normalize_rewards,
     overlong_penalty,
-    resolve_loss,
 )
-from jackfield.algorithms.settings import KLSettings
 from jackfield.errors import ConfigError
 from jackfield_testing import refused
 

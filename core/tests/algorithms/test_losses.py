@@ -11,12 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jackfield.algorithms import (
-    advantages,
-    chord_mu,
-    policy_loss,
-    prepare,
-)
+from jackfield.algorithms import advantages, policy_loss, prepare
+from jackfield.algorithms.weighted import chord_mu
 from jackfield.errors import ConfigError
 from jackfield_testing import refused
 

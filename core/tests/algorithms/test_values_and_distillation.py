@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from jackfield.abc.engine import TokenOutput
-from jackfield.algorithms import VALUE_LOSS, LossSpec, distillation_loss, names, resolve_loss, value_loss
+from jackfield.algorithms import LossSpec, names, resolve_loss
+from jackfield.algorithms.losses import VALUE_LOSS, value_loss
+from jackfield.algorithms.per_token import distillation_loss
 from jackfield.errors import ConfigError
 from jackfield_testing import refused
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from jackfield.abc.transfer_queue import TransferQueueContext
-from jackfield.algorithms import Correction, Shaping, advantages
+from jackfield.algorithms import advantages
 from jackfield.algorithms.settings import ResolvedAlgorithm
+from jackfield.algorithms.shaping import Correction, Shaping
 from jackfield.errors import ConfigError
 from jackfield.queue import BatchMeta, Values
 from jackfield.queue.meta import Lease

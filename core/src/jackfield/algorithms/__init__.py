@@ -9,48 +9,20 @@ is 1 on the model's own tokens. Losses are normalised by counts of the whole bat
 from __future__ import annotations
 
 from jackfield.algorithms.advantages import advantages
-from jackfield.algorithms.losses import VALUE_LOSS, LossSpec, policy_loss, prepare, resolve_loss, value_loss
-from jackfield.algorithms.per_token import aggregate, distillation_loss, kl
+from jackfield.algorithms.losses import LossSpec, policy_loss, prepare, resolve_loss
 from jackfield.algorithms.registry import Part, names, part, register
 from jackfield.algorithms.settings import Algorithm, algorithm
-from jackfield.algorithms.shaping import (
-    Correction,
-    Shaping,
-    clip_rewards,
-    dynamic_sampling_filter,
-    fill_failed,
-    kl_in_reward,
-    normalize_rewards,
-    overlong_penalty,
-)
-from jackfield.algorithms.tensors import naming_rows
-from jackfield.algorithms.weighted import chord_mu
 
 __all__ = [
-    "VALUE_LOSS",
     "Algorithm",
-    "Correction",
     "LossSpec",
     "Part",
-    "Shaping",
     "advantages",
-    "aggregate",
     "algorithm",
-    "chord_mu",
-    "clip_rewards",
-    "distillation_loss",
-    "dynamic_sampling_filter",
-    "fill_failed",
-    "kl",
-    "kl_in_reward",
     "names",
-    "naming_rows",
-    "normalize_rewards",
-    "overlong_penalty",
     "part",
     "policy_loss",
     "prepare",
     "register",
     "resolve_loss",
-    "value_loss",
 ]

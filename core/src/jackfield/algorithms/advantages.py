@@ -100,7 +100,7 @@ def _reinforce_plus_plus(x: Inputs, *, gamma: Share = 1.0, eps: Epsilon = 1e-8) 
     """A = (G - mean_batch(G)) / (std_batch(G) + eps), G_t the reward to go; statistics over all model tokens.
     [REINFORCE++, arXiv:2501.03262]
 
-    The paper's KL penalty in the reward is :func:`jackfield.algorithms.kl_in_reward`.
+    The paper's KL penalty in the reward is :func:`jackfield.algorithms.shaping.kl_in_reward`.
 
     Differs: We use std + eps instead of sqrt(variance + eps), so that equal rewards give exactly 0.
     """

@@ -48,7 +48,7 @@ def policy_loss(
 
     ``aggregation`` and ``length_norm`` are those of :func:`aggregate`; a loss with one value per sequence (or pair) is
     a mean over sequences (or pairs) in every mode except ``token-sum``. ``rollout_weights`` are importance weights, 0
-    for excluded tokens: those of :meth:`jackfield.algorithms.Correction.weights`, multiplied by its mask.
+    for excluded tokens: those of :meth:`jackfield.algorithms.shaping.Correction.weights`, multiplied by its mask.
     """
     chosen = part("loss", name)
     inputs, options = chosen.split(options)

@@ -168,7 +168,7 @@ def distillation_loss(
 
     ``name`` is ``forward_kl``, ``reverse_kl`` or ``jsd`` (with the option ``beta``). The log-probs are normalised over
     the vocabulary, float ``[B, T, V]``, the student's with gradients; a teacher's -inf is a probability of 0. Counts,
-    ``aggregation`` and ``length_norm`` are those of :func:`jackfield.algorithms.aggregate`.
+    ``aggregation`` and ``length_norm`` are those of :func:`jackfield.algorithms.per_token.aggregate`.
     """
     chosen = part("distillation", name)
     counts, options = chosen.split(options)

@@ -74,7 +74,7 @@ def kl_in_reward(
     arXiv:1909.08593]
 
     All tensors are ``[B, T]``; ``log_probs`` are those of the policy that generated (or of pi_old). Rewards of
-    observation tokens do not change. ``estimator`` is a name of :func:`jackfield.algorithms.kl`.
+    observation tokens do not change. ``estimator`` is a name of :func:`jackfield.algorithms.per_token.kl`.
 
     Returns ``(token_rewards, kl)``: ``[B, T]``, and the mean KL per model token, a scalar, to adapt the coefficient.
     """

@@ -163,7 +163,7 @@ def _mix_chord(
 
     It needs the same counts as ``mix``.
 
-    Differs: mu is an option; the paper's decay schedule is jackfield.algorithms.chord_mu.
+    Differs: mu is an option; the paper's decay schedule is jackfield.algorithms.weighted.chord_mu.
     """
     probability = x.log_probs.detach().exp()
     imitation = -x.log_probs * (probability * (1.0 - probability) if phi else 1.0)

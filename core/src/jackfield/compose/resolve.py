@@ -7,9 +7,10 @@ from typing import Any
 
 import attrs
 
-from jackfield.algorithms import Algorithm, Correction, Part, algorithm, part
+from jackfield.algorithms import Algorithm, Part, algorithm, part
 from jackfield.algorithms.registry import COUNTS
 from jackfield.algorithms.settings import CriticSettings, ResolvedAlgorithm
+from jackfield.algorithms.shaping import Correction
 from jackfield.config.sections import RunConfig, WeightsConfig
 from jackfield.plugins import Manifest
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 import attrs
 
 from jackfield.abc.engine import BaseEngine, EngineLayout, EngineOutput, LoadCheckpointRequest, SaveCheckpointRequest
-from jackfield.algorithms import LossSpec, naming_rows, resolve_loss
+from jackfield.algorithms import LossSpec, resolve_loss
+from jackfield.algorithms.tensors import naming_rows
 from jackfield.clock import Clock
 from jackfield.errors import EngineError, JackfieldError, WorkerLost
 from jackfield.queue import TransferQueue, Values

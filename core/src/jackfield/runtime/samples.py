@@ -13,8 +13,10 @@ import xxhash
 
 from jackfield.abc.agent import AgentSequence
 from jackfield.abc.transfer_queue import Column
-from jackfield.algorithms import advantages, kl_in_reward, naming_rows, part, prepare
+from jackfield.algorithms import advantages, part, prepare
 from jackfield.algorithms.settings import ResolvedAlgorithm
+from jackfield.algorithms.shaping import kl_in_reward
+from jackfield.algorithms.tensors import naming_rows
 from jackfield.data.tasks import Task
 from jackfield.queue import Values
 from jackfield.queue.meta import BatchMeta, Written

@@ -19,7 +19,7 @@ import xxhash
 from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence, ChatTokenizer
 from jackfield.abc.reward import RewardAgent, ScoreRequest, ScoreResult
 from jackfield.abc.rollout import SamplingParams
-from jackfield.algorithms import fill_failed
+from jackfield.algorithms.shaping import fill_failed
 from jackfield.clock import Clock
 from jackfield.config import RunConfig
 from jackfield.data.tasks import Task

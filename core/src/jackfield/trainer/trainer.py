@@ -11,7 +11,8 @@ from typing import Any
 
 import attrs
 
-from jackfield.algorithms import VALUE_LOSS, LossSpec
+from jackfield.algorithms import LossSpec
+from jackfield.algorithms.losses import VALUE_LOSS
 from jackfield.config.sections import MixConfig, ReplayConfig
 from jackfield.errors import QueueError, RunError
 from jackfield.plugins.hooks import SamplesFailed, SamplesRecorded, StepEnded, WeightsSynced
