@@ -39,7 +39,7 @@ from jackfield.queue import TransferQueue, Values
 from jackfield.queue.meta import BatchMeta, Written
 from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.runtime.engine import Distances, EngineGroup, EngineRank
-from jackfield.runtime.ray_actor import connect_worker, remote_backend, store_services
+from jackfield.runtime.process import connect_worker, remote_backend, store_services
 from jackfield.runtime.ray_cluster import Actor, Cluster, WorkerSpec
 from jackfield.runtime.workers import AgentWorker, RewardWorker, Workers
 from jackfield.sdk.rpc import Address, Service, stub

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import attrs
+import psutil
 
 from jackfield.cluster.control import serve_control
 from jackfield.cluster.pool import DeviceLease, ReplicaPool
@@ -103,18 +104,10 @@ class Stop:
 
 
 def _end_now(number: int) -> NoReturn:
-    """Kill this process and, as far as Linux's ``/proc`` lists them, all processes that it has started."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(stat.parent.name))
-    descendants = list(children.get(os.getpid(), ()))
-    for pid in descendants:  # it grows during the loop
-        descendants += children.get(pid, ())
-    for pid in descendants:
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+    """Kill this process and all processes that it has started."""
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            process.kill()
     os._exit(128 + number)
 
 

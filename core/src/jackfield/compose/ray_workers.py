@@ -17,13 +17,12 @@ from typing import Any, TypeVar
 import attrs
 
 from jackfield.compose.checks import interpreters
-from jackfield.compose.workers import CONTRACTS, Kind, RankPlace, Routes, Worker, WorkerFactory, longest, make_worker
+from jackfield.compose.workers import CONTRACTS, Kind, Routes, Worker, WorkerFactory, longest, make_worker
 from jackfield.errors import WorkerLost
 from jackfield.files import replace_file
 from jackfield.routing import Replica
 from jackfield.runtime.engine import EngineRank
-from jackfield.runtime.process import use_process
-from jackfield.runtime.ray_actor import death, remote_backend
+from jackfield.runtime.process import death, remote_backend, use_process
 from jackfield.runtime.ray_cluster import Actor, Cluster, WorkerSpec, check_interpreter
 from jackfield.runtime.samples import AdvantageWorker
 from jackfield.runtime.workers import AgentWorker, RewardWorker, Workers
@@ -78,7 +77,6 @@ class RayWorkers:
         ]
         # concurrently, because processes need seconds for their imports
         store, *others = await asyncio.gather(*map(self._cluster.start, specs))
-        self._note_places()
         self._store = store.address
         await self._make(store)
         await asyncio.gather(*map(self._make, others))
@@ -115,7 +113,6 @@ class RayWorkers:
     def _restarting_stub(self, name: str, cls: type[T]) -> T:
         async def begin(actor: Actor) -> None:
             await self._make(actor)
-            self._note_places()
             if name in self._agents:
                 await self._routed(actor, 0.0)
 
@@ -131,12 +128,10 @@ class RayWorkers:
             self._made.discard(replica.number)
         elif replica.name in self._cluster.actors:
             await self._make(await self._cluster.restart(replica.name))
-            self._note_places()
         else:
             self._replicas += 1
             try:
                 actor = await self._cluster.start(await self._spec("rollout", replica.number))
-                self._note_places()
                 await self._make(actor)
             except BaseException:
                 await self.end(replica.number)
@@ -184,28 +179,24 @@ class RayWorkers:
 
     async def _make(self, actor: Actor) -> None:
         """Make a worker, once the processes of the store and of all ranks of its engine have started."""
-        worker, host = actor.spec.worker, actor.place.address
-        place = RankPlace(host=host)
-        if worker.kind == "engine":  # the rendezvous of its ranks, and the number of this one on its node
-            names = [attrs.evolve(worker, number=each).name for each in range(self._config.cluster.ray.engine_ranks)]
-            places = [self._cluster.actors[name].place for name in names]
-            first, count = places[0], len(places)
+        self._note_places()
+        worker, place, chosen = actor.spec.worker, actor.place, self._config.cluster.ray
+        if worker.kind == "engine":  # where its ranks find each other, and the number of this one on its node
+            ranks = [attrs.evolve(worker, number=number).name for number in range(chosen.engine_ranks)]
+            places = [self._cluster.actors[name].place for name in ranks]
+            host, port = places[0].address, places[0].port
             rendezvous = f"file://{self._rendezvous}/{worker.role}"  # torch's TCP store would use all interfaces
-            if self._config.cluster.ray.address is not None:
-                rendezvous = f"tcp://{f'[{first.address}]' if ':' in first.address else first.address}:{first.port}"
-            place = RankPlace(
-                rank=worker.number,
-                world_size=count,
-                local_rank=sum(place.address == host for place in places[: worker.number]),
-                init_method=rendezvous if count > 1 else None,
-                host=host,
-            )
-        await self._cluster.make(actor, attrs.evolve(worker, store=self._store, place=place))
+            if chosen.address is not None:
+                rendezvous = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+            local_rank = sum(each.address == place.address for each in places[: worker.number])
+            init_method = rendezvous if len(places) > 1 else None
+            worker = attrs.evolve(worker, world_size=len(places), local_rank=local_rank, init_method=init_method)
+        await self._cluster.make(actor, attrs.evolve(worker, store=self._store, host=place.address))
 
     def _note_places(self) -> None:
-        found = {name: actor for name, actor in self._cluster.actors.items() if actor.lives}
+        found = {name: each for name, each in self._cluster.actors.items() if each.lives and hasattr(each, "place")}
         lines = {name: {"pid": each.address.process.pid, "node": each.place.address} for name, each in found.items()}
-        replace_file(Path(self._config.folder) / "workers.json", json.dumps(lines, indent=1))
+        replace_file(Path(self._config.folder) / "workers.json", json.dumps(lines, indent=1), durable=False)
 
     def _resources(self, parts: int) -> dict[str, float]:
         """Return the resources of a place divided by ``parts``; Ray counts in ten-thousandths."""

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
@@ -31,8 +32,15 @@ from jackfield.queue import TransferQueue, Values
 from jackfield.queue.store import STORE_FILE
 from jackfield.routing import Replica, Router
 from jackfield.runtime.engine import EngineRank
-from jackfield.runtime.process import open_host, rollout_service, use_process
-from jackfield.runtime.ray_actor import connect_worker, interface_of, remote_backend, store_services
+from jackfield.runtime.process import (
+    connect_worker,
+    interface_of,
+    open_host,
+    remote_backend,
+    rollout_service,
+    store_services,
+    use_process,
+)
 from jackfield.runtime.samples import AdvantageWorker
 from jackfield.runtime.workers import AgentWorker, RewardWorker, Workers
 from jackfield.sdk.child import ChildProcess
@@ -55,31 +63,20 @@ _KINDS: Mapping[Kind, tuple[str, tuple[str, ...]]] = {
 
 
 @attrs.frozen(kw_only=True)
-class RankPlace:
-    """The place of a rank among the other ranks of its engine."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    init_method: str | None = None
-    host: str = "127.0.0.1"
-
-
-_ALONE = RankPlace()
-
-
-@attrs.frozen(kw_only=True)
 class Worker:
     """Describes a worker in plain values, from which :func:`make_worker` makes it in its process."""
 
     kind: Kind
-    number: int = 0
+    number: int = 0  #: also the rank of an engine's rank
     role: str = ""  #: role of an engine
     config: RunConfig
     algorithm: ResolvedAlgorithm | None = None  #: not for replicas
     generates: bool = True  #: whether the run has replicas
     store: Address | None = None  #: address of the storage worker, for workers that use it
-    place: RankPlace = _ALONE  #: place of an engine's rank; of other workers the host
+    host: str = "127.0.0.1"  #: address of its node
+    world_size: int = 1  #: number of its engine's ranks
+    local_rank: int = 0  #: number of the rank among those on its node
+    init_method: str | None = None  #: where the ranks find each other; None: there is one
 
     @property
     def name(self) -> str:
@@ -115,9 +112,10 @@ class WorkerFactory:
         values, scores = Values(backend), role.scores or role.evaluates
         stack.push_async_callback(lambda: asyncio.gather(*map(self.end, list(self._children))))
         agent = self.agent_worker(values, role.generates, request_prefix=self.config.name)
+        worker = partial(Worker, kind="engine", config=self.config, algorithm=role.algorithm)
         return RunWorkers(
             backend=backend,
-            ranks={engine: [self.engine_rank(values, engine, role.algorithm, stack)] for engine in role.engines},
+            ranks={engine: [self.engine_rank(worker(role=engine), values, stack)] for engine in role.engines},
             agents=Workers([agent]),
             rewards=Workers([await self.reward_worker(values, stack)]) if scores else None,
             estimator=AdvantageWorker(values, role.algorithm),
@@ -148,12 +146,12 @@ class WorkerFactory:
             max_retries=self.config.schedule.max_retries,
         )
 
-    def engine_rank(
-        self, values: Values, role: str, algorithm: ResolvedAlgorithm, stack: AsyncExitStack, place: RankPlace = _ALONE
-    ) -> EngineRank:
+    def engine_rank(self, worker: Worker, values: Values, stack: AsyncExitStack) -> EngineRank:
         """Make an engine's rank without loading the model, with a weight sender if an actor's."""
-        config, actor, sender = self.config, role == "actor", None
-        shared: Any = {"rank": place.rank, "world_size": place.world_size, "device": config.cluster.device}
+        config, role, algorithm, sender = self.config, worker.role, worker.algorithm, None
+        assert algorithm is not None
+        actor = role == "actor"
+        shared: Any = {"rank": worker.number, "world_size": worker.world_size, "device": config.cluster.device}
         model = config.model
         if not actor:  # only actors have adapters, and critics have value heads
             path = (config.critic.path if role == "critic" else None) or model.path
@@ -162,8 +160,8 @@ class WorkerFactory:
             role=role,  # type: ignore[arg-type]
             model=model,
             optimizer={"actor": config.optimizer, "critic": config.critic.optimizer}.get(role),
-            local_rank=place.local_rank,
-            init_method=place.init_method,
+            local_rank=worker.local_rank,
+            init_method=worker.init_method,
             seed=config.seed,
             temperature=config.engine_temperature,
             micro_batch_tokens=config.cluster.micro_batch_tokens,
@@ -172,7 +170,7 @@ class WorkerFactory:
         engine = self._plugin("engine", context)
         if actor:
             seconds, blocks = config.deadlines.sync, config.weights.block_bytes if config.weights.kind == "delta" else 0
-            sending = CheckpointEngineContext(end="sender", host=place.host, deadline_seconds=seconds, **shared)
+            sending = CheckpointEngineContext(end="sender", host=worker.host, deadline_seconds=seconds, **shared)
             transport = self._plugin("checkpoint_engine", sending)
             sender = WeightSender(transport, engine.get_per_tensor_param, block_bytes=blocks)
         of_critic = {name: name for name in ("returns", "values")}
@@ -225,11 +223,8 @@ class WorkerFactory:
 
     def rollout_server(self, replica: int, *, host: str = "127.0.0.1") -> BaseRolloutServer:
         """Make a replica's server in this process, without starting it."""
-        return cast(BaseRolloutServer, self._plugin("rollout", self._rollout_context(replica, host)))
-
-    def _rollout_context(self, replica: int, host: str = "127.0.0.1") -> RolloutContext:
         config = self.config
-        return RolloutContext(
+        context = RolloutContext(
             model=attrs.evolve(config.model, dtype=config.weights.dtype or config.model.dtype),
             replica=replica,
             device=config.cluster.device,
@@ -238,6 +233,7 @@ class WorkerFactory:
             max_model_len=config.cluster.max_model_len,
             clock=self.clock,
         )
+        return cast(BaseRolloutServer, self._plugin("rollout", context))
 
     def agent_worker(self, values: Values, generates: bool, *, request_prefix: str) -> AgentWorker:
         """Make a worker that runs agents, or copies given answers without ``generates``."""
@@ -320,27 +316,27 @@ def longest(config: RunConfig) -> float:
 async def make_worker(description: dict[str, Any], stack: AsyncExitStack) -> Mapping[str, Service]:
     """Make the :class:`Worker` of a description and return its services; ``stack`` closes its resources."""
     worker = msgspec.convert(description, Worker)
-    config, number, algorithm = worker.config, worker.number, worker.algorithm
+    config, number = worker.config, worker.number
     registry = installed()  # its interpreter need not have the plugins of other workers
     await asyncio.to_thread(load_plugins, worker, registry)  # in a thread, so that heartbeats go on
     factory = WorkerFactory(config=config, registry=registry, clock=Clock())
     if worker.kind == "rollout":  # the pool starts its server later
-        server = factory.rollout_server(number, host=worker.place.host)
+        server = factory.rollout_server(number, host=worker.host)
         stack.push_async_callback(server.stop)
         return {"worker": rollout_service(server, number)}
-    assert algorithm is not None
     if worker.kind == "store":
+        assert worker.algorithm is not None
         backend = factory.backend()
         stack.push_async_callback(backend.close)
-        return {**store_services(backend), **_served(AdvantageWorker(Values(backend), algorithm))}
+        return {**store_services(backend), **_served(AdvantageWorker(Values(backend), worker.algorithm))}
     assert worker.store is not None
     connection = await connect_worker(worker.store, attrs.evolve(worker, kind="store").name, worker.name, Clock())
     stack.push_async_callback(connection.close)
     values = Values(remote_backend(connection, config.deadlines.batch))
     if worker.kind == "engine":
-        if interface := interface_of(worker.place.host):  # gloo would take the address of the machine's name
+        if interface := interface_of(worker.host):  # gloo would take the address of the machine's name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        rank = factory.engine_rank(values, worker.role, algorithm, stack, worker.place)
+        rank = factory.engine_rank(worker, values, stack)
         return _served(rank) if rank.sender is None else _served(rank, rank.sender)
     if worker.kind == "reward":
         return _served(await factory.reward_worker(values, stack, number))

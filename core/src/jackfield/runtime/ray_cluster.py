@@ -25,8 +25,7 @@ from jackfield.clock import Clock
 from jackfield.config.sections import RayConfig
 from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RunError, WorkerLost
 from jackfield.plugins.interpreters import look
-from jackfield.runtime.process import MakeWorker
-from jackfield.runtime.ray_actor import RAY_HOST, Place, RayHost, connect_worker, death, kill_if_stopped
+from jackfield.runtime.process import RAY_HOST, MakeWorker, Place, RayHost, connect_worker, death, kill_if_stopped
 from jackfield.sdk.ray_loopback import HOST, enter
 from jackfield.sdk.rpc import Address, Connection, Contract, stub
 

@@ -8,10 +8,9 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import psutil
+import psutil
 
 HOST = "127.0.0.1"  #: Ray's processes listen only there if it is the node's only address, else on all interfaces
 _NICE = "RAY_worker_niceness"  #: Ray's default gives its workers, which do the run's work, a low CPU priority
@@ -50,7 +49,6 @@ def _start(options: Mapping[str, Any]) -> list[psutil.Process]:
 
     Return its top processes, from which its other processes descend.
     """
-    import psutil
     import ray
 
     os.environ.setdefault(_NICE, "0")
@@ -72,8 +70,6 @@ def _start(options: Mapping[str, Any]) -> list[psutil.Process]:
 
 
 def _with_descendants(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    import psutil
-
     family = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):
@@ -83,8 +79,6 @@ def _with_descendants(processes: Iterable[psutil.Process]) -> list[psutil.Proces
 
 def _see_gone(processes: Iterable[psutil.Process], seconds: float) -> None:
     """Wait until all processes have exited; kill those that still run after ``seconds``."""
-    import psutil
-
     _, left = psutil.wait_procs(list(processes), timeout=seconds)
     for process in left:
         with suppress(psutil.NoSuchProcess):

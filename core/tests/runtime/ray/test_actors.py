@@ -14,7 +14,7 @@ pytest.importorskip("ray")
 
 from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, SamplingParams
 from jackfield.errors import EngineError, RunError, WorkerLost
-from jackfield.runtime import ray_actor as store
+from jackfield.runtime import process as store
 from jackfield.runtime.process import ROLLOUT
 from jackfield.runtime.ray_cluster import Actor, Cluster, WorkerSpec
 from jackfield.runtime.workers import resubmitted

@@ -12,8 +12,7 @@ from jackfield.abc.rollout import GenerateRequest, GenerateResult, HealthReport
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.errors import EngineError
 from jackfield.queue.values import MemoryBackend, MemoryConfig
-from jackfield.runtime.process import ROLLOUT, rollout_service
-from jackfield.runtime.ray_actor import store_services
+from jackfield.runtime.process import ROLLOUT, rollout_service, store_services
 from jackfield.sdk.rpc import Contract, Service
 
 
