@@ -1,22 +1,19 @@
 """Conversion of plain values to frozen attrs classes, with errors that name the path of a bad value.
 
-It reads configurations (YAML and overrides), manifests, plugin settings and messages.
+It reads configurations, manifests, plugin settings and messages.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union
 
 import attrs
-import yaml
 
 from jackfield.errors import ConfigError, JackfieldError, did_you_mean
 
@@ -49,57 +46,6 @@ def structure(cls: type[T], data: Any, where: str = "", error: type[JackfieldErr
         if refusal.fix is None and error is ConfigError:
             refusal.fix = "correct it; `jackfield config explain FILE` says what each setting is for"
         raise
-
-
-def read_yaml(file: Path) -> Any:
-    """Read the values of a YAML file, which may be empty, or raise ``config.unreadable``."""
-    refused = functools.partial(ConfigError, code="config.unreadable", where=str(file))
-    try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise refused("the configuration file does not exist", fix="check the path") from error
-    except (yaml.YAMLError, RecursionError, ValueError, OSError) as error:  # UnicodeDecodeError is a ValueError
-        raise refused("the configuration file cannot be read as YAML", found=error) from error
-    return {} if values is None else values
-
-
-def apply_override(values: Mapping[str, Any], text: str) -> dict[str, Any]:
-    """Return a copy of the values with ``a.b=c`` applied, where ``c`` is YAML, or raise ``config.override``."""
-    path, sign, value = text.partition("=")
-    keys, shown = path.strip().split("."), text if len(text) <= 200 else text[:200] + "…"
-    refused = functools.partial(ConfigError, code="config.override")
-    if not sign or not all(keys):
-        fix = "write for example schedule.steps=10"
-        raise refused(f"cannot read the override {shown!r}", expected="key.path=value", found=shown, fix=fix)
-    applied = inner = dict(values)
-    for depth, key in enumerate(keys[:-1], 1):
-        below = {} if inner.get(key) is None else inner[key]
-        if not isinstance(below, Mapping):
-            details = {"where": ".".join(keys[:depth]), "expected": "keys and values", "found": repr(below)}
-            raise refused(f"the override {shown!r} goes through a value", **details)
-        inner[key] = inner = dict(below)
-    try:
-        inner[keys[-1]] = yaml.safe_load(value)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise refused(f"the value of the override {shown!r} is not YAML", where=path, found=error) from error
-    return applied
-
-
-def explain(settings: Any, path: str = "") -> Iterator[tuple[str, Any, Any, str]]:
-    """Yield every setting of an attrs instance, including nested ones, as (path, value, default, help)."""
-    for field in attrs.fields(type(settings)):
-        value, inner = getattr(settings, field.name), f"{path}.{field.name}".lstrip(".")
-        if attrs.has(type(value)):
-            yield from explain(value, inner)
-        else:
-            yield inner, value, default_of(field, settings), field.metadata.get("help", "")
-
-
-def default_of(field: Any, made: Any = None) -> Any:
-    """Return a field's default for the instance ``made``, as ``jackfield config explain`` shows it."""
-    if isinstance(field.default, attrs.Factory):  # type: ignore[arg-type]
-        return field.default.factory(made) if field.default.takes_self else field.default.factory()
-    return "(required)" if field.default is attrs.NOTHING else field.default
 
 
 def flatten(values: Any, path: str = "") -> dict[str, Any]:

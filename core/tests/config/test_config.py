@@ -12,10 +12,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jackfield import settings
-from jackfield.config import RunConfig, as_plain, explain, load_config, show
+from jackfield.config import RunConfig, apply_override, as_plain, explain, load_config, show
 from jackfield.errors import ConfigError
-from jackfield.settings import apply_override, option
+from jackfield.settings import option
 
 
 @pytest.fixture
@@ -105,7 +104,7 @@ def test_a_default_that_depends_on_another_setting_is_explained() -> None:
         low: int = option(1, "the lower one")
         high: int = option(attrs.Factory(lambda made: made.low + 1, takes_self=True), "the higher one")
 
-    assert [("low", 5, 1), ("high", 6, 6)] == [row[:3] for row in settings.explain(Config(low=5))]
+    assert [("low", 5, 1), ("high", 6, 6)] == [row[:3] for row in explain(Config(low=5))]
 
 
 def test_every_setting_says_what_it_is_for(file: Path) -> None:

@@ -6,17 +6,17 @@ The classes of its sections are in :mod:`jackfield.config.sections`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 import yaml
 
-from jackfield import settings
 from jackfield.abc import KINDS
 from jackfield.config.sections import PluginSection, RunConfig
 from jackfield.errors import ConfigError
-from jackfield.settings import apply_override, default_of, read_yaml, structure
+from jackfield.settings import structure
 
 if TYPE_CHECKING:
     from jackfield.plugins import Registry
@@ -25,8 +25,18 @@ __all__ = ["RunConfig", "as_plain", "explain", "load_config", "make_config", "pl
 
 
 def load_config(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML file and apply ``a.b=c`` overrides; errors name the setting's path."""
-    return make_config(read_yaml(Path(file)), overrides)
+    """Read a YAML file and apply ``a.b=c`` overrides; errors name the setting's path.
+
+    A file that is missing or no YAML is refused (``config.unreadable``).
+    """
+    refused = partial(ConfigError, code="config.unreadable", where=str(file))
+    try:
+        values = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise refused("the configuration file does not exist", fix="check the path") from error
+    except (yaml.YAMLError, RecursionError, ValueError, OSError) as error:  # UnicodeDecodeError is a ValueError
+        raise refused("the configuration file cannot be read as YAML", found=error) from error
+    return make_config({} if values is None else values, overrides)
 
 
 def make_config(values: Any, overrides: Sequence[str] = ()) -> RunConfig:
@@ -40,6 +50,28 @@ def make_config(values: Any, overrides: Sequence[str] = ()) -> RunConfig:
                 settings = {"name": getattr(attrs.fields(RunConfig), kind).default.name, **values[kind]}
                 values[kind] = {"name": settings.pop("name"), "settings": settings}
     return resolve_defaults(structure(RunConfig, values))
+
+
+def apply_override(values: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """Return a copy of the values with ``a.b=c`` applied, where ``c`` is YAML, or raise ``config.override``."""
+    path, sign, value = text.partition("=")
+    keys, shown = path.strip().split("."), text if len(text) <= 200 else text[:200] + "…"
+    refused = partial(ConfigError, code="config.override")
+    if not sign or not all(keys):
+        fix = "write for example schedule.steps=10"
+        raise refused(f"cannot read the override {shown!r}", expected="key.path=value", found=shown, fix=fix)
+    applied = inner = dict(values)
+    for depth, key in enumerate(keys[:-1], 1):
+        below = {} if inner.get(key) is None else inner[key]
+        if not isinstance(below, Mapping):
+            details = {"where": ".".join(keys[:depth]), "expected": "keys and values", "found": repr(below)}
+            raise refused(f"the override {shown!r} goes through a value", **details)
+        inner[key] = inner = dict(below)
+    try:
+        inner[keys[-1]] = yaml.safe_load(value)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise refused(f"the value of the override {shown!r} is not YAML", where=path, found=error) from error
+    return applied
 
 
 def _named(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,15 +122,22 @@ def as_plain(config: RunConfig) -> dict[str, Any]:
     return values
 
 
-def explain(config: RunConfig, registry: Registry | None = None) -> Iterator[tuple[str, Any, Any, str]]:
-    """Yield every setting as (path, value, default, help), plugins' settings included."""
-    plugins = {} if registry is None else plugin_settings(config, registry)
-    for field in attrs.fields(RunConfig):
-        value, help, path = getattr(config, field.name), field.metadata["help"], field.name
+def explain(settings: Any, registry: Registry | None = None, path: str = "") -> Iterator[tuple[str, Any, Any, str]]:
+    """Yield every setting of a :class:`RunConfig` or a section as (path, value, default, help).
+
+    With ``registry``, the settings of the plugins are included.
+    """
+    for field in attrs.fields(type(settings)):
+        value, inner = getattr(settings, field.name), f"{path}.{field.name}".lstrip(".")
+        help, default = field.metadata.get("help", ""), field.default
+        if isinstance(default, attrs.Factory):  # type: ignore[arg-type]
+            default = default.factory(settings) if default.takes_self else default.factory()
         if isinstance(value, PluginSection):
-            yield f"{path}.name", value.name, default_of(field).name, help
-            value = plugins.get(path)
-        elif not attrs.has(type(value)):
-            yield path, value, default_of(field), help
+            yield f"{inner}.name", value.name, default.name, help
+            if registry is None:
+                continue
+            value = structure(registry.resolve(value.name, inner).settings_class, value.settings, inner)
         if attrs.has(type(value)):
-            yield from settings.explain(value, path)
+            yield from explain(value, registry, inner)
+        else:
+            yield inner, value, "(required)" if default is attrs.NOTHING else default, help
