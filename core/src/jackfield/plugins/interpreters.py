@@ -91,12 +91,7 @@ class Introduction:
     @property
     def usable(self) -> bool:
         """Return whether the interpreter itself can run Jackfield; else the plugin is not inspected."""
-        return bool(self.python and not self.is_old and self.versions["jackfield"])
-
-    @property
-    def is_old(self) -> bool:
-        """Return whether the interpreter is older than Jackfield supports."""
-        return self.python is not None and tuple(map(int, self.python.split(".")[:2])) < _OLDEST_PYTHON
+        return all(problem.where != self.path for problem in self.problems)
 
     @property
     def missing(self) -> list[JackfieldError]:
@@ -208,7 +203,7 @@ def _problems(
     seen = f"Python {found.python}, jackfield {release or '-'}"
     if found.python is None:
         yield _unusable(path, "did not answer in time" if late else "does not work", ending)
-    elif found.is_old:
+    elif tuple(map(int, found.python.split(".")[:2])) < _OLDEST_PYTHON:
         expected, fix = "Python {}.{} or later".format(*_OLDEST_PYTHON), "make the environment with a newer Python"
         yield _unusable(path, "is too old", seen, expected=expected, fix=fix)
     elif release is None:
