@@ -100,14 +100,14 @@ class TaskFormat:
     def task(self, record: Any, default_id: str, default_source: str) -> Task:
         """Convert a parsed line to a task. The defaults are for records without an id or a data source."""
         if not isinstance(record, dict):
-            raise malformed("a line is not a JSON object", "a JSON object", type(record).__name__)
+            raise refusal("a line is not a JSON object", "a JSON object", type(record).__name__)
         for name in _RESERVED & record.keys():
-            raise malformed(f"a field has the reserved name {name!r}", "another name", name, "rename the field")
+            raise refusal(f"a field has the reserved name {name!r}", "another name", name, "rename the field")
         answer = None if self.answer_key is None else _value(record, self.answer_key)
         messages, response, rejected = self._parts(record, answer)
         number = record.get(self.id_key)
         if isinstance(number, bool) or not isinstance(number, str | int | None):
-            raise malformed(f"field {self.id_key!r} is not an id", "a text or an integer", repr(number))
+            raise refusal(f"field {self.id_key!r} is not an id", "a text or an integer", repr(number))
         head: Conversation = () if self.system is None else ({"role": "system", "content": self.system},)
         return Task(
             id=default_id if number is None or number == "" else str(number),
@@ -129,16 +129,16 @@ class TaskFormat:
         elif self.messages_key is None and isinstance(value, str):
             prompt = ({"role": "user", "content": self.prompt_template.replace("{prompt}", value)},)
         elif self.messages_key is None and not isinstance(value, list):
-            raise malformed(f"field {key!r} is not a text", "a text, or a list of messages", type(value).__name__)
+            raise refusal(f"field {key!r} is not a text", "a text, or a list of messages", type(value).__name__)
         else:
             messages = _conversation(value, key)
             if self.prompt_template != "{prompt}":
                 expected, fix = "a text, as there is a prompt_template", "remove data.format.prompt_template"
-                raise malformed(f"field {key!r} is not a text", expected, "a list of messages", fix)
+                raise refusal(f"field {key!r} is not a text", expected, "a list of messages", fix)
             prompt, own = _split(messages, key)
         if own is not None and taught is not None:
             found = f"messages that end with the assistant's, and {self.response_key!r}"
-            raise malformed("a record has two answers to learn from", "one answer", found)
+            raise refusal("a record has two answers to learn from", "one answer", found)
         taught = own if taught is None else taught
         if taught is None and (isinstance(answer, str | int | float) or is_conversation(answer)):
             taught = tuple(answer) if isinstance(answer, list) else plain_text(answer)
@@ -147,11 +147,11 @@ class TaskFormat:
                 message = "the messages of an answer do not begin and end with the assistant's"
                 expected = "messages from the assistant's first to its last; the prompt is apart"
                 fix = "where the answer repeats the whole conversation, set data.format.prompt_key to null"
-                raise malformed(message, expected, f"the roles {', '.join(roles) or '(none)'}", fix)
+                raise refusal(message, expected, f"the roles {', '.join(roles) or '(none)'}", fix)
         pair = [one[0]["content"] if isinstance(one, tuple) and len(one) == 1 else one for one in (taught, rejected)]
         if rejected is not None and pair[0] == pair[1]:
             found, fix = repr(pair[0])[:200], "leave the record out"
-            raise malformed("the two answers are the same", "two different answers", found, fix)
+            raise refusal("the two answers are the same", "two different answers", found, fix)
         return prompt, taught, rejected
 
 
@@ -164,7 +164,7 @@ def _value(record: dict[str, Any], path: str) -> Any:
     for key in (path,) if path in record else path.split("."):
         if not isinstance(value, dict) or key not in value:
             fields = ", ".join(repr(name) for name in record) or "no fields"
-            raise malformed(f"field {path!r} is missing", f"a field {path!r}", fields, _MISSING)
+            raise refusal(f"field {path!r} is missing", f"a field {path!r}", fields, _MISSING)
         value = value[key]
     if not isinstance(value, str) or not _PACKED.match(value):
         return value
@@ -178,7 +178,7 @@ def _value(record: dict[str, Any], path: str) -> Any:
 
 def _conversation(value: Any, key: str, expected: str = _MESSAGES) -> Conversation:
     if not is_conversation(value):
-        raise malformed(f"field {key!r} is not a conversation", expected, repr(value)[:200])
+        raise refusal(f"field {key!r} is not a conversation", expected, repr(value)[:200])
     return tuple(value)
 
 
@@ -203,7 +203,7 @@ def _split(messages: Conversation, key: str) -> tuple[Conversation, Conversation
     first = roles.index("assistant", asked + 1)
     if not first:
         found = f"the roles {', '.join(roles)}"
-        raise malformed(f"the conversation {key!r} has no prompt", "a message before the assistant's", found)
+        raise refusal(f"the conversation {key!r} has no prompt", "a message before the assistant's", found)
     return messages[:first], messages[first:]
 
 
@@ -214,7 +214,7 @@ def _implied_prompt(
     if not isinstance(answer, tuple) or isinstance(rejected, str):
         expected = "whole conversations, as lists of messages, as data.format.prompt_key is null"
         fix = "name the prompt's field as data.format.prompt_key"
-        raise malformed("the answers do not hold the prompt", expected, "a text", fix)
+        raise refusal("the answers do not hold the prompt", expected, "a text", fix)
     if rejected is None:
         prompt, own = _split(answer, "response_key")
         return prompt, own or (), None
@@ -222,7 +222,7 @@ def _implied_prompt(
     if not shared:
         found = "the same conversation twice" if answer == rejected else "nothing in common at the beginning"
         expected = "messages that both share, then two answers"
-        raise malformed("the two conversations imply no prompt", expected, found)
+        raise refusal("the two conversations imply no prompt", expected, found)
     return answer[:shared], answer[shared:], rejected[shared:]
 
 
@@ -241,9 +241,16 @@ def is_conversation(value: Any) -> bool:
     return all(spoken) and all(isinstance(message.get("role"), str) for message in value)
 
 
-def malformed(message: str, expected: str, found: str, fix: str = "correct the line, or leave it out") -> DataError:
-    """Return the error of an invalid record; :func:`naming` adds its place."""
-    return DataError(message, code="data.malformed", expected=expected, found=found, fix=fix)
+def refusal(
+    message: str,
+    expected: str | None,
+    found: str,
+    fix: str = "correct the line, or leave it out",
+    code: str = "data.malformed",
+    where: str | None = None,
+) -> DataError:
+    """Return an error of the data, by default of an invalid record, whose place :func:`naming` adds."""
+    return DataError(message, code=code, where=where, expected=expected, found=found, fix=fix)
 
 
 @contextlib.contextmanager
@@ -272,8 +279,7 @@ class TaskSet(Sequence[Task]):
         self.answers = answers  #: whether each task has an answer to train on
         if not self._path.is_file():
             found, fix = "a folder" if self._path.is_dir() else "nothing", f"check the path from {Path.cwd()}"
-            details = {"where": str(file), "expected": "a JSONL file", "found": found, "fix": fix}
-            raise DataError("the task file does not exist", code="data.missing", **details)
+            raise refusal("the task file does not exist", "a JSONL file", found, fix, "data.missing", str(file))
         self._offsets, self._lines = array.array("Q"), array.array("Q")
         self._file = os.open(file, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
@@ -288,7 +294,7 @@ class TaskSet(Sequence[Task]):
         for task in map(self.__getitem__, self.checked):
             if task.id in seen:
                 with naming(task.place):
-                    raise malformed("two tasks have one id", "unique ids", f"{task.id!r}, as in {seen[task.id]}")
+                    raise refusal("two tasks have one id", "unique ids", f"{task.id!r}, as in {seen[task.id]}")
             seen[task.id] = task.place
 
     def _scan(self) -> str:
@@ -298,10 +304,10 @@ class TaskSet(Sequence[Task]):
                 with naming(f"{self._path}:{number}"):
                     if len(line) > LINE_BYTES:
                         most, found = f"at most {LINE_BYTES >> 20} MiB", f"more than {LINE_BYTES} bytes"
-                        raise malformed("a line is too long", most, found)
+                        raise refusal("a line is too long", most, found)
                     if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                         found = "a byte-order mark of UTF-16"
-                        raise malformed("the file is not UTF-8", "UTF-8", found, "save it as UTF-8")
+                        raise refusal("the file is not UTF-8", "UTF-8", found, "save it as UTF-8")
                 content.update(line)
                 if line.strip():
                     self._offsets.append(self._end)
@@ -324,12 +330,12 @@ class TaskSet(Sequence[Task]):
         with naming(place):
             task = attrs.evolve(self._format.task(self._record(index), f"{stem}:{line}", stem), place=place)
             if self.answers and task.response is None:
-                raise malformed(
-                    "a record has no answer to learn from",
-                    "a text or messages in data.format.response_key, or a conversation that ends with the assistant",
-                    f"a prompt that ends with the role {task.messages[-1]['role']!r}, and no answer to it",
-                    "correct the line, or name the right fields in data.format",
+                expected = (
+                    "a text or messages in data.format.response_key, or a conversation that ends with the assistant"
                 )
+                found = f"a prompt that ends with the role {task.messages[-1]['role']!r}, and no answer to it"
+                fix = "correct the line, or name the right fields in data.format"
+                raise refusal("a record has no answer to learn from", expected, found, fix)
         return task
 
     def _record(self, index: int) -> Any:
@@ -342,7 +348,7 @@ class TaskSet(Sequence[Task]):
         except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
             found = f"{type(error).__name__}: {error}"[:300]
             expected = "a JSON object in UTF-8 with finite numbers and integers of 64 bits"
-            raise malformed("a line is not JSON", expected, found) from None
+            raise refusal("a line is not JSON", expected, found) from None
         return record
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jackfield.abc.agent import ChatTokenizer
-from jackfield.data.tasks import Task, naming
+from jackfield.data.tasks import Task, naming, refusal
 from jackfield.errors import DataError
 
 if TYPE_CHECKING:
@@ -73,18 +73,13 @@ class HuggingFaceChatTokenizer:
 
         local = Path(name).is_dir()
         try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                str(name), local_files_only=local, trust_remote_code=trust_remote_code
-            )
+            options: Any = {"local_files_only": local, "trust_remote_code": trust_remote_code}
+            tokenizer = AutoTokenizer.from_pretrained(str(name), **options)
         except (OSError, ValueError) as error:
-            raise DataError(
-                "the tokenizer cannot be loaded",
-                code="data.missing",
-                where=str(name),
-                expected="a folder made by save_pretrained, or a name on the Hugging Face Hub",
-                found=str(error).splitlines()[0] if str(error) else type(error).__name__,
-                fix="check the path; save the tokenizer beside the model",
-            ) from error
+            expected = "a folder made by save_pretrained, or a name on the Hugging Face Hub"
+            found = str(error).splitlines()[0] if str(error) else type(error).__name__
+            message, fix = "the tokenizer cannot be loaded", "check the path; save the tokenizer beside the model"
+            raise refusal(message, expected, found, fix, "data.missing", str(name)) from error
         file = Path(name) / "generation_config.json"
         ends = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
         end_token_ids = (ends or ()) if isinstance(ends, list | None) else (int(ends),)
@@ -156,8 +151,7 @@ class HuggingFaceChatTokenizer:
         return text
 
     def _refusal(self, code: str, message: str, expected: str | None, found: str, fix: str) -> DataError:
-        where = f"the tokenizer {self._name}"
-        return DataError(message, code=code, where=where, expected=expected, found=found, fix=fix)
+        return refusal(message, expected, found, fix, code, f"the tokenizer {self._name}")
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
@@ -181,13 +175,10 @@ class HuggingFaceChatTokenizer:
         begin = self._encode(self._render(messages, generation_prompt))
         if whole[: len(begin)] != begin:
             same = next((n for n, (one, two) in enumerate(zip(begin, whole, strict=False)) if one != two), len(whole))
-            raise self._refusal(
-                "data.not-append-only",
-                "the tokens of a prompt are not the first tokens of the prompt with its answer",
-                f"token {same} to be {self.decode(begin[same : same + 8], False)!r}",
-                repr(self.decode(whole[same : same + 8], False)),
-                f"{_APPENDING}, and whose generation prompt begins an answer as it stands in the conversation",
-            )
+            expected, found = (repr(self.decode(each[same : same + 8], False)) for each in (begin, whole))
+            message = "the tokens of a prompt are not the first tokens of the prompt with its answer"
+            fix = f"{_APPENDING}, and whose generation prompt begins an answer as it stands in the conversation"
+            raise self._refusal("data.not-append-only", message, f"token {same} to be {expected}", found, fix)
         return len(begin)
 
 
@@ -196,13 +187,9 @@ def encode_prompt(tokenizer: ChatTokenizer, task: Task, max_tokens: int | None) 
     with naming(task.place or f"task {task.id}"):
         token_ids = tokenizer.encode_chat(task.messages)
         if max_tokens is not None and len(token_ids) > max_tokens:
-            raise DataError(
-                "a prompt has too many tokens",
-                code="data.prompt-too-long",
-                expected=f"at most {max_tokens} tokens",
-                found=f"{len(token_ids)} tokens",
-                fix="leave this task out of the data, or raise data.max_prompt_tokens or cluster.max_model_len",
-            )
+            expected, found = f"at most {max_tokens} tokens", f"{len(token_ids)} tokens"
+            fix = "leave this task out of the data, or raise data.max_prompt_tokens or cluster.max_model_len"
+            raise refusal("a prompt has too many tokens", expected, found, fix, "data.prompt-too-long")
     return token_ids
 
 
@@ -228,10 +215,7 @@ def check_vocabulary(tokenizer: HuggingFaceChatTokenizer, model_vocabulary_size:
     """
     largest = max(tokenizer.tokenizer.get_vocab().values())  # includes added tokens
     if largest >= model_vocabulary_size:
-        raise DataError(
-            "the tokenizer knows tokens that the model does not have",
-            code="data.vocabulary",
-            expected=f"token ids below {model_vocabulary_size}, the model's vocabulary size",
-            found=f"token ids up to {largest}",
-            fix="use the tokenizer of this model, or resize the model's embeddings",
-        )
+        expected = f"token ids below {model_vocabulary_size}, the model's vocabulary size"
+        message, found = "the tokenizer knows tokens that the model does not have", f"token ids up to {largest}"
+        fix = "use the tokenizer of this model, or resize the model's embeddings"
+        raise refusal(message, expected, found, fix, "data.vocabulary")
