@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -13,6 +14,7 @@ from jackfield.compose.resolve import resolve_algorithm
 from jackfield.config import make_config
 from jackfield.errors import ConfigError
 from jackfield.plugins import Manifest
+from jackfield.trainer.log_prob_check import LogProbCheck
 
 
 def rollout(**capabilities: Any) -> Manifest:
@@ -126,6 +128,11 @@ def test_bypass_only_rejects_and_decoupled_weighs() -> None:
     assert bypass.correction is not None
     assert ("none", "sequence-mean") == (bypass.correction.bound, bypass.correction.reject)
     assert "rollout_log_probs" == bypass.loss_columns["old_log_probs"]
+    config = make_config({"model": {"path": "somewhere"}})
+    role: Any = SimpleNamespace(config=config, algorithm=bypass, updated=0, explores=True)
+    comparison = LogProbCheck(role=role).comparison(0)
+    assert comparison is not None
+    assert "log_probs" == comparison.engine, "old_log_probs are the rollout's there"
     decoupled = resolved(*reject)
     assert decoupled.correction is not None
     assert ("truncate", "old_log_probs") == (decoupled.correction.bound, decoupled.loss_columns["old_log_probs"])

@@ -60,7 +60,8 @@ class LogProbCheck:
         role, config = self.role, self.role.config
         if not config.log_prob_check.every or (self._begun and not self._is_scheduled(step)):
             return None
-        engine = "old_log_probs" if role.algorithm.recompute_old_log_probs else "log_probs"
+        known = role.algorithm.recompute_old_log_probs and role.algorithm.old_log_probs == "old_log_probs"
+        engine = "old_log_probs" if known else "log_probs"  # in bypass mode the loss has the rollout's by that name
         slack, dropout = config.sampling_slack, config.trains_with_dropout
         return Comparison(engine=engine, version=role.updated if role.explores else None, slack=slack, dropout=dropout)
 
