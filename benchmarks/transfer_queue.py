@@ -524,7 +524,7 @@ async def controller(rows: int) -> dict[str, Any]:
     put, grown = time.process_time() - began, resident_bytes() - before
     began = time.process_time()
     for number in range(batches):
-        leased = await queue.lease_batch("trainer", number, deadline_seconds=1.0)
+        leased = await queue.lease("trainer", batch=number, deadline_seconds=1.0)
         await queue.ack(leased, step=number)
         await queue.commit(number)
     consume = time.process_time() - began

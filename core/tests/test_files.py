@@ -47,10 +47,8 @@ def test_the_digest_of_a_file_is_that_of_its_contents(tmp_path: Path) -> None:
 
 
 def test_every_changed_byte_of_a_sealed_object_is_found() -> None:
-    sealed = seal('{"step": 3}', "before").encode()
-    assert unseal(sealed, "before") == {"step": 3}
+    sealed = seal('{"step": 3}').encode()
+    assert unseal(sealed) == {"step": 3}
     for index in range(len(sealed)):
         with pytest.raises(ValueError, match="digest"):
-            unseal(sealed[:index] + bytes([sealed[index] ^ 1]) + sealed[index + 1 :], "before")
-    with pytest.raises(ValueError, match="digest"):
-        unseal(sealed)
+            unseal(sealed[:index] + bytes([sealed[index] ^ 1]) + sealed[index + 1 :])

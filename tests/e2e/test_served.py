@@ -215,7 +215,7 @@ def test_a_run_outlives_its_controller(roles: Roles, made: Path, tmp_path: Path)
     """
     folder = tmp_path / "run"
     common = shared(folder, made, "queue={durable: true}", "deadlines.heartbeat=8")
-    second_cut = ("jackfield.queue.transfer_queue:TransferQueue._cut", 2)
+    second_cut = ("jackfield_transport_sql.backend:SQLBackend.checkpoint", 2)
     roles.start("queue", "queue", "serve", *common, die_at=second_cut)
     roles.until("the queue is served", of="queue")
     roles.start("trainer", "run", *common, "--role", "train")

@@ -266,7 +266,7 @@ class Controller:
     async def score(self) -> None:
         """A column that comes later."""
         while True:
-            batch = await self.queue.lease_groups(SCORER, deadline_seconds=600)
+            batch = await self.queue.lease(SCORER, deadline_seconds=600)
             for indexes in batch.by_group().values():
                 await self.score_group(batch.select(indexes))
 
@@ -286,7 +286,7 @@ class Controller:
 
     async def train(self) -> None:
         while not self.last:
-            batch = await self.queue.lease_batch(TRAINER, self.step, deadline_seconds=60)
+            batch = await self.queue.lease(TRAINER, batch=self.step, deadline_seconds=60)
             try:
                 assert (await self.consumer.ask("read", batch.keys))["right"], f"wrong values in {batch.keys}"
             except Died:

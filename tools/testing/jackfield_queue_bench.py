@@ -113,10 +113,10 @@ class Bench:
         await self.queue.register_consumer("reward", "train", ("ids",), writes=("reward",))
 
     async def lease(self, batch: int, seconds: float = 0.0) -> BatchMeta:
-        return await self.queue.lease_batch("trainer", batch, deadline_seconds=seconds)
+        return await self.queue.lease("trainer", batch=batch, deadline_seconds=seconds)
 
     async def some(self, groups: int) -> BatchMeta:
-        return await self.queue.lease_groups("trainer", groups, deadline_seconds=0)
+        return await self.queue.lease("trainer", groups, deadline_seconds=0)
 
     async def counts(self, *names: str) -> Mapping[str, int]:
         found = await self.queue.stats()

@@ -461,7 +461,7 @@ class QueueMachine(RuleBasedStateMachine):
     @action(4, consumer=st.sampled_from(sorted(NEEDS)), count=st.none() | st.integers(1, 2))
     def lease_groups(self, consumer: str, count: int | None) -> None:
         ready = self.in_order(self.ready(consumer))
-        call = self.queue.lease_groups(consumer, count, deadline_seconds=0)
+        call = self.queue.lease(consumer, count, deadline_seconds=0)
         if len(ready) < (count or 1):
             with pytest.raises(DeadlineExceeded):
                 self.do(call)
@@ -479,7 +479,7 @@ class QueueMachine(RuleBasedStateMachine):
         groups = [place.group for place in places]
         ready = self.in_order([group for group in groups if group is not None and group.free_for(consumer)])
         had = [group for group in groups if group and group.published and consumer in {*group.leases, *group.acks}]
-        call = self.queue.lease_batch(consumer, number, deadline_seconds=0)
+        call = self.queue.lease(consumer, batch=number, deadline_seconds=0)
         if len(ready) < len(groups) - len(had):
             with pytest.raises(DeadlineExceeded):
                 self.do(call)
@@ -684,7 +684,7 @@ class QueueMachine(RuleBasedStateMachine):
         for name in NEEDS if hasattr(self, "queue") else ():
             keys: tuple[str, ...] = ()
             with suppress(DeadlineExceeded):
-                meta = self.do(self.queue.lease_groups(name, deadline_seconds=0))
+                meta = self.do(self.queue.lease(name, deadline_seconds=0))
                 keys = meta.keys
                 self.do(self.queue.release(meta))
             assert [key for group in self.in_order(self.ready(name)) for key in group.ordered()] == list(keys)

@@ -1,7 +1,7 @@
 """Atomic replacement of files, atomic appends, files of JSON lines, and digests that detect damage.
 
 ``seal('{"step": 3}')`` is ``{"step": 3, "digest": "…"}``. The digest is the xxh3_128 of the original text in 32
-hexadecimal digits. In a chain each digest also covers the digest of the previous text.
+hexadecimal digits.
 """
 
 from __future__ import annotations
@@ -106,16 +106,16 @@ def digest_of(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def seal(text: str, after: str = "") -> str:
-    """Add a digest as the last entry of a non-empty JSON object. ``after`` is the previous digest of a chain."""
-    return f'{text[:-1]}{_KEY}{xxhash.xxh3_128_hexdigest((after + text).encode())}"}}'
+def seal(text: str) -> str:
+    """Add a digest as the last entry of a non-empty JSON object."""
+    return f'{text[:-1]}{_KEY}{xxhash.xxh3_128_hexdigest(text.encode())}"}}'
 
 
-def unseal(content: bytes, after: str = "") -> dict[str, Any]:
+def unseal(content: bytes) -> dict[str, Any]:
     """Return a sealed object without its digest. Raise a ``ValueError`` if the digest does not match."""
     text = content.decode()
     body = text.rpartition(_KEY)[0] + "}"
-    if text != seal(body, after):
+    if text != seal(body):
         raise ValueError("the contents are not those that were written: their digest is another one")
     found: dict[str, Any] = json.loads(body)
     return found

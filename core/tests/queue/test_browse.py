@@ -32,7 +32,7 @@ def folder(run: Callable[..., None], tmp_path: Path) -> Path:
                 "fields": json_column([{"ä": number}]),
             }
             await bench.report(group, number, columns, length=number)
-        await bench.queue.ack(await bench.queue.lease_groups("archive", deadline_seconds=0), step=0)
+        await bench.queue.ack(await bench.queue.lease("archive", deadline_seconds=0), step=0)
         await bench.queue.checkpoint(tmp_path / "saved")
 
     run(fill)

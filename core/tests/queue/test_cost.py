@@ -33,7 +33,7 @@ async def step(bench: Any, number: int) -> int:
     """Process a batch of 64 samples by reward and trainer; return Python calls per sample."""
     with Calls() as calls:
         await bench.publish(await bench.claim(groups=16), rollouts=4)
-        rewarding = await bench.queue.lease_groups("reward", deadline_seconds=0)
+        rewarding = await bench.queue.lease("reward", deadline_seconds=0)
         assert 64 == len(rewarding)
         await bench.reward(rewarding)
         batch = await bench.lease(number)

@@ -21,7 +21,7 @@ def test_a_stage_is_done_when_its_columns_are_there(run: Run) -> None:
         await bench.stage()
         await bench.trainer("ids", "reward")
         await bench.publish(await bench.claim(groups=2))
-        meta = await bench.queue.lease_groups("reward", 1, deadline_seconds=0)
+        meta = await bench.queue.lease("reward", 1, deadline_seconds=0)
         assert meta.keys[:1] == await bench.reward(meta.select([0])), "in part"
         with pytest.raises(DeadlineExceeded):
             await bench.some(1)
@@ -29,7 +29,7 @@ def test_a_stage_is_done_when_its_columns_are_there(run: Run) -> None:
         assert set(meta.groups) == set((await bench.some(1)).groups)
         acks = [entry for entry in bench.queue.ledger if entry["event"] == "ack"]
         assert [("reward", None, list(meta.keys))] == [(ack["consumer"], ack["step"], ack["keys"]) for ack in acks]
-        rest = await bench.queue.lease_groups("reward", deadline_seconds=0)
+        rest = await bench.queue.lease("reward", deadline_seconds=0)
         await bench.reward([*rest.keys])  # without its lease; it ends all the same
         assert {"samples_leased": 2} == await bench.counts("samples_leased")
 
@@ -42,7 +42,7 @@ def test_groups_are_deleted_when_every_consumer_is_done_and_the_step_committed(r
         await bench.trainer("ids", "reward")
         await bench.queue.register_consumer("reader", "train", ("ids",))
         await bench.publish(await bench.claim())
-        read = await bench.queue.lease_groups("reader", deadline_seconds=0)
+        read = await bench.queue.lease("reader", deadline_seconds=0)
         await bench.queue.ack(read)
         await bench.reward(read.keys)
         meta = await bench.lease(0)
@@ -184,7 +184,7 @@ def test_groups_are_used_again_within_limits(run: Run, reuse: Reuse) -> None:
         await bench.publish(await bench.claim(groups=2))
 
         async def use(step: int) -> int:
-            meta = await bench.queue.lease_groups("trainer", 2, step=step, fresh=step == 0, deadline_seconds=0)
+            meta = await bench.queue.lease("trainer", 2, step=step, fresh=step == 0, deadline_seconds=0)
             await bench.queue.ack(meta, step=step)
             await bench.queue.commit(step)
             return len(set(meta.groups))
@@ -201,7 +201,7 @@ def test_too_stale_groups_are_given_up(run: Run) -> None:
         await bench.trainer(reuse=Reuse(max_staleness=1))
         for version, key in enumerate(await bench.vacant(await bench.claim(groups=3))):
             await bench.end(await bench.open(key, 1), 0, weight_version_min=version)
-        meta = await bench.queue.lease_groups("trainer", 1, step=2, deadline_seconds=0)
+        meta = await bench.queue.lease("trainer", 1, step=2, deadline_seconds=0)
         assert ("train/0/1/0",) == meta.groups
         await bench.queue.commit(2)
         assert {"samples": 2} == await bench.counts("samples")
@@ -247,7 +247,7 @@ def test_what_the_trainer_waits_for_is_handed_out_though_the_queue_is_full(run: 
             if step % 2:
                 meta = await bench.lease(step, seconds=1)
             else:
-                meta = await bench.queue.lease_groups("trainer", 2, deadline_seconds=1)
+                meta = await bench.queue.lease("trainer", 2, deadline_seconds=1)
             assert 4 == len(meta)
             await bench.queue.ack(meta, step=step)
         await bench.clock.sleep(1)
@@ -264,7 +264,7 @@ def test_closing_ends_every_wait(run: Run) -> None:
         await bench.vacant(batch)
         waits = [
             bench.lease(0, seconds=50),
-            bench.queue.lease_groups("trainer", deadline_seconds=50),
+            bench.queue.lease("trainer", deadline_seconds=50),
             bench.queue.claim_batch("train", "two", 1, below=1, deadline_seconds=50),
             anext(bench.queue.groups_to_fill(batch, 50)),
             bench.queue.wait_notice("weights", 0, 50),
@@ -285,7 +285,7 @@ def test_a_group_that_is_given_up_at_a_committed_step_is_consumed_once(run: Run)
         await bench.trainer(reuse=Reuse(capacity=1))
         await bench.publish(await bench.claim(groups=2))
         await bench.queue.commit(5)
-        await bench.queue.ack(await bench.queue.lease_groups("trainer", 2, deadline_seconds=0), step=3)
+        await bench.queue.ack(await bench.queue.lease("trainer", 2, deadline_seconds=0), step=3)
         assert {"samples": 2} == await bench.counts("samples")
         await bench.queue.flush()
 

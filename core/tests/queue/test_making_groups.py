@@ -105,10 +105,10 @@ def test_groups_are_handed_out_until_a_consumer_has_acked_them(run: Run) -> None
             return count
 
         exploring = asyncio.ensure_future(explore())
-        scored = await bench.queue.lease_groups("reward", deadline_seconds=5)
+        scored = await bench.queue.lease("reward", deadline_seconds=5)
         await bench.queue.fail_samples({scored.keys[1]: "no verdict"})
         assert () == await bench.reward(scored), "its group was dropped"
-        again = await bench.queue.lease_groups("reward", deadline_seconds=5)
+        again = await bench.queue.lease("reward", deadline_seconds=5)
         assert ("train/0/0/1",) * 2 == again.groups
         await bench.reward(again)
         meta = await bench.lease(0)

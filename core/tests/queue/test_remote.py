@@ -97,7 +97,7 @@ def test_a_remote_queue_does_what_a_local_one_does(tmp_path: Path) -> None:
             await trainer.queue.ack(meta, step=0)
             with pytest.raises(LeaseError):
                 await trainer.queue.ack(meta, step=0)
-            again = await trainer.queue.lease_groups("trainer", 2, step=1, fresh=False)
+            again = await trainer.queue.lease("trainer", 2, step=1, fresh=False)
             assert set(meta.keys) == set(again.keys)
             await trainer.queue.release(again)
             await trainer.queue.commit(0)
@@ -138,7 +138,7 @@ def test_errors_arrive_as_they_were_raised(tmp_path: Path) -> None:
         async with served(tmp_path) as world:
             client = await world.client()
             for wrong, code in (
-                (client.queue.lease_groups("missing"), "queue.unknown-consumer"),
+                (client.queue.lease("missing"), "queue.unknown-consumer"),
                 (client.queue.fail_samples({"train/9/0/0/0/0": "x"}), "queue.unknown-sample"),
                 (client.queue.claim_batch("train", "e", "two"), "rpc.value"),
             ):
@@ -160,17 +160,17 @@ def test_a_cancelled_wait_ends_at_the_controller_and_gives_back_its_lease(tmp_pa
         async with served(tmp_path) as world:
             client = await world.client()
             await client.trainer()
-            waiting = asyncio.ensure_future(client.queue.lease_groups("trainer", deadline_seconds=60))
+            waiting = asyncio.ensure_future(client.queue.lease("trainer", deadline_seconds=60))
             consumer = world.queue._core.state.consumer("trainer")
             await until(lambda: consumer.awaited == [None])
             waiting.cancel()
             await until(lambda: not consumer.awaited)
             await client.publish(await client.claim())
-            late = asyncio.ensure_future(client.queue.lease_groups("trainer", deadline_seconds=60))
+            late = asyncio.ensure_future(client.queue.lease("trainer", deadline_seconds=60))
             await until(lambda: bool(consumer.held))  # granted; the client has not read the reply
             late.cancel()
             await until(lambda: not consumer.held)
-            assert 2 == len(await client.queue.lease_groups("trainer", deadline_seconds=5))
+            assert 2 == len(await client.queue.lease("trainer", deadline_seconds=5))
 
     asyncio.run(main())
 
@@ -204,9 +204,9 @@ def test_what_a_client_leaves_is_handed_out_again(tmp_path: Path) -> None:
             leased = await dying.lease(0)
             await dying.claim(explorer="one")
             with pytest.raises(DeadlineExceeded):
-                await other.queue.lease_groups("trainer", deadline_seconds=1.5)  # beyond several heartbeats
+                await other.queue.lease("trainer", deadline_seconds=1.5)  # beyond several heartbeats
             await world.connections[0].close("has ended before its work was done")
-            again = await other.queue.lease_groups("trainer", deadline_seconds=10)
+            again = await other.queue.lease("trainer", deadline_seconds=10)
             assert leased.keys == again.keys
             with pytest.raises(LeaseError):
                 await other.queue.ack(leased, step=0)

@@ -216,10 +216,10 @@ def test_the_tree_outlives_the_samples(run: Callable[..., None], tmp_path: Path)
 
         first, second = await derive("", []), await derive("", [])
         repaired = await derive("repair", [first])
-        await queue.ack(await queue.lease_groups("trainer", deadline_seconds=0))
+        await queue.ack(await queue.lease("trainer", deadline_seconds=0))
         await derive("mix", [repaired, second, "else/0/0/0/0/0"])
         assert 1 == (await queue.stats())["samples"]
-        batch = await queue.lease_groups("trainer", deadline_seconds=0)
+        batch = await queue.lease("trainer", deadline_seconds=0)
         assert ("mix", [repaired, second, "else/0/0/0/0/0"]) == (batch.tags[0]["operation"], batch.tags[0]["parents"])
         await queue.checkpoint(saved)
         await queue.restore(saved)

@@ -41,7 +41,7 @@ def versions(batch: BatchMeta) -> list[int]:
 
 async def use(bench: Any, groups: int, step: int, **options: Any) -> list[int]:
     """Sample and ack groups; return their versions."""
-    batch = await bench.queue.lease_groups("trainer", groups, step=step, deadline_seconds=0, **options)
+    batch = await bench.queue.lease("trainer", groups, step=step, deadline_seconds=0, **options)
     await bench.queue.ack(batch, step=step)
     return versions(batch)
 
@@ -141,7 +141,7 @@ def test_what_is_too_stale_is_let_go(run: Run, sampler: Sampler) -> None:
     async def test(bench: Any) -> None:
         await register(bench, sampler, Reuse(max_uses=1, max_staleness=3))
         await publish(bench, [*range(15), None], rows=1)
-        batch = await bench.queue.lease_groups("trainer", 4, step=15, deadline_seconds=0)
+        batch = await bench.queue.lease("trainer", 4, step=15, deadline_seconds=0)
         assert {12, 13, 14, None} == {tags.get("weight_version_min") for tags in batch.tags}
         with pytest.raises(DeadlineExceeded):
             await use(bench, 1, 15)
@@ -157,7 +157,7 @@ def test_what_is_too_stale_is_let_go(run: Run, sampler: Sampler) -> None:
 def test_a_wait_for_groups_ends_when_there_are_enough(run: Run) -> None:
     async def test(bench: Any) -> None:
         await register(bench, Priority())
-        waiting = asyncio.ensure_future(bench.queue.lease_groups("trainer", 3, step=0, deadline_seconds=9))
+        waiting = asyncio.ensure_future(bench.queue.lease("trainer", 3, step=0, deadline_seconds=9))
         await publish(bench, [0, 1])
         await asyncio.sleep(0)
         assert not waiting.done()
@@ -171,8 +171,8 @@ def test_a_wait_for_groups_ends_when_one_may_be_used_again(run: Run) -> None:
     async def test(bench: Any) -> None:
         await register(bench, reuse=Reuse())
         await publish(bench, [3])
-        batch = await bench.queue.lease_groups("trainer", 1, step=0, deadline_seconds=0)
-        waiting = asyncio.ensure_future(bench.queue.lease_groups("trainer", 1, step=1, deadline_seconds=9))
+        batch = await bench.queue.lease("trainer", 1, step=0, deadline_seconds=0)
+        waiting = asyncio.ensure_future(bench.queue.lease("trainer", 1, step=1, deadline_seconds=9))
         await asyncio.sleep(0)
         assert not waiting.done()
         await bench.queue.ack(batch, step=0)
@@ -190,7 +190,7 @@ def test_sequential_gives_what_there_is_in_order(run: Run) -> None:
         await register(bench)
         await publish(bench, [7, 3, 9, 5, 1])
         assert [7, 3, 9] == await use(bench, 3, 0)
-        rest = await bench.queue.lease_groups("trainer", None, step=1, deadline_seconds=0)
+        rest = await bench.queue.lease("trainer", None, step=1, deadline_seconds=0)
         assert [5, 1] == versions(rest), "all that are ready"
 
     run(test)
@@ -211,12 +211,12 @@ def test_groups_are_whole_by_their_id_never_by_neighbouring_numbers(run: Run) ->
                     keys[group] += await bench.end(group, number)
         for group in groups:
             await bench.reward(keys[group][: 2 if group == groups[0] else 3])
-        batch = await bench.queue.lease_groups("trainer", 2, step=0, deadline_seconds=0)
+        batch = await bench.queue.lease("trainer", 2, step=0, deadline_seconds=0)
         assert tuple(keys[groups[1]] + keys[groups[2]]) == batch.keys
         with refused("deadline", keys[groups[0]][2]):
-            await bench.queue.lease_groups("trainer", 1, step=0, deadline_seconds=0)
+            await bench.queue.lease("trainer", 1, step=0, deadline_seconds=0)
         await bench.reward(keys[groups[0]][2:])
-        assert tuple(keys[groups[0]]) == (await bench.queue.lease_groups("trainer", 1, step=0, deadline_seconds=0)).keys
+        assert tuple(keys[groups[0]]) == (await bench.queue.lease("trainer", 1, step=0, deadline_seconds=0)).keys
 
     run(test)
 
@@ -231,10 +231,10 @@ def test_partitions_and_consumers_have_their_own_progress(run: Run) -> None:
         for partition in partitions:
             for name in (f"{partition}-a", f"{partition}-b"):
                 await bench.queue.register_consumer(name, partition, ("ids",))
-                taken = await bench.queue.lease_groups(name, 2, step=0, deadline_seconds=0)
+                taken = await bench.queue.lease(name, 2, step=0, deadline_seconds=0)
                 assert (f"{partition}/0/0/0/0/0", f"{partition}/0/1/0/0/0") == taken.keys
                 with pytest.raises(DeadlineExceeded):
-                    await bench.queue.lease_groups(name, 1, step=0, deadline_seconds=0)
+                    await bench.queue.lease(name, 1, step=0, deadline_seconds=0)
 
     run(test)
 
@@ -299,12 +299,12 @@ def test_a_used_group_that_is_given_back_waits_for_its_next_use(run: Run) -> Non
         await publish(bench, [0])
         await use(bench, 1, 0)
         for step in (1, 2):
-            batch = await bench.queue.lease_groups("trainer", 1, step=step, fresh=False)
-            assert 0 == len(await bench.queue.lease_groups("trainer", 1, step=step, fresh=False)), "it is leased"
+            batch = await bench.queue.lease("trainer", 1, step=step, fresh=False)
+            assert 0 == len(await bench.queue.lease("trainer", 1, step=step, fresh=False)), "it is leased"
             with pytest.raises(QueueError):
                 await bench.queue.release(batch.select([0]))
             await bench.queue.release(batch)
-        assert 2 == len(await bench.queue.lease_groups("trainer", 1, step=3, fresh=False))
+        assert 2 == len(await bench.queue.lease("trainer", 1, step=3, fresh=False))
 
     run(test)
 
@@ -315,7 +315,7 @@ def test_a_batch_of_several_partitions_is_read_written_and_acked_as_one(run: Run
         for partition, value in (("train", 3), ("expert", 5)):
             await bench.queue.register_consumer(partition, partition, ("ids",))
             await bench.publish(await bench.claim(2, partition=partition), rollouts=value - 1)
-            batches.append(await bench.queue.lease_groups(partition, 2, step=0, deadline_seconds=0))
+            batches.append(await bench.queue.lease(partition, 2, step=0, deadline_seconds=0))
         batch = batches[0].joined(batches[1]).select([5, 0, 4, 1, 2, 3, 6, 7, 8, 9, 10, 11])
         numbers = torch.arange(12, dtype=torch.float32)
         written = await bench.values.write(batch, {"advantages": dense_column(numbers)})

@@ -37,7 +37,7 @@ class Leases:
         registered, sampler and reuse are updated; another partition or other columns are refused (``queue.invalid``).
 
         It needs ``columns`` and, if it is a stage, adds those of ``writes``. The sampler chooses among ready groups
-        (None: in order), and checkpoints keep its state. ``reuse`` says how often :meth:`lease_groups` returns a group
+        (None: in order), and checkpoints keep its state. ``reuse`` says how often :meth:`lease` returns a group
         (None: once).
         """
         made = None if sampler is None else sampler.make()
@@ -62,102 +62,86 @@ class Leases:
                 self.core.record("ack", consumer=consumer.name, step=None, epoch=hold.epoch, keys=list(group.samples))
         self._finish([group])
 
-    async def lease_batch(self, consumer: str, batch: int, deadline_seconds: float = 600.0) -> BatchMeta:
-        """Lease all groups of one batch that the consumer has not had, ordered by index, rollout and sequence.
-
-        It waits until the batch is complete and these groups are ready. If the batch was consumed or there is no such
-        group, a QueueError is raised.
-        """
-        mine = self.core.state.consumer(consumer)
-
-        def ready() -> list[Group] | None:
-            partition = mine.partition
-            found = partition.batches.get(batch)
-            if batch < 0 or (found is None and batch < partition.next_batch):
-                message = f"batch {batch} of partition {partition.name!r} has been consumed"
-                expected = f"one of {sorted(partition.batches)} or a later one"
-                raise QueueError(message, where=f"{partition.name}/{batch}", expected=expected, found=batch)
-            if found is None:
-                return None  # no explorer has claimed it
-            found.require_well()
-            fresh = [group for group in found.groups if mine.is_fresh(group)]
-            left = [group for group in found.groups if group.status != Status.CONSUMED]
-            if not all(mine.is_fresh(group) or (group.is_made and mine.has_had(group)) for group in left):
-                return None
-            if not fresh:
-                message = f"consumer {consumer!r} has had all groups of batch {batch} already"
-                raise QueueError(message, where=found.name, fix="lease each batch once")
-            return fresh
-
-        return await self._lease(mine, batch, None, ready, deadline_seconds)
-
-    async def lease_groups(
+    async def lease(
         self,
         consumer: str,
         groups: int | None = None,
         *,
+        batch: int | None = None,
         step: int | None = None,
         fresh: bool = True,
         deadline_seconds: float = 600.0,
     ) -> BatchMeta:
-        """Lease groups of any batch that the consumer's sampler chooses.
+        """Lease groups, whose samples are ordered by index, rollout and sequence.
 
-        Groups that are too stale at ``step`` are retired; those in cooldown after a use are not offered.
+        With ``batch``, lease all groups of one batch that the consumer has not had, and wait until the batch is
+        complete and they are ready. If the batch was consumed or there is no such group, raise a QueueError.
 
-        Without ``groups``, lease all ready groups, at least one. With ``fresh``, also offer groups that the consumer
-        has not used yet, and wait until there are enough; otherwise return at once as many used groups as there are.
-        Cooldown and staleness are counted in steps of the trainer (``step``).
+        Without it, the consumer's sampler chooses among the groups of all batches: ``groups`` of them, or all ready
+        ones and at least one. With ``fresh``, it may choose groups that the consumer has not used yet, and the call
+        waits until there are enough; otherwise it returns at once as many used groups as there are. Groups that are too
+        stale at ``step`` (of the trainer) are retired; those in cooldown after a use are not offered.
         """
         mine = self.core.state.consumer(consumer)
-        wanted = (groups or 1) if fresh else 0
-
-        def chosen() -> list[Group] | None:
-            self._retire_stale(mine, step, fresh)
-            usable = [group for group in mine.usable if mine.is_rested(group, step, fresh)]
-            drawn = _drawn(mine, usable, step, groups) if len(usable) >= wanted else []
-            return drawn if len(drawn) >= wanted else None
-
-        return await self._lease(mine, None, groups, chosen, deadline_seconds)
-
-    async def _lease(
-        self,
-        consumer: Consumer,
-        batch: int | None,
-        count: int | None,
-        ready: Callable[[], list[Group] | None],
-        seconds: float,
-    ) -> BatchMeta:
-        """Lease groups of one batch, or (None) of any batch, once they are ready."""
-        if count is not None and count < 1:
-            raise QueueError("at least one group is leased", expected="1 or more", found=count)
+        if groups is not None and groups < 1:
+            raise QueueError("at least one group is leased", expected="1 or more", found=groups)
 
         def describe() -> str:
-            found = [each for number, each in consumer.partition.batches.items() if batch in (None, number)]
-            what = f"{count or 1} groups" if batch is None else f"batch {batch}"
-            what += f" of partition {consumer.partition.name!r} for consumer {consumer.name!r}"
-            return missing(found, consumer, what)
+            batches = [each for number, each in mine.partition.batches.items() if batch in (None, number)]
+            what = f"{groups or 1} groups" if batch is None else f"batch {batch}"
+            return missing(batches, mine, f"{what} of partition {mine.partition.name!r} for consumer {mine.name!r}")
 
-        until = self.core.clock.time() + seconds
-        consumer.awaited.append(batch)
+        until = self.core.clock.time() + deadline_seconds
+        mine.awaited.append(batch)
         self.core.wake()  # a producer under backpressure may generate what this call waits for
         try:
-            while (groups := ready()) is None:
+            while True:
+                found = self._choose(mine, groups, step, fresh) if batch is None else self._unused(mine, batch)
+                if found is not None:
+                    break
                 await self.core.wait(until, describe)
         finally:
-            consumer.awaited.remove(batch)
-        consumer.epoch += bool(groups)
-        hold = Hold(consumer.epoch, self.core.caller())
-        for group in groups:
-            consumer.usable.pop(group, None)
-            consumer.held[group] = hold
+            mine.awaited.remove(batch)
+        mine.epoch += bool(found)
+        hold = Hold(mine.epoch, self.core.caller())
+        for group in found:
+            mine.usable.pop(group, None)
+            mine.held[group] = hold
             group.batch.moved = self.core.clock.time()
-        samples = [(group, key) for group in groups for key in group.samples]
+        samples = [(group, key) for group in found for key in group.samples]
         return BatchMeta(
             keys=tuple(key for _, key in samples),
             tags=tuple(group.tags_of(key) for group, key in samples),
             groups=tuple(group.name for group, _ in samples),
-            leases=(Lease(consumer.partition.name, consumer.name, consumer.epoch),) * len(samples),
+            leases=(Lease(mine.partition.name, mine.name, mine.epoch),) * len(samples),
         )
+
+    def _unused(self, consumer: Consumer, batch: int) -> list[Group] | None:
+        """Return the groups of a complete batch that a consumer has not had, or None while they are not ready."""
+        batches, name = consumer.partition.batches, f"{consumer.partition.name}/{batch}"
+        found = batches.get(batch)
+        if batch < 0 or (found is None and batch < consumer.partition.next_batch):
+            expected = f"one of {sorted(batches)} or a later one"
+            raise QueueError("the batch has been consumed", where=name, expected=expected, found=batch)
+        if found is None:
+            return None  # no explorer has claimed it
+        found.require_well()
+        fresh = [group for group in found.groups if consumer.is_fresh(group)]
+        left = [group for group in found.groups if group.status != Status.CONSUMED]
+        if not all(consumer.is_fresh(group) or (group.is_made and consumer.has_had(group)) for group in left):
+            return None
+        if not fresh:
+            message = f"consumer {consumer.name!r} has had all groups of the batch already"
+            raise QueueError(message, where=name, fix="lease each batch once")
+        return fresh
+
+    def _choose(self, consumer: Consumer, count: int | None, step: int | None, fresh: bool) -> list[Group] | None:
+        """Return groups that a consumer's sampler chooses, or None while there are too few."""
+        self._retire_stale(consumer, step, fresh)
+        usable = [group for group in consumer.usable if consumer.is_rested(group, step, fresh)]
+        wanted = (count or 1) if fresh else 0
+        drawn = _drawn(consumer, usable, step, count) if len(usable) >= wanted else []
+        return drawn if len(drawn) >= wanted else None
 
     def held(self, meta: BatchMeta, *, whole: bool = True) -> dict[tuple[Consumer, int], list[Group]]:
         """Return the existing groups of a batch by lease, and check that leases are valid and groups whole."""

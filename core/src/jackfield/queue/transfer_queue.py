@@ -77,8 +77,7 @@ class TransferQueue:
     fail_lost = _of("_groups", Groups.fail_lost)
     add_columns = _of("_groups", Groups.add_columns)
     register_consumer = _of("_leases", Leases.register_consumer)
-    lease_batch = _of("_leases", Leases.lease_batch)
-    lease_groups = _of("_leases", Leases.lease_groups)
+    lease = _of("_leases", Leases.lease)
     release = _of("_leases", Leases.release)
     take_over = _of("_leases", Leases.take_over)
     ack = _of("_leases", Leases.ack)
@@ -329,7 +328,7 @@ class TransferQueue:
 
 
 _LOCAL = {"start", "close", "end_holder"}
-QUEUE = Contract(TransferQueue, without=_LOCAL, undo={"lease_batch": "release", "lease_groups": "release"})
+QUEUE = Contract(TransferQueue, without=_LOCAL, undo={"lease": "release"})
 
 
 class QueueServer(Server):

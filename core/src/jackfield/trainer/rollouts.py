@@ -184,7 +184,7 @@ class RewardPipeline:
             tasks.create_task(score_early())
             while True:
                 try:
-                    batch = await queue.lease_groups(REWARD, deadline_seconds=seconds)
+                    batch = await queue.lease(REWARD, deadline_seconds=seconds)
                 except DeadlineExceeded:
                     continue  # an idle queue is no failure; consumers of rewards have their own deadlines
                 for indexes in batch.by_group().values():

@@ -273,7 +273,7 @@ class Trainer:
         that is staler than the schedule allows, or not complete in time, is refused.
         """
         queue, schedule, seconds = self.role.queue, self.role.schedule, self.role.config.deadlines.batch
-        leasing = asyncio.ensure_future(queue.lease_batch(CONSUMER, step.number, deadline_seconds=seconds))
+        leasing = asyncio.ensure_future(queue.lease(CONSUMER, batch=step.number, deadline_seconds=seconds))
         if not (step.updates or (schedule.explores and step.number % schedule.sync_interval)):
             stopped: asyncio.Future[Any] = asyncio.ensure_future(self.stop.wait())
             try:
@@ -290,7 +290,7 @@ class Trainer:
         for partition, each in self._mixed.items():
             if groups := further_groups(each.ratio, step.number, own):
                 which: dict[str, Any] = {"step": step.number, "fresh": partition != TRAIN, "deadline_seconds": seconds}
-                mixed.append(await queue.lease_groups(_consumer(partition), groups, **which))
+                mixed.append(await queue.lease(_consumer(partition), groups, **which))
         if schedule.explores:
             schedule.check(step.number, oldest_version(batch.tags))
         for more in filter(None, mixed):

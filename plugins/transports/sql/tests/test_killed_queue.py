@@ -78,12 +78,12 @@ def test_a_sample_is_ready_when_its_reward_is_there_and_not_before(killed: Path,
         bench = await opened(folder)
         try:
             await bench.queue.restore(folder / "checkpoint")
-            first = await bench.queue.lease_groups("trainer", deadline_seconds=0)
+            first = await bench.queue.lease("trainer", deadline_seconds=0)
             assert ("train/0/0/0/0/0",) == first.keys
             with pytest.raises(DeadlineExceeded) as late:
-                await bench.queue.lease_groups("trainer", deadline_seconds=0)
+                await bench.queue.lease("trainer", deadline_seconds=0)
             assert "1 samples lack columns: train/0/1/0/0/0 (reward)" in late.value.message
-            waiting = asyncio.ensure_future(bench.queue.lease_groups("trainer", deadline_seconds=60))
+            waiting = asyncio.ensure_future(bench.queue.lease("trainer", deadline_seconds=60))
             await asyncio.sleep(0)
             assert not waiting.done()
             await bench.reward(["train/0/1/0/0/0"])
@@ -108,7 +108,7 @@ async def derive_and_be_killed(folder: Path) -> None:
         made = Lineage("repair", tuple(keys)) if keys else None
         keys += await bench.report(await bench.open(key, 1), 0, columns, made=made, length=2)
         if not number:
-            await bench.queue.ack(await bench.queue.lease_groups("trainer", deadline_seconds=0))
+            await bench.queue.ack(await bench.queue.lease("trainer", deadline_seconds=0))
     await bench.queue.checkpoint(folder / "checkpoint")
     os.kill(os.getpid(), signal.SIGKILL)
 
