@@ -13,6 +13,7 @@ from typing import Any
 
 import attrs
 
+from jackfield.abc.reward import ScoreResult
 from jackfield.abc.transfer_queue import DeleteRequest
 from jackfield.data.tasks import SeededOrder, Task
 from jackfield.errors import (
@@ -109,45 +110,38 @@ class Explorer:
                 self._idle.set()
 
     async def _roll_out(self, key: GroupKey, task: Task, rollout: int, generates: bool) -> None:
-        """Run a rollout on a worker, again if workers die, and report its outcome."""
-        config, attempts, sampling = self.role.config, itertools.count(), None
+        """Run a rollout on a worker, and report its outcome."""
+        config, sampling = self.role.config, None
         if generates:
             seed = sampling_seed(config.seed_of(config.sampling), key.batch, key.index, key.retry, rollout)
             sampling = {**attrs.asdict(config.sampling, recurse=False), "seed": seed}
             if self.role.algorithm.greedy_baseline and rollout == self._rollouts - 1:
                 sampling["temperature"] = 0.0
-        job = RolloutJob(
-            group=key,
-            rollout=rollout,
-            task=task,
-            sampling=sampling,
-            seconds=config.deadlines.rollout,
-            expert=bool(self._groups),
-        )
-
-        async def run() -> RolloutReport:
-            async with self.role.rollout_devices.hold("rollout") if generates else nullcontext():
-                return await _run(self.role, attrs.evolve(job, attempt=next(attempts)))
-
-        try:
-            report = await resubmitted(run, f"sample {key.rollout(rollout)}")
-        except WorkerLost as error:
-            report = RolloutReport(group=str(key), rollout=rollout, error=one_line(error))
-        await self.role.queue.end_rollouts([report])
+        seconds, expert = config.deadlines.rollout, bool(self._groups)
+        job = RolloutJob(group=key, rollout=rollout, task=task, sampling=sampling, seconds=seconds, expert=expert)
+        await self.role.queue.end_rollouts([await _run(self.role, job)])
 
 
 async def _run(role: Role, job: RolloutJob) -> RolloutReport:
-    """Run a job on an agent worker; return errors of this rollout only in the report."""
-    worker, evaluates = role.workers.agents.of(f"{job.group}/{job.rollout}"), job.group.partition == EVAL
-    # the worker enforces the rollout's deadline; this one adds slack for the RPC
-    seconds, sample = 1.1 * job.seconds + 10, job.group.rollout(job.rollout, job.attempt)
-    who = f"the agent worker of sample {sample}, task {job.task.id}"
+    """Run a job on an agent worker, again if workers die; return errors of this rollout only in the report."""
+    attempts, generates, evaluates = itertools.count(), job.sampling is not None, job.group.partition == EVAL
+
+    async def run() -> RolloutReport:
+        again = attrs.evolve(job, attempt=next(attempts))
+        worker = role.workers.agents.of(f"{job.group}/{job.rollout}")
+        # the worker enforces the rollout's deadline; this one adds slack for the RPC
+        seconds, sample = 1.1 * job.seconds + 10, job.group.rollout(job.rollout, again.attempt)
+        who = f"the agent worker of sample {sample}, task {job.task.id}"
+        # an evaluation holds the devices from its beginning to its end
+        async with role.rollout_devices.hold("rollout") if generates and not evaluates else nullcontext():
+            return await role.clock.wait_for(worker.run(again), seconds, who)
+
     try:
-        return await role.clock.wait_for(worker.run(job), seconds, who)
+        return await resubmitted(run, f"sample {job.group.rollout(job.rollout)}")
     except JackfieldError as error:
-        generates, lost = job.sampling is not None, evaluates and is_lost(error)
         every = isinstance(error, ConfigError | DataError | PluginError) or error.code == "rollout.stopped"
-        if isinstance(error, WorkerLost) or lost or not generates or every:  # it would fail every rollout
+        lost = evaluates and is_lost(error)
+        if not isinstance(error, WorkerLost) and (every or lost or not generates):  # it would fail every rollout
             raise
         text = str(error) if evaluates else one_line(error)
         return RolloutReport(group=str(job.group), rollout=job.rollout, error=text)
@@ -333,30 +327,33 @@ class Evaluator:
 
     async def _evaluate(self, task: Task, group: GroupKey) -> SampleRecord:
         """Run and score a task; return its sample without the text. An error of this task only becomes a tag."""
-        config, key, rewards = self.role.config, group.sample(0, 0), self.role.workers.rewards
+        config, rewards = self.role.config, self.role.workers.rewards
         assert rewards is not None
         seed = sampling_seed(config.seed_of(config.evaluation.sampling), "evaluation", group.batch, task.id)
         sampling = {**attrs.asdict(config.evaluation.sampling, recurse=False), "seed": seed}
-        seconds, who = config.deadlines.rollout, f"the reward worker of held-out task {task.id}"
-        job = RolloutJob(group=group, task=task, sampling=sampling, seconds=seconds, last=True)
-
-        def record(reward: float | None, error: str | None, **found: Any) -> SampleRecord:
-            tags = {"task": task.id, "ground_truth": task.ground_truth, **found, **({"error": error} if error else {})}
-            return SampleRecord(
-                key=key, prompt="", response="", reward=reward, response_ids=(), response_mask=(), tags=tags
-            )
-
-        async def evaluated() -> SampleRecord:
-            report = await _run(self.role, job)
-            if not report.keys:
-                return record(None, report.error or "the agent loop returned no sequence")
+        job = RolloutJob(group=group, task=task, sampling=sampling, seconds=config.deadlines.rollout, last=True)
+        report = await _run(self.role, job)
+        result = ScoreResult(status="failed", error=report.error or "the agent loop returned no sequence")
+        told: dict[str, Any] = {"task": task.id, "ground_truth": task.ground_truth}
+        if report.keys:
+            key, tags = report.keys[0], report.written.tags[0]
             longest = 2 * self.role.score_seconds * len(self.tasks)  # if all are scored one after the other
-            result = await self.role.clock.wait_for(rewards.of(key).score(EVAL, key), longest, who)
-            tags = report.written.tags[0]
-            more = {"response_tokens": tags["response_tokens"], **said(tags), **metric_tags("reward", result.metrics)}
-            return record(result.score, result.error, **more)
-
-        try:
-            return await resubmitted(evaluated, f"the answer to held-out task {task.id}")
-        except WorkerLost as error:
-            return record(None, str(error))
+            wait, who = self.role.clock.wait_for, f"the reward worker of held-out task {task.id}"
+            try:
+                result = await resubmitted(
+                    lambda: wait(rewards.of(key).score(EVAL, key), longest, who), f"the score of sample {key}"
+                )
+            except WorkerLost as error:
+                result = ScoreResult(status="failed", error=str(error))
+            told |= {"response_tokens": tags["response_tokens"], **said(tags), **metric_tags("reward", result.metrics)}
+        if result.error is not None:
+            told["error"] = result.error
+        return SampleRecord(
+            key="".join(report.keys),
+            prompt="",
+            response="",
+            reward=result.score,
+            response_ids=(),
+            response_mask=(),
+            tags=told,
+        )
