@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jackfield.compose.folder import storage_errors
-from jackfield.compose.run import _first
+from jackfield.compose.run import _first, storage_errors
 from jackfield.errors import JackfieldError, RunError
 
 

@@ -230,7 +230,8 @@ def export(folder: Path, out: Path, merge: bool) -> None:
     FOLDER is a checkpoint or a run's folder (its newest undamaged checkpoint is used). If the run trains an adapter,
     OUT holds the adapter for PEFT, unless --merge is given.
     """
-    from jackfield.compose.folder import export_checkpoint, find_checkpoint
+    from jackfield.compose.run import export_checkpoint
+    from jackfield.trainer.checkpoint import find_checkpoint
 
     found = find_checkpoint(folder)
     export_checkpoint(found, out, merge=merge)

@@ -101,9 +101,9 @@ def ledger(folder: Path, as_json: bool) -> None:
 @json_option
 def trace(folder: Path, key: str, as_json: bool) -> None:
     """Print the provenance of the sample KEY as a tree, from checkpoint and ledger."""
-    from jackfield.compose.folder import find_queue
     from jackfield.queue.store import find_store
     from jackfield.queue.store import trace as find_ancestors
+    from jackfield.trainer.checkpoint import find_queue
 
     store, checkpoint = find_store(folder), None
     try:
@@ -179,7 +179,7 @@ def _plain(sample: SavedSample, *names: str) -> dict[str, Any]:
 
 
 def _samples(folder: Path, partition: str | None) -> Iterator[SavedSample]:
-    from jackfield.compose.folder import find_queue
     from jackfield.queue.sample_files import saved_samples
+    from jackfield.trainer.checkpoint import find_queue
 
     return (sample for sample in saved_samples(find_queue(folder)) if partition in (None, sample.partition))

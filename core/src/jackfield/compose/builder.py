@@ -19,12 +19,11 @@ import psutil
 from jackfield.cluster.control import serve_control
 from jackfield.cluster.pool import DeviceLease, ReplicaPool
 from jackfield.compose.checks import mixed_samples
-from jackfield.compose.folder import mark_finished
 from jackfield.compose.workers import WorkerFactory
 from jackfield.queue import Values
 from jackfield.queue.transfer_queue import connect_queue
 from jackfield.runtime.engine import EngineGroup
-from jackfield.trainer.checkpoint import Checkpoint, written
+from jackfield.trainer.checkpoint import Checkpoint, mark_finished, written
 from jackfield.trainer.log_prob_check import ReplicaProbe
 from jackfield.trainer.role import FINISHED, WEIGHTS, Role, RunWorkers
 from jackfield.trainer.rollouts import Explorer, RewardPipeline

@@ -22,7 +22,6 @@ import attrs
 from jackfield.algorithms import register
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
-from jackfield.compose.folder import find_queue
 from jackfield.compose.resolve import resolve_algorithm
 from jackfield.config import RunConfig, plugin_settings
 from jackfield.config.sections import MixingConfig
@@ -37,6 +36,7 @@ from jackfield.queue.meta import register_sampler
 from jackfield.queue.sample_files import ImportedSamples, cell_of, read_samples, saved_samples, shape_of
 from jackfield.sdk.archive import SavedSample
 from jackfield.sdk.rotary import length_limits
+from jackfield.trainer.checkpoint import find_queue
 from jackfield.trainer.role import Role, RoleName
 
 _HEAVY = {"engine", "rollout"}  #: kinds whose plugins import torch, which are imported last

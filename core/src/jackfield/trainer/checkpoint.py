@@ -1,4 +1,4 @@
-"""Checkpoints of a run: writing, restoring, and the folder that stores them.
+"""Checkpoints of a run: writing, restoring, the folder that stores them, and the mark of a finished run.
 
 A checkpoint is complete or absent, and the newest few are kept::
 
@@ -30,16 +30,18 @@ from typing import Any
 import attrs
 
 from jackfield import __version__
-from jackfield.config import as_plain
+from jackfield.config import RunConfig, as_plain
 from jackfield.errors import JackfieldError, RunError, WorkerLost
-from jackfield.files import digest_of, seal, sync, sync_tree, unseal
+from jackfield.files import digest_of, replace_file, seal, sync, sync_tree, unseal
 from jackfield.plugins.hooks import CheckpointSaved
+from jackfield.queue.store import STORE_FILE
 from jackfield.runtime.engine import EngineGroup
 from jackfield.runtime.samples import TRAIN
 from jackfield.trainer.role import Role
 
 FORMAT = 2
 _MANIFEST, _STATE = "manifest.json", "state.json"
+FINISHED_FILE = "finished.json"  #: in the folder of a run
 _NAME = re.compile(r"step_(\d{8,})")
 
 
@@ -305,6 +307,40 @@ class CheckpointStore:
     def partial(self, step: int) -> Path:
         """Return the folder of an unfinished checkpoint."""
         return self.folder / f"step_{step:08d}.partial"
+
+
+def mark_finished(folder: Path, steps: int) -> None:
+    """Record that the model of the last step has been written."""
+    replace_file(folder / FINISHED_FILE, seal(json.dumps({"steps": steps})))
+
+
+def is_finished(config: RunConfig, checkpoint: Checkpoint | None) -> bool:
+    """Return whether the run has completed its last step and its model exists."""
+    marker, model = (Path(config.folder) / name for name in (FINISHED_FILE, "model"))
+    if checkpoint is None or not marker.is_file() or not model.is_dir():
+        return False
+    try:
+        return checkpoint.step == unseal(marker.read_bytes()).get("steps") == config.schedule.steps
+    except ValueError as error:
+        what = "%s is damaged (%s); the run goes on from its newest checkpoint, and writes its model again"
+        logging.getLogger("jackfield").warning(what, marker, error)
+        return False
+
+
+def find_checkpoint(folder: Path, part: str = "") -> Checkpoint:
+    """Return the checkpoint in a folder, or the newest undamaged one if it is a run's folder.
+
+    Only the folder ``part`` of the checkpoint is verified; by default, everything is. Raise ``run.no-checkpoint``,
+    ``run.checkpoint-damaged`` or ``run.checkpoint-format``.
+    """
+    if (folder / "manifest.json").is_file():
+        return open_checkpoint(folder, part)
+    return CheckpointStore(folder / "checkpoints").newest(part)
+
+
+def find_queue(folder: Path) -> Path:
+    """Return the folder of a checkpointed queue, in a checkpoint's or run's folder."""
+    return folder if (folder / STORE_FILE).is_file() else find_checkpoint(folder, "queue/").folder / "queue"
 
 
 def _attempt(folder: Path, part: str = "", *, contents: bool = True) -> Checkpoint | RunError:
