@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import attrs
 import torch
 
 from jackfield.abc.transfer_queue import TransferQueueContext
-from jackfield.errors import DeadlineExceeded, QueueFull
+from jackfield.errors import DeadlineExceeded, QueueError
 from jackfield.queue.meta import Batch, BatchMeta, GroupKey, Lineage, NewGroup, RolloutReport
 from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.queue.values import MemoryBackend, MemoryConfig, Values
@@ -49,9 +48,12 @@ class Bench:
     async def vacant(self, batch: Batch) -> list[GroupKey]:
         """The groups that are to be made now."""
         found: list[GroupKey] = []
-        with suppress(DeadlineExceeded, QueueFull):
+        try:
             async for keys in self.queue.groups_to_fill(batch, 0.0, until="published"):
                 found += keys
+        except (DeadlineExceeded, QueueError) as error:
+            if error.code not in ("deadline", "queue.full"):
+                raise
         return found
 
     async def open(self, key: GroupKey, rollouts: int = 2, task: str | None = None, **tags: Any) -> str:

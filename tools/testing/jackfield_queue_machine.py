@@ -40,7 +40,7 @@ from jackfield.abc.transfer_queue import (
     TransferQueueBackend,
     TransferQueueContext,
 )
-from jackfield.errors import DeadlineExceeded, LeaseError, QueueError
+from jackfield.errors import DeadlineExceeded, QueueError
 from jackfield.queue.meta import BatchMeta, GroupKey, NewGroup, RolloutReport, partition_of
 from jackfield.queue.records import State
 from jackfield.queue.store import STORE_FILE, Store
@@ -514,8 +514,9 @@ class QueueMachine(RuleBasedStateMachine):
             self.score_leased(meta)
             return
         if not self.holds(meta):
-            with pytest.raises(LeaseError):
+            with pytest.raises(QueueError) as ended:
                 self.do(self.queue.ack(meta, step))
+            assert "queue.lease" == ended.value.code
             return
         self.do(self.queue.ack(meta, step))
         final = step is None or (self.model.committed is not None and step <= self.model.committed)
@@ -535,8 +536,9 @@ class QueueMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         meta = data.draw(st.sampled_from(self.metas))
         if not self.holds(meta):
-            with pytest.raises(LeaseError):
+            with pytest.raises(QueueError) as ended:
                 self.do(self.queue.release(meta))
+            assert "queue.lease" == ended.value.code
             return
         self.do(self.queue.release(meta))
         for group in self.living(meta):

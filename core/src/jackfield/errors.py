@@ -107,10 +107,6 @@ class PluginNotFound(PluginError, code="plugin.not-found"):
     """No plugin of that name is installed."""
 
 
-class PluginImportError(PluginError, code="plugin.import"):
-    """The plugin's module fails to import."""
-
-
 class DataError(JackfieldError, code="data.malformed"):
     """A task file, a tokenizer or a template is wrong."""
 
@@ -135,24 +131,12 @@ class QueueError(JackfieldError, code="queue.invalid"):
     """The TransferQueue refused a request."""
 
 
-class LeaseError(QueueError, code="queue.lease"):
-    """A lease is unknown, expired or of an old epoch."""
-
-
-class QueueFull(QueueError, code="queue.full"):
-    """Backpressure lasted beyond its deadline."""
-
-
 class RpcError(JackfieldError, code="rpc.malformed"):
     """A message between processes was refused, or a call could not be delivered."""
 
 
 class WeightsError(JackfieldError, code="weights.transfer"):
     """A weight synchronisation was lost, stale or corrupt."""
-
-
-class ScheduleError(JackfieldError, code="config.invalid-value"):
-    """A schedule's staleness bound would be broken."""
 
 
 class RunError(JackfieldError, code="run.failed"):

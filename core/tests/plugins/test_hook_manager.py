@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jackfield.errors import PluginError, PluginImportError, RunError
+from jackfield.errors import PluginError, RunError
 from jackfield.plugins import HookManager, discover
 from jackfield.plugins.hooks import RunEnded, StepEnded, hookimpl
 
@@ -105,8 +105,9 @@ def test_a_plugin_without_hooks_registers_nothing(site):
 
 def test_a_hooks_module_that_raises_is_an_import_error_of_its_plugin(site):
     site.install("bad", extra='hooks = "fake_bad.hooks"', modules={"hooks.py": "raise OSError('gone')"})
-    with pytest.raises(PluginImportError) as caught:
+    with pytest.raises(PluginError) as caught:
         HookManager([], [discover().find("reward", "bad")])
+    assert "plugin.import" == caught.value.code
     assert "hooks of the reward 'bad'" == caught.value.where
 
 

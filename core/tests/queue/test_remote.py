@@ -16,7 +16,7 @@ import attrs
 import pytest
 
 from jackfield.clock import Clock
-from jackfield.errors import DeadlineExceeded, JackfieldError, LeaseError, QueueError
+from jackfield.errors import DeadlineExceeded, JackfieldError, QueueError
 from jackfield.queue import TransferQueue
 from jackfield.queue.meta import Reuse, SamplerSpec
 from jackfield.queue.transfer_queue import QUEUE, QueueServer, connect_queue
@@ -95,8 +95,9 @@ def test_a_remote_queue_does_what_a_local_one_does(tmp_path: Path) -> None:
             assert {"batch": 0, "group": 0, "retry": 0, "rollout": 1}.items() <= meta.tags[1].items()
             assert [0, 0, 0] * 4 == (await trainer.values.read(meta, ["ids"]))["ids"].values.tolist()
             await trainer.queue.ack(meta, step=0)
-            with pytest.raises(LeaseError):
+            with pytest.raises(QueueError) as twice:
                 await trainer.queue.ack(meta, step=0)
+            assert "queue.lease" == twice.value.code
             again = await trainer.queue.lease("trainer", 2, step=1, fresh=False)
             assert set(meta.keys) == set(again.keys)
             await trainer.queue.release(again)
@@ -208,8 +209,9 @@ def test_what_a_client_leaves_is_handed_out_again(tmp_path: Path) -> None:
             await world.connections[0].close("has ended before its work was done")
             again = await other.queue.lease("trainer", deadline_seconds=10)
             assert leased.keys == again.keys
-            with pytest.raises(LeaseError):
+            with pytest.raises(QueueError) as ended:
                 await other.queue.ack(leased, step=0)
+            assert "queue.lease" == ended.value.code
             assert 1 == (await other.claim(explorer="two")).number
 
     asyncio.run(main())

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from jackfield.errors import DeadlineExceeded, ScheduleError
+from jackfield.errors import DeadlineExceeded, RunError
 from jackfield.trainer.role import Progress, Schedule
 from jackfield.trainer.trainer import further_groups
 from jackfield_virtual_clock import VirtualClock
@@ -34,7 +34,7 @@ def test_every_batch_can_start_and_none_is_staler_than_the_bound(k: int, o: int)
 def test_a_batch_beyond_the_bound_is_refused() -> None:
     schedule = Schedule(steps=10, sync_interval=2, sync_offset=1)
     assert 2 == schedule.check(5, 3)
-    with pytest.raises(ScheduleError) as caught:
+    with pytest.raises(RunError) as caught:
         schedule.check(5, 2)
     assert "schedule.staleness" == caught.value.code
 

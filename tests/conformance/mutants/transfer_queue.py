@@ -37,7 +37,7 @@ from jackfield.abc.transfer_queue import (
     TransferQueueBackend,
     TransferQueueContext,
 )
-from jackfield.errors import QueueError, QueueFull
+from jackfield.errors import QueueError
 from mutants import harness
 from mutants.harness import Reference
 
@@ -586,7 +586,7 @@ class RefusesProducersMeanwhile(ReferenceBackend):
 
     async def put(self, request: PutRequest) -> PutResult:
         if self.busy:
-            raise QueueFull("a checkpoint is being written")
+            raise QueueError("a checkpoint is being written", code="queue.full")
         return await super().put(request)
 
 

@@ -29,7 +29,7 @@ from packaging.utils import canonicalize_name
 
 import jackfield
 from jackfield.abc import ABI_VERSIONS
-from jackfield.errors import JackfieldError, PluginError, PluginImportError, error_fields, rebuilt_error
+from jackfield.errors import JackfieldError, PluginError, error_fields, rebuilt_error
 from jackfield.plugins.hooks import HookManager
 from jackfield.plugins.manifest import structure_problems
 from jackfield.plugins.registry import PluginRecord, discover
@@ -217,7 +217,7 @@ def _problems(
         message = f"{said['stage']} did not end in time" if late else f"{said['stage']} ended the interpreter"
         expected = "an import that ends, and leaves the interpreter alive"
         fix = "correct the plugin's module" + ("; raise --deadline if it is only slow" if late else "")
-        yield PluginImportError(message, where=record.label, expected=expected, found=ending, fix=fix)
+        yield PluginError(message, code="plugin.import", where=record.label, expected=expected, found=ending, fix=fix)
     elif record is not None:
         yield from refusals(record, said, path)
 

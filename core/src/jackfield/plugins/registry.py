@@ -21,7 +21,7 @@ from typing import Any
 import attrs
 
 from jackfield.abc import KINDS
-from jackfield.errors import JackfieldError, PluginError, PluginImportError, PluginNotFound, did_you_mean
+from jackfield.errors import JackfieldError, PluginError, PluginNotFound, did_you_mean
 from jackfield.imports import collection_paused
 from jackfield.plugins.manifest import (
     Manifest,
@@ -270,7 +270,7 @@ def import_module(module: str, manifest: Manifest, where: str) -> ModuleType:
         fix = "correct the plugin's module, or reinstall the plugin; `jackfield plugins doctor` tries it on its own"
         fix = f"install what it needs: pip install '{manifest.requirement(missing)}'" if missing else fix
         details = {"where": where, "expected": f"{module} to be imported", "found": f"{type(error).__name__}: {error}"}
-        raise PluginImportError(f"importing {module} failed", fix=fix, **details) from error
+        raise PluginError(f"importing {module} failed", code="plugin.import", fix=fix, **details) from error
 
 
 def _missing(what: str, where: str, found: str = "nothing there") -> PluginError:

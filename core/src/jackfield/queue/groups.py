@@ -11,7 +11,7 @@ from typing import Literal
 
 import attrs
 
-from jackfield.errors import DeadlineExceeded, QueueError, QueueFull
+from jackfield.errors import DeadlineExceeded, QueueError
 from jackfield.queue.leases import Leases, missing, some
 from jackfield.queue.meta import Batch, BatchMeta, GroupKey, NewGroup, RolloutReport, Written, group_of
 from jackfield.queue.records import BatchState, Group, Sample, Status, sequence_of
@@ -106,7 +106,7 @@ class Groups:
         With ``until="final"`` it ends when a consumer has acked all groups, so that none can be dropped any more; else
         when all are published: if one is dropped afterwards, the batch is offered to the next claimant. The deadline
         runs only while the batch does not change and no consumer works with its groups. If there was no room for a
-        group in time, raise ``QueueFull``; if the batch was released, ``QueueError``.
+        group in time, raise ``queue.full``; if the batch was released, ``QueueError``.
         """
         partition = self.core.state.partition(batch.partition)
         state, since = partition.batches.get(batch.number), self.core.clock.time()
@@ -160,8 +160,9 @@ class Groups:
         except DeadlineExceeded as error:
             if not batch.vacant():
                 raise
-            raise QueueFull(
+            raise QueueError(
                 f"the queue stayed full for {seconds:.6g} s",
+                code="queue.full",
                 where=batch.name,
                 expected=f"room for a group within {self.max_samples} samples and {self.max_bytes} bytes",
                 found=f"{self.core.state.samples} samples, {self.core.state.bytes} bytes",

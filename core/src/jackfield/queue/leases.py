@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import attrs
 
 from jackfield.abc.transfer_queue import KeysRequest
-from jackfield.errors import LeaseError, QueueError
+from jackfield.errors import QueueError
 from jackfield.queue.meta import BatchMeta, Lease, Ready, Reuse, SamplerSpec
 from jackfield.queue.records import BatchState, Consumer, Group, Hold, State, Status, Use
 from jackfield.queue.store import Controller
@@ -153,8 +153,9 @@ class Leases:
                 continue
             hold = consumer.held.get(group)
             if hold is None or hold.epoch != lease.epoch:
-                raise LeaseError(
+                raise QueueError(
                     f"consumer {consumer.name!r} does not hold group {name} under this lease any more",
+                    code="queue.lease",
                     where=consumer.name,
                     expected=f"a lease of epoch {lease.epoch}",
                     found="a lease that was given back, acked, or ended with its holder",

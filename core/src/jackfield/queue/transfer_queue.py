@@ -61,7 +61,7 @@ class TransferQueue:
     :mod:`jackfield.queue` describes groups, consumers and backpressure. All methods must be called on one event loop.
 
     Raises (all methods): ``DeadlineExceeded`` if a wait ends at its deadline; it names the groups, rollouts, columns or
-    consumers that are missing. ``LeaseError`` (``queue.lease-epoch``) under a lease that has ended; then nothing has
+    consumers that are missing. ``queue.lease`` under a lease that has ended; then nothing has
     changed. ``QueueError``: ``queue.closed``, ``queue.unknown-sample``, ``queue.unknown-consumer``,
     ``queue.batch-failed`` for a batch in which a group was retried too often, and ``queue.store``.
     """

@@ -16,7 +16,7 @@ from jackfield.cluster.pool import DeviceLease, Places
 from jackfield.config import RunConfig
 from jackfield.config.sections import ScheduleConfig
 from jackfield.data.tasks import TaskSet
-from jackfield.errors import QueueError, ScheduleError
+from jackfield.errors import QueueError, RunError
 from jackfield.plugins.hooks import HookManager, SampleRecord, StageEnded
 from jackfield.queue import BatchMeta, TransferQueue
 from jackfield.runtime.engine import EngineRank
@@ -70,7 +70,7 @@ class Schedule(ScheduleConfig):
         """Return the staleness of a batch, in steps, or refuse more than :attr:`max_staleness`."""
         staleness = step - oldest_version
         if staleness > self.max_staleness:
-            raise ScheduleError(
+            raise RunError(
                 "a batch is staler than the schedule allows",
                 code="schedule.staleness",
                 where=f"step {step}",

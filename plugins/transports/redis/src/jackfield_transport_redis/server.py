@@ -23,7 +23,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from jackfield.clock import Clock
-from jackfield.errors import DeadlineExceeded, QueueError, QueueFull
+from jackfield.errors import DeadlineExceeded, QueueError
 from jackfield_transport_redis.config import Config
 
 T = TypeVar("T")
@@ -95,7 +95,7 @@ class Server:
         """Do ``work`` with a client; after a lost connection, repeat it until the deadline (``repeats``).
 
         Raises:
-            QueueError: ``queue.unreachable``, ``queue.store``; QueueFull if the server's memory is full.
+            QueueError: ``queue.unreachable``, ``queue.store``; ``queue.full`` if the server's memory is.
         """
         until = self._clock.time() + self._config.seconds
         pause = _FIRST_PAUSE
@@ -118,7 +118,7 @@ class Server:
         except _REFUSALS as error:
             raise self._unfit("the server refuses the login", "user and password that it knows", error, None) from error
         except OutOfMemoryError as error:
-            raise QueueFull("the server's memory is full", where=self.label, found=error) from error
+            raise QueueError("the server's memory is full", code="queue.full", where=self.label, found=error) from error
         except (RedisConnectionError, RedisTimeoutError, DeadlineExceeded, OSError) as error:
             raise QueueError(
                 "the server does not answer",

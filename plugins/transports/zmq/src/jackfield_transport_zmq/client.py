@@ -12,7 +12,7 @@ import attrs
 import zmq
 
 from jackfield.clock import Clock
-from jackfield.errors import DeadlineExceeded, QueueError, QueueFull
+from jackfield.errors import DeadlineExceeded, QueueError
 from jackfield_transport_zmq.arenas import Arenas, Block
 from jackfield_transport_zmq.config import QueueConfig
 from jackfield_transport_zmq.directory import Directory, UnitAddress
@@ -206,7 +206,7 @@ class Client:
                 self._lines[unit].tell("release", {"leases": [number]})
 
     async def room(self, size: int) -> Block:
-        """Wait for a block of ``size`` bytes; ``QueueFull`` if there is none until the deadline."""
+        """Wait for a block of ``size`` bytes; ``queue.full`` if there is none until the deadline."""
         ends = self._clock.time() + self._settings.seconds
         while (block := self._arenas.take(size)) is None:
             future = self._loop.create_future()
@@ -214,9 +214,10 @@ class Client:
             try:
                 await self._clock.wait_for(future, max(ends - self._clock.time(), 0.0), "room in shared memory")
             except DeadlineExceeded:
-                raise QueueFull(
+                raise QueueError(
                     f"{self._settings.shared_max_bytes} bytes of shared memory stayed full for "
                     f"{self._settings.seconds:g} s",
+                    code="queue.full",
                     where="shared_max_bytes",
                     fix="have rows consumed earlier, or raise shared_max_bytes",
                 ) from None
