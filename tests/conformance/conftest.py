@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jackfield_conformance.support import leaks
+from jackfield_conformance.support import processes
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -15,4 +15,4 @@ sys.path.insert(0, str(Path(__file__).parent))
 @pytest.fixture(autouse=True)
 def _short_wait_for_leaked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that a mutant leaves on purpose never ends."""
-    monkeypatch.setattr(leaks, "_GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(processes, "_GRACE_SECONDS", 0.5)

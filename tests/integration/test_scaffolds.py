@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from jackfield.abc import KINDS
 from jackfield_commands import CommandServer
-from jackfield_conformance.commands.new import available_kinds
 
 Do = Callable[..., str]
 
@@ -40,7 +40,7 @@ def install(folder: Path, project: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", available_kinds())
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_scaffold_is_certified_at_birth(kind: str, tmp_path: Path, do: Do) -> None:
     """Written, built and installed by pip, listed, its own tests run, checked, and listed as certified."""
     (tmp_path / "certificates").mkdir()

@@ -12,7 +12,7 @@ import pytest
 
 from jackfield.plugins import discover
 from jackfield_conformance.certificates import FORMAT, find_certification, plugin_digest
-from jackfield_conformance.commands.check import keep
+from jackfield_conformance.commands import keep
 
 SCORING = """
 from jackfield.abc.reward import RewardAgent, ScoreResult

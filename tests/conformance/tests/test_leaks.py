@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from jackfield_conformance.support import leaks
+from jackfield_conformance.support import processes
 
 _LOOK = """
-from jackfield_conformance.support.leaks import shared_memory, shared_memory_since
+from jackfield_conformance.support.processes import shared_memory, shared_memory_since
 before = shared_memory()
 print("ready", flush=True)
 input()
@@ -39,10 +39,10 @@ def test_shared_memory_that_another_process_holds_is_not_the_plugin_s(segment: P
         assert looks.stdin is not None
         assert looks.stdout is not None
         assert looks.stdout.readline() == "ready\n"
-        before = leaks.shared_memory()
+        before = processes.shared_memory()
         held = torch.from_file(str(segment), shared=True, size=1)
         theirs, _ = looks.communicate("\n", timeout=60)
     assert segment.name not in theirs
-    assert segment.name in leaks.shared_memory_since(before)
+    assert segment.name in processes.shared_memory_since(before)
     del held
-    assert segment.name in leaks.shared_memory_since(before)  # no process holds it: it was leaked
+    assert segment.name in processes.shared_memory_since(before)  # no process holds it: it was leaked

@@ -43,7 +43,7 @@ class PluginGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in _PLUGIN_COMMANDS and cmd_name not in self.commands:
             try:
-                module = importlib.import_module(f"jackfield_conformance.commands.{cmd_name}")
+                module = importlib.import_module("jackfield_conformance.commands")
             except ModuleNotFoundError as error:
                 if error.name != "jackfield_conformance":
                     raise

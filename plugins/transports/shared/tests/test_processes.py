@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jackfield_conformance.support.leaks import shared_memory, shared_memory_since
+from jackfield_conformance.support.processes import shared_memory, shared_memory_since
 from jackfield_conformance.support.transfer_ends import Team, team
 from jackfield_transfers import (
     check_a_slow_worker_is_named,

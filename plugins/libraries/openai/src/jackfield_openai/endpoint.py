@@ -23,8 +23,7 @@ from aiohttp.http import HttpProcessingError
 from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest
 from jackfield.errors import ConfigError, DeadlineExceeded, JackfieldError, RolloutError
 from jackfield.sdk.rpc import is_loopback
-from jackfield_openai.answers import Answer, Choice
-from jackfield_openai.bodies import Body, ChatBody, CompletionBody, read_body
+from jackfield_openai.bodies import Answer, Body, ChatBody, Choice, CompletionBody, read_body
 from jackfield_openai.metrics import Metrics
 from jackfield_openai.settings import EndpointConfig
 from jackfield_openai.text import ClientError, ServedTokenizer, refused

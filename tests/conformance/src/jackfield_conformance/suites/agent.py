@@ -33,8 +33,7 @@ from jackfield_conformance.support.agent import (
     tight_budgets,
 )
 from jackfield_conformance.support.expecting import finite
-from jackfield_conformance.support.leaks import assert_nothing_left, other_tasks
-from jackfield_conformance.support.processes import adopting
+from jackfield_conformance.support.processes import adopting, assert_nothing_left, other_tasks
 
 _PAGE = "docs/plugins/agent.md#"
 

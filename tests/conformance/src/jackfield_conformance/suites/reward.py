@@ -20,8 +20,7 @@ import attrs
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
 from jackfield_conformance.registry import Capability, Subject, check
 from jackfield_conformance.support.expecting import assert_no_tasks, cancelled
-from jackfield_conformance.support.leaks import assert_nothing_left
-from jackfield_conformance.support.processes import adopting, descendants, names, remaining
+from jackfield_conformance.support.processes import adopting, assert_nothing_left, descendants, names, remaining
 from jackfield_conformance.support.reward import (
     Unreadable,
     assert_result,

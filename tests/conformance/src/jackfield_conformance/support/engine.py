@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -151,17 +150,6 @@ def _columns(chosen: tuple[Row, ...]) -> dict[str, torch.Tensor]:
     return made
 
 
-def split_rows(nested: torch.Tensor) -> list[torch.Tensor]:
-    """Return the rows of a jagged tensor; much cheaper than ``unbind``."""
-    assert nested.is_nested, f"a dense tensor of shape {tuple(nested.shape)}, expected a jagged one"
-    assert nested.layout == torch.jagged, f"a nested tensor of layout {nested.layout}, expected torch.jagged"
-    if nested.lengths() is not None:  # type: ignore[attr-defined]
-        return rows(nested)
-    offsets = nested.offsets().tolist()  # type: ignore[attr-defined]
-    values = nested.values()
-    return [values[start:end] for start, end in itertools.pairwise(offsets)]
-
-
 class Loss:
     """The loss ``sum(mask * (-advantages * log_probs + log_probs**2 / 20 - entropy * H)) / global tokens``."""
 
@@ -303,7 +291,7 @@ def log_probs(engine: BaseEngine, data: TensorDict | None = None) -> list[torch.
     with engine.eval_mode():
         output = engine.forward_backward_batch(batch() if data is None else data, None, forward_only=True)
     assert output.log_probs is not None, "an inference pass of an actor has no log_probs"
-    return [row.detach().cpu() for row in split_rows(output.log_probs)]
+    return [row.detach().cpu() for row in rows(output.log_probs)]
 
 
 def relative_error(wanted: torch.Tensor, found: torch.Tensor) -> float:
@@ -346,7 +334,7 @@ def assert_same_tensors(wanted: Mapping[str, torch.Tensor], found: Mapping[str, 
 def assert_tokens(wanted: Sequence[torch.Tensor], found: Any, tolerance: float, what: str) -> None:
     """Require per-token results, nested or by row, within an absolute tolerance of those of each row."""
     assert found is not None, f"{what} are missing from the result"
-    by_row = split_rows(found) if isinstance(found, torch.Tensor) else list(found)
+    by_row = rows(found) if isinstance(found, torch.Tensor) else list(found)
     assert len(wanted) == len(by_row), f"{what}: results of {len(by_row)} rows, expected {len(wanted)}"
     for index, (one, other) in enumerate(zip(wanted, by_row, strict=True)):
         assert one.shape == other.shape, (

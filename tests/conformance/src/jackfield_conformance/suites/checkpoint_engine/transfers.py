@@ -14,7 +14,7 @@ from jackfield.sdk.receiver import WeightReceiver
 from jackfield_conformance.registry import Subject, check
 from jackfield_conformance.support import checkpoint_engine as support
 from jackfield_conformance.support.expecting import within
-from jackfield_conformance.support.leaks import assert_nothing_left
+from jackfield_conformance.support.processes import assert_nothing_left
 
 _ORDER = "docs/plugins/checkpoint_engine.md#order-of-calls"
 

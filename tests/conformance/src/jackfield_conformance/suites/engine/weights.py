@@ -16,7 +16,7 @@ from jackfield_conformance.registry import Skipped, Subject, check
 from jackfield_conformance.support import engine as support
 from jackfield_conformance.support import engine_ranks
 from jackfield_conformance.support.expecting import assert_names, refused
-from jackfield_conformance.support.leaks import assert_nothing_left
+from jackfield_conformance.support.processes import assert_nothing_left
 
 _EXPORT = "docs/plugins/engine.md#export"
 _LIFE = "docs/plugins/engine.md#life"

@@ -26,7 +26,7 @@ from jackfield.abc.rollout import (
 from jackfield.errors import JackfieldError, RolloutError
 from jackfield_conformance.registry import Subject, check
 from jackfield_conformance.support.expecting import refused
-from jackfield_conformance.support.leaks import assert_nothing_left
+from jackfield_conformance.support.processes import assert_nothing_left
 from jackfield_conformance.support.rollout import (
     LONG,
     PAGE,

@@ -22,7 +22,7 @@ from jackfield.sdk.cells import column_from_rows as jagged
 from jackfield.sdk.cells import dense_column as dense
 from jackfield_conformance.registry import Subject, check
 from jackfield_conformance.support import expecting
-from jackfield_conformance.support.leaks import assert_nothing_left
+from jackfield_conformance.support.processes import assert_nothing_left
 from jackfield_conformance.support.transfer_queue import (
     PAGE,
     assert_holds,
