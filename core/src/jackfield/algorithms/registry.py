@@ -248,7 +248,7 @@ def _settings(kind: str, function: Callable[..., Any]) -> type:
     if isinstance(function, type):
         return function
     fields: dict[str, Any] = {}
-    known = vars(inspect.getmodule(function))
+    known = getattr(inspect.unwrap(function), "__globals__", {})
     for name, one in _parameters(function).items():
         if _is_option(one):
             given = {} if one.annotation is one.empty else {name: one.annotation}
