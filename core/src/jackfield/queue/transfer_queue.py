@@ -17,7 +17,7 @@ from jackfield.errors import QueueError, RpcError
 from jackfield.queue.groups import Groups
 from jackfield.queue.leases import Leases, some
 from jackfield.queue.meta import Notice, group_of
-from jackfield.queue.records import LedgerEnd, State
+from jackfield.queue.records import State
 from jackfield.queue.store import STORE_FILE, VALUES_FOLDER, Controller, Store, read_checkpoint, uses
 from jackfield.sdk.rpc import Address, Connection, Contract, Server, Service, caller, connect, stub
 from jackfield.sdk.rpc.wire import Goodbye
@@ -249,8 +249,13 @@ class TransferQueue:
             for name, sampler in saved.samplers.items():
                 if sampler and name in self._core.state.consumers:
                     self._core.state.consumers[name].sampler.load_state_dict(sampler)
-            if end is not None:
-                self._void_acks(end, step if newer else None)
+            if end is not None:  # the ledger revokes acks of steps after `step`, or all after the checkpoint
+                last = step if newer else None
+                for name, keys in uses(self._core.store.entries(end.number if last is None else 0)).items():
+                    acks = [(key, each) for key, steps in keys.items() for each in steps]
+                    void = [key for key, each in acks if last is None or (each is not None and each > last)]
+                    if void:
+                        self._core.record("rollback", consumer=name, step=last, keys=void)
             if step is not None:
                 self._leases.take_back(step)
                 await self._leases.commit(step)
@@ -306,14 +311,6 @@ class TransferQueue:
                 self._core.record("release", **where, groups=vacant, reason="the queue was restored")
         if self.server is not None:
             self.server.end_others("has made the queue another one; what was begun before is in vain", clients)
-
-    def _void_acks(self, end: LedgerEnd, step: int | None) -> None:
-        """Record in the ledger the acks of steps after ``step`` as revoked; with None, all acks after its ``end``."""
-        for consumer, keys in uses(self._core.store.entries(end.number if step is None else 0)).items():
-            acks = [(key, each) for key, steps in keys.items() for each in steps]
-            void = [key for key, each in acks if step is None or (each is not None and each > step)]
-            if void:
-                self._core.record("rollback", consumer=consumer, step=step, keys=void)
 
     @mutates
     async def clear(self) -> None:

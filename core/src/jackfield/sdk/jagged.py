@@ -49,13 +49,11 @@ def to_padded(nested: torch.Tensor, padding: float = 0, length: int | None = Non
     """
     import torch
 
-    sizes, values = lengths(nested), torch.cat([nested.values()[:0], *rows(nested)])
-    longest = int(sizes.max()) if len(sizes) else 0
-    if length is not None and length < longest:
-        raise DataError("a row is longer than the padded length", expected=f"at most {length}", found=longest)
-    padded = values.new_full((len(sizes), longest if length is None else length, *values.shape[1:]), padding)
-    padded[_mask(sizes, padded.shape[1])] = values
-    return padded
+    padded = torch.nn.utils.rnn.pad_sequence(rows(nested), batch_first=True, padding_value=padding)
+    extra = 0 if length is None else length - padded.shape[1]
+    if extra < 0:
+        raise DataError("a row is longer than the padded length", expected=f"at most {length}", found=padded.shape[1])
+    return torch.cat([padded, padded.new_full((len(padded), extra, *padded.shape[2:]), padding)], dim=1)
 
 
 def from_padded(dense: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -71,7 +69,9 @@ def from_padded(dense: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         expected = "[B, T, ...] and B lengths from 0 to T"
         raise DataError("lengths do not fit the padded tensor", expected=expected, found=found)
     sizes = lengths.to(dense.device, torch.int64)
-    return torch.nested.nested_tensor_from_jagged(dense[_mask(sizes, dense.shape[1])], lengths=sizes)
+    return torch.nested.nested_tensor_from_jagged(
+        dense[torch.arange(dense.shape[1], device=dense.device) < sizes[:, None]], lengths=sizes
+    )
 
 
 def _checked(nested: Any) -> Any:
@@ -80,10 +80,3 @@ def _checked(nested: Any) -> Any:
     if not nested.is_nested or nested.layout != torch.jagged:
         raise DataError("not a nested tensor of layout torch.jagged", expected="[B, j, ...]", found=list(nested.shape))
     return nested
-
-
-def _mask(sizes: torch.Tensor, length: int) -> torch.Tensor:
-    """Return a mask of the positions where rows have values, bool ``[B, length]``."""
-    import torch
-
-    return torch.arange(length, device=sizes.device) < sizes[:, None]
