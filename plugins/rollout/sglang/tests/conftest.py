@@ -19,8 +19,7 @@ from jackfield.weights import Replica, WeightSender, WeightsSynced, WeightSynchr
 from jackfield.weights.in_process import InProcessCheckpointEngine, InProcessConfig
 from jackfield_conformance.support.rollout_model import model_folder
 from jackfield_rollout_sglang.config import Config
-from jackfield_rollout_sglang.process import SglangProcess
-from jackfield_rollout_sglang.server import SglangServer
+from jackfield_rollout_sglang.server import SglangProcess, SglangServer
 
 from .fake_sglang import FakeSglang
 

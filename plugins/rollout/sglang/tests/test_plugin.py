@@ -16,8 +16,7 @@ from jackfield.abc.rollout import RolloutContext
 from jackfield.errors import ConfigError, JackfieldError, PluginError, RolloutError
 from jackfield.plugins import load_plugin
 from jackfield_rollout_sglang.config import Config
-from jackfield_rollout_sglang.process import SglangProcess
-from jackfield_rollout_sglang.server import launch_arguments, read_answer
+from jackfield_rollout_sglang.server import SglangProcess, launch_arguments, read_answer
 from jackfield_virtual_clock import VirtualClock
 
 

@@ -10,8 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from jackfield_rollout_transformers.decoder import Decoder
-from jackfield_rollout_transformers.sequence import Sequence
+from jackfield_rollout_transformers.decoder import Decoder, Sequence
 
 T = TypeVar("T")
 

@@ -33,9 +33,8 @@ from jackfield.sdk.relay import MEMORY, Running
 from jackfield_huggingface.serving import SleepingServer
 from jackfield_rollout_transformers.config import Config
 from jackfield_rollout_transformers.decode_loop import DecodeLoop
-from jackfield_rollout_transformers.decoder import Decoder, check_decoding, check_requests
+from jackfield_rollout_transformers.decoder import Decoder, Sequence, StopStrings, check_decoding, check_requests
 from jackfield_rollout_transformers.model import LoadedModel, load_decode, load_model
-from jackfield_rollout_transformers.sequence import Sequence, StopStrings
 from jackfield_rollout_transformers.weights import AdapterUpdate, FullUpdate, ModelWeights
 
 if TYPE_CHECKING:

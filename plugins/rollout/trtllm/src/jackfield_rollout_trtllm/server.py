@@ -10,8 +10,7 @@ from typing import Any
 from jackfield.abc.rollout import GenerateRequest, RolloutContext, ServerInfo, UpdateWeightsRequest
 from jackfield.errors import PluginError, RolloutError
 from jackfield.sdk.relay import Running, mixed
-from jackfield_huggingface.folders import WeightFolder
-from jackfield_huggingface.serving import FolderServer
+from jackfield_huggingface.serving import FolderServer, WeightFolder
 from jackfield_rollout_trtllm.config import Config
 
 EXTENSION = "jackfield_rollout_trtllm.worker.WorkerExtension"

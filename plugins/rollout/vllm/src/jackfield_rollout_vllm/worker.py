@@ -22,7 +22,7 @@ from jackfield.errors import error_fields
 from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import HeldWeights, WeightReceiver, open_receiver
 from jackfield_huggingface.adapters import MergedAdapter
-from jackfield_huggingface.folders import check_complete, check_tensor, tensors_of
+from jackfield_huggingface.serving import check_complete, check_tensor, tensors_of
 from jackfield_rollout_vllm.sampling import RawLogProbs
 
 BACKEND = "jackfield"  #: the name of the receiver among vLLM's weight transfer engines
