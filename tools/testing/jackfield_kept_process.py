@@ -10,6 +10,7 @@ import socket
 import subprocess
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 from types import SimpleNamespace
@@ -54,7 +55,7 @@ class RolloutProcess:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.replica = Replica(number=context.replica, clock=context.clock)
-        self._python, self._environment, self._used = python, environment or {}, False
+        self._python, self._environment, self._used = python, environment, False
         deadlines = dict.fromkeys(("start", "rollout", "sync"), seconds)
         config = make_config({"model": {"path": "m"}, "deadlines": deadlines}, ())
         config = attrs.evolve(
@@ -97,7 +98,8 @@ class RolloutProcess:
     async def make(self, replica: Replica) -> None:
         """Make the server of a replica without starting it."""
         self.replica = replica
-        with mock.patch.object(workers, "ChildProcess", self.child), mock.patch.dict(os.environ, self._environment):
+        child = self.child if self._environment is None else partial(self.child, environment=self._environment)
+        with mock.patch.object(workers, "ChildProcess", child):
             await self._factory.start_process(replica, self._python)
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
@@ -132,10 +134,11 @@ class _Kept:
 
     def __init__(self, name: str, clock: Clock, **options: Any) -> None:
         self.connection = Connection(name, {}, clock, lost_error=options["lost_error"])
+        self._environment: Mapping[str, str] = options.get("environment", {})
         self._running: _Running
 
     async def start(self, command: Sequence[str], environment: Mapping[str, str]) -> Connection:
-        self._running = self.idle.pop() if self.idle else _started(command, environment)
+        self._running = self.idle.pop() if self.idle else _started(command, {**environment, **self._environment})
         own, process = self._running
         self.connection.process = Process.of(process.pid)
         await asyncio.get_running_loop().create_connection(lambda: self.connection, sock=own.dup())

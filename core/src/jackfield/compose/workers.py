@@ -24,7 +24,6 @@ from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueCont
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
 from jackfield.compose.checks import check_tokens, interpreters, load_tokenizer, prompt_limit, read_tasks, register_any
-from jackfield.compose.resolve import resolve_algorithm
 from jackfield.config.sections import PluginSection, RunConfig
 from jackfield.errors import RolloutError
 from jackfield.plugins import HookManager, Registry, installed
@@ -33,6 +32,7 @@ from jackfield.queue.store import STORE_FILE
 from jackfield.routing import Replica, Router
 from jackfield.runtime.engine import EngineRank
 from jackfield.runtime.process import (
+    ROLLOUT,
     connect_worker,
     interface_of,
     open_host,
@@ -320,10 +320,11 @@ async def make_worker(description: dict[str, Any], stack: AsyncExitStack) -> Map
     registry = installed()  # its interpreter need not have the plugins of other workers
     await asyncio.to_thread(load_plugins, worker, registry)  # in a thread, so that heartbeats go on
     factory = WorkerFactory(config=config, registry=registry, clock=Clock())
-    if worker.kind == "rollout":  # the pool starts its server later
+    if worker.kind == "rollout":  # the pool starts its server later; outside a cluster it alone calls it
         server = factory.rollout_server(number, host=worker.host)
         stack.push_async_callback(server.stop)
-        return {"worker": rollout_service(server, number)}
+        alone = Service(target=server, contract=ROLLOUT)
+        return {"worker": alone if worker.store is None else rollout_service(server, number)}
     if worker.kind == "store":
         assert worker.algorithm is not None
         backend = factory.backend()
@@ -357,9 +358,8 @@ def load_plugins(worker: Worker, registry: Registry) -> None:
         registry.load(kind, chosen[kind])
     here = [each.manifest for each in registry.records() if each.manifest and each.name == chosen[each.kind]]
     HookManager([], here).call("register_parts", register=register_any)
-    if worker.kind == "agent" and worker.number == 0:
-        algorithm = resolve_algorithm(config, registry.find("rollout", chosen["rollout"]))
-        check_tokens(config, read_tasks(config, algorithm))
+    if worker.kind == "agent" and worker.number == 0 and worker.algorithm is not None:
+        check_tokens(config, read_tasks(config, worker.algorithm))
 
 
 def _served(*targets: Any) -> dict[str, Service]:
