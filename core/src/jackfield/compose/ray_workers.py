@@ -126,15 +126,14 @@ class RayWorkers:
         """Make a replica's server in a process, in a new place if the first places are full."""
         if replica.number in self._made:
             self._made.discard(replica.number)
-        elif replica.name in self._cluster.actors:
-            await self._make(await self._cluster.restart(replica.name))
         else:
-            self._replicas += 1
+            new = replica.name not in self._cluster.actors
+            self._replicas += new
             try:
-                actor = await self._cluster.start(await self._spec("rollout", replica.number))
-                await self._make(actor)
+                await self._make(await self._cluster.start(await self._spec("rollout", replica.number)))
             except BaseException:
-                await self.end(replica.number)
+                if new:
+                    await self.end(replica.number)
                 raise
         use_process(replica, self._cluster.actors[replica.name].connection, "cluster", longest(self._config))
 

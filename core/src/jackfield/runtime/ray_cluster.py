@@ -160,11 +160,13 @@ class Cluster:
             remove_placement_group(self._groups.pop(what))
 
     async def start(self, spec: WorkerSpec) -> Actor:
-        """Start a process for a worker, or reuse the process of an earlier worker of this name.
+        """Start a process for a worker, or reuse the process of an earlier worker of this name, which is ended.
 
         Raises ``cluster.unavailable`` if it has other versions.
         """
         actor = self.actors.get(spec.name)
+        if actor is not None and actor.made:
+            await self._empty(actor)
         if actor is None or not actor.lives:
             actor = self.actors[spec.name] = await self._started(spec)
         actor.spec = spec
@@ -214,11 +216,6 @@ class Cluster:
         await actor.host(self._start_seconds).make(worker)
         actor.made = True
 
-    async def restart(self, name: str) -> Actor:
-        """End a worker, and return its process for the next one; if it does not work any more, a new process."""
-        await self._empty(self.actors[name])
-        return await self.start(self.actors[name].spec)
-
     def restarting_stub(
         self, name: str, stub_of: Callable[[Actor], T], contract: Contract, begin: Callable[[Actor], Awaitable[object]]
     ) -> T:
@@ -234,7 +231,7 @@ class Cluster:
                 with suppress(WorkerLost):  # the next call tries again
                     async with self._restarting:
                         if not self.actors[name].lives:
-                            await begin(await self.restart(name))
+                            await begin(await self.start(self.actors[name].spec))
                 raise
 
         return cast(T, SimpleNamespace(**{method.name: partial(call, method.name) for method in contract}))

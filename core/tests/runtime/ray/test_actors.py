@@ -159,7 +159,7 @@ def test_a_worker_is_made_in_the_process_that_an_earlier_one_has_left(
     run(main())
 
 
-def test_a_server_that_is_not_healthy_ends_with_its_process(cluster: Cluster, hosted: Hosted, run: Run) -> None:
+def test_a_server_that_is_not_healthy_ends_with_its_process(hosted: Hosted, run: Run) -> None:
     """A failed request does not end a healthy replica."""
 
     def request(version: int | None = None) -> GenerateRequest:
@@ -176,9 +176,7 @@ def test_a_server_that_is_not_healthy_ends_with_its_process(cluster: Cluster, ho
         assert before == (await server.generate(request())).request_id
         with pytest.raises(WorkerLost):
             await server.generate(request(9))
-        actor = await cluster.restart("rollout replica 0")
-        await cluster.make(actor, {"kind": "replica"})
-        server = rollout_stub(actor)
+        server = rollout_stub(await hosted("rollout replica 0", "replica"))
         assert before != (await server.generate(request())).request_id, "made again"
 
     run(main())
