@@ -41,20 +41,27 @@ CHECKS = [check for check in checks("rollout") if check.number >= FIRST_BEHAVIOU
 class Reused(KeptRolloutProcess):
     """Takes a process that an earlier server has left: each costs an import of torch."""
 
-    def __init__(self, config: Any, context: RolloutContext) -> None:
-        super().__init__(attrs.asdict(config), context, record=RECORD, python=sys.executable, seconds=25.0)
+    def __init__(self, config: Any, context: RolloutContext, seconds: float = 25.0) -> None:
+        super().__init__(attrs.asdict(config), context, record=RECORD, python=sys.executable, seconds=seconds)
 
 
 class Fresh(RolloutProcess):
     """Starts a process, and ends it: for the check of what is left behind."""
 
     def __init__(self, config: Any, context: RolloutContext) -> None:
-        super().__init__(attrs.asdict(config), context, record=RECORD, python=sys.executable, seconds=25.0)
+        super().__init__(attrs.asdict(config), context, record=RECORD, python=sys.executable, seconds=55.0)
 
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[None]:
-    """Ends those that were reused."""
+    """Starts the first one, which takes long on a busy machine, and ends those that were reused."""
+
+    async def warm_up() -> None:
+        server = Reused(Config(), RolloutContext(model=ModelSpec(path=model_folder())), seconds=200.0)
+        await server.start()
+        await server.stop()
+
+    asyncio.run(warm_up())
     yield
     KeptRolloutProcess.end_all()
 
