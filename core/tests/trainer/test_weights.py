@@ -11,9 +11,10 @@ import pytest
 
 from jackfield.abc.rollout import BaseRolloutServer, ServerInfo, SleepRequest, WakeUpRequest
 from jackfield.cluster.pool import DeviceLease
+from jackfield.config import make_config
 from jackfield.errors import WorkerLost
 from jackfield.trainer.weights import EngineWeights
-from jackfield.weights import Replica, WeightSynchronizer
+from jackfield.weights import Replica
 from jackfield_virtual_clock import VirtualClock
 
 
@@ -58,11 +59,14 @@ class Pool:
 
 
 def sharing(pool: Pool, engines: Sequence[Model] = (), probe: Any = None) -> EngineWeights:
-    clock, config = VirtualClock(), SimpleNamespace(cluster=SimpleNamespace(device="cuda"))
-    role = SimpleNamespace(config=config, train_devices=DeviceLease(clock, 60.0))
-    parts: Any = {"role": role, "actor": None, "pool": pool, "engines": engines, "probe": probe}
-    synchronizer = WeightSynchronizer([], pool.members, "in_process", clock)
-    return EngineWeights(synchronizer=synchronizer, takes_turns=True, **parts)
+    settings = ("cluster.device=cuda", "cluster.offload=true", "log_prob_check.probe_tokens=0")
+    clock, config = VirtualClock(), make_config({"model": {"path": "none"}}, settings)
+    workers = SimpleNamespace(ranks={"actor": []}, shares_devices=True)
+    role: Any = SimpleNamespace(config=config, clock=clock, workers=workers, train_devices=DeviceLease(clock, 60.0))
+    loaded: Any = {engine.name: engine for engine in engines}
+    weights = EngineWeights(role=role, engines=loaded, pool=cast(Any, pool))
+    weights.probe = probe
+    return weights
 
 
 def test_everybody_takes_part_in_a_hand_over() -> None:

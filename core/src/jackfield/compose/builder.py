@@ -24,12 +24,10 @@ from jackfield.queue import Values
 from jackfield.queue.transfer_queue import connect_queue
 from jackfield.runtime.engine import EngineGroup
 from jackfield.trainer.checkpoint import Checkpoint, mark_finished, written
-from jackfield.trainer.log_prob_check import ReplicaProbe
 from jackfield.trainer.role import FINISHED, WEIGHTS, Role, RunWorkers
 from jackfield.trainer.rollouts import Explorer, RewardPipeline
 from jackfield.trainer.trainer import Trainer
 from jackfield.trainer.weights import EngineWeights, WeightSubscriber
-from jackfield.weights import WeightSynchronizer
 
 T = TypeVar("T")
 
@@ -239,7 +237,9 @@ class RunBuilder:
         role = self.role
         await self._load("actor")
         pool = await self._start_replicas()
-        weights = self._weights(pool) if pool is not None or role.name == "train" else None
+        weights = None
+        if pool is not None or role.name == "train":
+            weights = EngineWeights(role=role, engines=self._engines, pool=pool)
         for name in role.engines[1:]:
             await self._load(name)
         sync = None if weights is None else weights.sync
@@ -254,25 +254,3 @@ class RunBuilder:
         group = EngineGroup(name, role.workers.ranks[name], role.queue, role.clock, seconds=seconds)
         await group.initialize()
         self._engines[name] = group
-
-    def _weights(self, pool: ReplicaPool | None) -> EngineWeights:
-        role, config, actor = self.role, self.role.config, self._engines["actor"]
-        synchronizer = WeightSynchronizer(
-            senders=[rank.sender for rank in role.workers.ranks["actor"] if rank.sender is not None],
-            replicas=[] if pool is None else pool.members,
-            name=config.checkpoint_engine.name,
-            clock=role.clock,
-            settings=config.checkpoint_engine.settings,
-            deadline_seconds=config.deadlines.sync,
-            kind=config.weights.kind,
-            on_missing_base=config.weights.on_missing_base,
-        )
-        return EngineWeights(
-            role=role,
-            actor=actor,
-            synchronizer=synchronizer,
-            pool=pool,
-            engines=self._engines.values(),
-            probe=ReplicaProbe(role=role, actor=actor) if config.log_prob_check.probe_tokens else None,
-            takes_turns=role.workers.shares_devices and config.cluster.offload and pool is not None,
-        )

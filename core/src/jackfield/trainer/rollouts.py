@@ -290,11 +290,11 @@ class Evaluator:
         schedule, every = self.role.schedule, self.role.config.evaluation.every
         return bool(self.tasks) and (steps_done in (0, schedule.steps) or schedule.is_due(every, steps_done))
 
-    async def evaluate(self, version: int) -> dict[str, float]:
-        """Evaluate the weights that the replicas serve now, which are those of ``version``.
+    async def evaluate(self, version: int) -> None:
+        """Evaluate the weights that the replicas serve now, which are those of ``version``, and report it.
 
-        Return ``score``, the mean over the tasks that have one, ``failed``, the fraction of tasks without one, and
-        ``response_tokens``, the mean length of the responses. An error that every task would have is raised; so is
+        The metrics are ``score``, the mean over the tasks that have one, ``failed``, the fraction of tasks without one,
+        and ``response_tokens``, the mean length of the responses. An error that every task would have is raised; so is
         ``reward.too-many-failures`` if no task has a score.
         """
         async with self.role.measure("evaluate", "trainer", version), self.role.rollout_devices.hold("rollout"):
@@ -323,7 +323,6 @@ class Evaluator:
         hooks = self.role.hooks
         hooks.emit(SamplesRecorded(step=version, partition=EVAL, samples=tuple(samples)))
         hooks.emit(EvaluationEnded(step=version, metrics=metrics))
-        return metrics
 
     async def _evaluate(self, task: Task, group: GroupKey) -> SampleRecord:
         """Run and score a task; return its sample without the text. An error of this task only becomes a tag."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 
 import attrs
@@ -121,20 +121,33 @@ class EngineWeights:
     """
 
     role: Role
-    actor: EngineGroup
-    synchronizer: WeightSynchronizer
+    engines: Mapping[str, EngineGroup]  #: the loaded models: actor, and reference and critic once they are loaded
     pool: ReplicaPool | None = None  #: replicas of this process, if it has any
-    engines: Iterable[EngineGroup] = ()  #: the engines of all models that use the device
-    probe: ReplicaProbe | None = None
-    takes_turns: bool = False
+    takes_turns: bool = attrs.field(init=False)
+    probe: ReplicaProbe | None = attrs.field(default=None, init=False)
+    synchronizer: WeightSynchronizer = attrs.field(init=False)
     #: the version that replicas have loaded but not yet answered the probe with
     _unasked: int | None = attrs.field(default=None, init=False)
     _answers: list[tuple[Replica, GenerateResult]] = attrs.field(factory=list, init=False)
 
     def __attrs_post_init__(self) -> None:
         """Compare replicas at hand-overs if they take turns with the engine, otherwise after each transfer."""
+        role, config = self.role, self.role.config
+        self.synchronizer = WeightSynchronizer(
+            senders=[rank.sender for rank in role.workers.ranks["actor"] if rank.sender is not None],
+            replicas=[] if self.pool is None else self.pool.members,
+            name=config.checkpoint_engine.name,
+            clock=role.clock,
+            settings=config.checkpoint_engine.settings,
+            deadline_seconds=config.deadlines.sync,
+            kind=config.weights.kind,
+            on_missing_base=config.weights.on_missing_base,
+        )
+        if config.log_prob_check.probe_tokens:
+            self.probe = ReplicaProbe(role=role, actor=self.engines["actor"])
+        self.takes_turns = role.workers.shares_devices and config.cluster.offload and self.pool is not None
         if self.takes_turns:
-            self.role.train_devices.hand_over = self.hand_over
+            role.train_devices.hand_over = self.hand_over
         elif self.probe is not None:
             self.synchronizer.check = self.probe.check
 
@@ -162,7 +175,7 @@ class EngineWeights:
         version = self.role.updated
         async with self.role.measure("load_weights", "weights", version):
             if version:  # version 0 is the model's folder, which the replica has loaded
-                async with self.actor.reading:
+                async with self.engines["actor"].reading:
                     await self.synchronizer.catch_up(replica, version)
             if self.takes_turns:
                 await self._ask([replica], version)
@@ -174,7 +187,7 @@ class EngineWeights:
             await self.pool.each(lambda server: server.sleep(SleepRequest(level=1)))
         if role == "train" or before == "train":
             device = self.role.config.cluster.device if role == "train" else "cpu"
-            await asyncio.gather(*(engine.to(device) for engine in self.engines))
+            await asyncio.gather(*(engine.to(device) for engine in self.engines.values()))
         if role == "train":
             answers, self._answers = self._answers, []
             if self.probe is not None and answers:
