@@ -203,8 +203,7 @@ class Leases:
                 group.uses.setdefault(consumer.name, Use()).steps.append(step)
                 self._return(consumer, group)
             self.core.record("ack", consumer=consumer.name, step=step, epoch=epoch, keys=_keys(groups))
-            capacity = None if consumer.reuse is None else consumer.reuse.capacity
-            if step is not None and capacity is not None:
+            if step is not None and (capacity := consumer.reuse.capacity) is not None:
                 used = [group for group in consumer.usable if consumer.name in group.uses]
                 best = set(_drawn(consumer, used, step, capacity) if len(used) > capacity else used)
                 self._retire(consumer, [group for group in used if group not in best], step)
@@ -303,7 +302,7 @@ class Leases:
         self.core.discard(keys)
 
     def _retire_stale(self, consumer: Consumer, step: int | None, fresh: bool) -> None:
-        if step is None or consumer.reuse is None or consumer.reuse.max_staleness is None:
+        if step is None or consumer.reuse.max_staleness is None:
             return
         oldest, stale = step - consumer.reuse.max_staleness, []
         for group in consumer.usable:

@@ -20,6 +20,7 @@ from jackfield.queue.meta import GroupKey, Reuse, Sampler, Sequential, group_of
 FORMAT = 8
 HEAD = "head"  #: key of the row that has everything but groups
 _MARKS = 8  #: number of checkpoint ids that a state keeps
+_ONCE = Reuse(max_uses=1)
 Row = tuple[str, str]  #: key and JSON
 
 
@@ -51,11 +52,9 @@ class Use:
         """Return the last step that needs a commit, -1 without any."""
         return max((step for step in (*self.steps, self.retired) if step is not None), default=-1)
 
-    def is_spent(self, reuse: Reuse | None) -> bool:
+    def is_spent(self, reuse: Reuse) -> bool:
         """Return whether the consumer may not use the group again."""
-        if reuse is None or self.retired is not None:
-            return True
-        return reuse.max_uses is not None and len(self.steps) >= reuse.max_uses
+        return self.retired is not None or (reuse.max_uses is not None and len(self.steps) >= reuse.max_uses)
 
 
 class Status(IntEnum):
@@ -207,7 +206,7 @@ class Consumer:
     partition: Partition
     columns: frozenset[str]
     writes: frozenset[str] = frozenset()
-    reuse: Reuse | None = None
+    reuse: Reuse = _ONCE
     epoch: int = 0
     sampler: Sampler = attrs.field(factory=Sequential)
     usable: dict[Group, None] = attrs.field(factory=dict)  #: groups that it may lease now, unused and used ones
@@ -226,8 +225,7 @@ class Consumer:
         """Return whether a usable group may be used at ``step``; unused ones only with ``fresh``."""
         use = group.uses.get(self.name)
         last = None if use is None else use.steps[-1]
-        rest = 0 if self.reuse is None else self.reuse.cooldown
-        return fresh if use is None else step is None or last is None or step - last > rest
+        return fresh if use is None else step is None or last is None or step - last > self.reuse.cooldown
 
     def offer(self, group: Group) -> None:
         """Update whether it may lease a group: a published one that has its columns, and that it has not used up.
@@ -379,7 +377,7 @@ class State:
         committed, marks, ledger, consumers, partitions = msgspec.convert(head["state"], _Head, str_keys=True)
         state = cls(committed=committed, marks=marks, ledger=ledger)
         for name, (own, columns, writes, reuse, epoch, sampler) in consumers.items():
-            state.add_consumer(Consumer(name, Partition(own), columns, writes, reuse, epoch))
+            state.add_consumer(Consumer(name, Partition(own), columns, writes, reuse or _ONCE, epoch))
             state.samplers[name] = sampler
         for name, (next_batch, batches) in partitions.items():
             partition = state.partition(name)

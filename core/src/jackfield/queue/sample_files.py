@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.queue.values import Values
 from jackfield.sdk.archive import (
     BATCH_ROWS,
-    ArchiveWriter,
     SavedSample,
     batches,
     column_types,
@@ -36,6 +36,7 @@ from jackfield.sdk.archive import (
     import_pyarrow,
     read_archive,
     to_arrow,
+    write_archive,
 )
 from jackfield.sdk.cells import Cell, ColumnType, dtype_of, join, json_column, offsets_of, rows_of, split
 
@@ -286,15 +287,14 @@ def import_file(file: Path, folder: Path, partition: str) -> int:
             group.ended[rollout], group.rollouts = None, rollout + 1
             yield SavedSample(partition=partition, key=key, cells=sample.cells)
 
-    with closing(ArchiveWriter(folder / VALUES_FOLDER)) as writer, closing(Store(None)) as store:
-        writer.add(read_archive(folder / VALUES_FOLDER) if is_kept else ())
-        writer.add(imported())
-        state.groups |= {str(group.key): group for group in batch.groups}
-        if batch.groups:
-            own.batches[batch.number], own.next_batch = batch, batch.number + 1
-        state.mark(None)
+    kept = read_archive(folder / VALUES_FOLDER) if is_kept else ()
+    write_archive(folder / VALUES_FOLDER, chain(kept, imported()))
+    state.groups |= {str(group.key): group for group in batch.groups}
+    if batch.groups:
+        own.batches[batch.number], own.next_batch = batch, batch.number + 1
+    state.mark(None)
+    with closing(Store(None)) as store:
         store.derived = lineage
         store.write(state)
-        writer.finish()
         store.save(folder / STORE_FILE, list(state.rows()), list(state.keys()))
     return sum(group.rollouts for group in batch.groups)

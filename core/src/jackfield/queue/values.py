@@ -29,16 +29,7 @@ from jackfield.abc.transfer_queue import (
 from jackfield.errors import QueueError
 from jackfield.queue.meta import BatchMeta, Written
 from jackfield.sdk.archive import SavedSample, read_archive, write_archive
-from jackfield.sdk.cells import (
-    Cell,
-    check_column,
-    join,
-    lacking_column,
-    split,
-    split_request,
-    take,
-    unknown_sample,
-)
+from jackfield.sdk.cells import Cell, check_column, join, lacking_column, split, split_request, take, unknown_sample
 
 _INLINE_BYTES = 1 << 24  #: checkpoints below this size are written without a thread
 
