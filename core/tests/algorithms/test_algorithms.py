@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from jackfield.abc.engine import TokenOutput
 from jackfield.algorithms import LossSpec, advantages, part, policy_loss, register, resolve_loss
-from jackfield.algorithms.per_token import aggregate, kl
+from jackfield.algorithms.losses import aggregate
+from jackfield.algorithms.shaping import kl
 from jackfield.errors import ConfigError
 from jackfield_testing import refused
 

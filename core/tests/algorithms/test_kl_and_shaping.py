@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from jackfield.abc.engine import TokenOutput
 from jackfield.algorithms import LossSpec, advantages, names, resolve_loss
-from jackfield.algorithms.per_token import aggregate, kl
+from jackfield.algorithms.losses import aggregate
 from jackfield.algorithms.settings import KLSettings
 from jackfield.algorithms.shaping import (
     clip_rewards,
     dynamic_sampling_filter,
     fill_failed,
+    kl,
     kl_in_reward,
     normalize_rewards,
     overlong_penalty,

@@ -12,8 +12,7 @@ from tensordict import TensorDict
 
 from jackfield.abc.engine import TokenOutput
 from jackfield.algorithms import LossSpec, names, resolve_loss
-from jackfield.algorithms.losses import VALUE_LOSS, value_loss
-from jackfield.algorithms.per_token import distillation_loss
+from jackfield.algorithms.losses import VALUE_LOSS, distillation_loss, value_loss
 from jackfield.errors import ConfigError
 from jackfield_testing import refused
 

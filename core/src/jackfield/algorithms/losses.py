@@ -1,17 +1,19 @@
-"""Losses of policies and critics, normalised by global counts, and their form for engines."""
+"""Losses of policies, critics and students, their aggregation by global counts, and their form for engines."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import attrs
+from attrs.validators import gt, lt
 
 from jackfield.abc.engine import LossFunction, TokenOutput
 from jackfield.algorithms import clipped, weighted  # noqa: F401 (they register losses)
-from jackfield.algorithms.per_token import aggregate, kl, means
-from jackfield.algorithms.registry import COUNTS, INPUTS, TOKEN_INPUTS, Part, part
-from jackfield.algorithms.tensors import Term, clean, naming_rows, require_shapes
+from jackfield.algorithms.registry import COUNTS, INPUTS, TOKEN_INPUTS, Part, part, register
+from jackfield.algorithms.shaping import kl
+from jackfield.algorithms.tensors import Term, clean, naming_rows, require_finite, require_shapes
 from jackfield.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -90,6 +92,28 @@ def prepare(name: str, *, log_probs: Tensor, response_mask: Tensor, **options: A
     return _columns(chosen, _clean(chosen, {**inputs, "log_probs": log_probs}, response_mask), options)
 
 
+def _columns(
+    chosen: Part, offered: Mapping[str, Any], options: Mapping[str, Any], optional: bool = False
+) -> dict[str, Tensor]:
+    """Return columns of the whole batch that the loss needs; none if they are ``optional`` and inputs are missing."""
+    preparation = chosen.preparation
+    given = {**chosen.options, **options, **offered, "log_probs": offered["log_probs"].detach()}
+    if preparation is None or (optional and preparation.missing(given)):
+        return {}
+    columns: dict[str, Tensor] = preparation(given)
+    return columns
+
+
+def _clean(chosen: Part, inputs: Mapping[str, Any], mask: Tensor) -> dict[str, Any]:
+    """Return the inputs that the part or its preparation takes, checked and 0 where the mask is 0."""
+    wanted = {*chosen.inputs, *(chosen.preparation.inputs if chosen.preparation else ())}
+    wanted |= inputs.keys() if chosen.open else set()
+    used = {key: value for key, value in inputs.items() if value is not None and key in wanted}
+    rows = {key: value for key, value in used.items() if hasattr(value, "dim") and key not in TOKEN_INPUTS}
+    require_shapes(rows, mask.shape[:1], mask.shape)
+    return {**used, **clean({key: used[key] for key in used if key in TOKEN_INPUTS}, mask), "response_mask": mask}
+
+
 def value_loss(
     *,
     values: Tensor,
@@ -120,26 +144,142 @@ def value_loss(
     return loss, means(metrics, response_mask, loss, **averaging)
 
 
-def _columns(
-    chosen: Part, offered: Mapping[str, Any], options: Mapping[str, Any], optional: bool = False
-) -> dict[str, Tensor]:
-    """Return columns of the whole batch that the loss needs; none if they are ``optional`` and inputs are missing."""
-    preparation = chosen.preparation
-    given = {**chosen.options, **options, **offered, "log_probs": offered["log_probs"].detach()}
-    if preparation is None or (optional and preparation.missing(given)):
-        return {}
-    columns: dict[str, Tensor] = preparation(given)
-    return columns
+def distillation_loss(
+    name: str,
+    *,
+    log_probs: Tensor,
+    teacher_log_probs: Tensor,
+    response_mask: Tensor,
+    aggregation: str = "token-mean",
+    length_norm: float | None = None,
+    **options: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the share of these rows in the batch's distillation loss, and its metrics.
+
+    ``name`` is ``forward_kl``, ``reverse_kl`` or ``jsd`` (with the option ``beta``). The log-probs are normalised over
+    the vocabulary, float ``[B, T, V]``, the student's with gradients; a teacher's -inf is a probability of 0. Tokens
+    are the student's own (on-policy). Counts, ``aggregation`` and ``length_norm`` are those of :func:`aggregate`.
+    """
+    chosen = part("distillation", name)
+    counts, options = chosen.split(options)
+    averaging: dict[str, Any] = {"aggregation": aggregation, "length_norm": length_norm, **counts}
+    if log_probs.shape != teacher_log_probs.shape or log_probs.shape[:2] != response_mask.shape:
+        found = f"{tuple(log_probs.shape)}, {tuple(teacher_log_probs.shape)} and {tuple(response_mask.shape)}"
+        message, expected = "student, teacher and response_mask do not fit", "[B, T, V], [B, T, V] and [B, T]"
+        raise ConfigError(message, code="algorithm.input", expected=expected, found=found)
+    outside, even = (response_mask == 0).unsqueeze(-1), -math.log(log_probs.shape[-1])
+    tensors = {"log_probs": log_probs, "teacher_log_probs": teacher_log_probs}
+    divergence: Tensor = chosen({key: value.masked_fill(outside, even) for key, value in tensors.items()}, options)
+    fix = "student and teacher need the same vocabulary; reverse_kl needs a teacher that excludes no token"
+    require_finite({f"the {name}": divergence}, response_mask, fix)
+    loss = aggregate(divergence, response_mask, **averaging)
+    return loss, means({f"distillation/{name}": divergence}, response_mask, loss, **averaging)
 
 
-def _clean(chosen: Part, inputs: Mapping[str, Any], mask: Tensor) -> dict[str, Any]:
-    """Return the inputs that the part or its preparation takes, checked and 0 where the mask is 0."""
-    wanted = {*chosen.inputs, *(chosen.preparation.inputs if chosen.preparation else ())}
-    wanted |= inputs.keys() if chosen.open else set()
-    used = {key: value for key, value in inputs.items() if value is not None and key in wanted}
-    rows = {key: value for key, value in used.items() if hasattr(value, "dim") and key not in TOKEN_INPUTS}
-    require_shapes(rows, mask.shape[:1], mask.shape)
-    return {**used, **clean({key: used[key] for key in used if key in TOKEN_INPUTS}, mask), "response_mask": mask}
+def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p, q) over the last dimension; 0 log 0 = 0."""
+    nothing = log_p == float("-inf")
+    terms = log_p.exp() * (log_p.masked_fill(nothing, 0.0) - log_q.masked_fill(nothing, 0.0))
+    return terms.sum(-1)
+
+
+@register("distillation", "forward_kl", "token")
+def _forward_kl(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
+    """KL(teacher, student) = sum_v p_T log(p_T / p_S): covers the teacher's modes. [GKD, arXiv:2306.13649,
+    section 2]
+    """
+    return _divergence(teacher_log_probs, log_probs)
+
+
+@register("distillation", "reverse_kl", "token")
+def _reverse_kl(log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
+    """KL(student, teacher) = sum_v p_S log(p_S / p_T): stays within the teacher's modes. [GKD, arXiv:2306.13649,
+    section 2; MiniLLM, arXiv:2306.08543]
+    """
+    return _divergence(log_probs, teacher_log_probs)
+
+
+@register("distillation", "jsd", "token")
+def _jsd(log_probs: Tensor, teacher_log_probs: Tensor, *, beta: Annotated[float, gt(0.0), lt(1.0)] = 0.5) -> Tensor:
+    """beta KL(teacher, m) + (1 - beta) KL(student, m), m = beta p_T + (1 - beta) p_S. [GKD, arXiv:2306.13649, section
+    2, equation 1]
+
+    Differs: We refuse beta=0 and beta=1, where the divergence is 0; forward_kl and reverse_kl are the limits of jsd
+    divided by beta and 1 - beta.
+    """
+    mixture = (teacher_log_probs + math.log(beta)).logaddexp(log_probs + math.log1p(-beta))
+    return beta * _divergence(teacher_log_probs, mixture) + (1.0 - beta) * _divergence(log_probs, mixture)
+
+
+def aggregate(
+    values: Tensor,
+    mask: Tensor,
+    aggregation: str = "token-mean",
+    *,
+    global_tokens: float,
+    global_sequences: float,
+    length_norm: float | None = None,
+) -> Tensor:
+    """Return the share of these rows in the batch's mean.
+
+    The sum of the shares of micro-batches and ranks is the batch's value, 0 for a batch without tokens (or sequences).
+    ``values`` are ``[B, T]``, or one per sequence, ``[B]``: then each sequence counts as one token. Positions where the
+    mask is 0 do not count, even if their value is NaN. ``aggregation`` is ``token-mean``, ``token-sum`` or
+    ``seq-mean-token-{sum,sum-norm,mean}``. ``length_norm`` is the constant of ``seq-mean-token-sum-norm``, above 0 and
+    the same for the whole run (Dr. GRPO: the longest response that may be generated). None: the width T of ``values``,
+    which is only correct if every part of the batch is padded to the same width.
+    """
+    if values.dim() == 1:
+        values, mask, global_tokens = (values.unsqueeze(-1), mask.new_ones((len(values), 1)), global_sequences)
+    length_norm = length_norm if length_norm is not None else values.shape[-1] or 1
+    if not length_norm > 0:
+        raise ConfigError("length_norm must be positive", code="algorithm.input", found=length_norm)
+    offered = {"kept": values.masked_fill(mask == 0, 0.0), "mask": mask.to(values.dtype), "length_norm": length_norm}
+    counts = {"global_tokens": global_tokens, "global_sequences": global_sequences}
+    share: Tensor = part("aggregation", aggregation)({**offered, **counts})
+    return share
+
+
+def means(metrics: Mapping[str, Tensor], mask: Tensor, like: Tensor, **averaging: Any) -> dict[str, Tensor]:
+    """Return the shares in the batch's token means of metrics, in ``like``'s dtype, for any loss aggregation."""
+    how = {**averaging, "aggregation": "token-mean"}
+    return {name: aggregate(value.detach().to(like.dtype), mask, **how) for name, value in metrics.items()}
+
+
+@register("aggregation", "token-mean", "token")
+def _token_mean(kept: Tensor, global_tokens: float) -> Tensor:
+    """sum of all tokens / tokens of the batch: every token counts the same. [DAPO, arXiv:2503.14476]"""
+    return kept.sum() / max(global_tokens, 1)
+
+
+@register("aggregation", "token-sum", "token")
+def _token_sum(kept: Tensor) -> Tensor:
+    """sum of all tokens."""
+    return kept.sum()
+
+
+@register("aggregation", "seq-mean-token-sum", "sequence")
+def _seq_mean_token_sum(kept: Tensor, global_sequences: float) -> Tensor:
+    """sum of all tokens / sequences of the batch. [Dr. GRPO, arXiv:2503.20783]"""
+    return kept.sum() / max(global_sequences, 1)
+
+
+@register("aggregation", "seq-mean-token-sum-norm", "sequence")
+def _seq_mean_token_sum_norm(kept: Tensor, global_sequences: float, length_norm: float) -> Tensor:
+    """sum of all tokens / (length_norm * sequences of the batch). [Dr. GRPO, arXiv:2503.20783]
+
+    Differs: verl divides by the padded width of each micro-batch and not by the number of sequences: its loss depends
+    on how the batch is split. We divide by a constant (length_norm) and by the sequences of the batch.
+    """
+    return kept.sum() / (length_norm * max(global_sequences, 1))
+
+
+@register("aggregation", "seq-mean-token-mean", "sequence")
+def _seq_mean_token_mean(kept: Tensor, mask: Tensor, global_sequences: float) -> Tensor:
+    """mean over sequences of each sequence's mean; a sequence without model tokens gives 0 and still counts. [GRPO,
+    arXiv:2402.03300]
+    """
+    return (kept.sum(-1) / mask.sum(-1).clamp(min=1.0)).sum() / max(global_sequences, 1)
 
 
 @attrs.frozen(kw_only=True)

@@ -1,4 +1,4 @@
-"""Reward shaping before advantages are estimated, and off-policy correction after.
+"""KL estimators, reward shaping before advantages are estimated, and off-policy correction after.
 
 The correction is for a trained policy that differs from the one that generated, by numerics, stale weights or replayed
 data. *Decoupled*, it weighs by pi_old / pi_rollout and the loss clips around pi_old. In *bypass* mode pi_rollout is
@@ -7,17 +7,18 @@ used as pi_old: the loss's ratio corrects; only rejection is here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 import attrs
 from attrs.validators import ge, gt
 
-from jackfield.algorithms.per_token import kl
-from jackfield.algorithms.registry import Epsilon, NotNegative, above, ascending, register
+from jackfield.algorithms.registry import Epsilon, NotNegative, above, ascending, part, register
 from jackfield.algorithms.tensors import (
     CLAMP,
     Groups,
     clean,
+    log_ratio,
     masked_mean_std,
     require_finite,
     require_shapes,
@@ -28,6 +29,68 @@ from jackfield.settings import option
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def kl(name: str, log_probs: Tensor, ref_log_probs: Tensor, *, old_log_probs: Tensor | None = None) -> Tensor:
+    """Estimate the KL per token of the policy's log-probs from the reference's.
+
+    ``name`` is ``k1``, ``k2``, ``k3``, ``abs``, ``low_var_kl``, the value of one of them with the gradient of k2
+    (``k1+``, ``k3+``, ``abs+``, ``low_var_kl+``), or ``k3_corrected``, which needs the ``old_log_probs`` of the policy
+    that generated. With r = pi_ref / pi and samples from pi, E[k1] = E[k3] = KL(pi, pi_ref).
+    """
+    offered = {"log_probs": log_probs, "ref_log_probs": ref_log_probs, "old_log_probs": old_log_probs}
+    value: Tensor = part("kl", name)(offered)
+    return value
+
+
+def _register(name: str, text: str, estimate: Callable[[Tensor], Tensor]) -> None:
+    """Register an estimator of log r, and ``NAME+``: its value with the gradient of k2."""
+
+    def function(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+        return estimate(ref_log_probs - log_probs)
+
+    def straight_through(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+        value, gradient = (function(log_probs, ref_log_probs), 0.5 * (log_probs - ref_log_probs).square())
+        return value.detach() + (gradient - gradient.detach())
+
+    function.__doc__ = text
+    register("kl", name, "token")(function)
+    paper = "the gradient of k2 is the gradient of the KL in expectation: arXiv:2506.09477"
+    straight_through.__doc__ = f"the value of {name} with the gradient of k2. [{paper}]"
+    if name != "k2":
+        register("kl", f"{name}+", "token")(straight_through)
+
+
+def _k3(log_r: Tensor) -> Tensor:
+    return log_r.expm1() - log_r
+
+
+_PAPER = "[Schulman, Approximating KL divergence, 2020]"
+_register(
+    "k1",
+    f"-log r = log pi - log pi_ref. Unbiased in value; in a loss its gradient is 0 in expectation. {_PAPER}",
+    lambda log_r: -log_r,
+)
+_register(
+    "k2",
+    f"(log r)^2 / 2. Biased in value; its gradient is that of the KL in expectation. {_PAPER}",
+    lambda log_r: 0.5 * log_r.square(),
+)
+_register("k3", f"r - 1 - log r. Unbiased in value, never negative. {_PAPER}", _k3)
+_register("abs", "|log r|.", lambda log_r: log_r.abs())
+_register(
+    "low_var_kl",
+    "clip(r - 1 - log r, -10, 10) with log r clipped to [-20, 20]. Beyond the bounds there is no gradient. " + _PAPER,
+    lambda log_r: _k3(log_r.clamp(-CLAMP, CLAMP)).clamp(-10.0, 10.0),
+)
+
+
+@register("kl", "k3_corrected", "token")
+def _k3_corrected(log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """(pi / pi_old) (r - 1 - log r): unbiased, in value and gradient, for samples from pi_old. [DeepSeek-V3.2,
+    arXiv:2512.02556]
+    """
+    return log_ratio(log_probs, old_log_probs).exp() * _k3(ref_log_probs - log_probs)
 
 
 @attrs.frozen(kw_only=True)
@@ -74,7 +137,7 @@ def kl_in_reward(
     arXiv:1909.08593]
 
     All tensors are ``[B, T]``; ``log_probs`` are those of the policy that generated (or of pi_old). Rewards of
-    observation tokens do not change. ``estimator`` is a name of :func:`jackfield.algorithms.per_token.kl`.
+    observation tokens do not change. ``estimator`` is a name of :func:`kl`.
 
     Returns ``(token_rewards, kl)``: ``[B, T]``, and the mean KL per model token, a scalar, to adapt the coefficient.
     """
