@@ -80,6 +80,16 @@ def test_a_resumed_run_says_so_and_knows_its_best(make_run):
     ] == run.screen[1:]
 
 
+def test_a_run_that_recovers_in_its_process_forgets_scores_of_steps_that_are_done_again(make_run):
+    run = make_run(metrics_file=True, progress=True).start()
+    run.evaluate(1, score=0.5)
+    run.evaluate(3, score=0.99)
+    run.end(steps=3, error=EngineError("a worker died"))
+    run.start(first_step=2).evaluate(4, score=0.75)
+
+    assert "evaluation at step 4: score 0.750 (best 0.750 at step 4)" == run.screen[-1]
+
+
 def test_an_evaluation_without_a_score_shows_all_it_has(make_run):
     run = make_run(progress=True).start()
     run.evaluate(0, perplexity=4.0, tokens=5.5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 import socket
 from collections.abc import Mapping
@@ -321,15 +320,6 @@ class RunConfig:
         sampling = self.sampling
         active = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
         return {name: getattr(sampling, name) for name, found in active.items() if found and self.mode == "online"}
-
-    @property
-    def sampling_slack(self) -> float:
-        """The amount, in nats, by which filters may raise the log-probs of the remaining tokens.
-
-        It is known for top-p, which keeps at least that share of the probability; for others it depends on the batch.
-        """
-        active = self.sampling_filters
-        return -math.log(active["top_p"]) if active.keys() == {"top_p"} else math.inf if active else 0.0
 
     @property
     def plugins(self) -> dict[str, str]:

@@ -65,6 +65,8 @@ class ProgressDisplay(Observer):
     def _begin(self, event: RunStarted) -> None:
         self.go_on(())
         self._total = event.total_steps
+        self._ends.clear()  # of a run that recovers in this process, as are scores of steps that are done again
+        self._scores.clear()
         self._ends.append(self.clock.time())
         self.report(f"run {event.name} in {self.folder}")
         plugins = [f"{kind} {event.config[kind]['name']}" for kind in _KINDS if kind in event.config]

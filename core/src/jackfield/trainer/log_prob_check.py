@@ -62,7 +62,9 @@ class LogProbCheck:
             return None
         known = role.algorithm.recompute_old_log_probs and role.algorithm.old_log_probs == "old_log_probs"
         engine = "old_log_probs" if known else "log_probs"  # in bypass mode the loss has the rollout's by that name
-        slack, dropout = config.sampling_slack, config.trains_with_dropout
+        active, dropout = config.sampling_filters, config.trains_with_dropout
+        # filters may raise the log-probs of the remaining tokens: top-p by a known amount, others by one of the batch
+        slack = -math.log(active["top_p"]) if active.keys() == {"top_p"} else math.inf if active else 0.0
         return Comparison(engine=engine, version=role.updated if role.explores else None, slack=slack, dropout=dropout)
 
     def _is_scheduled(self, step: int) -> bool:
