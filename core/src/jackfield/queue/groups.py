@@ -274,7 +274,7 @@ class Groups:
         feed = [key for batch in batches for group in batch.groups for key in group.samples]
         self._feeds.append(entry := (partition, feed))
         try:
-            while not self.core.is_closed:
+            while self.core.deletion is not None:
                 consumers = self.core.state.partition(partition).consumers
                 wanted = frozenset[str]().union(*(consumer.writes for consumer in consumers))
                 found = [(key, self.core.state.groups.get(group_of(key))) for key in feed]

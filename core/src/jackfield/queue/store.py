@@ -209,17 +209,16 @@ class Controller:
     store: Store
     caller: Callable[[], str | None]  #: returns the calling client
     state: State = attrs.field(factory=State, init=False)
-    is_closed: bool = attrs.field(default=True, init=False)
     change: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)  #: set at any change
     moved: float = attrs.field(default=0.0, init=False)  #: time of the last change of any group
     failures: dict[str, str] = attrs.field(factory=dict, init=False)  #: reasons of failed or dropped data, by name
     discarded: dict[str, list[str]] = attrs.field(factory=dict, init=False)  #: unused keys to delete, by partition
-    deletion: asyncio.Task[None] | None = attrs.field(default=None, init=False)
+    deletion: asyncio.Task[None] | None = attrs.field(default=None, init=False)  #: None: the queue is closed
 
     def require_open(self) -> None:
-        if self.is_closed:
+        if self.deletion is None:
             raise QueueError("the TransferQueue is closed", code="queue.closed", fix="start() it, and close it last")
-        if self.deletion is not None and self.deletion.done():
+        if self.deletion.done():
             error = self.deletion.exception()
             raise QueueError(f"the backend failed to delete samples: {error}") from error
 

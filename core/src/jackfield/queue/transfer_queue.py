@@ -112,14 +112,12 @@ class TransferQueue:
     async def start(self) -> None:
         """Start the backend and the background deletion of unneeded values."""
         await self.backend.start()
-        self._core.is_closed = False
         self._core.deletion = asyncio.create_task(self._delete())
 
     async def close(self) -> None:
         """End every wait with ``queue.closed`` and close the store and the backend. Idempotent."""
-        self._core.is_closed = True
-        self._core.wake()
         deletion, self._core.deletion = self._core.deletion, None
+        self._core.wake()
         if deletion is not None:
             deletion.cancel()
             await asyncio.gather(deletion, return_exceptions=True)
@@ -293,7 +291,7 @@ class TransferQueue:
         return None
 
     def _replace(self, state: State) -> None:
-        """Replace the state but keep the consumers' registrations, and wake waiters."""
+        """Replace the state but keep the consumers' registrations, and end clients that used the state before."""
         clients = {client for batch in self._core.state.batches() for client in batch.explorers.values()}
         for consumer in self._core.state.consumers.values():
             if (before := state.consumers.get(consumer.name)) is not None:
@@ -309,8 +307,11 @@ class TransferQueue:
             if batch.failure is None and (vacant := [group.index for group in batch.vacant()]):
                 where = {"partition": batch.partition.name, "batch": batch.number}
                 self._core.record("release", **where, groups=vacant, reason="the queue was restored")
-        if self.server is not None:
-            self.server.end_others("has made the queue another one; what was begun before is in vain", clients)
+        reason = "has made the queue another one; what was begun before is in vain"
+        for client in [] if self.server is None else list(self.server.clients.values()):
+            if (client.session in clients or client.iterations) and client.session != self.caller():
+                client.send(Goodbye(reason))
+                client.end(reason)
 
     @mutates
     async def clear(self) -> None:
@@ -335,7 +336,6 @@ class QueueServer(Server):
         """Create a server that is not listening. A client without a heartbeat for so long is dead."""
         service = {_SERVICE: Service(target=queue, contract=QUEUE)}
         super().__init__(_SERVER, service, clock, heartbeat_seconds, lambda ended, _: queue.end_holder(ended.session))
-        self._queue = queue
         queue.caller = lambda: caller().session
         queue.server = self
 
@@ -345,14 +345,6 @@ class QueueServer(Server):
             return await super().listen(host, port)
         except RpcError as error:
             raise QueueError(error.message, code="queue.store", where=error.where, fix=error.fix) from error
-
-    def end_others(self, reason: str, explorers: set[str | None]) -> None:
-        """End the clients that used the queue before its state was replaced."""
-        for client in list(self.clients.values()):
-            begun = client.session in explorers or client.iterations
-            if begun and client.session != self._queue.caller():
-                client.send(Goodbye(reason))
-                client.end(reason)
 
 
 async def connect_queue(file: Path, name: str, clock: Clock) -> tuple[TransferQueue, Connection]:
