@@ -14,7 +14,7 @@ from jackfield.compose.resolve import resolve_algorithm
 from jackfield.config import make_config
 from jackfield.errors import ConfigError
 from jackfield.plugins import Manifest
-from jackfield.trainer.log_prob_check import LogProbCheck
+from jackfield.trainer.weights import LogProbCheck
 
 
 def rollout(**capabilities: Any) -> Manifest:

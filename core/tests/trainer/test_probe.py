@@ -18,7 +18,7 @@ from jackfield.data.tasks import Task
 from jackfield.errors import DeadlineExceeded, WeightsError
 from jackfield.runtime.engine import EngineGroup
 from jackfield.runtime.workers import Workers
-from jackfield.trainer.log_prob_check import ReplicaProbe
+from jackfield.trainer.weights import ReplicaProbe
 from jackfield.weights import Replica
 from jackfield_virtual_clock import VirtualClock
 

@@ -20,6 +20,7 @@ from jackfield.cluster.control import serve_control
 from jackfield.cluster.pool import DeviceLease, ReplicaPool
 from jackfield.compose.checks import mixed_samples
 from jackfield.compose.workers import WorkerFactory
+from jackfield.errors import DeadlineExceeded
 from jackfield.queue import Values
 from jackfield.queue.transfer_queue import connect_queue
 from jackfield.runtime.engine import EngineGroup
@@ -203,14 +204,25 @@ class RunBuilder:
         return self.role.version.value
 
     async def _reward(self) -> int:
-        """Score samples for a trainer elsewhere until its last step; return the group count."""
+        """Score samples for a trainer elsewhere until its last step; return the group count.
+
+        Each group that is rewarded extends the deadline for the trainer's end.
+        """
         role, deadlines = self.role, self.role.config.deadlines
         await role.noticed(WEIGHTS, deadlines.batch, "the trainer to begin")
-        pipeline = RewardPipeline(role=role)
+        pipeline, finished = RewardPipeline(role=role), False
         await pipeline.register()
         self.stop.begun = True
         self._run(pipeline.run)
-        await pipeline.until_finished()
+        who = "the trainer to finish, or the explorers to bring a group"
+        while not finished:
+            before = pipeline.groups
+            try:
+                await role.noticed(FINISHED, deadlines.batch + deadlines.engine, who)
+                finished = True
+            except DeadlineExceeded:
+                if pipeline.groups == before:
+                    raise
         await role.steps_done.advance(pipeline.groups)
         return pipeline.groups
 

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from jackfield.plugins.hooks import EvaluationEnded, SampleRecord, SamplesRecord
 from jackfield.queue.meta import Batch, BatchMeta, GroupKey, NewGroup, RolloutReport, group_of
 from jackfield.runtime.samples import TRAIN, is_baseline, is_expert, metric_tags, said, said_metrics, sampling_seed
 from jackfield.runtime.workers import REWARD_INPUTS, RewardWorker, RolloutJob, is_lost, one_line, resubmitted
-from jackfield.trainer.role import FINISHED, Role
+from jackfield.trainer.role import Role
 
 REWARD = "reward"  #: the name under which the reward pipeline leases groups
 EVAL = "eval"  #: the partition of an evaluation's samples; they are deleted with it, and the controller never sees them
@@ -184,18 +184,6 @@ class RewardPipeline:
                 for indexes in batch.by_group().values():
                     tasks.create_task(self._finish(batch.select(indexes)))
 
-    async def until_finished(self) -> None:
-        """Wait until a trainer elsewhere has finished; each new group extends the deadline."""
-        seconds = self.role.config.deadlines.batch + self.role.config.deadlines.engine
-        who = "the trainer to finish, or the explorers to bring a group"
-        while True:
-            before = self.groups
-            try:
-                return await self.role.noticed(FINISHED, seconds, who)
-            except DeadlineExceeded:
-                if self.groups == before:
-                    raise
-
     def _worker(self, key: str) -> RewardWorker:
         """Return the worker of a sample, which is that of all retries of its group."""
         assert self.role.workers.rewards is not None
@@ -232,9 +220,20 @@ class RewardPipeline:
         results, written = await self.role.clock.wait_for(rewarding, seconds, who)
         found = dict(zip(group.keys, results, strict=True))
         failed = {key: str(result.error) for key, result in found.items() if result.status != "ok"}
-        self._require_some_score(group, failed)
+        if len(failed) < len(group):
+            self._unscored.clear()
+        else:
+            self._unscored.append(failed.values())
+        most, groups = self.role.config.schedule.max_retries, len(self._unscored)
+        if groups > most:  # the reward itself is at fault
+            what, where = (
+                "groups in a row ended without a single score",
+                f"group {name}, task {group.tags[0]['task_id']}",
+            )
+            expected, errors = f"at most {most} (schedule.max_retries)", itertools.chain(*self._unscored)
+            raise _without_scores(f"{groups} {what}", where, expected, errors)
         compared = [result.score for key, result in found.items() if key not in uncompared]
-        last = group.tags[0]["retry"] >= self.role.config.schedule.max_retries  # it is used as it is
+        last = group.tags[0]["retry"] >= most  # it is used as it is
         equal = len(set(compared)) == 1 and None not in compared  # no gradient (DAPO, eq. 11)
         if self.role.algorithm.dynamic_sampling and equal and not last:
             await self.role.queue.drop_groups([name], "all rewards of the group are equal")
@@ -244,19 +243,6 @@ class RewardPipeline:
         await self.role.queue.add_columns(good, attrs.evolve(written, tags=tags))
         if failed:
             await self.role.queue.fail_samples(failed)
-
-    def _require_some_score(self, group: BatchMeta, failed: Mapping[str, str]) -> None:
-        """Raise if several groups in a row have no score: the reward itself is at fault."""
-        if len(failed) < len(group):
-            self._unscored.clear()
-            return
-        self._unscored.append(failed.values())
-        most, groups = self.role.config.schedule.max_retries, len(self._unscored)
-        if groups > most:
-            what, where = "groups in a row ended without a single score", group.groups[0]
-            where = f"group {where}, task {group.tags[0]['task_id']}"
-            expected, errors = f"at most {most} (schedule.max_retries)", itertools.chain(*self._unscored)
-            raise _without_scores(f"{groups} {what}", where, expected, errors)
 
 
 def _without_scores(what: str, where: str, expected: str, errors: Iterable[str]) -> RewardError:

@@ -1,24 +1,62 @@
-"""Weights of the engine for replicas: of this process, and of explorers in other processes."""
+"""Weights of the engine for replicas of this and other processes, and comparisons of their log-probs.
+
+:class:`LogProbCheck` compares the training pass of an optimizer step with an inference pass of the same weights, and
+with the log-probs that the rollout servers returned for the batch. :class:`ReplicaProbe` lets replicas generate a few
+tokens after a weight sync, which the engine scores.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 
 import attrs
 
-from jackfield.abc.rollout import GenerateResult, SleepRequest, UpdateWeightsRequest, WakeUpRequest
+from jackfield.abc.rollout import (
+    GenerateRequest,
+    GenerateResult,
+    SamplingParams,
+    SleepRequest,
+    UpdateWeightsRequest,
+    WakeUpRequest,
+)
 from jackfield.cluster.pool import ReplicaPool
-from jackfield.errors import DeadlineExceeded, JackfieldError, WeightsError
+from jackfield.errors import DeadlineExceeded, JackfieldError, RunError, WeightsError
+from jackfield.queue import BatchMeta
 from jackfield.routing import LOST, Replica
-from jackfield.runtime.engine import EngineGroup
+from jackfield.runtime.engine import Comparison, Distance, Distances, EngineGroup
+from jackfield.runtime.workers import resubmitted
 from jackfield.settings import structure
-from jackfield.trainer.log_prob_check import ReplicaProbe
 from jackfield.trainer.role import WEIGHTS, Role
 from jackfield.weights import WeightsSynced, WeightSynchronizer, verify
 
 _NOTHING = WeightsSynced(version=-1)
+_METRICS = "log_prob_check"  #: prefix of the metrics
+_PROBE_PROMPT = 32  #: maximum number of tokens of the probe's prompt
+
+#: Default bounds on the mean distance between two passes of the engine with the same weights, in nats.
+_EXACT_BOUND, _ROUNDED_BOUND = 0.001, 0.1
+_SAMPLE_FACTOR = 10.0  #: a single sample's mean distance may exceed the bound of the batch by this factor
+_NEARLY_ALL = 0.99  #: sampling filters are suspected when this share of the distance has one sign
+
+_TRAIN_MODE_CAUSES = (
+    "dropout in train mode (a model's own, an adapter's), or noise in the routing of experts",
+    "kernels or a dtype that the engine has in train mode alone",
+    "positions (dynamic or long rope) that depend on how rows are split into micro-batches",
+)
+_FILTERS = (
+    "tokens drawn from a sharper or filtered distribution (top_p, top_k, min_p, a lower temperature, in the agent "
+    "or the server), or log-probs that are not of the distribution that was drawn from"
+)
+_ROLLOUT_CAUSES = (
+    "sampling parameters other than the run's: temperature, filters, raw log-probs",
+    "token ids: prompt or response ids that an agent returns are not those that were sent and generated (a chat "
+    "template rendered again, text tokenised again)",
+    "numerics of the server: dtype, rope settings, routing of experts",
+)
 
 
 async def publish(role: Role, report: WeightsSynced | None, version: int) -> None:
@@ -207,3 +245,144 @@ class EngineWeights:
         except JackfieldError as error:
             if error.code not in LOST:
                 raise
+
+
+@attrs.define(kw_only=True, eq=False)
+class LogProbCheck:
+    """Compares log-probs in the first step, the first after a weight sync, and every few."""
+
+    role: Role
+    _begun: bool = attrs.field(default=False, init=False)
+    _passed: int | None = attrs.field(default=None, init=False)  #: the newest weight version that passed the check
+
+    def comparison(self, step: int) -> Comparison | None:
+        """Return what the first update of ``step`` (from 0) is compared with; None: no check is due."""
+        role, config = self.role, self.role.config
+        if not config.log_prob_check.every or (self._begun and not self._is_scheduled(step)):
+            return None
+        known = role.algorithm.recompute_old_log_probs and role.algorithm.old_log_probs == "old_log_probs"
+        engine = "old_log_probs" if known else "log_probs"  # in bypass mode the loss has the rollout's by that name
+        active, dropout = config.sampling_filters, config.trains_with_dropout
+        # filters may raise the log-probs of the remaining tokens: top-p by a known amount, others by one of the batch
+        slack = -math.log(active["top_p"]) if active.keys() == {"top_p"} else math.inf if active else 0.0
+        return Comparison(engine=engine, version=role.updated if role.explores else None, slack=slack, dropout=dropout)
+
+    def _is_scheduled(self, step: int) -> bool:
+        config, schedule = self.role.config, self.role.schedule
+        first = config.critic.warmup_steps if self.role.algorithm.critic else 0  # the first step that trains the policy
+        return step in (first, schedule.sync_interval) or schedule.is_due(config.log_prob_check.every, step)
+
+    def judge(self, found: Distances, batch: BatchMeta, step: int) -> None:
+        """Refuse distances beyond their bounds with the likely causes (``run.log-probs``).
+
+        Distances become metrics at scheduled steps only, so that a resumed run has the same metrics as one that was not
+        interrupted.
+        """
+        self._begun = True
+        mean, shown = dict[str, float](), dict[str, str]()
+        for name in ("train_mode", "rollout"):
+            samples = found.get(name, {}).values()
+            tokens, most = sum(each.tokens for each in samples), max((each.max for each in samples), default=0.0)
+            mean[name] = sum(each.sum for each in samples) / max(tokens, 1)
+            shown[name] = f"{mean[name]:.3g} over {tokens} tokens, at most {most:.3g}"
+            if tokens and self._is_scheduled(step):
+                for kind, value in (("mean", mean[name]), ("max", most), ("tokens", float(tokens))):
+                    self.role.note(f"{_METRICS}/{name}/{kind}", value)
+        means = {key: each.sum / each.tokens for key, each in found.get("rollout", {}).items()}
+        farthest = max(means, key=lambda key: (math.isnan(means[key]), means[key]), default="")
+        config, distance, where = self.role.config, means.get(farthest, 0.0), f"step {step + 1}"
+        bound, on_mismatch = config.rollout_bound, config.log_prob_check.on_mismatch
+        most = _SAMPLE_FACTOR * bound
+        engine_bound = config.log_prob_check.bound or (_ROUNDED_BOUND if config.engine_rounds else _EXACT_BOUND)
+        if not config.trains_with_dropout and not mean["train_mode"] <= engine_bound:
+            message = "the pass that is trained on computes other log-probs than an inference pass of the same weights"
+            expected, seen = f"a mean distance of at most {engine_bound:.3g} nats", shown["train_mode"]
+            causes, stops = list(_TRAIN_MODE_CAUSES), on_mismatch != "warn"
+        elif not mean["rollout"] <= bound or not distance <= most:
+            message = "the rollout's log-probs are not those of the policy that is trained, with weights of one version"
+            expected = f"a mean distance of at most {bound:.3g} nats, {most:.3g} in any sample"
+            seen = f"{shown['rollout']}; farthest: sample {farthest}, {distance:.3g}"
+            causes, stops = self._rollout_causes(found["rollout"], batch), on_mismatch == "stop"
+        else:
+            self._passed = self.role.updated if means else self._passed
+            return
+        listed = "; ".join(f"({number}) {cause}" for number, cause in enumerate(causes, 1))
+        fix = f"likely causes: {listed}. log_prob_check.bound and log_prob_check.on_mismatch set what is let through"
+        _refuse(RunError(message, code="run.log-probs", where=where, expected=expected, found=seen, fix=fix), stops)
+
+    def _rollout_causes(self, found: Mapping[str, Distance], batch: BatchMeta) -> list[str]:
+        """List the possible causes of a mismatch, the likeliest first."""
+        causes, version = list(_ROLLOUT_CAUSES), self.role.updated
+        if sum(each.signed_sum for each in found.values()) >= _NEARLY_ALL * sum(each.sum for each in found.values()):
+            causes.insert(0, _FILTERS)
+        weights = "weights of the replicas: another model folder, or a cast (weights.dtype)"
+        if version:
+            weights = f"weights that were published as version {version}: exported names or values, a replica's copies"
+        if self._passed is not None and self._passed < version:
+            causes.insert(0, f"{weights} (version {self._passed} was right)")
+        else:
+            causes.append(weights)
+        if own := [tags["own_sampling"] for tags in batch.tags if "own_sampling" in tags]:
+            first = f"the agent's own sampling parameters in {len(own)} of {len(batch)} samples, such as {own[0]}"
+            causes.insert(0, first)
+        return causes
+
+
+def _refuse(error: RunError | WeightsError, stops: bool) -> None:
+    """Raise an error, or log it as a warning if the run goes on."""
+    if stops:
+        raise error
+    logging.getLogger("jackfield").warning("%s at %s (%s); %s", error.message, error.where, error.found, error.fix)
+
+
+@attrs.define(kw_only=True, eq=False)
+class ReplicaProbe:
+    """Lets replicas generate a few tokens, and compares log-probs with the engine's.
+
+    Raises ``weights.log-probs`` if a distance exceeds the bound (the worst replica is named).
+    """
+
+    role: Role
+    actor: EngineGroup
+    _prompt_ids: tuple[int, ...] = attrs.field(default=(), init=False)
+
+    async def check(self, replicas: Sequence[Replica], version: int) -> None:
+        """Ask the replicas and compare, if the engine and the replicas can run at the same time."""
+        await self.compare(await self.ask(replicas, version))
+
+    async def ask(self, replicas: Sequence[Replica], version: int) -> list[tuple[Replica, GenerateResult]]:
+        """Let every replica generate; one with older weights refuses."""
+        config, agents, task = self.role.config, self.role.workers.agents, self.role.tasks["train"][0]
+        if not self._prompt_ids:
+            ask = lambda: agents.of("probe").prompt_ids(task, _PROBE_PROMPT)  # noqa: E731
+            self._prompt_ids = tuple(await resubmitted(ask, "the probe's prompt"))
+        tokens, temperature = config.log_prob_check.probe_tokens, config.engine_temperature
+        sampling = SamplingParams(max_new_tokens=tokens, temperature=temperature, seed=0, ignore_eos=True)
+        name, prompt = f"probe-{version}", self._prompt_ids
+        request = GenerateRequest(request_id=name, prompt_ids=prompt, sampling=sampling, minimum_weight_version=version)
+        asked = asyncio.gather(*(replica.server.generate(request) for replica in replicas))
+        who = f"replicas to answer the probe of version {version}"
+        results = await self.role.clock.wait_for(asked, config.deadlines.rollout, who)
+        return list(zip(replicas, results, strict=True))
+
+    async def compare(self, answers: Sequence[tuple[Replica, GenerateResult]]) -> None:
+        """Compare the replicas' log-probs with the engine's at the same weight version."""
+        scored = await self.actor.score(self._prompt_ids, [answer.token_ids for _, answer in answers])
+        compared = []
+        for (replica, answer), own in zip(answers, scored, strict=True):
+            pairs = zip(answer.log_probs, own, strict=True)
+            distance = sum(abs(found - expected) for found, expected in pairs) / len(own)
+            compared.append((distance, replica.number, answer, own))
+        distance, number, answer, own = max(compared, key=lambda each: math.inf if math.isnan(each[0]) else each[0])
+        self.role.note(f"{_METRICS}/replica/mean", distance)
+        if distance <= (bound := self.role.config.rollout_bound):
+            return
+        error = WeightsError(
+            f"replica {number} computes other log-probs than the engine with version {answer.weight_versions[0]}",
+            code="weights.log-probs",
+            where=f"replica {number}",
+            expected=f"a mean distance of at most {bound:.3g} nats over {len(own)} tokens",
+            found=f"{distance:.3g}: engine {own[:4]}, replica {list(answer.log_probs[:4])}",
+            fix="raise log_prob_check.bound if these numerics are wanted, or set log_prob_check.on_mismatch: correct",
+        )
+        _refuse(error, self.role.config.log_prob_check.on_mismatch == "stop")
