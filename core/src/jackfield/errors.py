@@ -11,7 +11,7 @@ import functools
 import os
 import sysconfig
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 _DETAILS = ("where", "expected", "found", "fix")
@@ -67,6 +67,12 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Return a hint at the known name that is closest to a wrong one; empty if none is close."""
     close = difflib.get_close_matches(str(name), known, n=1)
     return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def some(names: Sequence[str], most: int = 4) -> str:
+    """Return the first ``most`` names, or "none", and the number of the others."""
+    rest = len(names) - most
+    return (", ".join(names[:most]) or "none") + (f" and {rest} more" if rest > 0 else "")
 
 
 def described(error: BaseException) -> str:

@@ -11,8 +11,8 @@ from typing import Literal
 
 import attrs
 
-from jackfield.errors import DeadlineExceeded, QueueError
-from jackfield.queue.leases import Leases, missing, some
+from jackfield.errors import DeadlineExceeded, QueueError, some
+from jackfield.queue.leases import Leases, missing
 from jackfield.queue.meta import Batch, BatchMeta, GroupKey, NewGroup, RolloutReport, Written, group_of
 from jackfield.queue.records import BatchState, Group, Sample, Status, sequence_of
 from jackfield.queue.store import Controller

@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 import attrs
 
 from jackfield.abc.transfer_queue import KeysRequest
-from jackfield.errors import QueueError
+from jackfield.errors import QueueError, some
 from jackfield.queue.meta import BatchMeta, Lease, Ready, Reuse, SamplerSpec
 from jackfield.queue.records import BatchState, Consumer, Group, Hold, State, Status, Use
 from jackfield.queue.store import Controller
-
-_SHOWN = 4  #: maximum number of samples or groups that a message names
 
 
 @attrs.define(eq=False)
@@ -369,9 +367,3 @@ def missing(batches: Sequence[BatchState], consumer: Consumer | None = None, wan
         found["groups are leased"] = [group.name for group in consumer.held]
     lacks = [f"{len(names)} {what}: {some(names)}" for what, names in found.items() if names]
     return "; ".join([wanted, *(lacks if groups else ["no explorer has claimed it"])])
-
-
-def some(names: Sequence[str]) -> str:
-    """Return the first few names and the number of the others."""
-    rest = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

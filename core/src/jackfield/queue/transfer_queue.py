@@ -13,9 +13,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from jackfield.abc.transfer_queue import DeleteRequest, KeysRequest, SnapshotRequest, TransferQueueBackend
 from jackfield.clock import Clock
-from jackfield.errors import QueueError, RpcError
+from jackfield.errors import QueueError, RpcError, some
 from jackfield.queue.groups import Groups
-from jackfield.queue.leases import Leases, some
+from jackfield.queue.leases import Leases
 from jackfield.queue.meta import Notice, group_of
 from jackfield.queue.records import State
 from jackfield.queue.store import STORE_FILE, VALUES_FOLDER, Controller, Store, read_checkpoint, uses

@@ -18,7 +18,7 @@ import attrs
 import xxhash
 
 from jackfield.abc.transfer_queue import Column, PutRequest
-from jackfield.errors import QueueError
+from jackfield.errors import QueueError, some
 
 if TYPE_CHECKING:
     import torch
@@ -178,8 +178,7 @@ def lacking_column(partition: str, name: str, keys: Sequence[str], there: Iterab
 def damaged_samples(partition: str, keys: Iterable[str], where: str) -> QueueError:
     """Return the error for cells that differ from what was put. The samples are lost and can be generated again."""
     found, expected = sorted(set(keys)), "bytes with the digests that were put with them"
-    shown = ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
-    message = f"values of {len(found)} rows of partition {partition!r} are not those that were put: {shown}"
+    message = f"values of {len(found)} rows of partition {partition!r} are not those that were put: {some(found)}"
     return QueueError(message, code="queue.lost", where=where, expected=expected, found=found)
 
 

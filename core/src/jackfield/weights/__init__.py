@@ -17,7 +17,7 @@ import attrs
 from jackfield.abc.checkpoint_engine import CheckpointEngine, ConnectRequest, Topology, TopologyRequest
 from jackfield.abc.rollout import ServerInfo, UpdateWeightsRequest, WeightReceipt
 from jackfield.clock import Clock
-from jackfield.errors import DeadlineExceeded, JackfieldError, WeightsError
+from jackfield.errors import DeadlineExceeded, JackfieldError, WeightsError, some
 from jackfield.plugins.hooks import WeightsSynced
 from jackfield.routing import Replica
 from jackfield.sdk.buckets import digest
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Replica", "WeightSender", "WeightSynchronizer", "WeightsSynced", "verify"]
 
-_SHOWN = 4  #: maximum number of names in a message
 _GRACE_SECONDS = 10.0  #: for a cancelled end to finish
 _CAUSE_SECONDS = 1.0  #: to wait for the failure of the end that broke the transfer, if another end fails first
 _LARGE = 1 << 20  #: bytes from which a tensor's digest is computed in a thread
@@ -304,17 +303,12 @@ def verify(info: ServerInfo, receipt: WeightReceipt, version: int, sent: Mapping
         missing = [name for name in sent if name not in loaded]
         unknown = [name for name in loaded if name not in sent]
         if missing or unknown:
-            names = f"not loaded: {_some(missing)}; never sent: {_some(unknown)}"
+            names = f"not loaded: {some(missing)}; never sent: {some(unknown)}"
             counts = f"{len(sent)} tensors", f"{len(loaded)} tensors"
             refuse("weights.missing", f"has not loaded the tensors that were sent; {names}", *counts)
         for name in (different := [name for name in sent if loaded[name] != sent[name]])[:1]:
-            message = f"has loaded other bytes than were sent: {_some(different)}"
+            message = f"has loaded other bytes than were sent: {some(different)}"
             refuse("weights.digest", message, sent[name], loaded[name])
-
-
-def _some(names: Sequence[str]) -> str:
-    rest = len(names) - _SHOWN
-    return (", ".join(names[:_SHOWN]) or "none") + (f" and {rest} more" if rest > 0 else "")
 
 
 async def run_together(
