@@ -22,6 +22,8 @@ from jackfield.settings import option
 _ALWAYS = frozenset(
     {"global_sequences", "global_tokens", "kept", "length_norm", "log_probs", "mask", "response_mask", "token_rewards"}
 )
+_SAMPLED = {"advantages", "group_ids", "old_log_probs", "rewards"}  #: inputs that it has of samples with rewards
+_WORDS = {"values": "critic", "expert_mask": "expert_data", "pair_ids": "pairs", "ref_log_probs": "reference"}
 
 
 @attrs.frozen(kw_only=True)
@@ -114,10 +116,7 @@ class Algorithm:
     loss: str
     loss_options: Mapping[str, Any] = attrs.field(factory=dict)
     aggregation: str = "token-mean"
-    #: Requirements in addition to rewards, groups and old log-probs: ``critic``, ``reference``, ``expert_data``,
-    #: ``pairs``, ``dynamic_sampling``, ``rollout_log_probs``, ``prepare`` (columns of
-    #: :func:`jackfield.algorithms.prepare`), or inputs of its estimator. A program that lacks one must refuse.
-    needs: tuple[str, ...] = ()
+    dynamic_sampling: bool = False  #: groups whose rewards are all equal are replaced
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -131,6 +130,21 @@ class Algorithm:
         options = {"advantages": self.advantages_options, "loss": self.loss_options}
         scopes: tuple[Scope, ...] = get_args(Scope)
         return max((one.scope_with(options.get(one.kind, {})) for one in self.parts), key=scopes.index)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What it needs beside rewards, groups and old log-probs; a program that lacks it must refuse.
+
+        This is ``critic``, ``reference``, ``expert_data``, ``pairs``, ``dynamic_sampling``, ``prepare`` (columns of
+        :func:`jackfield.algorithms.prepare`), or the name of another input.
+        """
+        found = ["dynamic_sampling"] if self.dynamic_sampling else []
+        for one in self.parts:
+            prepares = one.preparation is not None and any(one.inputs[name] for name in one.whole_batch)
+            inputs = (*one.needs, *(one.preparation.needs if one.preparation and prepares else ()))
+            found += [_WORDS.get(name, name) for name in inputs if name not in _ALWAYS.union(_SAMPLED, one.options)]
+            found += ["prepare"] if prepares else []
+        return tuple(dict.fromkeys(found))
 
 
 @attrs.frozen(kw_only=True)
@@ -151,7 +165,6 @@ class ResolvedAlgorithm(Algorithm):
     whole_groups: bool = False  #: mini-batches do not split groups
     critic: bool = False
     reference: bool = False  #: there is a column ``ref_log_probs``
-    dynamic_sampling: bool = False
     greedy_baseline: bool = False
     experts: int = 0  #: samples of an expert in each batch, from the data
     pairs: bool = False
@@ -221,7 +234,7 @@ def _named(
 
 _named("grpo", "ppo", "grpo")("group-relative advantages, PPO's loss.", "arXiv:2402.03300")
 _named("sft", "sft", None)("likelihood of given answers.")
-_named("ppo", "ppo", "gae", needs=("critic",))("GAE with a critic, PPO's loss.", "arXiv:1707.06347")
+_named("ppo", "ppo", "gae")("GAE with a critic, PPO's loss.", "arXiv:1707.06347")
 _named("dr_grpo", "ppo", "dr_grpo", _SUM, loss_options={"clip_dual": None})(
     "rewards less the group's mean; sums over tokens, so that length has no bias.",
     "arXiv:2503.20783",
@@ -229,66 +242,50 @@ _named("dr_grpo", "ppo", "dr_grpo", _SUM, loss_options={"clip_dual": None})(
     "the loss option length_norm.",
 )
 _DAPO = {"clip_low": 0.2, "clip_high": 0.28, "clip_dual": None}
-_named("dapo", "ppo", "grpo", loss_options=_DAPO, needs=("dynamic_sampling",))(
+_named("dapo", "ppo", "grpo", loss_options=_DAPO, dynamic_sampling=True)(
     "GRPO with a higher upper clip, a token mean and groups of mixed results only.",
     "arXiv:2503.14476",
     "The overlong penalty is a reward shaping of its own (overlong_penalty).",
 )
-_named("rloo", "reinforce", "rloo", _SUM)(
-    "leave-one-out baseline, policy gradient of whole responses.", "arXiv:2402.14740"
-)
-_named("opo", "reinforce", "opo", _SUM)(
-    "length-weighted baseline, policy gradient of whole responses.", "arXiv:2505.23585"
-)
+_named("rloo", "reinforce", "rloo", _SUM)("leave-one-out baseline, policy gradient per response.", "arXiv:2402.14740")
+_named("opo", "reinforce", "opo", _SUM)("length-weighted baseline, policy gradient per response.", "arXiv:2505.23585")
 _named("reinforce_plus_plus", "ppo", "reinforce_plus_plus")(
     "reward to go, normalised over the batch, PPO's loss.", "arXiv:2501.03262"
 )
 _named("reinforce_plus_plus_baseline", "ppo", "reinforce_plus_plus_baseline")(
     "rewards less the group's mean, normalised over the batch, PPO's loss.", "arXiv:2501.03262"
 )
-_named("remax", "reinforce", "remax", _SUM, needs=("baseline_rewards",))(
-    "the greedy response's reward as baseline, policy gradient of whole responses.", "arXiv:2310.10505"
+_named("remax", "reinforce", "remax", _SUM)(
+    "the greedy response's reward as baseline, policy gradient per response.", "arXiv:2310.10505"
 )
 _named("gpg", "gpg", "gpg")("group policy gradient.", "arXiv:2504.02546")
-_named("gdpo", "ppo", "gdpo", needs=("reward_dimensions",))(
-    "several rewards, each normalised in the group, PPO's loss.", "arXiv:2601.05242"
-)
+_named("gdpo", "ppo", "gdpo")("several rewards, each normalised in the group, PPO's loss.", "arXiv:2601.05242")
 _named("gspo", "gspo", "grpo", _MEAN)("group-relative advantages, a clipped ratio per sequence.", "arXiv:2507.18071")
 _named("gmpo", "gmpo", "grpo", _MEAN)(
-    "group-relative advantages, the geometric mean of clipped ratios.", "arXiv:2507.20673"
+    "group-relative advantages, geometric mean of clipped ratios.", "arXiv:2507.20673"
 )
 _named("cispo", "cispo", "grpo")("group-relative advantages, clipped weights.", "arXiv:2506.13585")
 _named("sapo", "sapo", "grpo", _MEAN)("group-relative advantages, a soft gate.", "arXiv:2511.20347")
-_named("m2po", "m2po", "grpo", needs=("prepare",))(
-    "group-relative advantages, a second-moment trust region for stale data.", "arXiv:2510.01161"
-)
-_named("decoupled_ppo", "decoupled_ppo", "grpo", needs=("rollout_log_probs",))(
+_named("m2po", "m2po", "grpo")("group-relative, with a second-moment trust region for stale data.", "arXiv:2510.01161")
+_named("decoupled_ppo", "decoupled_ppo", "grpo")(
     "group-relative advantages, PPO's loss around pi_old, weighted for the policy that generated.", "arXiv:2110.00641"
 )
 _named("topr", "topr", "topr", _SUM)("rewards as they are, tapered importance weights.", "arXiv:2503.14286")
 _named("asymre", "reinforce", "asymre", _SUM)(
-    "a baseline below the group's mean, policy gradient of whole responses.", "arXiv:2506.20520"
+    "a baseline below the group's mean, policy gradient per response.", "arXiv:2506.20520"
 )
 _named("opmd", "opmd", "opmd")("online policy mirror descent, the simple form.", "arXiv:2505.17826, appendix A.3")
 _OLD, _LOG = {"reference": "old"}, {"baseline": "log_avg_exp"}
 _named("opmd_kimi", "opmd_kimi", "opmd", _SUM, advantages_options=_LOG, loss_options=_OLD)(
     "online policy mirror descent, Kimi's squared form.", "arXiv:2505.17826, appendix A.1"
 )
-_named("opmd_pairwise", "opmd_pairwise", "opmd", _SUM, loss_options=_OLD, needs=("prepare",))(
+_named("opmd_pairwise", "opmd_pairwise", "opmd", _SUM, loss_options=_OLD)(
     "online policy mirror descent, pairs of responses.", "arXiv:2505.17826, appendix A.2"
 )
-_named("mix", "mix", "grpo", needs=("expert_data",))(
-    "GRPO on the run's own samples and likelihood of an expert's.", "arXiv:2505.17826, section 3.2"
-)
-_named("mix_chord", "mix_chord", "grpo", needs=("expert_data",))(
-    "mix with CHORD's weights per token.", "arXiv:2508.11408"
-)
-_named("dpo", "dpo", None, _SUM, needs=("pairs", "reference", "prepare"))(
-    "preferences between two answers.", "arXiv:2305.18290"
-)
-_named("step_wise_grpo", "ppo", "step_wise_grpo", needs=("rollout_ids",))(
-    "runs of several steps compared by their result."
-)
-_named("gigpo", "ppo", "gigpo", needs=("rollout_ids", "anchor_ids"))(
+_named("mix", "mix", "grpo")("GRPO on own samples, likelihood of an expert's.", "arXiv:2505.17826, section 3.2")
+_named("mix_chord", "mix_chord", "grpo")("mix with CHORD's weights per token.", "arXiv:2508.11408")
+_named("dpo", "dpo", None, _SUM)("preferences between two answers.", "arXiv:2305.18290")
+_named("step_wise_grpo", "ppo", "step_wise_grpo")("runs of several steps compared by their result.")
+_named("gigpo", "ppo", "gigpo")(
     "runs compared by their result, and steps by what followed from the same state.", "arXiv:2505.10978"
 )

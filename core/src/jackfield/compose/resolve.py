@@ -17,8 +17,6 @@ from jackfield.plugins import Manifest
 #: Inputs that an estimator can get from every batch, and those that a run adds if an estimator needs them.
 _ESTIMATOR_INPUTS = {"token_rewards", "response_mask", "group_ids", "rollout_ids", "step_ids", "anchor_ids"}
 _ESTIMATOR_INPUTS |= {"old_log_probs", "values", "reward_dimensions", "baseline_rewards"}
-#: Words that a run knows in a bundle's ``needs``, in addition to the estimator's inputs.
-_KNOWN_NEEDS = {"critic", "reference", "dynamic_sampling", "expert_data", "pairs", "prepare", "rollout_log_probs"}
 
 
 def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm:
@@ -31,14 +29,12 @@ def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm
     estimator = part("advantages", chosen.advantages) if chosen.advantages else None
     kl = part("kl", settings.kl.name) if settings.kl.coefficient else None
     correction, from_engine = _correction(config, loss, rollout, sampled=estimator is not None)
-    wanted = {*chosen.needs, *(estimator.needs if estimator else ())}
-    learns, filters = "expert_mask" in loss.needs, "dynamic_sampling" in chosen.needs
+    needs, learns = chosen.needs, "expert_mask" in loss.needs
     experts = config.data.expert_samples_per_batch if learns and config.data.expert else 0
     mixes = experts > 0 or (learns and config.mixing.expert is not None)
     reads_old = settings.kl.in_reward or any("old_log_probs" in one.inputs for one in (loss, estimator, kl) if one)
     options, read = {**chosen.loss_options, "aggregation": chosen.aggregation}, {*loss.inputs, "rollout_weights"}
-    reference = kl is not None or bool({"reference", "ref_log_probs"} & {*wanted, *loss.needs})
-    reference = reference or options.get("reference") == "ref"
+    reference = kl is not None or "reference" in needs or options.get("reference") == "ref"
     if kl is not None and not settings.kl.in_reward:
         options["kl"], read = kl.name, read.union(kl.inputs)
     if settings.entropy_coefficient:
@@ -54,6 +50,8 @@ def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm
     # only losses that require rewards get them; others use advantages, which include shaping
     given = {"rewards": "rewards" in loss.needs, "rollout_weights": correction is not None}
     there |= {name: name for name, known in given.items() if known}
+    if settings.dynamic_sampling is not None:
+        chosen = attrs.evolve(chosen, dynamic_sampling=settings.dynamic_sampling)
     resolved = ResolvedAlgorithm(
         **{**attrs.asdict(chosen, recurse=False), "loss_options": options},
         loss_columns={name: there[name] for name in sorted(there.keys() & read)},
@@ -64,10 +62,9 @@ def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm
         correction=correction,
         kl_in_reward=settings.kl.name if settings.kl.in_reward and kl else None,
         whole_groups=loss.scope_with(chosen.loss_options) in ("group", "batch"),
-        critic=bool(wanted & {"critic", "values"}),
+        critic="critic" in needs,
         reference=reference,
-        dynamic_sampling=filters if settings.dynamic_sampling is None else settings.dynamic_sampling,
-        greedy_baseline="baseline_rewards" in wanted,
+        greedy_baseline="baseline_rewards" in needs,
         experts=experts,
         pairs=preparation is not None and "pair_ids" in preparation.inputs,
     )
@@ -115,8 +112,7 @@ def _check(config: RunConfig, resolved: ResolvedAlgorithm, there: Set[str]) -> N
     estimator = part("advantages", resolved.advantages) if resolved.advantages else None
     needs, mixes = {*estimator.needs} if estimator else set(), "expert_mask" in resolved.loss_columns
     of_loss = there | {*COUNTS, "rewards", "log_probs", "response_mask", "pair_ids", "expert_mask"}
-    missing = {*resolved.needs} - _ESTIMATOR_INPUTS - _KNOWN_NEEDS | needs - _ESTIMATOR_INPUTS | {*loss.needs} - of_loss
-    if missing:
+    if missing := (needs - _ESTIMATOR_INPUTS) | ({*loss.needs} - of_loss):
         what = f"algorithm {config.algorithm.name!r} needs what a run cannot supply: {', '.join(sorted(missing))}"
         expected = "parts whose inputs a run has; `jackfield algorithms show NAME` tells them"
         raise config.refusal("algorithm", what, expected)
