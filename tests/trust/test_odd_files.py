@@ -65,6 +65,7 @@ def test_a_whole_surrogate_pair_and_a_mark_of_utf_8_are_read(
         (b"a: \x00", "config.unreadable"),
         (b"\xff\xff", "config.unreadable"),
         (b"name: 2024-13-45", "config.unreadable"),
+        (b"model: {path: x}\nschedule: {steps: 3, steps: 4}", "config.unreadable"),
     ],
 )
 def test_a_configuration(jackfield: CommandServer, tmp_path: Path, content: bytes, code: str) -> None:

@@ -74,6 +74,7 @@ def test_a_misspelt_key_gets_a_suggestion(file: Path) -> None:
         ("name.inner=1", "config.override", "name"),
         ("steps", "config.override", None),
         ("a.b=[", "config.override", "a.b"),
+        ("engine={name: fsdp, name: other}", "config.override", "engine"),
     ],
 )
 def test_bad_values_are_named(file: Path, override: str, code: str, where: str | None) -> None:
@@ -89,6 +90,29 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "config.wrong-type" == fails(tmp_path / "list.yaml").code
     (tmp_path / "empty.yaml").write_text("")
     assert ("config.missing-key", "model") == (lambda e: (e.code, e.where))(fails(tmp_path / "empty.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "line"),
+    [
+        ("name: a\nmodel: {path: x}\nname: b\n", "name", 3),
+        ("model: {path: x}\nschedule:\n  steps: 3\n  steps: 4\n", "steps", 4),
+        ('model: {path: x, "path": y}\n', "path", 1),
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path, text: str, key: str, line: int) -> None:
+    (tmp_path / "twice.yaml").write_text(text)
+    error = fails(tmp_path / "twice.yaml")
+    assert "config.unreadable" == error.code
+    assert f"'{key}'" in str(error.found)
+    assert f"line {line}," in str(error.found)
+
+
+def test_a_merged_mapping_may_replace_keys(tmp_path: Path) -> None:
+    """The merge of YAML is no second key, also where the merging mapping is merged in turn."""
+    text = "engine: {name: own, a: {b: &n {<<: {c: 1}, c: 2}}, d: {<<: *n, c: 3}}\nmodel: {path: x}\n"
+    (tmp_path / "merged.yaml").write_text(text)
+    assert {"a": {"b": {"c": 2}}, "d": {"c": 3}} == load_config(tmp_path / "merged.yaml").engine.settings
 
 
 def test_explain_lists_every_setting_with_help_and_default(file: Path) -> None:

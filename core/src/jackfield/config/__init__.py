@@ -24,14 +24,26 @@ if TYPE_CHECKING:
 __all__ = ["RunConfig", "as_plain", "explain", "load_config", "make_config", "plugin_settings", "show"]
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is twice in a mapping; PyYAML takes the last value."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node, keys = super().compose_mapping_node(anchor), set[str]()
+        for key, _ in node.value:
+            if str(key.value) in keys:
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} is there twice", problem_mark=key.start_mark)
+            keys.add(str(key.value))
+        return node
+
+
 def load_config(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML file and apply ``a.b=c`` overrides; errors name the setting's path.
 
-    A file that is missing or no YAML is refused (``config.unreadable``).
+    A file that is missing, or no YAML, or that has a key twice is refused (``config.unreadable``).
     """
     refused = partial(ConfigError, code="config.unreadable", where=str(file))
     try:
-        values = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        values = yaml.load(Path(file).read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError as error:
         raise refused("the configuration file does not exist", fix="check the path") from error
     except (yaml.YAMLError, RecursionError, ValueError, OSError) as error:  # UnicodeDecodeError is a ValueError
@@ -68,7 +80,7 @@ def apply_override(values: Mapping[str, Any], text: str) -> dict[str, Any]:
             raise refused(f"the override {shown!r} goes through a value", **details)
         inner[key] = inner = dict(below)
     try:
-        inner[keys[-1]] = yaml.safe_load(value)
+        inner[keys[-1]] = yaml.load(value, _Loader)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise refused(f"the value of the override {shown!r} is not YAML", where=path, found=error) from error
     return applied
