@@ -10,8 +10,7 @@ import attrs
 import pytest
 
 from jackfield.sdk import structure
-from jackfield_reward_rules.config import Config
-from jackfield_reward_rules.judge import Judge
+from jackfield_reward_rules.judge import Config, Judge
 from jackfield_testing import refused
 
 RIGHT, WRONG, FORMLESS = (True, True), (False, True), (False, False)

@@ -12,7 +12,7 @@ import pytest
 from jackfield.abc.reward import RewardContext, ScoreRequest, ScoreResult
 from jackfield.clock import Clock
 from jackfield.sdk import structure
-from jackfield_reward_rules.config import Config
+from jackfield_reward_rules.judge import Config
 from jackfield_reward_rules.reward import RulesReward
 
 #: Answers on which sympy computes for ever.
@@ -150,7 +150,7 @@ def test_cancelled_scores_leave_no_process() -> None:
 
 
 def test_settings_can_be_read_without_heavy_libraries() -> None:
-    code = "import sys, jackfield_reward_rules.config, jackfield_reward_rules.reward; "
+    code = "import sys, jackfield_reward_rules.judge, jackfield_reward_rules.reward; "
     code += "print(sorted({'torch', 'numpy', 'sympy', 'math_verify'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
     assert "[]" == done.stdout.strip()

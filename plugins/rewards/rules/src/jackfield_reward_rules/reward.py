@@ -6,8 +6,7 @@ import attrs
 
 from jackfield.abc.reward import RewardContext, ScoreRequest, ScoreResult
 from jackfield.errors import RewardError
-from jackfield_reward_rules.config import Config
-from jackfield_reward_rules.judge import Judge
+from jackfield_reward_rules.judge import Config, Judge
 from jackfield_user_code import WorkerResult, WorkerReward
 
 #: A pattern that takes longer on one text runs in a worker process, where it cannot block the event loop.
