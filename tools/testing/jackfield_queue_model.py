@@ -32,7 +32,7 @@ from jackfield.abc.transfer_queue import (
 )
 from jackfield.errors import QueueError
 from jackfield.sdk.archive import write_archive
-from jackfield.sdk.cells import column_from_rows, dense_column, join, json_column, split, take
+from jackfield.sdk.cells import column_from_rows, dense_column, join, json_column, split
 
 PARTITIONS = st.sampled_from(["train", "other/ä"])
 KEYS = st.lists(st.sampled_from(["a", "b", "b/0", "ü"]), unique=True, min_size=1, max_size=4)
@@ -122,9 +122,10 @@ class _Machine(RuleBasedStateMachine):
         columns = {name: _column(sort, len(keys), seed + place) for place, name in enumerate(names)}
         stored = self.do(self.store.put(PutRequest(partition=partition, keys=tuple(keys), columns=columns)))
         assert sum(column.values.nbytes for column in columns.values()) == stored.bytes
+        cells = {name: split(column) for name, column in columns.items()}
         for index, key in enumerate(keys):
             row = self.rows.setdefault((partition, key), {})
-            row.update({name: take(column, [index]) for name, column in columns.items()})
+            row.update({name: join(name, [(text, parts[index])]) for name, (text, parts) in cells.items()})
 
     @rule(partition=PARTITIONS, keys=KEYS, names=NAMES)
     def get(self, partition: str, keys: list[str], names: list[str]) -> None:

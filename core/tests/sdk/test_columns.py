@@ -19,7 +19,6 @@ from jackfield.sdk.cells import (
     json_column,
     rows_of,
     split,
-    take,
     to_nested,
 )
 from jackfield_testing import refused
@@ -90,15 +89,6 @@ def test_json_values_come_back(values: list[object]) -> None:
     assert json.loads(json.dumps(values)) == rows_of(column)
 
 
-@settings(deadline=None)
-@given(rows(minimum=1), st.data())
-def test_take_is_indexing(given_rows: list[torch.Tensor], data: st.DataObject) -> None:
-    indexes = data.draw(st.lists(st.integers(0, len(given_rows) - 1), max_size=8))
-    taken = take(column_from_rows(given_rows), indexes)
-    check_column("c", taken, len(indexes))
-    assert [bits(given_rows[index]) for index in indexes] == [bits(row) for row in rows_of(taken)]
-
-
 def joined(columns: list[Column]) -> Column:
     return join("c", [(text, content) for text, contents in map(split, columns) for content in contents])
 
@@ -107,8 +97,7 @@ def joined(columns: list[Column]) -> Column:
 @given(rows(minimum=1), st.data())
 def test_join_undoes_a_split(given_rows: list[torch.Tensor], data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(given_rows)))
-    column = column_from_rows(given_rows)
-    parts = [take(column, range(cut)), take(column, range(cut, len(given_rows)))]
+    parts = [column_from_rows(given_rows[:cut]), column_from_rows(given_rows[cut:])]
     assert [bits(row) for row in given_rows] == [bits(row) for row in rows_of(joined(parts))]
 
 

@@ -29,7 +29,7 @@ from jackfield.abc.transfer_queue import (
 from jackfield.errors import QueueError
 from jackfield.queue.meta import BatchMeta, Written
 from jackfield.sdk.archive import SavedSample, read_archive, write_archive
-from jackfield.sdk.cells import Cell, check_column, join, lacking_column, split, split_request, take, unknown_sample
+from jackfield.sdk.cells import Cell, check_column, join, lacking_column, split, split_request, unknown_sample
 
 _INLINE_BYTES = 1 << 24  #: checkpoints below this size are written without a thread
 
@@ -80,10 +80,11 @@ class Values:
 
     async def write(self, meta: BatchMeta, columns: Mapping[str, Column]) -> Written:
         """Write columns of a batch; see :meth:`put`."""
-        sizes = _check_columns(columns, len(meta))
-        for partition, ours in meta.by_partition().items():
-            part = columns if len(ours) == len(meta) else {name: take(each, ours) for name, each in columns.items()}
-            await self.put(partition, [meta.keys[at] for at in ours], part)
+        sizes, places = _check_columns(columns, len(meta)), meta.by_partition()
+        cells = {name: split(column) for name, column in columns.items()} if len(places) > 1 else {}
+        for partition, ours in places.items():
+            part = {name: join(name, [(text, parts[at]) for at in ours]) for name, (text, parts) in cells.items()}
+            await self.put(partition, [meta.keys[at] for at in ours], part or columns)
         return Written(columns=tuple(columns), sizes=sizes)
 
 

@@ -271,16 +271,6 @@ def to_nested(column: Column) -> torch.Tensor:
     return torch.nested.nested_tensor_from_jagged(column.values, column.offsets)
 
 
-def take(column: Column, indexes: Sequence[int]) -> Column:
-    """Return the samples at ``indexes``, in that order, as a new column."""
-    text, contents = split(column)
-    if not indexes:
-        return attrs.evolve(
-            column, values=column.values[:0], offsets=None if column.offsets is None else offsets_of(())
-        )
-    return join("", [(text, contents[index]) for index in indexes])
-
-
 def check_column(name: str, column: Column, rows: int) -> list[int]:
     """Check that a column keeps the contract of :class:`~jackfield.abc.transfer_queue.Column`, else ``queue.invalid``.
 
