@@ -133,9 +133,9 @@ class Algorithm:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """What it needs beside rewards, groups and old log-probs; a program that lacks it must refuse.
+        """The requirements beside rewards, groups and old log-probs; a program that lacks one must refuse.
 
-        This is ``critic``, ``reference``, ``expert_data``, ``pairs``, ``dynamic_sampling``, ``prepare`` (columns of
+        They are ``critic``, ``reference``, ``expert_data``, ``pairs``, ``dynamic_sampling``, ``prepare`` (columns of
         :func:`jackfield.algorithms.prepare`), or the name of another input.
         """
         found = ["dynamic_sampling"] if self.dynamic_sampling else []
