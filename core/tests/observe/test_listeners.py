@@ -64,7 +64,7 @@ def test_a_failure_at_the_end_is_told_and_hides_no_other(make_run):
     run.folder.write_text("a file where the folder should be")
     run.end(steps=1, error=RuntimeError("the reason"))
 
-    assert "the observer 'learning curve' failed in run_ended" in "\n".join(run.screen)
+    assert "the observer 'curve' failed in run_ended" in "\n".join(run.screen)
     assert "run FAILED after 1 steps in 0 s: RuntimeError: the reason" in run.screen
 
 

@@ -231,9 +231,7 @@ class ClusterConfig:
     threads: int | None = option(None, "torch threads; null: torch's default", [gt(0), le(4096)])
     replicas: int = option(1, "rollout servers", gt(0))
     replica_restarts: int = option(3, "restarts of a rollout server whose own process dies", ge(0))
-    metrics_port: int | None = option(
-        None, "loopback port of Prometheus; 0: a free one; null: none", [ge(0), le(65535)]
-    )
+    metrics_port: int | None = option(None, "loopback port of Prometheus; 0: free; null: none", [ge(0), le(65535)])
     max_model_len: int | None = option(None, "maximum of prompt and response tokens; null: the model's limit", gt(1))
     micro_batch_tokens: int = option(16384, "maximum number of padded tokens in one training pass", gt(0))
     offload: bool = option(False, "the idle side releases its device memory at every hand-over")

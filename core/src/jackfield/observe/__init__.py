@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jackfield.clock import Clock
 from jackfield.observe import display, observer
@@ -33,20 +33,13 @@ def observers(
     """
     from rich.console import Console as RichConsole
 
-    made: list[object] = []
-    shared: Any = (settings, folder, console or RichConsole(stderr=True), clock or Clock())
-    chosen: tuple[tuple[type[observer.Observer], str, str | None], ...] = (
-        (observer.MetricsFile, "metrics_file", None),
-        (observer.TensorBoardFiles, "tensorboard", "tensorboard"),
-        (observer.SampleTables, "sample_table", None),
-        (observer.Timeline, "timeline", None),
-        (display.LearningCurve, "curve", "matplotlib"),
-        (display.ProgressDisplay, "progress", None),  # it lists the files that the others wrote
-    )
-    for make, setting, package in chosen:
-        if getattr(settings, setting):
+    made, console, clock = list[object](), console or RichConsole(stderr=True), clock or Clock()
+    files = (observer.MetricsFile, observer.TensorBoardFiles, observer.SampleTables, observer.Timeline)
+    for make in (*files, display.LearningCurve, display.ProgressDisplay):  # progress lists the others' files at the end
+        if getattr(settings, make.name):
+            package = {"tensorboard": "tensorboard", "curve": "matplotlib"}.get(make.name)
             if package is not None and importlib.util.find_spec(package) is None:
-                where = f"observe.{setting}"
+                where = f"observe.{make.name}"
                 raise missing_package(package, where, where, f", or set {where}=false")
-            made.append(make(*shared))
+            made.append(make(settings, folder, console, clock))
     return made

@@ -171,7 +171,7 @@ _NOTE: dict[str, Any] = {"xytext": (5, 4), "textcoords": "offset points", "color
 class LearningCurve(Observer):
     """Draws ``learning_curve.png`` when the run ends, also after a failure."""
 
-    name = "learning curve"
+    name = "curve"
     output = "learning_curve.png"
 
     _lines: list[dict[str, Any]] = attrs.field(factory=list, init=False)

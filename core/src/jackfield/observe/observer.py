@@ -39,12 +39,8 @@ class ObserveSettings:
     progress: bool = option(True, "show progress: a bar on a terminal, text lines elsewhere")
     samples_per_step: int = option(8, "maximum samples in the sample table per step", ge(0))
     samples_per_evaluation: int = option(32, "maximum samples in the sample table per evaluation", ge(0))
-    progress_interval: float = option(
-        1.0, "minimum seconds between progress lines without a terminal; 0: every step", ge(0)
-    )
-    on_error: Literal["stop", "warn"] = option(
-        "stop", "if an observer fails: stop the run, or warn and continue without it"
-    )
+    progress_interval: float = option(1.0, "seconds between progress lines without a terminal; 0: every step", ge(0))
+    on_error: Literal["stop", "warn"] = option("stop", "an observer that fails stops the run, or is left out (warn)")
 
 
 @hooks.hookimpl
@@ -81,7 +77,7 @@ def _receive(self: Observer, event: hooks.Event) -> None:
 class Observer:
     """The base class of observers."""
 
-    name: ClassVar[str] = "observer"  #: name in its error messages
+    name: ClassVar[str]  #: the setting that turns it on, which error messages name
     output: ClassVar[str] = ""  #: file or folder that it writes, relative to the run's folder
     settings: ObserveSettings
     folder: Path  #: the run's folder; an observer creates it when the run starts
@@ -159,7 +155,7 @@ class MetricsFile(Observer):
     Each line is in the file when the hook returns. A resumed run first drops the lines of steps after the restored one.
     """
 
-    name = "metrics file"
+    name = "metrics_file"
     output = "metrics.jsonl"
 
     def hear(self, event: object) -> None:
@@ -181,7 +177,7 @@ class TensorBoardFiles(Observer):
     steps if the run starts from the beginning. Neither torch nor TensorFlow is imported.
     """
 
-    name = "TensorBoard"
+    name = "tensorboard"
     output = "tensorboard"
 
     def hear(self, event: object) -> None:
@@ -222,7 +218,7 @@ class SampleTables(Observer):
     ``step``, ``key`` and ``reason``.
     """
 
-    name = "sample table"
+    name = "sample_table"
     output = "samples"
 
     def hear(self, event: object) -> None:
