@@ -127,7 +127,7 @@ class RunBuilder:
     async def execute(self, checkpoint: Checkpoint | None) -> int:
         """Run the role to its end, from a checkpoint if one is given, and close everything.
 
-        Return the value of :attr:`~jackfield.trainer.role.Role.progress`.
+        Return the completed steps, an explorer's newest weight version, or the number of scored groups.
         """
         role, config = self.role, self.role.config
         async with AsyncExitStack() as self.stack, asyncio.TaskGroup() as self._loops:

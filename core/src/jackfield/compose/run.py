@@ -257,7 +257,7 @@ def _reported(builder: RunBuilder, checkpoint: Checkpoint | None) -> Iterator[No
             raise
         raise failure from error
     finally:
-        steps = max(first_step, role.progress.value)
+        steps = max(first_step, (role.version if role.name == "explore" else role.steps_done).value)
         role.hooks.emit(RunEnded(folder=str(folder), steps=steps, error=failure, stopped=stopped))
 
 

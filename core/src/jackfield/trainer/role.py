@@ -138,8 +138,7 @@ class Role:
     score_seconds: float = attrs.field(init=False)  #: the maximum time to score a sample, retries included
     schedule: Schedule = attrs.field(init=False)
     version: Progress = attrs.field(init=False)  #: the weight version that explorers may use
-    steps_done: Progress = attrs.field(init=False)
-    progress: Progress = attrs.field(init=False)  #: completed steps, an explorer's weight versions, or scored groups
+    steps_done: Progress = attrs.field(init=False)  #: for the role reward: scored groups
     workers: RunWorkers = attrs.field(init=False)  #: set when they have been created
     queue: TransferQueue = attrs.field(init=False)  #: set when it has been opened
     rollout_devices: DeviceLease = attrs.field(init=False)  #: of the replicas; set with the workers
@@ -161,7 +160,6 @@ class Role:
         self.score_seconds = config.deadlines.reward * (config.schedule.reward_retries + 1)
         self.schedule = Schedule(**attrs.asdict(config.schedule), explores=self.explores)
         self.version, self.steps_done = Progress(self.clock), Progress(self.clock)
-        self.progress = self.version if self.name == "explore" else self.steps_done
 
     @asynccontextmanager
     async def measure(self, name: str, lane: str, step: int) -> AsyncIterator[None]:

@@ -136,12 +136,37 @@ class Trainer:
     # -- the stages of a step, in order
 
     async def next_batch(self, step: Step) -> bool:
-        """Lease the batch of the step. Return False if the run has to stop before this step."""
+        """Lease the batch of the step. Return False if the run has to stop before this step.
+
+        A requested stop takes effect here if the step has made no update and a checkpoint can be cut before it. A batch
+        that is staler than the schedule allows, or not complete in time, is refused.
+        """
+        queue, schedule, seconds = self.role.queue, self.role.schedule, self.role.config.deadlines.batch
         async with self.role.measure("next_batch", "trainer", step.number):
-            batch = await self._lease(step)
-        if batch is not None:
-            step.batch, step.leased = batch, True
-        return step.leased
+            leasing = asyncio.ensure_future(queue.lease(CONSUMER, batch=step.number, deadline_seconds=seconds))
+            if not (step.updates or (schedule.explores and step.number % schedule.sync_interval)):
+                stopped: asyncio.Future[Any] = asyncio.ensure_future(self.stop.wait())
+                try:
+                    await asyncio.wait({leasing, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    stopped.cancel()
+                    if self.stop.is_set() or not leasing.done():
+                        leasing.cancel()
+                        await asyncio.wait({leasing})
+                if self.stop.is_set():
+                    return False
+            batch = await leasing
+            mixed, groups = [], len(set(batch.groups))
+            for partition, each in self._mixed.items():
+                if more := further_groups(each.ratio, step.number, groups):
+                    which: dict[str, Any] = {"step": step.number, "fresh": partition != TRAIN}
+                    mixed.append(await queue.lease(_consumer(partition), more, deadline_seconds=seconds, **which))
+            if schedule.explores:
+                schedule.check(step.number, oldest_version(batch.tags))
+            for added in filter(None, mixed):
+                batch = batch.joined(added)
+        step.batch, step.leased = batch, True
+        return True
 
     async def reference_log_probs(self, step: Step) -> None:
         """Compute log-probs of the reference policy, if the algorithm has one."""
@@ -264,37 +289,6 @@ class Trainer:
         for partition, each in self._mixed.items():
             reuse = Reuse(**{field.name: getattr(each, field.name) for field in attrs.fields(Reuse)})
             await register(_consumer(partition), partition, columns, sampler=each.sampler, reuse=reuse)
-
-    async def _lease(self, step: Step) -> BatchMeta | None:
-        """Lease the batch of a step. Return None if the run has to stop before it.
-
-        A requested stop takes effect here if the step has made no update and a checkpoint can be cut before it. A batch
-        that is staler than the schedule allows, or not complete in time, is refused.
-        """
-        queue, schedule, seconds = self.role.queue, self.role.schedule, self.role.config.deadlines.batch
-        leasing = asyncio.ensure_future(queue.lease(CONSUMER, batch=step.number, deadline_seconds=seconds))
-        if not (step.updates or (schedule.explores and step.number % schedule.sync_interval)):
-            stopped: asyncio.Future[Any] = asyncio.ensure_future(self.stop.wait())
-            try:
-                await asyncio.wait({leasing, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                stopped.cancel()
-                if self.stop.is_set() or not leasing.done():
-                    leasing.cancel()
-                    await asyncio.wait({leasing})
-            if self.stop.is_set():
-                return None
-        batch = await leasing
-        mixed, own = [], len(set(batch.groups))
-        for partition, each in self._mixed.items():
-            if groups := further_groups(each.ratio, step.number, own):
-                which: dict[str, Any] = {"step": step.number, "fresh": partition != TRAIN, "deadline_seconds": seconds}
-                mixed.append(await queue.lease(_consumer(partition), groups, **which))
-        if schedule.explores:
-            schedule.check(step.number, oldest_version(batch.tags))
-        for more in filter(None, mixed):
-            batch = batch.joined(more)
-        return batch
 
     def _open_updates(self, role: str, step: Step) -> Iterator[tuple[tuple[str, int], BatchMeta]]:
         """Yield the mini-batches of all epochs that no optimizer step has used yet."""
