@@ -36,7 +36,7 @@ class Clock:
         except TimeoutError as error:
             if not scope.expired():
                 raise  # a timeout within the awaitable
-            raise _too_late(seconds, waiting_for) from error
+            raise too_late(seconds, waiting_for) from error
 
 
 async def _future(future: asyncio.Future[T], seconds: float, waiting_for: str) -> T:
@@ -48,11 +48,12 @@ async def _future(future: asyncio.Future[T], seconds: float, waiting_for: str) -
         task = asyncio.current_task()
         if error.args != (waiting_for,) or (task is not None and task.cancelling()):
             raise
-        raise _too_late(seconds, waiting_for) from error
+        raise too_late(seconds, waiting_for) from error
     finally:
         timer.cancel()
 
 
-def _too_late(seconds: float, waiting_for: str) -> DeadlineExceeded:
+def too_late(seconds: float, waiting_for: str) -> DeadlineExceeded:
+    """Return the error of a wait that has reached its deadline."""
     fix = "look at why it did not answer, or raise the deadline"
     return DeadlineExceeded(f"waited {seconds:g} s for {waiting_for}", fix=fix)

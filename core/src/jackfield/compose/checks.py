@@ -35,7 +35,7 @@ from jackfield.queue import TransferQueue, Values
 from jackfield.queue.meta import register_sampler
 from jackfield.queue.sample_files import ImportedSamples, cell_of, read_samples, saved_samples, shape_of
 from jackfield.sdk.archive import SavedSample
-from jackfield.sdk.rotary import length_limits
+from jackfield.sdk.jagged import length_limits
 from jackfield.trainer.checkpoint import find_queue
 from jackfield.trainer.role import Role, RoleName
 

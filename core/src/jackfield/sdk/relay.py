@@ -142,7 +142,6 @@ class RelayServer(BaseRolloutServer):
 
     def _refuse(self, request: GenerateRequest) -> None:
         """Raise if the engine does not support a valid request."""
-        return
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Generate one sample. Cancelling the call aborts the request."""

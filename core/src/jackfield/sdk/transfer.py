@@ -28,7 +28,7 @@ from jackfield.abc.checkpoint_engine import (
     Topology,
     TopologyRequest,
 )
-from jackfield.clock import Clock
+from jackfield.clock import Clock, too_late
 from jackfield.errors import DeadlineExceeded, JackfieldError, RpcError, WeightsError
 from jackfield.sdk.buckets import Bucket, Entry, aligned, entry_of, kept_buffer, put, views
 from jackfield.sdk.rpc import Address, Connection, Contract, Server, Service, caller, connect
@@ -295,9 +295,8 @@ class OneSenderEngine(CheckpointEngine):
                 await self._clock.wait_for(self._changed.wait(), self.remaining(), "a peer")
             except DeadlineExceeded:
                 if who := late():  # otherwise the last one answered at the deadline
-                    fix = "look at why the peer did not answer, or raise the deadline of the sync"
-                    what = f"waited {self.context.deadline_seconds:g} s for {' and '.join(who)}, in a weight transfer"
-                    raise DeadlineExceeded(what, fix=fix) from None
+                    what = f"{' and '.join(who)}, in a weight transfer"
+                    raise too_late(self.context.deadline_seconds, what) from None
 
     def remaining(self) -> float:
         """Return the seconds until the deadline."""

@@ -16,7 +16,7 @@ import attrs
 
 from jackfield.abc.checkpoint_engine import CheckpointEngine, ConnectRequest, Topology, TopologyRequest
 from jackfield.abc.rollout import ServerInfo, UpdateWeightsRequest, WeightReceipt
-from jackfield.clock import Clock
+from jackfield.clock import Clock, too_late
 from jackfield.errors import DeadlineExceeded, JackfieldError, WeightsError, some
 from jackfield.plugins.hooks import WeightsSynced
 from jackfield.routing import Replica
@@ -344,8 +344,7 @@ async def run_together(
     stuck = f" (and {', '.join(map(tasks.__getitem__, deaf))} cannot be cancelled)" if deaf else ""
     if first is None and late:
         names = ", ".join(name for task, name in tasks.items() if task in late)
-        message = f"waited {seconds:.6g} s for {what}; not finished: {names}{stuck}"
-        raise DeadlineExceeded(message, fix="look at why they did not answer, or raise the deadline of the sync")
+        raise too_late(seconds, f"{what}; not finished: {names}{stuck}")
     if first is None:
         return [task.result() for task in tasks]
     name, error = first

@@ -28,7 +28,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from jackfield.abc.engine import EngineContext
 from jackfield.errors import EngineError
-from jackfield.sdk.rotary import length_limits
+from jackfield.sdk.jagged import length_limits
 from jackfield_engine_fsdp.config import Config
 from jackfield_huggingface.norms import replace_norms
 

@@ -26,7 +26,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from jackfield.abc.rollout import RolloutContext
 from jackfield.errors import RolloutError
-from jackfield.sdk.rotary import length_limits
+from jackfield.sdk.jagged import length_limits
 from jackfield_huggingface.names import CheckpointNames, auto_class
 from jackfield_huggingface.norms import replace_norms
 from jackfield_rollout_transformers.config import Config
