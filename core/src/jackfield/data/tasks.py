@@ -39,6 +39,7 @@ _PACKED = re.compile(r"""\s*\[\s*\{\s*(['"])\w+\1\s*:""")
 _MESSAGES = "a list of messages, each with a role (a text) and content (a text, or parts)"
 #: Parameters of an agent loop's ``run`` that are not fields of the task.
 _RESERVED = frozenset({"self", "sampling_params"})
+_CORRECT = "correct the line, or leave it out"
 _MISSING = "name the right keys of the records in data.format; null where they have none"
 
 
@@ -242,12 +243,7 @@ def is_conversation(value: Any) -> bool:
 
 
 def refusal(
-    message: str,
-    expected: str | None,
-    found: str,
-    fix: str = "correct the line, or leave it out",
-    code: str = "data.malformed",
-    where: str | None = None,
+    message: str, expected: str | None, found: str, fix: str = _CORRECT, code: str | None = None, where: object = None
 ) -> DataError:
     """Return an error of the data, by default of an invalid record, whose place :func:`naming` adds."""
     return DataError(message, code=code, where=where, expected=expected, found=found, fix=fix)

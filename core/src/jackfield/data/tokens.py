@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jackfield.abc.agent import ChatTokenizer
 from jackfield.data.tasks import Task, naming, refusal
-from jackfield.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,11 +39,12 @@ class HuggingFaceChatTokenizer:
         self.tokenizer = tokenizer
         own = tokenizer.chat_template
         self._template = chat_template or (own.get("default") if isinstance(own, dict) else own)
-        self._name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
+        name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
+        self._refusal = functools.partial(refusal, where=f"the tokenizer {name}")
         if not self._template:
             expected = "a chat template in the tokenizer's folder (chat_template.jinja), or in the configuration"
             fix = "set data.chat_template to a Jinja template, or use an instruction-tuned model"
-            raise self._refusal("data.no-chat-template", "the tokenizer has no chat template", expected, "neither", fix)
+            raise self._refusal("the tokenizer has no chat template", expected, "neither", fix, "data.no-chat-template")
         # a base model's tokenizer often has another end token than its chat template uses (<|im_end|>)
         text = self._render([_QUESTION, {"role": "assistant", "content": _ANSWER}], generation_prompt=False)
         after = self._encode(text.partition(_ANSWER)[2])[:1]
@@ -56,7 +56,7 @@ class HuggingFaceChatTokenizer:
         if not self.end_token_ids:
             expected = "an end-of-text token of the tokenizer, or a special token after an answer in the template"
             fix = "set the tokenizer's eos_token"
-            raise self._refusal("data.no-end-token", "no token ends the model's answer", expected, "neither", fix)
+            raise self._refusal("no token ends the model's answer", expected, "neither", fix, "data.no-end-token")
         self._encode_chat = functools.lru_cache(_CACHED_CHATS)(
             lambda messages: self._encode(self._render(json.loads(messages), generation_prompt=True))
         )
@@ -104,7 +104,7 @@ class HuggingFaceChatTokenizer:
         if not after.startswith(before) or _ANSWER not in after[len(before) :]:
             message = "the chat template changes earlier turns when further messages follow"
             expected = f"{before!r}, an answer, then the further messages"
-            raise self._refusal("data.not-append-only", message, expected, repr(after), _APPENDING)
+            raise self._refusal(message, expected, repr(after), _APPENDING, "data.not-append-only")
         token_ids = self._encode(after[len(before) :].partition(_ANSWER)[2])
         return token_ids[1:] if token_ids[:1] and token_ids[0] in self.end_token_ids else token_ids
 
@@ -132,7 +132,7 @@ class HuggingFaceChatTokenizer:
                 problem = "the chat template leaves out a part of an answer"  # thinking, or a role it does not know
                 fix = "give another chat_template, or take that part out of the data"
                 expected = f"the answer {content[:200]!r}"
-                raise self._refusal("data.malformed", problem, expected, repr(text[-400:]), fix)
+                raise self._refusal(problem, expected, repr(text[-400:]), fix)
             start = self._prefix([*messages, *completion[:number]], whole, generation_prompt=True)
             if self._turn_end is None:
                 end = self._prefix([*messages, *completion[: number + 1]], whole, generation_prompt=False)
@@ -150,9 +150,6 @@ class HuggingFaceChatTokenizer:
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def _refusal(self, code: str, message: str, expected: str | None, found: str, fix: str) -> DataError:
-        return refusal(message, expected, found, fix, code, f"the tokenizer {self._name}")
-
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
@@ -167,7 +164,7 @@ class HuggingFaceChatTokenizer:
         except Exception as error:  # errors of Jinja and of the template
             found = f"{type(error).__name__}: {error}; roles {[message.get('role') for message in messages]}"
             fix = "check the roles and their order, or give another chat_template"
-            raise self._refusal("data.malformed", "the chat template refuses the messages", None, found, fix) from error
+            raise self._refusal("the chat template refuses the messages", None, found, fix) from error
         return text
 
     def _prefix(self, messages: _Messages, whole: tuple[int, ...], *, generation_prompt: bool) -> int:
@@ -178,7 +175,7 @@ class HuggingFaceChatTokenizer:
             expected, found = (repr(self.decode(each[same : same + 8], False)) for each in (begin, whole))
             message = "the tokens of a prompt are not the first tokens of the prompt with its answer"
             fix = f"{_APPENDING}, and whose generation prompt begins an answer as it stands in the conversation"
-            raise self._refusal("data.not-append-only", message, f"token {same} to be {expected}", found, fix)
+            raise self._refusal(message, f"token {same} to be {expected}", found, fix, "data.not-append-only")
         return len(begin)
 
 
@@ -198,7 +195,7 @@ def encode_answers(tokenizer: HuggingFaceChatTokenizer, task: Task) -> list[tupl
     encoded: list[tuple[Sequence[int], Sequence[int]]] = []
     with naming(task.place or f"task {task.id}"):
         if task.response is None:
-            raise DataError("a task has no answer to learn from", fix="set data.format")
+            raise refusal("a task has no answer to learn from", "an answer", "none", "set data.format")
         for answer in (task.response, task.rejected):
             if isinstance(answer, str):
                 token_ids = tokenizer.encode_response(answer)
