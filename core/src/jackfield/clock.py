@@ -40,7 +40,7 @@ class Clock:
 
 
 async def _future(future: asyncio.Future[T], seconds: float, waiting_for: str) -> T:
-    """Do the same as :meth:`Clock.wait_for` at a third of its cost, as queue requests wait for futures."""
+    """Do the same as :meth:`Clock.wait_for` at a third of its cost, which halves that of an RPC call."""
     timer = future.get_loop().call_later(seconds, future.cancel, waiting_for)
     try:
         return await future

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.errors import WeightsError
 from jackfield.sdk.buckets import Entry, entry_of, raw
 from jackfield.sdk.rpc import Connection
@@ -60,10 +59,7 @@ class InProcessCheckpointEngine(OneSenderEngine):
 
     config: InProcessConfig
     slots = 3
-
-    def __init__(self, config: InProcessConfig, context: CheckpointEngineContext) -> None:
-        super().__init__(config, context)
-        self._name = ""  #: of the transfer, as its sender
+    _name = ""  #: of the transfer, as its sender
 
     async def _serve(self) -> dict[str, Any]:
         self._name = f"in-process-{next(_NUMBERS)}"
