@@ -168,9 +168,8 @@ class EngineRank:
         except JackfieldError:
             raise
         except Exception as error:
-            raise EngineError(
-                f"the {role} engine raised {type(error).__name__}: {error}", where=f"rank {rank}"
-            ) from error
+            what = f"the {role} engine raised {type(error).__name__}: {error}"
+            raise EngineError(what, where=f"rank {rank}") from error
 
 
 def distances(trained: torch.Tensor | None, table: TensorDict, batch: BatchMeta, comparison: Comparison) -> Distances:
@@ -182,13 +181,9 @@ def distances(trained: torch.Tensor | None, table: TensorDict, batch: BatchMeta,
     import torch
 
     if trained is None:
-        raise EngineError(
-            "the engine's training pass has no log-probs",
-            where="EngineOutput.log_probs",
-            expected="jagged float32 [B, j], which the log-prob check compares",
-            found=None,
-            fix="have the engine return them, or set log_prob_check.every: 0",
-        )
+        what, expected = "the engine's training pass has no log-probs", "jagged float32 [B, j], for the log-prob check"
+        fix = "have the engine return them, or set log_prob_check.every: 0"
+        raise EngineError(what, where="EngineOutput.log_probs", expected=expected, fix=fix)
     mask = to_padded(table["response_mask"]) != 0
     now, engine, version = to_padded(trained), to_padded(table[comparison.engine]), comparison.version
     kinds = {"train_mode": (mask, engine - now, 0.0)}
@@ -295,13 +290,9 @@ class EngineGroup:
         assert self._layouts, "initialize() comes first"
         size = self._layouts[0].data_parallel_size
         if len(batch) < size:
-            raise EngineError(
-                "a batch has fewer samples than the engine has data-parallel ranks",
-                where=f"{batch.keys[0]} to {batch.keys[-1]}",
-                expected=f"{size} samples at least",
-                found=len(batch),
-                fix="use fewer ranks (cluster.ray.engine_ranks), larger batches or fewer algorithm.mini_batches",
-            )
+            what, where = "a batch has fewer samples than the engine has data-parallel ranks", ", ".join(batch.keys)
+            fix = "use fewer ranks (cluster.ray.engine_ranks), larger batches or fewer algorithm.mini_batches"
+            raise EngineError(what, where=where, expected=f"{size} samples at least", found=len(batch), fix=fix)
         lengths = [tags["prompt_tokens"] + tags["response_tokens"] for tags in batch.tags]
         parts = [batch.select(indexes) for indexes in shares(lengths, size)]
         return [parts[layout.data_parallel_rank] for layout in self._layouts]

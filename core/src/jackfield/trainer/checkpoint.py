@@ -196,15 +196,10 @@ def open_checkpoint(folder: Path, part: str = "", *, contents: bool = True) -> C
         if b'"digest"' in content or manifest["format"] == FORMAT:  # older formats had no seal
             manifest = unseal(content)
         if manifest["format"] != FORMAT:
-            raise RunError(
-                "a checkpoint is of another version of Jackfield",
-                code="run.checkpoint-format",
-                where=str(folder),
-                expected=f"format {FORMAT}",
-                found=f"format {manifest['format']}",
-                fix="go on with the version that wrote it, or export the model with that version and begin a run with "
-                "it in another folder",
-            )
+            details = {"where": str(folder), "expected": f"format {FORMAT}", "found": f"format {manifest['format']}"}
+            what, fix = "a checkpoint is of another version of Jackfield", "go on with the version that wrote it, or "
+            fix += "export the model with that version and begin a run with it in another folder"
+            raise RunError(what, code="run.checkpoint-format", fix=fix, **details)
         files = {name: (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
         found = Checkpoint(folder=folder, step=int(manifest["step"]), files=files)
         named = _NAME.fullmatch(folder.name)
@@ -371,12 +366,7 @@ def _absent(folder: Path) -> RunError:
 
 
 def _damaged(path: Path, expected: str, found: str) -> RunError:
-    return RunError(
-        "a checkpoint is damaged",
-        code="run.checkpoint-damaged",
-        where=str(path),
-        expected=expected,
-        found=found,
-        fix="restore the file from a copy, or take another checkpoint: a run goes on from the newest whole one; where "
-        "none is, start from the beginning with checkpoint.resume=false, which removes what is there",
-    )
+    what, code = "a checkpoint is damaged", "run.checkpoint-damaged"
+    fix = "restore the file from a copy, or take another checkpoint: a run goes on from the newest whole one; where "
+    fix += "none is, start from the beginning with checkpoint.resume=false, which removes what is there"
+    return RunError(what, code=code, where=str(path), expected=expected, found=found, fix=fix)

@@ -70,13 +70,10 @@ class Schedule(ScheduleConfig):
         """Return the staleness of a batch, in steps, or refuse more than :attr:`max_staleness`."""
         staleness = step - oldest_version
         if staleness > self.max_staleness:
-            raise RunError(
-                "a batch is staler than the schedule allows",
-                code="schedule.staleness",
-                where=f"step {step}",
-                expected=f"at most {self.max_staleness} steps (sync_interval - 1 + sync_offset)",
-                found=f"weight version {oldest_version}, {staleness} steps",
-            )
+            what, where = "a batch is staler than the schedule allows", f"step {step}"
+            expected = f"at most {self.max_staleness} steps (sync_interval - 1 + sync_offset)"
+            found = f"weight version {oldest_version}, {staleness} steps"
+            raise RunError(what, code="schedule.staleness", where=where, expected=expected, found=found)
         return staleness
 
 

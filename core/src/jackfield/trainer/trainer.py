@@ -342,14 +342,9 @@ def _finite(update: Mapping[str, float], loss: str, step: Step) -> Mapping[str, 
     """Refuse an update whose loss or gradient norm is not finite."""
     for name in (loss, "grad_norm"):
         if not isfinite(update[name]):
-            raise RunError(
-                f"{name} is {update[name]}",
-                code="run.not-finite",
-                where=f"step {step.number + 1}",
-                expected="a finite number",
-                found=update[name],
-                fix="lower optimizer.lr or optimizer.clip_grad, or look at the rewards; the step was not applied",
-            )
+            details = {"where": f"step {step.number + 1}", "expected": "a finite number", "found": update[name]}
+            fix = "lower optimizer.lr or optimizer.clip_grad, or look at the rewards; the step was not applied"
+            raise RunError(f"{name} is {update[name]}", code="run.not-finite", fix=fix, **details)
     return update
 
 

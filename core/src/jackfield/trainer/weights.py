@@ -377,12 +377,10 @@ class ReplicaProbe:
         self.role.note(f"{_METRICS}/replica/mean", distance)
         if distance <= (bound := self.role.config.rollout_bound):
             return
-        error = WeightsError(
-            f"replica {number} computes other log-probs than the engine with version {answer.weight_versions[0]}",
-            code="weights.log-probs",
-            where=f"replica {number}",
-            expected=f"a mean distance of at most {bound:.3g} nats over {len(own)} tokens",
-            found=f"{distance:.3g}: engine {own[:4]}, replica {list(answer.log_probs[:4])}",
-            fix="raise log_prob_check.bound if these numerics are wanted, or set log_prob_check.on_mismatch: correct",
-        )
+        what = f"replica {number} computes other log-probs than the engine with version {answer.weight_versions[0]}"
+        expected = f"a mean distance of at most {bound:.3g} nats over {len(own)} tokens"
+        found = f"{distance:.3g}: engine {own[:4]}, replica {list(answer.log_probs[:4])}"
+        fix = "raise log_prob_check.bound if these numerics are wanted, or set log_prob_check.on_mismatch: correct"
+        details = {"where": f"replica {number}", "expected": expected, "found": found, "fix": fix}
+        error = WeightsError(what, code="weights.log-probs", **details)
         _refuse(error, self.role.config.log_prob_check.on_mismatch == "stop")
