@@ -56,7 +56,7 @@ def commands() -> list[Any]:
 def test_configurations_in_the_documentation_are_valid(documented: Registry, text: str) -> None:
     config = make_config(yaml.safe_load(text))
     plugin_settings(config, documented)
-    resolve_algorithm(config, documented.find("rollout", config.rollout.name))
+    resolve_algorithm(config, documented.resolve(config.rollout.name, "rollout").usable())
 
 
 @pytest.mark.parametrize("words", commands())

@@ -13,27 +13,22 @@ from jackfield.compose.checks import check_capabilities
 from jackfield.compose.workers import Worker, load_plugins
 from jackfield.config import make_config
 from jackfield.errors import ConfigError
-from jackfield.plugins import Manifest
+from jackfield.plugins import Manifest, PluginRecord, Registry
 from jackfield.queue import meta
 from jackfield_testing import refused
 
 EVERYTHING = {"rollout": {"weights_delta": "full", "weights_float8": "partial"}, "checkpoint_engine": {"delta": "full"}}
 
 
-class FakeRegistry:
-    """A registry that finds plugins of any name."""
-
-    def __init__(self, **capabilities: Any) -> None:
-        self._capabilities = capabilities
-
-    def find(self, kind: str, name: str) -> Manifest:
-        declared = self._capabilities.get(kind, {})
-        return Manifest(name=name, kind=kind, abi="1.0", object="a:B", config="a:C", capabilities=declared)  # type: ignore[arg-type]
+def record(kind: str, name: str, declared: Any) -> PluginRecord:
+    manifest = Manifest(name=name, kind=kind, abi="1.0", object="a:B", config="a:C", capabilities=declared)  # type: ignore[arg-type]
+    return PluginRecord(name=name, kind=kind, distribution="fake", version="1", manifest=manifest)
 
 
 def check(*overrides: str, **capabilities: Any) -> None:
     config = make_config({"model": {"path": "somewhere"}}, overrides)
-    check_capabilities(config, FakeRegistry(**capabilities))  # type: ignore[arg-type]
+    records = (record(kind, name, capabilities.get(kind, {})) for kind, name in config.plugins.items())
+    check_capabilities(config, Registry(tuple(records)))
 
 
 @pytest.mark.parametrize(

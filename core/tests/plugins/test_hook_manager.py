@@ -92,7 +92,7 @@ def test_the_hooks_module_of_a_selected_plugin_is_registered_once(site):
             register("loss", "mine", 1)
     """
     site.install("good", extra='hooks = "fake_good.hooks"', modules={"hooks.py": hooks})
-    manifest = discover().find("reward", "good")
+    manifest = discover().resolve("good", "reward").usable()
     parts: list[tuple[object, ...]] = []
     HookManager([], [manifest, manifest]).call("register_parts", register=lambda *part: parts.append(part))
     assert [("loss", "mine", 1)] == parts
@@ -100,13 +100,13 @@ def test_the_hooks_module_of_a_selected_plugin_is_registered_once(site):
 
 def test_a_plugin_without_hooks_registers_nothing(site):
     site.install("good")
-    HookManager([], [discover().find("reward", "good")]).emit(STEP)
+    HookManager([], [discover().resolve("good", "reward").usable()]).emit(STEP)
 
 
 def test_a_hooks_module_that_raises_is_an_import_error_of_its_plugin(site):
     site.install("bad", extra='hooks = "fake_bad.hooks"', modules={"hooks.py": "raise OSError('gone')"})
     with pytest.raises(PluginError) as caught:
-        HookManager([], [discover().find("reward", "bad")])
+        HookManager([], [discover().resolve("bad", "reward").usable()])
     assert "plugin.import" == caught.value.code
     assert "hooks of the reward 'bad'" == caught.value.where
 

@@ -41,7 +41,7 @@ def test_a_name_that_is_not_installed_lists_what_is_and_suggests(site):
     site.install("good")
     site.install("rotten", abi="9.0")
     with pytest.raises(PluginNotFound) as caught:
-        discover([str(site.folder)]).find("reward", "godd")
+        discover([str(site.folder)]).resolve("godd", "reward").usable()
     text = str(caught.value)
     assert "did you mean 'good'?" in text
     assert "installed: good; broken: rotten ([plugin.abi] the plugin was built for another version" in text
@@ -51,13 +51,13 @@ def test_a_name_that_is_not_installed_lists_what_is_and_suggests(site):
 def test_a_name_of_another_kind_is_pointed_out(site):
     site.install("good")
     with pytest.raises(PluginNotFound) as caught:
-        discover().find("agent", "good")
+        discover().resolve("good", "agent").usable()
     assert "there is a reward of this name" in caught.value.message
 
 
 def test_an_unknown_kind_is_refused_with_the_six():
     with pytest.raises(PluginNotFound) as caught:
-        discover([]).find("engin", "fsdp")
+        discover([]).resolve("fsdp", "engin").usable()
     assert "one of " + ", ".join(KINDS) == caught.value.expected
 
 
@@ -66,7 +66,7 @@ def test_a_broken_plugin_raises_its_own_error_when_it_is_asked_for(site):
     registry = discover()
     for _ in range(2):
         with pytest.raises(PluginError) as caught:
-            registry.find("reward", "rotten")
+            registry.resolve("rotten", "reward").usable()
         assert "plugin.abi" == caught.value.code
 
 

@@ -280,7 +280,7 @@ def validate(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
     loaded, registry = load_config(file, overrides), discover()
     plugin_settings(loaded, registry)
     hooks_of(loaded, registry)
-    algorithm = resolve_algorithm(loaded, registry.find("rollout", loaded.rollout.name)).as_plain()
+    algorithm = resolve_algorithm(loaded, registry.resolve(loaded.rollout.name, "rollout").usable()).as_plain()
     show({"file": file, "status": "valid", "algorithm": {**algorithm, "replica_bound": loaded.rollout_bound}})
 
 

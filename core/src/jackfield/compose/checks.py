@@ -54,7 +54,7 @@ def prepare(config: RunConfig, registry: Registry, hooks: Sequence[object], role
     for kind in sorted(local.keys() - _HEAVY):
         registry.load(kind, local[kind])
     manager = hooks_of(config, registry, hooks)
-    algorithm = resolve_algorithm(config, registry.find("rollout", config.rollout.name))
+    algorithm = resolve_algorithm(config, registry.resolve(config.rollout.name, "rollout").usable())
     tasks = read_tasks(config, algorithm)
     prompt_limit(config)
     if not sys.stderr.isatty():
@@ -80,7 +80,7 @@ def check_plugins(config: RunConfig, registry: Registry, role: RoleName = "all")
     """
     for kind, name in config.plugins.items():
         try:
-            registry.find(kind, name)
+            registry.resolve(name, kind).usable()
         except PluginNotFound as error:
             usable = {record.name: record for record in registry.records(kind) if record.error is None}
             for record in () if kind in _HEAVY and difflib.get_close_matches(name, usable) else usable.values():
@@ -121,7 +121,7 @@ def check_capabilities(config: RunConfig, registry: Registry, role: RoleName = "
         (role != "all", "checkpoint_engine", "retains_weights", "explorers come and go (--role)"),
     ):
         if needed:
-            registry.find(kind, config.plugins[kind]).require(capability, because)
+            registry.resolve(config.plugins[kind], kind).usable().require(capability, because)
     if served and config.cluster.name != "inline":
         what = "a controller in a process of its own serves runs whose workers are in their own process"
         raise config.refusal("cluster.name", what, "inline, or no queue.address")
@@ -134,7 +134,7 @@ def register_any(kind: str, name: str, part: Any, **fields: Any) -> None:
 
 def hooks_of(config: RunConfig, registry: Registry, hooks: Sequence[object] = ()) -> HookManager:
     """Collect the hooks of the run's plugins, let plugins register components, and check the mixing samplers."""
-    manager = HookManager(hooks, [registry.find(kind, name) for kind, name in config.plugins.items()])
+    manager = HookManager(hooks, [registry.resolve(name, kind).usable() for kind, name in config.plugins.items()])
     manager.call("register_parts", register=register_any)
     for name, mixed in attrs.asdict(config.mixing, recurse=False).items():
         if mixed is not None:
@@ -153,7 +153,7 @@ def interpreters(config: RunConfig, registry: Registry) -> dict[str, str]:
         wanted, where = config.cluster.interpreters.get(kind), f"cluster.interpreters.{kind}"
         details: dict[str, Any] = {"code": "plugin.interpreter", "where": where}
         if wanted is None:
-            manifest = registry.find(kind, name)
+            manifest = registry.resolve(name, kind).usable()
             wanted, where = manifest.env.python, f"the manifest of the {manifest.label}, [env] python"
         elif wanted in config.environments:
             python = environment_python(config.environments[wanted].path(wanted))

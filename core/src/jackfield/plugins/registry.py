@@ -125,10 +125,6 @@ class Registry:
         """Return all plugins, or those of one kind, including broken ones, sorted by kind and name."""
         return tuple(record for record in self._records if kind is None or record.kind == kind)
 
-    def find(self, kind: str, name: str) -> Manifest:
-        """Return the manifest of a usable plugin; raise ``plugin.not-found`` or a broken plugin's error."""
-        return self.resolve(name, kind).usable()
-
     def resolve(self, name: str, kind: str | None = None) -> PluginRecord:
         """Return the record, usable or broken, of a plugin that a user named, possibly without its kind.
 
