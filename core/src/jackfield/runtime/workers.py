@@ -74,10 +74,11 @@ async def resubmitted(
     return await work()
 
 
-def one_line(error: JackfieldError) -> str:
-    """Describe an error in one line without its location, so that equal failures have equal texts."""
+def one_line(error: JackfieldError, *, located: bool = True) -> str:
+    """Describe an error in one line. Without its location, equal failures have equal texts."""
+    where = f" ({error.where})" if located else ""
     found = "" if error.found is None else f", found {error.found}"
-    return f"{error.message}{found} [{error.code}]"
+    return f"{error.message}{where}{found} [{error.code}]"
 
 
 def is_lost(error: JackfieldError) -> bool:

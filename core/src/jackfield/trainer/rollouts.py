@@ -143,7 +143,7 @@ async def _run(role: Role, job: RolloutJob) -> RolloutReport:
         lost = evaluates and is_lost(error)
         if not isinstance(error, WorkerLost) and (every or lost or not generates):  # it would fail every rollout
             raise
-        text = str(error) if evaluates else one_line(error)
+        text = str(error) if evaluates else one_line(error, located=False)
         return RolloutReport(group=str(job.group), rollout=job.rollout, error=text)
 
 
