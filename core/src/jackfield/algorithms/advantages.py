@@ -178,15 +178,11 @@ def _grpo(
         if x.old_log_probs is None:
             raise ConfigError("grpo's rank_penalty needs old_log_probs", code="algorithm.input")
         likelihood = row_sums(x.old_log_probs.masked_fill(x.response_mask == 0, 0.0))
-        scores = scores * (1.0 - rank_penalty * _ranks(likelihood, groups) / groups.sizes)
+        ranks = Groups(groups.index, likelihood).means(groups.positions(likelihood).double())  # equal ones share a rank
+        scores = scores * (1.0 - rank_penalty * ranks / groups.sizes)
     if normalize_by_std and std == "batch":
         return groups.relative(scores) / (masked_mean_std(scores, scores.isfinite())[1] + eps)
     return groups.relative(scores, eps if normalize_by_std else None)
-
-
-def _ranks(keys: Tensor, groups: Groups) -> Tensor:
-    """Return each row's rank in its group by ascending key, from 0; equal keys share their mean rank."""
-    return Groups(groups.index, keys).means(groups.positions(keys).double())
 
 
 @register("advantages", "dr_grpo", "group", "group_ids")

@@ -208,8 +208,7 @@ def register(
 ) -> Callable[[F], F]:
     """Register the decorated function as a part; ``listed`` and ``fields`` are other fields of :class:`Part`.
 
-    The scope ``batch`` is supported by every schedule with whole batches. Two functions of one kind and name are
-    refused.
+    Every schedule with whole batches supports the scope ``batch``. Two functions of one kind and name are refused.
     """
 
     def decorator(function: F) -> F:

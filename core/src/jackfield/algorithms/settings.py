@@ -127,9 +127,8 @@ class Algorithm:
     @property
     def scope(self) -> Scope:
         """The widest scope of its parts, under their options."""
-        options = {"advantages": self.advantages_options, "loss": self.loss_options}
         scopes: tuple[Scope, ...] = get_args(Scope)
-        return max((one.scope_with(options.get(one.kind, {})) for one in self.parts), key=scopes.index)
+        return max((one.scope_with(getattr(self, f"{one.kind}_options", {})) for one in self.parts), key=scopes.index)
 
     @property
     def needs(self) -> tuple[str, ...]:

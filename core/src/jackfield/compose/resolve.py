@@ -50,8 +50,6 @@ def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm
     # only losses that require rewards get them; others use advantages, which include shaping
     given = {"rewards": "rewards" in loss.needs, "rollout_weights": correction is not None}
     there |= {name: name for name, known in given.items() if known}
-    if settings.dynamic_sampling is not None:
-        chosen = attrs.evolve(chosen, dynamic_sampling=settings.dynamic_sampling)
     resolved = ResolvedAlgorithm(
         **{**attrs.asdict(chosen, recurse=False), "loss_options": options},
         loss_columns={name: there[name] for name in sorted(there.keys() & read)},
@@ -80,6 +78,7 @@ def _algorithm(config: RunConfig) -> Algorithm:
     """
     settings, chosen, online = config.algorithm, algorithm(config.algorithm.name), config.mode == "online"
     changed: dict[str, Any] = {"aggregation": settings.aggregation or chosen.aggregation}
+    changed |= {} if settings.dynamic_sampling is None else {"dynamic_sampling": settings.dynamic_sampling}
     for kind in ("loss", "advantages"):
         given, own = getattr(settings, kind), getattr(chosen, kind)
         name = own if given is None or given.name is None else given.name
