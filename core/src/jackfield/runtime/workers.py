@@ -86,11 +86,6 @@ def is_lost(error: JackfieldError) -> bool:
     return isinstance(error, QueueError) and error.code == "queue.lost"
 
 
-def lost_keys(error: JackfieldError) -> tuple[str, ...]:
-    """Return the keys of the lost samples that an error names."""
-    return tuple(map(str, error.found)) if is_lost(error) and isinstance(error.found, list | tuple) else ()
-
-
 @attrs.frozen(kw_only=True)
 class RolloutJob:
     """One rollout of an agent loop, or answers from the data that replace one."""

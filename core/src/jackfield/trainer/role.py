@@ -21,7 +21,7 @@ from jackfield.plugins.hooks import HookManager, SampleRecord, StageEnded
 from jackfield.queue import BatchMeta, TransferQueue
 from jackfield.runtime.engine import EngineRank
 from jackfield.runtime.samples import AdvantageWorker
-from jackfield.runtime.workers import AgentWorker, RewardWorker, Workers, is_lost, lost_keys, resubmitted
+from jackfield.runtime.workers import AgentWorker, RewardWorker, Workers, is_lost, resubmitted
 
 WEIGHTS, FINISHED = "weights", "finished"  #: topics of the queue: the newest weights, and the end of the last step
 
@@ -184,7 +184,8 @@ class Role:
 
     async def give_back_lost(self, batch: BatchMeta, error: QueueError) -> bool:
         """Fail the lost samples that an error names; return whether the batch was released."""
-        if not set(await self.queue.fail_lost(batch, lost_keys(error))) & set(batch.keys):
+        keys = tuple(map(str, error.found)) if is_lost(error) and isinstance(error.found, list | tuple) else ()
+        if not set(await self.queue.fail_lost(batch, keys)) & set(batch.keys):
             return False
         await self.queue.release(batch)
         return True

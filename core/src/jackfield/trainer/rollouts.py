@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -262,15 +262,10 @@ class Evaluator:
 
     role: Role
 
-    @property
-    def tasks(self) -> Sequence[Task]:
-        """The held-out tasks; if there are none, no evaluation runs."""
-        return self.role.tasks.get("eval", ())
-
     def is_due(self, steps_done: int) -> bool:
-        """Return whether to evaluate: at both ends of the run and at due weight syncs."""
+        """Return whether to evaluate, if there are tasks: at both ends of the run and at due weight syncs."""
         schedule, every = self.role.schedule, self.role.config.evaluation.every
-        return bool(self.tasks) and (steps_done in (0, schedule.steps) or schedule.is_due(every, steps_done))
+        return "eval" in self.role.tasks and (steps_done in (0, schedule.steps) or schedule.is_due(every, steps_done))
 
     async def evaluate(self, version: int) -> None:
         """Evaluate the weights that the replicas serve now, which are those of ``version``, and report it.
@@ -279,9 +274,10 @@ class Evaluator:
         and ``response_tokens``, the mean length of the responses. An error that every task would have is raised; so is
         ``reward.too-many-failures`` if no task has a score.
         """
+        tasks = self.role.tasks["eval"]
         async with self.role.measure("evaluate", "trainer", version), self.role.rollout_devices.hold("rollout"):
-            groups = (GroupKey(EVAL, version, number) for number in range(len(self.tasks)))
-            records = await asyncio.gather(*map(self._evaluate, self.tasks, groups))
+            groups = (GroupKey(EVAL, version, number) for number in range(len(tasks)))
+            records = await asyncio.gather(*map(self._evaluate, tasks, groups))
         scores = [record.reward for record in records if record.reward is not None]
         if not scores:
             where, errors = f"evaluation of weights {version}", (str(record.tags["error"]) for record in records)
@@ -299,7 +295,7 @@ class Evaluator:
         texts = {text.key: text for text in await self.role.records(EVAL, keys, [{}] * len(keys))}
         samples = [
             attrs.evolve(texts.get(record.key, record), key=f"{EVAL}/{task.id}", reward=record.reward, tags=record.tags)
-            for task, record in zip(self.tasks, shown, strict=False)
+            for task, record in zip(tasks, shown, strict=False)
         ]
         await self.role.workers.backend.delete(DeleteRequest(partition=EVAL, keys=tuple(tokens)))
         hooks = self.role.hooks
@@ -318,7 +314,7 @@ class Evaluator:
         told: dict[str, Any] = {"task": task.id, "ground_truth": task.ground_truth}
         if report.keys:
             key, tags = report.keys[0], report.written.tags[0]
-            longest = 2 * self.role.score_seconds * len(self.tasks)  # if all are scored one after the other
+            longest = 2 * self.role.score_seconds * len(self.role.tasks["eval"])  # if scored in turn
             wait, who = self.role.clock.wait_for, f"the reward worker of held-out task {task.id}"
             try:
                 result = await resubmitted(

@@ -83,7 +83,13 @@ class Trainer:
         Return the first step. Explorers start at the end of this call.
         """
         role, first_step = self.role, 0
-        await self._register()
+        generated = ("rollout_log_probs", "reward") if role.explores else ()
+        columns = ("prompt_ids", "response_ids", "response_mask", *generated)
+        register = role.queue.register_consumer  # before any sample is put
+        await register(CONSUMER, TRAIN, columns)
+        for partition, each in self._mixed.items():
+            reuse = Reuse(**{field.name: getattr(each, field.name) for field in attrs.fields(Reuse)})
+            await register(_consumer(partition), partition, columns, sampler=each.sampler, reuse=reuse)
         if checkpoint is None:
             await role.queue.clear()
             for samples in imported:
@@ -279,16 +285,6 @@ class Trainer:
         await self.role.steps_done.advance(steps_done)
 
     # -- parts of stages
-
-    async def _register(self) -> None:
-        """Register the trainer as a consumer, before any sample is put."""
-        generated = ("rollout_log_probs", "reward") if self.role.explores else ()
-        columns = ("prompt_ids", "response_ids", "response_mask", *generated)
-        register = self.role.queue.register_consumer
-        await register(CONSUMER, TRAIN, columns)
-        for partition, each in self._mixed.items():
-            reuse = Reuse(**{field.name: getattr(each, field.name) for field in attrs.fields(Reuse)})
-            await register(_consumer(partition), partition, columns, sampler=each.sampler, reuse=reuse)
 
     def _open_updates(self, role: str, step: Step) -> Iterator[tuple[tuple[str, int], BatchMeta]]:
         """Yield the mini-batches of all epochs that no optimizer step has used yet."""
