@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import select
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jackfield import __version__
 from jackfield.errors import PluginError
-from jackfield.plugins.interpreters import look, resolve_interpreter, run_child
+from jackfield.plugins.interpreters import environment_of, look, resolve_interpreter
 
 
 def script(folder: Path, text: str, name: str = "python") -> str:
@@ -102,8 +105,8 @@ def test_an_interpreter_that_does_not_answer_costs_the_deadline_and_no_more(tmp_
 
 
 def test_a_child_that_leaves_a_grandchild_behind_is_not_waited_for(tmp_path: Path):
-    result = run_child(script(tmp_path, "sleep 600 & echo done"), [], deadline=30)
-    assert ("done\n", "exit code 0", False) == result
+    report = look(script(tmp_path, "sleep 600 & echo done"), seconds=300)
+    assert "exit code 0" == report.problems[0].found
 
 
 def test_an_interpreter_without_jackfield_is_told_what_to_install(tmp_path: Path):
@@ -126,7 +129,8 @@ def test_an_old_python_is_refused(tmp_path: Path):
 def test_import_settings_of_this_interpreter_do_not_reach_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     other = script(tmp_path, "echo path=$PYTHONPATH safe=$PYTHONSAFEPATH")
-    assert "path= safe=1\n" == run_child(other, [], deadline=30)[0]
-    own = run_child(sys.executable, ["-c", "import sys; print(sys.path)"], deadline=30)[0]
+    run: Any = functools.partial(subprocess.run, capture_output=True, text=True, timeout=50, check=True)
+    assert "path= safe=1\n" == run([other], env=environment_of(other)).stdout
+    own = run([sys.executable, "-c", "import sys; print(sys.path)"], env=environment_of(sys.executable)).stdout
     assert str(tmp_path) in own
     assert "''" not in own  # nor does the working directory

@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import unquote, urlsplit
 
 import attrs
@@ -147,29 +147,6 @@ def run_bounded(command: Sequence[str], seconds: float, **streams: Any) -> int |
         child.wait()  # it was killed, so this returns
 
 
-def run_child(python: str, arguments: Sequence[str], deadline: float) -> tuple[str, str, bool]:
-    """Run an interpreter for at most ``deadline`` seconds. Raise a ``PluginError`` if it cannot be started.
-
-    Return the end of its output, how it ended with its last line on stderr, and whether it was too late.
-    """
-    # files, not pipes: a grandchild that keeps a pipe open would delay the end
-    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-        streams: dict[str, Any] = {"stdout": stdout, "stderr": stderr, "env": environment_of(python)}
-        try:
-            code = run_bounded([python, *arguments], deadline, **streams)
-        except OSError as error:
-            raise _unusable(python, "cannot be started", f"{type(error).__name__}: {error}") from error
-        texts = []
-        for file in (stdout, stderr):
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _KEPT_BYTES))
-            texts.append(file.read().decode(errors="replace"))
-    how = f"no end within {deadline:.1f} s"
-    if code is not None:
-        how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-    lines = [line.strip() for line in texts[1].splitlines() if line.strip()]
-    return texts[0], ", ".join([how, *lines[-1:]]), code is None
-
-
 def look(
     python: str | None, record: PluginRecord | None = None, seconds: float = 30.0, *, importing: bool = False
 ) -> Introduction:
@@ -180,11 +157,22 @@ def look(
     """
     plugin = [] if record is None else [record.kind, record.name, *(["importing"] if importing else [])]
     path, started = python or "", time.monotonic()
-    try:
-        path = resolve_interpreter(python)
-        output, ending, late = run_child(path, ["-c", _PROGRAM, *plugin], seconds)
-    except PluginError as error:
-        return Introduction(path=path, problems=(error,))
+    # files, not pipes: a grandchild that keeps a pipe open would delay the end
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        try:
+            path = resolve_interpreter(python)
+            streams: dict[str, Any] = {"stdout": stdout, "stderr": stderr, "env": environment_of(path)}
+            code = run_bounded([path, "-c", _PROGRAM, *plugin], seconds, **streams)
+        except OSError as error:
+            unusable = _unusable(path, "cannot be started", f"{type(error).__name__}: {error}")
+            return Introduction(path=path, problems=(unusable,))
+        except PluginError as error:
+            return Introduction(path=path, problems=(error,))
+        output, errors = map(_end_of, (stdout, stderr))
+    ending = f"no end within {seconds:.1f} s"
+    if code is not None:
+        ending = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    ending = ", ".join([ending, *[line.strip() for line in errors.splitlines() if line.strip()][-1:]])
     said: dict[str, Any] = {"python": None, "versions": _UNKNOWN}
     for line in output.splitlines():
         with contextlib.suppress(ValueError):  # start-up files may print other lines
@@ -192,7 +180,12 @@ def look(
             said |= fields if isinstance(fields, dict) else {}
     answer = {"python": said["python"], "versions": said["versions"], "seconds": time.monotonic() - started}
     found = Introduction(path=path, **answer)
-    return attrs.evolve(found, problems=tuple(_problems(found, record, said, ending, late)))
+    return attrs.evolve(found, problems=tuple(_problems(found, record, said, ending, code is None)))
+
+
+def _end_of(file: IO[bytes]) -> str:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - _KEPT_BYTES))
+    return file.read().decode(errors="replace")
 
 
 def _problems(

@@ -214,15 +214,6 @@ _CODES = {
 }
 
 
-def check_settings_class(cls: Any, where: str) -> type:
-    """Return a settings class, or raise ``plugin.config-class`` if it is not a frozen attrs class."""
-    if inspect.isclass(cls) and attrs.has(cls) and is_frozen(cls):
-        return cls
-    message, expected = "the plugin's config is not a frozen attrs class", "a class made by @attrs.frozen"
-    fix = "decorate the class with @attrs.frozen(kw_only=True), or correct 'config' in the manifest"
-    raise PluginError(message, code="plugin.config-class", where=where, expected=expected, found=repr(cls), fix=fix)
-
-
 def structure_problems(kind: str, cls: Any, where: str) -> Iterator[PluginError]:
     """Yield all violations of a kind's contract by a class, without running any of its code.
 
@@ -353,15 +344,6 @@ def _function(raw: Any) -> Any:
     if isinstance(raw, property | functools.cached_property):
         return raw.fget if isinstance(raw, property) else raw.func
     return raw.__func__ if isinstance(raw, classmethod | staticmethod) else raw
-
-
-def is_frozen(cls: type) -> bool:
-    """Return whether instances of an attrs class refuse assignment, by trying one."""
-    try:
-        setattr(object.__new__(cls), "x", None)  # noqa: B010
-    except Exception as error:
-        return isinstance(error, attrs.exceptions.FrozenInstanceError)
-    return False
 
 
 def annotation_text(annotation: Any) -> str:

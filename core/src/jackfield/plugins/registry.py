@@ -11,6 +11,7 @@ import difflib
 import functools
 import importlib.metadata
 import importlib.util
+import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -23,14 +24,7 @@ import attrs
 from jackfield.abc import KINDS
 from jackfield.errors import JackfieldError, PluginError, PluginNotFound, did_you_mean
 from jackfield.imports import collection_paused
-from jackfield.plugins.manifest import (
-    Manifest,
-    check_abi,
-    check_settings_class,
-    invalid_manifest,
-    parse_manifest,
-    structure_problems,
-)
+from jackfield.plugins.manifest import Manifest, check_abi, invalid_manifest, parse_manifest, structure_problems
 from jackfield.settings import structure
 
 #: The entry-point group of each kind.
@@ -105,7 +99,13 @@ class PluginRecord:
     @functools.cached_property
     def settings_class(self) -> type:
         """The frozen attrs class of the plugin's settings. Only its module is imported."""
-        return check_settings_class(self.imported(self.usable().config), self.label)
+        cls = self.imported(self.usable().config)
+        if inspect.isclass(cls) and attrs.has(cls) and is_frozen(cls):
+            return cls
+        message, expected = "the plugin's config is not a frozen attrs class", "a class made by @attrs.frozen"
+        fix = "decorate the class with @attrs.frozen(kw_only=True), or correct 'config' in the manifest"
+        details = {"where": self.label, "expected": expected, "found": repr(cls), "fix": fix}
+        raise PluginError(message, code="plugin.config-class", **details)
 
     def build(self, settings: Mapping[str, Any], context: Any, where: str = "") -> Any:
         """Build the plugin's object from plain settings and the kind's context (``EngineContext``, …).
@@ -252,6 +252,15 @@ def find_package(package: str, path: Sequence[str] | None = None) -> ModuleSpec 
         return importlib.util.find_spec(package)
     except (ImportError, ValueError):  # a module without a spec, or a finder that failed
         return None
+
+
+def is_frozen(cls: type) -> bool:
+    """Return whether instances of an attrs class refuse assignment, by trying one."""
+    try:
+        setattr(object.__new__(cls), "x", None)  # noqa: B010
+    except Exception as error:
+        return isinstance(error, attrs.exceptions.FrozenInstanceError)
+    return False
 
 
 def import_module(module: str, manifest: Manifest, where: str) -> ModuleType:

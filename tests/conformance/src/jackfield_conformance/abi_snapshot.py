@@ -32,7 +32,8 @@ from packaging.version import Version
 
 import jackfield.sdk
 from jackfield.abc import CONTRACTS
-from jackfield.plugins.manifest import annotation_text, flavour, is_frozen, public_members, signature_of
+from jackfield.plugins.manifest import annotation_text, flavour, public_members, signature_of
+from jackfield.plugins.registry import is_frozen
 
 Level = Literal["major", "minor", "none"]
 Snapshot = Mapping[str, Any]
