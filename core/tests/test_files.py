@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,19 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(UnicodeEncodeError):
         replace_file(file, "third, of which a part cannot be written: \ud800")
     assert ("second", [file]) == (file.read_text(), list(file.parent.iterdir()))
+
+
+def test_only_a_regular_file_is_replaced(tmp_path: Path) -> None:
+    """A device or a pipe stays; the error names it."""
+    pipe, folder = tmp_path / "pipe", tmp_path / "folder"
+    os.mkfifo(pipe)
+    folder.mkdir()
+    (tmp_path / "link").symlink_to(pipe)
+    for path in (pipe, folder, tmp_path / "link"):
+        with pytest.raises(OSError, check=lambda error, path=path: error.filename == str(path)):
+            replace_file(path, "text")
+    assert (pipe.is_fifo(), folder.is_dir()) == (True, True)
+    assert {"pipe", "folder", "link"} == {path.name for path in tmp_path.iterdir()}
 
 
 def test_what_is_written_for_one_user_is_never_readable_by_others(tmp_path: Path) -> None:

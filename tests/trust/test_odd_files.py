@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,15 +90,19 @@ def test_files_that_cannot_be_read_or_written(jackfield: CommandServer, tmp_path
     samples, queue, file = tmp_path / "samples.jsonl", tmp_path / "queue", tmp_path / "file"
     samples.write_text('{"columns": {"prompt_ids": [1], "response_ids": [2]}}\n')
     file.write_text("mine")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
     assert 0 == jackfield("queue", "import", str(samples), str(queue)).code
     (tmp_path / "latin.jsonl").write_bytes(b"\xff\xfe[")
     for code, *arguments in (
         ("run.storage", "queue", "export", str(queue), str(file / "out.jsonl")),
         ("run.storage", "queue", "export", str(queue), str(queue)),
+        ("run.storage", "queue", "export", str(queue), str(file)),
+        ("run.storage", "queue", "export", str(queue), str(pipe)),
         ("queue.invalid", "queue", "import", str(tmp_path / "latin.jsonl"), str(tmp_path / "other")),
     ):
         done = jackfield(*arguments)
         assert (1, "Traceback" in done.error) == (done.code, False), done.error
         assert f"[{code}]" in done.error
-    assert "mine" == file.read_text()
+    assert ("mine", True) == (file.read_text(), pipe.is_fifo())
     assert [] == [path.name for path in tmp_path.iterdir() if path.name.endswith(".tmp")]

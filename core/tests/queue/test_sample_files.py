@@ -187,6 +187,8 @@ def test_a_queue_is_exported_imported_and_traced(run: Callable[..., None], tmp_p
         tree["parents"][0]["key"],
     )
     assert "the sample 'nobody' is unknown" in call("trace", made, "nobody", code=1)
+    assert "a file of this name" in call("export", made, file, code=1)
+    file.unlink()
     call("export", made, file)
     call("import", file, tmp_path / "again")
     assert [

@@ -120,9 +120,12 @@ def trace(folder: Path, key: str, as_json: bool) -> None:
 @click.argument("out", type=click.Path(path_type=Path))
 @_PARTITION
 def export(folder: Path, out: Path, partition: str | None) -> None:
-    """Write the samples to OUT, a .jsonl or .parquet file that `import` can read."""
+    """Write the samples to OUT, a new .jsonl or .parquet file that `import` can read."""
     from jackfield.queue.sample_files import write_samples
 
+    if out.is_file():
+        expected, fix = "a file that does not exist yet", "give another name, or remove the file"
+        raise RunError("there is a file of this name", code="run.storage", where=str(out), expected=expected, fix=fix)
     count = write_samples(out, lambda: _samples(folder, partition))
     click.echo(f"{count} samples in {out}")
 
