@@ -73,11 +73,35 @@ def test_rows_are_exported(folder: Path, tmp_path: Path) -> None:
     assert [[0], list(range(21))] == [row["columns"]["ids"] for row in rows]
 
 
+def test_a_refused_import_names_the_key_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    """The corrected command is then accepted, in a new folder and in an empty one; an earlier import stays."""
+    good, bad, empty = tmp_path / "good.jsonl", tmp_path / "bad.jsonl", tmp_path / "empty"
+    good.write_text('{"columns": {"ids": [1]}, "group": "a"}\n')
+    bad.write_text(good.read_text() + '{"columns": {"ids": [2]}, "grup": "a"}\n')
+    empty.mkdir()
+
+    def refused(into: Path) -> None:
+        result = CliRunner().invoke(main, ["queue", "import", str(bad), str(into)])
+        assert 1 == result.exit_code
+        for word in ("[queue.invalid]", f"{bad}, line 2", " grup;", " group,", " columns,"):
+            assert word in result.output
+
+    for into, left in ((tmp_path / "new", False), (empty, True)):
+        refused(into)
+        assert (left, []) == (into.exists(), list(into.glob("*")))
+        assert "1 samples" in call("import", good, into)
+        refused(into)
+        assert 1 == len(json.loads(call("ls", into, "--json")))
+
+
 def test_what_is_not_there_is_an_error(folder: Path, tmp_path: Path) -> None:
     for arguments, code in (
         (["show", folder, "nobody"], "queue.unknown-sample"),
         (["ls", tmp_path], "run.no-checkpoint"),
+        (["ledger", tmp_path / "none"], "queue.ledger"),
     ):
         result = CliRunner().invoke(main, ["queue", *map(str, arguments), "--json"])
         assert 1 == result.exit_code
-        assert code == json.loads(result.output)["error"]["code"]
+        error = json.loads(result.output)["error"]
+        assert code == error["code"]
+        assert "checkpoint.resume" not in (error["fix"] or ""), "nothing was damaged"

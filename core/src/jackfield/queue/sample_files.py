@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -42,6 +43,9 @@ from jackfield.sdk.cells import Cell, ColumnType, dtype_of, join, json_column, o
 
 _IMPORT = "import"  #: the explorer of imported samples, and the operation that made them
 _SECONDS = 600.0  #: deadline of a wait for room in the queue
+
+#: Keys of a JSONL line.
+_KEYS = {field.name for field in attrs.fields(SavedSample)} - {"cells"} | {"columns", "types"}
 
 #: Dtypes of well-known columns, for files without types.
 _KNOWN = {"prompt_ids": "int64", "response_ids": "int64", "response_mask": "bool", "task": "json"}
@@ -167,10 +171,13 @@ def _read_lines(file: Path) -> Iterator[SavedSample]:
                 example = '{"columns": {"prompt_ids": [1, 2], …}, "tags": {…}, "group": …, "task": …}'
                 with _refusing(f"{file}, line {number}", example):
                     record = json.loads(line.decode("utf-8"))
+                    if record.keys() - _KEYS:
+                        unknown, known = (", ".join(sorted(keys)) for keys in (record.keys() - _KEYS, _KEYS))
+                        raise ValueError(f"unknown keys {unknown}; the known ones are {known}")
                     types = record.get("types", {})
                     cells = {name: cell_of(name, each, types.get(name)) for name, each in record["columns"].items()}
-                    names = {field.name for field in attrs.fields(SavedSample)} - {"cells", "acked_by"}
-                    given = {name: record[name] for name in names & record.keys() if record[name] is not None}
+                    names = record.keys() - {"columns", "types", "acked_by"}
+                    given = {name: record[name] for name in names if record[name] is not None}
                     yield SavedSample(cells=cells, acked_by=tuple(record.get("acked_by", ())), **given)
 
 
@@ -265,8 +272,8 @@ def import_file(file: Path, folder: Path, partition: str) -> int:
     """Put the samples of a JSONL or Parquet file into a folder's checkpointed queue; return their number.
 
     The file may be larger than memory: values are copied batch by batch; tags and keys stay in memory. The folder's
-    previous checkpoint stays valid until the new one is complete. If the file is not a file of samples, or the folder
-    holds something other than a queue, raise ``queue.invalid``.
+    previous checkpoint stays valid until the new one is complete; a failed import into a new folder leaves nothing. If
+    the file is not a file of samples, or the folder holds something other than a queue, raise ``queue.invalid``.
     """
     is_kept = (folder / STORE_FILE).is_file()
     if not is_kept and folder.is_dir() and any(folder.iterdir()):
@@ -287,14 +294,20 @@ def import_file(file: Path, folder: Path, partition: str) -> int:
             group.ended[rollout], group.rollouts = None, rollout + 1
             yield SavedSample(partition=partition, key=key, cells=sample.cells)
 
-    kept = read_archive(folder / VALUES_FOLDER) if is_kept else ()
-    write_archive(folder / VALUES_FOLDER, chain(kept, imported()))
-    state.groups |= {str(group.key): group for group in batch.groups}
-    if batch.groups:
-        own.batches[batch.number], own.next_batch = batch, batch.number + 1
-    state.mark(None)
-    with closing(Store(None)) as store:
-        store.derived = lineage
-        store.write(state)
-        store.save(folder / STORE_FILE, list(state.rows()), list(state.keys()))
+    existed = folder.exists()
+    try:
+        kept = read_archive(folder / VALUES_FOLDER) if is_kept else ()
+        write_archive(folder / VALUES_FOLDER, chain(kept, imported()))
+        state.groups |= {str(group.key): group for group in batch.groups}
+        if batch.groups:
+            own.batches[batch.number], own.next_batch = batch, batch.number + 1
+        state.mark(None)
+        with closing(Store(None)) as store:
+            store.derived = lineage
+            store.write(state)
+            store.save(folder / STORE_FILE, list(state.rows()), list(state.keys()))
+    except BaseException:
+        if not is_kept:  # a later import needs a new folder
+            shutil.rmtree(folder / VALUES_FOLDER if existed else folder, ignore_errors=True)
+        raise
     return sum(group.rollouts for group in batch.groups)
