@@ -181,6 +181,19 @@ def test_what_cannot_be_had_or_does_nothing_is_refused(overrides: tuple[str, ...
     assert (where, code) == (error.where, error.code), str(error)
 
 
+def test_one_rollout_per_task_is_refused_where_rollouts_are_compared() -> None:
+    """All advantages would be 0, and the run would learn nothing."""
+    one = "data.rollouts_per_group=1"
+    for name in ("grpo", "rloo"):
+        error = refused(f"algorithm.name={name}", one)
+        assert ("config.invalid-value", "data.rollouts_per_group") == (error.code, error.where)
+    for advantages in ("step_wise_grpo", "gigpo", "grpo_passk"):
+        assert "data.rollouts_per_group" == refused(f"algorithm.advantages.name={advantages}", one).where
+    for given in (("algorithm.name=ppo",), ("algorithm.name=remax",), ("algorithm.advantages.name=reinforce",)):
+        assert resolved(*given, one).advantages
+    assert resolved("algorithm.name=sft", "mode=offline", one).advantages is None
+
+
 def test_an_algorithm_says_that_it_has_to_see_a_whole_batch() -> None:
     wide = ("reinforce_plus_plus", "m2po")
     assert ["group", "group", "batch", "batch"] == [algorithm(name).scope for name in ("grpo", "opmd_pairwise", *wide)]
