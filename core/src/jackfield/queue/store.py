@@ -302,7 +302,10 @@ def read_ledger(folder: Path) -> Iterator[dict[str, Any]]:
 
     If there is none, and at the first entry that differs from what was written, raise ``queue.ledger``.
     """
-    with _reading(find_store(folder) or folder / "queue" / STORE_FILE) as store:
+    if (path := find_store(folder)) is None:
+        what, expected, fix = "the folder has no ledger of a run", f"queue/{STORE_FILE}", "name the folder of a run"
+        raise QueueError(what, code="queue.ledger", where=str(folder), expected=expected, fix=fix)
+    with _reading(path) as store:
         yield from store.entries()
 
 
