@@ -242,6 +242,7 @@ def _reported(builder: RunBuilder, checkpoint: Checkpoint | None) -> Iterator[No
     role.hooks.emit(started)
     try:
         yield
+        stopped = role.trains and max(first_step, role.steps_done.value) < steps
     except asyncio.CancelledError:
         stopped = True  # by a signal or by the caller; this is no failure
         raise

@@ -112,7 +112,7 @@ class ProgressDisplay(Observer):
     def _summarise(self, event: RunEnded) -> None:
         self.close()
         done = f"{event.steps} steps in {_duration(self.seconds())}"
-        if event.stopped or (event.error is None and event.steps < self._total):
+        if event.stopped:
             self.report(f"run stopped after {done}; the same command goes on")
         elif event.error is None:
             self.report(f"run ended well: {done}")
