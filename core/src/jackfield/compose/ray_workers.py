@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
 
 import attrs
 
@@ -47,6 +48,7 @@ class RayWorkers:
         self._pools: dict[str, int]  # numbers of bundles of the placement groups
         self._rendezvous: str  # folder in which the ranks of an engine find each other
         self._store: Address
+        self._restarting, self._agents = asyncio.Lock(), list[str]()
 
     async def make(self, role: Role, stack: AsyncExitStack) -> RunWorkers:
         """Start or join the cluster, and start every worker in it; ``stack`` ends them."""
@@ -63,7 +65,6 @@ class RayWorkers:
         folder = TemporaryDirectory(prefix="jackfield-ranks-", ignore_cleanup_errors=True)
         self._role, self._rendezvous = role, stack.enter_context(folder)
         stack.push_async_callback(self._cluster.rest)
-        self._agents: list[str] = []
         self._routes: Mapping[int, Replica] = {}
         self._made = set(range(self._replicas))  # replicas that are made together and that start() returns first
         replicas, seconds = self._replicas, self._deadlines.engine
@@ -111,14 +112,23 @@ class RayWorkers:
         return stub(actor.connection, cls.__name__, CONTRACTS[cls], cls, seconds)
 
     def _restarting_stub(self, name: str, cls: type[T]) -> T:
-        async def begin(actor: Actor) -> None:
-            await self._make(actor)
-            if name in self._agents:
-                await self._routed(actor, 0.0)
+        """Return a stub of a stateless worker, which is restarted when a call finds it dead."""
+        seconds, actors = longest(self._config) + self._deadlines.batch, self._cluster.actors
 
-        seconds = longest(self._config) + self._deadlines.batch
-        stub_of = partial(self._stub, cls=cls, seconds=seconds)
-        return self._cluster.restarting_stub(name, stub_of, CONTRACTS[cls], begin)
+        async def call(method: str, *arguments: Any, **keywords: Any) -> Any:
+            try:
+                return await getattr(self._stub(actors[name], cls, seconds), method)(*arguments, **keywords)
+            except WorkerLost:
+                with suppress(WorkerLost):  # the next call tries again
+                    async with self._restarting:
+                        if not actors[name].lives:
+                            actor = await self._cluster.start(actors[name].spec)
+                            await self._make(actor)
+                            if name in self._agents:
+                                await self._routed(actor, 0.0)
+                raise
+
+        return cast(T, SimpleNamespace(**{method.name: partial(call, method.name) for method in CONTRACTS[cls]}))
 
     # -- replicas
 

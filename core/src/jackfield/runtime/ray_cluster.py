@@ -11,25 +11,22 @@ import os
 import platform
 import secrets
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import attrs
 
 from jackfield.clock import Clock
 from jackfield.config.sections import RayConfig
-from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RunError, WorkerLost
+from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RunError
 from jackfield.plugins.interpreters import look
 from jackfield.runtime.process import RAY_HOST, MakeWorker, Place, RayHost, connect_worker, death, kill_if_stopped
 from jackfield.sdk.ray_loopback import HOST, enter
-from jackfield.sdk.rpc import Address, Connection, Contract, stub
-
-T = TypeVar("T")
+from jackfield.sdk.rpc import Address, Connection, stub
 
 _REACH_SECONDS = 10.0  #: for the head node to accept a connection
 _END_SECONDS = 15.0  #: for a worker to close its resources, or a process to be killed
@@ -87,7 +84,6 @@ class Cluster:
     _heartbeat_seconds: float = 30.0  #: a worker's process is killed after this long without a heartbeat
     actors: dict[str, Actor] = attrs.field(factory=dict, init=False)  #: by name of the worker, also of one that ended
     _groups: dict[str, Any] = attrs.field(factory=dict, init=False)
-    _restarting: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)
     _leave: Callable[[], None] = attrs.field(init=False)
 
     async def open(self, options: RayConfig, needed_cpus: float) -> None:
@@ -215,26 +211,6 @@ class Cluster:
         """Make a worker in an actor from its description in plain values, or raise the error of making it."""
         await actor.host(self._start_seconds).make(worker)
         actor.made = True
-
-    def restarting_stub(
-        self, name: str, stub_of: Callable[[Actor], T], contract: Contract, begin: Callable[[Actor], Awaitable[object]]
-    ) -> T:
-        """Return a stub of a stateless worker, which is restarted when a call finds it dead.
-
-        ``stub_of`` makes a stub of the worker in an actor; ``begin`` makes it again in an actor.
-        """
-
-        async def call(method: str, *arguments: Any, **keywords: Any) -> Any:
-            try:
-                return await getattr(stub_of(self.actors[name]), method)(*arguments, **keywords)
-            except WorkerLost:
-                with suppress(WorkerLost):  # the next call tries again
-                    async with self._restarting:
-                        if not self.actors[name].lives:
-                            await begin(await self.start(self.actors[name].spec))
-                raise
-
-        return cast(T, SimpleNamespace(**{method.name: partial(call, method.name) for method in contract}))
 
     @staticmethod
     async def watch(actors: Sequence[Actor]) -> None:

@@ -13,7 +13,12 @@ import pytest
 pytest.importorskip("ray")
 
 from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, SamplingParams
+from jackfield.clock import Clock
+from jackfield.compose.ray_workers import RayWorkers
+from jackfield.compose.workers import CONTRACTS, WorkerFactory
+from jackfield.config import make_config
 from jackfield.errors import EngineError, RunError, WorkerLost
+from jackfield.plugins import installed
 from jackfield.runtime import process as store
 from jackfield.runtime.process import ROLLOUT
 from jackfield.runtime.ray_cluster import Actor, Cluster, WorkerSpec
@@ -29,7 +34,7 @@ Hosted = Run = Callable[..., Any]
 
 
 def stub(actor: Actor, seconds: float = 60.0) -> Counter:
-    return rpc.stub(actor.connection, "worker", COUNTER, Counter, seconds)
+    return rpc.stub(actor.connection, "Counter", COUNTER, Counter, seconds)
 
 
 def rollout_stub(actor: Actor) -> BaseRolloutServer:
@@ -94,17 +99,22 @@ def test_a_dead_worker_is_named_at_once(cluster: Cluster, hosted: Hosted, run: R
 
 
 def test_a_worker_without_state_is_started_again_and_its_work_resubmitted(
-    cluster: Cluster, hosted: Hosted, run: Run
+    cluster: Cluster, hosted: Hosted, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        await hosted("reward worker 0", start=10, restarts=True)
-        begun = []
+    monkeypatch.setitem(CONTRACTS, Counter, COUNTER)  # type: ignore[arg-type]
+    begun = []
 
-        async def begin(actor: Actor) -> None:
+    class Workers(RayWorkers):
+        async def _make(self, actor: Actor) -> None:
             await cluster.make(actor, {"kind": "counter", "start": 10})
             begun.append(await stub(actor).pid())
 
-        counter = cluster.restarting_stub("reward worker 0", stub, COUNTER, begin)
+    async def main() -> None:
+        await hosted("reward worker 0", start=10, restarts=True)
+        config = make_config({"model": {"path": "none"}}, ())
+        workers = Workers(WorkerFactory(config=config, registry=installed(), clock=Clock()))
+        workers._cluster = cluster
+        counter = workers._restarting_stub("reward worker 0", Counter)
         first = await counter.pid()
         assert 11 == await counter.add(1)
         os.kill(first, signal.SIGKILL)

@@ -94,5 +94,5 @@ async def make(worker: dict[str, Any], stack: AsyncExitStack) -> Mapping[str, Se
         case "counter":
             counter = Counter(worker["start"])
             stack.push_async_callback(counter.close)
-            return {"worker": Service(target=counter, contract=Contract(Counter))}
+            return {"Counter": Service(target=counter, contract=Contract(Counter))}
     raise EngineError("cannot be made", where="the worker")
