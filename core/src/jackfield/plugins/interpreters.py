@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import attrs
@@ -168,24 +168,22 @@ def look(
             return Introduction(path=path, problems=(unusable,))
         except PluginError as error:
             return Introduction(path=path, problems=(error,))
-        output, errors = map(_end_of, (stdout, stderr))
+        texts = []
+        for file in (stdout, stderr):
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _KEPT_BYTES))
+            texts.append(file.read().decode(errors="replace"))
     ending = f"no end within {seconds:.1f} s"
     if code is not None:
         ending = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-    ending = ", ".join([ending, *[line.strip() for line in errors.splitlines() if line.strip()][-1:]])
+    ending = ", ".join([ending, *[line.strip() for line in texts[1].splitlines() if line.strip()][-1:]])
     said: dict[str, Any] = {"python": None, "versions": _UNKNOWN}
-    for line in output.splitlines():
+    for line in texts[0].splitlines():
         with contextlib.suppress(ValueError):  # start-up files may print other lines
             fields = json.loads(line)
             said |= fields if isinstance(fields, dict) else {}
     answer = {"python": said["python"], "versions": said["versions"], "seconds": time.monotonic() - started}
     found = Introduction(path=path, **answer)
     return attrs.evolve(found, problems=tuple(_problems(found, record, said, ending, code is None)))
-
-
-def _end_of(file: IO[bytes]) -> str:
-    file.seek(max(0, file.seek(0, os.SEEK_END) - _KEPT_BYTES))
-    return file.read().decode(errors="replace")
 
 
 def _problems(
