@@ -83,13 +83,9 @@ def scale_replicas(folder: Path, count: int | None, *, seconds: float = 3600.0) 
     except RpcError as error:
         if error.code not in ("rpc.address", "rpc.lost"):
             raise
-        raise RunError(
-            "no run with replicas goes on in the folder",
-            code="run.not-running",
-            where=str(folder),
-            expected="the folder of a run whose first step has begun, on the machine and by the user of its controller",
-            found=error.found if Path(folder).is_dir() else "no such folder",
-        ) from error
+        what, found = "no run with replicas goes on in the folder", error.found if folder.is_dir() else "no such folder"
+        expected = "the folder of a run whose first step has begun, on the machine and by the user of its controller"
+        raise RunError(what, code="run.not-running", where=str(folder), expected=expected, found=found) from error
     except DeadlineExceeded as error:
         raise DeadlineExceeded(error.message, fix="ask again; what was asked for is still being done") from error
 

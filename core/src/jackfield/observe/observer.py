@@ -58,12 +58,9 @@ def _receive(self: Observer, event: hooks.Event) -> None:
             self.close()
     except Exception as error:
         self._failed = True
-        failure = RunError(
-            f"the observer '{self.name}' failed in {event.hook}",
-            where=str(self.path),
-            found=f"{type(error).__name__}: {error}",
-            fix="look at the disk and the folder's permissions, or set observe.on_error=warn to run without it",
-        )
+        what, found = f"the observer '{self.name}' failed in {event.hook}", f"{type(error).__name__}: {error}"
+        fix = "look at the disk and the folder's permissions, or set observe.on_error=warn to run without it"
+        failure = RunError(what, where=str(self.path), found=found, fix=fix)
         try:
             self.close()
         except Exception as second:  # the first failure is reported

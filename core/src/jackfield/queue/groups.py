@@ -160,14 +160,11 @@ class Groups:
         except DeadlineExceeded as error:
             if not batch.vacant():
                 raise
-            raise QueueError(
-                f"the queue stayed full for {seconds:.6g} s",
-                code="queue.full",
-                where=batch.name,
-                expected=f"room for a group within {self.max_samples} samples and {self.max_bytes} bytes",
-                found=f"{self.core.state.samples} samples, {self.core.state.bytes} bytes",
-                fix="look at why consumers do not ack and commit, or raise max_samples, max_bytes or the deadline",
-            ) from error
+            what, found = f"the queue stayed full for {seconds:.6g} s", self.core.state
+            expected = f"room for a group within {self.max_samples} samples and {self.max_bytes} bytes"
+            fix = "look at why consumers do not ack and commit, or raise max_samples, max_bytes or the deadline"
+            details = {"expected": expected, "found": f"{found.samples} samples, {found.bytes} bytes", "fix": fix}
+            raise QueueError(what, code="queue.full", where=batch.name, **details) from error
 
     def _room(self) -> float:
         """Return how many samples fit in addition to those that exist or are being generated."""

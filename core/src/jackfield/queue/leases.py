@@ -151,14 +151,10 @@ class Leases:
                 continue
             hold = consumer.held.get(group)
             if hold is None or hold.epoch != lease.epoch:
-                raise QueueError(
-                    f"consumer {consumer.name!r} does not hold group {name} under this lease any more",
-                    code="queue.lease",
-                    where=consumer.name,
-                    expected=f"a lease of epoch {lease.epoch}",
-                    found="a lease that was given back, acked, or ended with its holder",
-                    fix="lease the groups again",
-                )
+                message = f"consumer {consumer.name!r} does not hold group {name} under this lease any more"
+                ended = "a lease that was given back, acked, or ended with its holder"
+                details = {"where": consumer.name, "expected": f"a lease of epoch {lease.epoch}", "found": ended}
+                raise QueueError(message, code="queue.lease", fix="lease the groups again", **details)
             if whole and not named.issuperset(group.samples):
                 message = f"group {name} is leased as a whole and cannot be acked or given back in part"
                 raise QueueError(message, where=name, expected=f"all of its {len(group.samples)} samples")
@@ -328,11 +324,9 @@ def _drawn(consumer: Consumer, groups: Sequence[Group], step: int | None, count:
     named = {group.name: group for group in sorted(groups, key=lambda group: (group.batch.number, group.index))}
     chosen = consumer.sampler.sample(Ready(named, consumer.name, step), count)
     if len(set(chosen) & named.keys()) != len(chosen) or (count is not None and len(chosen) > count):
-        raise QueueError(
-            f"a sampler of consumer {consumer.name!r} chose groups that it was not offered, twice, or too many",
-            expected="as many distinct ready ones as were asked for, at most",
-            found=some(list(chosen)),
-        )
+        what = f"a sampler of consumer {consumer.name!r} chose groups that it was not offered, twice, or too many"
+        expected = "as many distinct ready ones as were asked for, at most"
+        raise QueueError(what, expected=expected, found=some(list(chosen)))
     return [named[name] for name in chosen]
 
 

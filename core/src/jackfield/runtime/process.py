@@ -186,14 +186,9 @@ async def open_host(
         child.kill()  # it may never read the request to stop
         if not isinstance(error, RolloutError):
             raise
-        raise PluginError(
-            f"the interpreter {python} cannot hold the {record.label}",
-            code="plugin.interpreter",
-            where=python,
-            expected="an installation of jackfield like this one",
-            found=error.found,
-            fix="`jackfield plugins doctor --python PATH` looks at it",
-        ) from error
+        what, fix = f"the interpreter {python} cannot hold the {record.label}", "jackfield plugins doctor --python PATH"
+        details = {"where": python, "expected": "an installation of jackfield like this one", "found": error.found}
+        raise PluginError(what, code="plugin.interpreter", fix=fix, **details) from error
     for problem in refusals(record, found, python):
         raise problem
     return host

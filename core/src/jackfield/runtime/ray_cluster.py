@@ -273,14 +273,9 @@ def check_interpreter(python: str, what: str, seconds: float = 30.0) -> None:
     pairs = (version("ray"), platform.python_version()), (report.versions["ray"], report.python)
     ours, theirs = (f"Ray {ray} on Python {'.'.join(str(python).split('.')[:2])}" for ray, python in pairs)
     if ours != theirs:
-        raise PluginError(
-            f"{what} cannot run in the interpreter {report.path}",
-            code="plugin.interpreter",
-            where=report.path,
-            expected=f"{ours}, as in the cluster",
-            found=theirs,
-            fix=f"{report.path} -m pip install ray=={version('ray')}",
-        )
+        message, fix = f"{what} cannot run in {report.path}", f"{report.path} -m pip install ray=={version('ray')}"
+        details = {"where": report.path, "expected": f"{ours}, as in the cluster", "found": theirs}
+        raise PluginError(message, code="plugin.interpreter", fix=fix, **details)
 
 
 def _use_token(*, joins: bool) -> None:
