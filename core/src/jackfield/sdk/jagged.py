@@ -29,17 +29,19 @@ def jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def rows(nested: torch.Tensor) -> list[torch.Tensor]:
-    """Return the rows of a nested tensor ``[B, j, ...]``, as views."""
-    return list(_checked(nested).unbind())
+    """Return the rows of a nested tensor ``[B, j, ...]``, as views; another tensor raises ``DataError``."""
+    import torch
+
+    if not nested.is_nested or nested.layout != torch.jagged:
+        raise DataError("not a nested tensor of layout torch.jagged", expected="[B, j, ...]", found=list(nested.shape))
+    return list(nested.unbind())
 
 
 def lengths(nested: torch.Tensor) -> torch.Tensor:
     """Return the lengths of the rows, int64 ``[B]``."""
     import torch
 
-    found = _checked(nested)
-    sizes: torch.Tensor = found.offsets().diff() if found.lengths() is None else found.lengths()
-    return sizes.to(torch.int64)
+    return torch.tensor([len(row) for row in rows(nested)], dtype=torch.int64, device=nested.device)
 
 
 def to_padded(nested: torch.Tensor, padding: float = 0, length: int | None = None) -> torch.Tensor:
@@ -98,11 +100,3 @@ def length_limits(config: Mapping[str, Any]) -> dict[str, int]:
         if limit is not None:
             limits[kind] = min(int(limit), limits.get(kind, int(limit)))
     return limits
-
-
-def _checked(nested: Any) -> Any:
-    import torch
-
-    if not nested.is_nested or nested.layout != torch.jagged:
-        raise DataError("not a nested tensor of layout torch.jagged", expected="[B, j, ...]", found=list(nested.shape))
-    return nested
