@@ -113,16 +113,13 @@ def resolve_defaults(config: RunConfig) -> RunConfig:
 
 def plugin_settings(config: RunConfig, registry: Registry) -> dict[str, Any]:
     """Return the settings of each kind's plugin. Only the modules of their settings are imported."""
-    found: dict[str, Any] = {}
-    for kind, name in config.plugins.items():
-        found[kind] = structure(registry.resolve(name, kind).settings_class, getattr(config, kind).settings, kind)
-    return found
+    classes = {kind: registry.resolve(name, kind).settings_class for kind, name in config.plugins.items()}
+    return {kind: structure(cls, getattr(config, kind).settings, kind) for kind, cls in classes.items()}
 
 
 def show(config: RunConfig) -> str:
     """Return the resolved configuration as YAML that :func:`load_config` reads back."""
-    text: str = yaml.safe_dump(as_plain(config), sort_keys=False, allow_unicode=True)
-    return text
+    return str(yaml.safe_dump(as_plain(config), sort_keys=False, allow_unicode=True))
 
 
 def as_plain(config: RunConfig) -> dict[str, Any]:

@@ -147,8 +147,7 @@ class HuggingFaceChatTokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of tokens."""
-        text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return text
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
