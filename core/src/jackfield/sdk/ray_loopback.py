@@ -50,17 +50,21 @@ def _start(options: Mapping[str, Any]) -> list[psutil.Process]:
     Return its top processes, from which its other processes descend.
     """
     import ray
+    from ray._private.node import Node
 
     os.environ.setdefault(_NICE, "0")
     this = psutil.Process()
     before = this.children()
     for last in (False, True):
-        with _on_loopback(), _without_sigterm():
+        with _shielded():
             try:
                 ray.init(address="local", log_to_driver=False, configure_logging=False, **options)
             except Exception as error:
                 family = _with_descendants(child for child in this.children() if child not in before)
-                _end_nodes(error)
+                nodes = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+                for node in nodes:  # Ray drops a node that did not start; only a frame of the traceback refers to it
+                    if isinstance(node, Node):
+                        node.kill_all_processes(check_alive=False, wait=True)
                 _see_gone(family, seconds=0.0)
                 if last:
                     raise
@@ -86,27 +90,22 @@ def _see_gone(processes: Iterable[psutil.Process], seconds: float) -> None:
     psutil.wait_procs(left, timeout=_GONE_SECONDS)
 
 
-def _end_nodes(error: Exception) -> None:
-    """End a node that did not start in time. Ray drops it; only a frame of the traceback refers to it."""
-    from ray._private.node import Node
-
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        node = frame.f_locals.get("self")
-        if isinstance(node, Node):
-            node.kill_all_processes(check_alive=False, wait=True)
-
-
 @contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Make Ray use :data:`HOST` unchanged for a node that is started in the block.
+def _shielded() -> Iterator[None]:
+    """Keep a node that is started in the block on :data:`HOST`, and SIGTERM away from its processes.
 
     Otherwise Ray replaces this address by a public one, so that other nodes can join. This selects Ray's behaviour on
     Windows and macOS, where no cluster has a second node: through the environment for the processes that Ray starts,
     and through Ray's constant for this process, which may have imported Ray already.
+
+    Schedulers send SIGTERM to every process of a job. It asks the run to end; the processes of its cluster are needed
+    for its last checkpoint and end with the run.
     """
     from ray._private import ray_constants
 
-    constant, variable = ray_constants.ENABLE_RAY_CLUSTER, os.environ.get(_VARIABLE)
+    constant, variable, over = ray_constants.ENABLE_RAY_CLUSTER, os.environ.get(_VARIABLE), threading.Event()
+    threading.Thread(target=over.wait, daemon=True).start()  # this process receives the signal in this thread
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     ray_constants.ENABLE_RAY_CLUSTER = False
     os.environ[_VARIABLE] = "0"
     try:
@@ -116,20 +115,5 @@ def _on_loopback() -> Iterator[None]:
         del os.environ[_VARIABLE]
         if variable is not None:
             os.environ[_VARIABLE] = variable
-
-
-@contextmanager
-def _without_sigterm() -> Iterator[None]:
-    """Block SIGTERM in processes that are started in the block, and in their children.
-
-    Schedulers send SIGTERM to every process of a job. It asks the run to end; the processes of its cluster are needed
-    for its last checkpoint and end with the run.
-    """
-    over = threading.Event()
-    threading.Thread(target=over.wait, daemon=True).start()  # this process receives the signal in this thread
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
-        yield
-    finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         over.set()
