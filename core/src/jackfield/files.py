@@ -28,8 +28,7 @@ def replacing(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterato
     """Yield an empty file to write to, which atomically replaces ``path`` at the end of the block.
 
     If the block or the replacement fails, the file at ``path`` is unchanged. Missing folders are created. The umask
-    applies to ``mode``; ``durable`` syncs the contents to the disk before the replacement. Anything at ``path`` that is
-    no regular file, such as a device, is refused (``FileExistsError``).
+    applies to ``mode``; ``durable`` syncs the contents first. A device, pipe or folder raises ``FileExistsError``.
     """
     if path.exists() and not path.is_file():
         raise FileExistsError(errno.EEXIST, "this is no regular file", str(path))

@@ -83,7 +83,7 @@ def test_a_refused_import_names_the_key_and_leaves_nothing(folder: Path, tmp_pat
     def refused(into: Path) -> None:
         result = CliRunner().invoke(main, ["queue", "import", str(bad), str(into)])
         assert 1 == result.exit_code
-        for word in ("[queue.invalid]", f"{bad}, line 2", " grup;", " group,", " columns,"):
+        for word in ("[queue.invalid]", f"{bad}, line 2", "'grup'", "'group'", "'columns'"):
             assert word in result.output
 
     for into, left in ((tmp_path / "new", False), (empty, True)):

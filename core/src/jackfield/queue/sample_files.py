@@ -43,9 +43,7 @@ from jackfield.sdk.cells import Cell, ColumnType, dtype_of, join, json_column, o
 
 _IMPORT = "import"  #: the explorer of imported samples, and the operation that made them
 _SECONDS = 600.0  #: deadline of a wait for room in the queue
-
-#: Keys of a JSONL line.
-_KEYS = {field.name for field in attrs.fields(SavedSample)} - {"cells"} | {"columns", "types"}
+_KEYS = {field.name for field in attrs.fields(SavedSample)} - {"cells"} | {"columns", "types"}  #: of a JSONL line
 
 #: Dtypes of well-known columns, for files without types.
 _KNOWN = {"prompt_ids": "int64", "response_ids": "int64", "response_mask": "bool", "task": "json"}
@@ -171,9 +169,8 @@ def _read_lines(file: Path) -> Iterator[SavedSample]:
                 example = '{"columns": {"prompt_ids": [1, 2], …}, "tags": {…}, "group": …, "task": …}'
                 with _refusing(f"{file}, line {number}", example):
                     record = json.loads(line.decode("utf-8"))
-                    if record.keys() - _KEYS:
-                        unknown, known = (", ".join(sorted(keys)) for keys in (record.keys() - _KEYS, _KEYS))
-                        raise ValueError(f"unknown keys {unknown}; the known ones are {known}")
+                    if unknown := record.keys() - _KEYS:
+                        raise ValueError(f"unknown keys {sorted(unknown)}; the known ones are {sorted(_KEYS)}")
                     types = record.get("types", {})
                     cells = {name: cell_of(name, each, types.get(name)) for name, each in record["columns"].items()}
                     names = record.keys() - {"columns", "types", "acked_by"}
