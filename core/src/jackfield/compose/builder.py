@@ -209,7 +209,8 @@ class RunBuilder:
         Each group that is rewarded extends the deadline for the trainer's end.
         """
         role, deadlines = self.role, self.role.config.deadlines
-        await role.noticed(WEIGHTS, deadlines.batch, "the trainer to begin")
+        seconds, wait = deadlines.batch + deadlines.engine, role.clock.wait_for
+        await wait(role.queue.wait_notice(WEIGHTS, 0, 2 * seconds), deadlines.batch, "the trainer to begin")
         pipeline, finished = RewardPipeline(role=role), False
         await pipeline.register()
         self.stop.begun = True
@@ -218,7 +219,7 @@ class RunBuilder:
         while not finished:
             before = pipeline.groups
             try:
-                await role.noticed(FINISHED, deadlines.batch + deadlines.engine, who)
+                await wait(role.queue.wait_notice(FINISHED, 0, 2 * seconds), seconds, who)
                 finished = True
             except DeadlineExceeded:
                 if pipeline.groups == before:

@@ -178,10 +178,6 @@ class Role:
         drained, self._measured = self._measured, {}
         return drained
 
-    async def noticed(self, topic: str, seconds: float, who: str) -> None:
-        """Wait for another role's notice under a topic; a ``DeadlineExceeded`` names ``who``."""
-        await self.clock.wait_for(self.queue.wait_notice(topic, 0, 2 * seconds), seconds, who)
-
     async def give_back_lost(self, batch: BatchMeta, error: QueueError) -> bool:
         """Fail the lost samples that an error names; return whether the batch was released."""
         keys = tuple(map(str, error.found)) if is_lost(error) and isinstance(error.found, list | tuple) else ()

@@ -325,12 +325,5 @@ class Evaluator:
             told |= {"response_tokens": tags["response_tokens"], **said(tags), **metric_tags("reward", result.metrics)}
         if result.error is not None:
             told["error"] = result.error
-        return SampleRecord(
-            key="".join(report.keys),
-            prompt="",
-            response="",
-            reward=result.score,
-            response_ids=(),
-            response_mask=(),
-            tags=told,
-        )
+        key, score = "".join(report.keys), result.score
+        return SampleRecord(key=key, prompt="", response="", reward=score, response_ids=(), response_mask=(), tags=told)
