@@ -187,10 +187,10 @@ def test_one_rollout_per_task_is_refused_where_rollouts_are_compared() -> None:
     for name in ("grpo", "rloo"):
         error = refused(f"algorithm.name={name}", one)
         assert ("config.invalid-value", "data.rollouts_per_group") == (error.code, error.where)
-    for advantages in ("step_wise_grpo", "gigpo", "grpo_passk"):
+    for advantages in ("step_wise_grpo", "grpo_passk"):
         assert "data.rollouts_per_group" == refused(f"algorithm.advantages.name={advantages}", one).where
-    for given in (("algorithm.name=ppo",), ("algorithm.name=remax",), ("algorithm.advantages.name=reinforce",)):
-        assert resolved(*given, one).advantages
+    for name in ("name=ppo", "name=remax", "advantages.name=reinforce", "advantages.name=gigpo"):
+        assert resolved(f"algorithm.{name}", one).advantages  # gigpo also compares the steps of one rollout
     assert resolved("algorithm.name=sft", "mode=offline", one).advantages is None
 
 

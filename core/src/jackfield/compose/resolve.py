@@ -127,7 +127,8 @@ def _check(config: RunConfig, resolved: ResolvedAlgorithm, there: Set[str]) -> N
         what = f"loss {loss.name} compares two answers, and the data's format names one"
         expected = "the field of the worse answer, beside response_key, that of the better one"
         raise config.refusal("data.format.rejected_key", what, expected, missing_key)
-    if estimator is not None and "group_ids" in estimator.inputs and config.data.rollouts_per_group < 2:
+    compares = estimator is not None and "group_ids" in estimator.inputs and "anchor_ids" not in estimator.inputs
+    if compares and config.data.rollouts_per_group < 2:
         what = f"advantages {resolved.advantages} compares the rollouts of a task: with one they are all 0"
         raise config.refusal("data.rollouts_per_group", what, "2 or more, or an estimator without groups (reinforce)")
     several, full = estimator is not None and "reward_dimensions" in estimator.inputs, weights.kind == "full"
