@@ -39,7 +39,7 @@ def test_another_ray_or_python_is_refused(tmp_path: Path, ray: str | None, pytho
     with pytest.raises(PluginError) as refused:
         check_interpreter(interpreter(tmp_path, ray, python), "the rollout worker")
     assert "plugin.interpreter" == refused.value.code
-    assert "the rollout worker cannot run in the interpreter" in refused.value.message
+    assert "the rollout worker" in refused.value.message
     assert found in str(refused.value.found)
 
 
