@@ -251,7 +251,7 @@ def _without_scores(what: str, where: str, expected: str, errors: Iterable[str])
     counted = Counter(text.partition("\n")[0] for text in texts).most_common(5)
     most, *others = (f"{count} × {error}" for error, count in counted)
     found = "\n".join(others) or texts[-1].partition("\n")[2] or None
-    fix = "correct the reward; where it only needs longer, raise deadlines.reward or its number of workers"
+    fix = "correct what the errors name; if the reward needs longer, raise deadlines.reward or its number of workers"
     details = {"where": where, "expected": expected, "found": found, "fix": fix}
     return RewardError(f"{most}: {what}", code="reward.too-many-failures", **details)
 
