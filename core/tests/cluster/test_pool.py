@@ -22,7 +22,7 @@ from jackfield.abc.rollout import (
 )
 from jackfield.cluster.pool import ReplicaPool
 from jackfield.config import make_config
-from jackfield.errors import ConfigError, JackfieldError, RolloutError, RunError, WeightsError, WorkerLost
+from jackfield.errors import ConfigError, JackfieldError, PluginError, RolloutError, RunError, WeightsError, WorkerLost
 from jackfield.routing import Replica, Router
 from jackfield.weights import WeightsSynced
 from jackfield_testing import refused
@@ -91,6 +91,7 @@ class World:
         self.place, self.lives, self.syncs = place, list[Server](), list[int]()
         self.syncing: Callable[[int], Coroutine[Any, Any, None]] | None = None
         self.failing: Callable[[int], None] = lambda number: None
+        self.refused = 0  # how many processes end before their server is made
         self.free = asyncio.Event()  # set while the engine does not train
         self.free.set()
         self.takes_turns = takes_turns
@@ -107,6 +108,9 @@ class World:
         number = replica.number
         if len(self.servers.keys() | {number}) > self.room:
             raise RunError("the cluster has no room", code="cluster.unavailable")
+        if self.refused:
+            self.refused -= 1
+            raise PluginError("the process has ended", code="plugin.interpreter")
         self.servers[number] = Server(self, number)
         self.lives.append(self.servers[number])
         replica.server, replica.place = self.servers[number], self.place  # type: ignore[assignment]
@@ -415,6 +419,20 @@ def test_one_that_dies_again_before_it_serves_is_restarted_once_more(moments: tu
 
     world.run(life)
     assert 3 == len(world.lives)
+
+
+def test_one_whose_process_ends_before_it_has_a_server_is_restarted_once_more() -> None:
+    world = World()
+
+    async def life() -> None:
+        world.refused = 1
+        world.die(0)
+        await world.clock.sleep(60.0)
+        assert [("serving", 2)] == [(state.state, state.restarts) for state in await world.pool.states()]
+        await asyncio.gather(*world.generate(2))
+
+    world.run(life)
+    assert 2 == len(world.lives)
 
 
 @pytest.mark.parametrize(

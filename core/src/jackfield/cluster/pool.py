@@ -187,8 +187,9 @@ class ReplicaPool:
                 raise replica.stopped(f"died again after {restarts} restarts", lost, fix) from lost
             _LOG.warning("%s died and is started again: %s", replica.name, lost)
             await self._stop(replica)
-            replica = Replica(number=replica.number, clock=self._clock, state="restarting", restarts=restarts + 1)
-            self.replicas[replica.number] = replica
+            number, place = replica.number, replica.place  # the place, too, for one that dies before its server is made
+            replica = Replica(number=number, clock=self._clock, state="restarting", restarts=restarts + 1, place=place)
+            self.replicas[number] = replica
             try:
                 await self._join(replica)
                 lost = await asyncio.shield(replica.lost)
