@@ -32,8 +32,8 @@ import pytest
 
 from jackfield_commands import IMPORTS, CommandServer, ServerEnded
 
-MORE = 8  #: units that run beside those of ``--places`` while they leave processors idle
-BUSY = 92.0  #: percent of all processors from which no unit is added
+MORE = 4  #: units that run beside those of ``--places`` while they leave processors idle
+BUSY = 90.0  #: percent of all processors from which no unit is added
 
 #: Where a unit's process writes its reports; unset in the session that starts the units.
 REPORTS = "JACKFIELD_TEST_REPORTS"
