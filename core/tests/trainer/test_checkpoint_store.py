@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +47,26 @@ def test_what_a_kill_leaves_is_no_checkpoint_and_is_removed(tmp_path: Path) -> N
     assert [2] == list(store.checkpoints())
     store.clean()
     assert ["step_00000002"] == [path.name for path in tmp_path.iterdir()]
+
+
+def test_a_folder_may_be_removed_by_two_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of an attempt that was given up removes what the recovery removes, too; other errors are raised."""
+    store, unlink = CheckpointStore(tmp_path), os.unlink
+    (store.begin(2) / "index.json").write_text("{}")
+
+    def after_another(path: Any, *, dir_fd: int | None = None) -> None:
+        unlink(path, dir_fd=dir_fd)
+        unlink(path, dir_fd=dir_fd)
+
+    def refused(path: Any, *, dir_fd: int | None = None) -> None:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(os, "unlink", refused)
+    with pytest.raises(PermissionError):
+        store.clean()
+    monkeypatch.setattr(os, "unlink", after_another)
+    store.clean()
+    assert [] == list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "missing", "manifest", "format"])

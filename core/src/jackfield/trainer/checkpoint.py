@@ -349,13 +349,21 @@ def _attempt(folder: Path, part: str = "", *, contents: bool = True) -> Checkpoi
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or folder; it is renamed first, so that no partial one is found."""
+    """Remove a file or folder; it is renamed first, so that no partial one is found.
+
+    A thread that was left when a recovery began may still be removing the same folder.
+    """
+
+    def failed(call: object, name: str, raised: tuple[type[BaseException], BaseException, Any]) -> None:
+        if not isinstance(raised[1], FileNotFoundError):
+            raise raised[1]
+
     doomed = path if path.suffix == ".partial" else path.with_name(f"{path.name}.removed.partial")
     if doomed != path and path.exists():
         _remove(doomed)
         path.rename(doomed)
     if doomed.is_dir() and not doomed.is_symlink():
-        shutil.rmtree(doomed)
+        shutil.rmtree(doomed, onerror=failed)
     else:
         doomed.unlink(missing_ok=True)
 
