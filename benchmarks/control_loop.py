@@ -185,6 +185,7 @@ async def ray_workers(stack: AsyncExitStack) -> RunWorkers:
 
 
 def role_of(samples: int, steps: int) -> Role:
+    """Return a trainer of ``steps`` batches of ``samples`` samples that loads no model."""
     values = {
         "model": {"path": "none"},
         "data": {"groups_per_batch": samples // RUNS, "rollouts_per_group": RUNS},

@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def reference() -> str:
-    """The page."""
+    """Return the text of the page."""
     return "\n".join([INTRODUCTION, *(line for kind in KINDS for line in _section(kind))])
 
 

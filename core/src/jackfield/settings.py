@@ -72,6 +72,7 @@ class _Reader:
     error: type[JackfieldError]
 
     def read(self, cls: Any, value: Any, path: str, bounds: str = "") -> Any:
+        """Return a value as the type ``cls``; ``bounds`` describes the range that is accepted."""
         kind, members = typing.get_origin(cls) or cls, typing.get_args(cls)
         if kind is Any or (value is None and type(None) in members):
             return value
@@ -100,6 +101,7 @@ class _Reader:
             raise self.wrong(value, path, f"{_type_name(cls)} {bounds}".strip(), caught) from caught
 
     def instance(self, cls: Any, data: Mapping[Any, Any], path: str) -> Any:
+        """Return an instance of an attrs class; its keys and the ranges of its fields are checked."""
         fields = {field.name: field for field in attrs.fields(attrs.resolve_types(cls)) if field.init}
         values = {}
         for key in sorted(data.keys() - fields.keys(), key=str):

@@ -238,7 +238,7 @@ class Controller:
         self.require_open()
 
     def touch(self, group: Group) -> None:
-        """Record that a group has changed, so that it is stored and its batch's deadlines restart."""
+        """Record a changed group: it is stored, and its batch's deadlines restart."""
         self.store.changed[group] = None
         group.batch.moved = self.moved = self.clock.time()
 

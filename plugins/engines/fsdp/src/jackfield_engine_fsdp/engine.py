@@ -198,7 +198,7 @@ class FSDPEngine(BaseEngine):
     def forward_backward_batch(
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
     ) -> EngineOutput:
-        """See :meth:`jackfield.abc.engine.BaseEngine.forward_backward_batch`.
+        """Compute a loss and add its gradients, as the contract describes.
 
         The micro-batch with the longest rows runs first. A rank with fewer micro-batches than another computes dummy
         ones, because gathering weights and reducing gradients are collective.
