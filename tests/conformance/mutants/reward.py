@@ -173,12 +173,12 @@ class ProcessGoesOn(ReferenceReward):
 
 class OrphanGoesOn(ReferenceReward):
     async def slow(self) -> None:
-        process = await asyncio.create_subprocess_exec("sh", "-c", "sleep 60 & wait")
-        try:
-            await process.wait()
-        finally:
-            process.kill()
-            await process.wait()
+        with subprocess.Popen(["sh", "-c", "sleep 60 & echo; wait"], stdout=subprocess.PIPE) as process:
+            process.stdout.readline()  # type: ignore[union-attr]
+            try:
+                await asyncio.Event().wait()
+            finally:
+                process.kill()
 
 
 class BlocksTheLoop(ReferenceReward):

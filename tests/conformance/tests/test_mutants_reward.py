@@ -5,10 +5,11 @@ from __future__ import annotations
 import socket
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from mutants import harness
-from mutants.reward import LEAKED, MUTANTS, REFERENCE
+from mutants.reward import LEAKED, MUTANTS, REFERENCE, ProcessGoesOn
 
 from jackfield_conformance.suites import reward
 
@@ -34,3 +35,17 @@ def _short_grace_and_no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     test_no_other_check_fails,
     test_every_check_is_killed_by_a_mutant,
 ) = harness.make_tests("reward", REFERENCE, MUTANTS)
+
+
+def test_a_process_of_others_that_ends_meanwhile_hides_no_leak(tmp_path: Path) -> None:
+    other = subprocess.Popen(["sleep", "60"])
+    LEAKED.append(other)
+
+    class EndsAnother(ProcessGoesOn):
+        async def slow(self) -> None:
+            other.kill()
+            other.wait(10)
+            await super().slow()
+
+    mutant = harness.Mutant(cls=EndsAnother, killed_by=("REW-017",), what="a process goes on, and another one ends")
+    harness.assert_killed("reward", REFERENCE, mutant, tmp_path)
