@@ -3,8 +3,8 @@
     python benchmarks/control_loop.py [--cluster inline ray] [--samples 256 1024] [--steps N] [--quick] [--json]
 
 Everything else is real: batches, groups, leases, placement, the queue with its values, workers and their messages;
-with ``ray``, agent worker, reward worker, engine rank and storage are actors of a cluster on this machine. A sample
-has 15 prompt and 32 response tokens. ``--quick`` takes few steps.
+with ``ray``, agent worker, reward worker and engine rank are actors of a cluster on this machine, and values are in a
+storage unit of zmq. A sample has 15 prompt and 32 response tokens. ``--quick`` takes few steps.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import itertools
 import json
 import statistics
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
-
-import msgspec
 
 from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence
 from jackfield.abc.engine import EngineLayout
@@ -34,15 +34,14 @@ from jackfield.config import make_config
 from jackfield.config.sections import RayConfig
 from jackfield.data.tasks import Task
 from jackfield.errors import JackfieldError
-from jackfield.plugins import HookManager
+from jackfield.plugins import HookManager, installed
 from jackfield.queue import TransferQueue, Values
 from jackfield.queue.meta import BatchMeta, Written
 from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.runtime.engine import Distances, EngineGroup, EngineRank
-from jackfield.runtime.process import connect_worker, remote_backend, store_services
-from jackfield.runtime.ray_cluster import Actor, Cluster, WorkerSpec
+from jackfield.runtime.ray_cluster import Cluster, WorkerSpec
 from jackfield.runtime.workers import AgentWorker, RewardWorker, Workers
-from jackfield.sdk.rpc import Address, Service, stub
+from jackfield.sdk.rpc import Service, stub
 from jackfield.trainer.role import Role, RunWorkers
 from jackfield.trainer.rollouts import Explorer, RewardPipeline
 from jackfield.trainer.trainer import Trainer
@@ -100,7 +99,9 @@ class Rank:
     async def read(self, batch: BatchMeta, *, update: bool, comparison: object = None) -> None:
         return
 
-    async def update(self, loss: LossSpec) -> tuple[dict[str, float], Distances]:
+    async def update(
+        self, loss: LossSpec, batch: BatchMeta | None = None, comparison: object = None
+    ) -> tuple[dict[str, float], Distances]:
         return {"policy/loss": 0.0, "grad_norm": 0.0, "lr": 0.0}, {}
 
 
@@ -140,19 +141,24 @@ def make_rewards(backend: TransferQueueBackend) -> RewardWorker:
 
 
 async def serve(worker: dict[str, Any], stack: AsyncExitStack) -> Mapping[str, Service]:
-    """Make a part in its actor: the store, or one that uses the store at an address."""
+    """Make a part in its actor; it joins the storage units of a folder."""
     import torch  # noqa: F401, now rather than at the first row
 
-    if worker["kind"] == "store":
-        return store_services(MemoryBackend(MemoryConfig(), TransferQueueContext()))
     if worker["kind"] == "rank":
         return {"worker": Service(target=Rank(), contract=CONTRACTS[EngineRank])}
-    connection = await connect_worker(msgspec.convert(worker["store"], Address), "the store", worker["kind"], Clock())
-    stack.push_async_callback(connection.close)
-    backend = remote_backend(connection, SECONDS)
+    backend = units(worker["folder"], joins=True)
+    stack.push_async_callback(backend.close)
+    await backend.start()
     if worker["kind"] == "agents":
         return {"worker": Service(target=make_agents(backend), contract=CONTRACTS[AgentWorker])}
     return {"worker": Service(target=make_rewards(backend), contract=CONTRACTS[RewardWorker])}
+
+
+def units(folder: str, *, joins: bool) -> TransferQueueBackend:
+    """The backend zmq of a folder, the default in a cluster."""
+    context = TransferQueueContext(folder=folder, joins=joins)
+    made: TransferQueueBackend = installed().load("transfer_queue", "zmq").build({}, context)
+    return made
 
 
 async def inline_workers() -> RunWorkers:
@@ -169,15 +175,15 @@ async def ray_workers(stack: AsyncExitStack) -> RunWorkers:
     await cluster.open(RayConfig(num_cpus=2, object_store_bytes=500_000_000), needed_cpus=1)
     stack.push_async_callback(cluster.close)
 
-    async def started(kind: str, store: Address | None = None) -> Actor:
-        actor = await cluster.start(WorkerSpec(name=kind))
-        await cluster.make(actor, {"kind": kind, "store": store})
-        return actor
-
-    store = await started("store")
-    agents, rewards, rank = [await started(kind, store.address) for kind in ("agents", "rewards", "rank")]
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    backend = units(folder, joins=False)
+    await backend.start()  # before those that join it
+    setattr(backend, "start", partial(asyncio.sleep, 0))  # noqa: B010 - the queue would start it again
+    agents, rewards, rank = [await cluster.start(WorkerSpec(name=kind)) for kind in ("agents", "rewards", "rank")]
+    for actor in (agents, rewards, rank):
+        await cluster.make(actor, {"kind": actor.spec.name, "folder": folder})
     return workers(
-        remote_backend(store.connection, SECONDS),
+        backend,
         stub(agents.connection, "worker", CONTRACTS[AgentWorker], AgentWorker, SECONDS),
         stub(rewards.connection, "worker", CONTRACTS[RewardWorker], RewardWorker, SECONDS),
         stub(rank.connection, "worker", CONTRACTS[EngineRank], EngineRank, SECONDS),

@@ -183,7 +183,7 @@ def test_a_run_in_a_cluster_is_the_inline_run(small_run: Run, joined: Path) -> N
 
 
 def test_every_step_trains_on_a_full_batch_though_storage_units_are_killed(ray_run: RayRun, cluster: str) -> None:
-    """They are processes of the storage worker, which lives: only their rows are lost, by name, and made anew."""
+    """They are processes of the controller, which goes on: only their rows are lost, by name, and made anew."""
     kill = {"next_batch 0": ["storage unit 0"], "advantages 1": ["storage unit 1"], "reward 2": ["storage unit 2"]}
     places = ("cluster.replicas=1", "cluster.ray.engine_ranks=1", "transfer_queue={name: zmq, units: 4}")
     small = ("schedule.steps=3", "data.groups_per_batch=3", "data.rollouts_per_group=2", "checkpoint.every=1")
@@ -211,7 +211,7 @@ def test_workers_that_die_are_named_and_the_run_ends_as_if_they_had_not(ray_run:
     """
     kill = {
         "checkpoint 1": ["rollout replica 0"],
-        "checkpoint 2": ["the queue's storage worker"],
+        "checkpoint 2": ["the actor engine, rank 0"],
         "checkpoint 3": ["the actor engine, rank 1"],
     }
     places = ("cluster.ray.placement=disaggregated", "cluster.replicas=1", "cluster.ray.num_cpus=3")

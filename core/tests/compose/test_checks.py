@@ -50,6 +50,14 @@ def test_weights_are_sent_to_those_who_can_load_them(override: str, kind: str, c
     assert "plugin.capability" == caught.value.code
 
 
+def test_a_cluster_needs_a_backend_that_its_workers_can_join() -> None:
+    """The error names backends that they can."""
+    check("cluster.name=ray", transfer_queue={"joins": "full"})
+    check()
+    with refused("plugin.capability", "memory", "joins", "choose zmq"):
+        check("cluster.name=ray", "transfer_queue=memory")
+
+
 @pytest.mark.parametrize("override", ["weights.kind=delta", "weights.dtype=float8_e4m3fn"])
 def test_an_adapter_is_sent_as_it_is(override: str) -> None:
     with pytest.raises(ConfigError) as caught:

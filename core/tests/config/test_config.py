@@ -38,6 +38,18 @@ def test_values_defaults_and_overrides(file: Path) -> None:
     assert "single_turn" == config.agent.name
 
 
+def test_the_backend_follows_from_the_cluster_unless_it_is_named(file: Path) -> None:
+    """Workers of a cluster join the backend, which ``memory`` does not allow."""
+    for overrides, expected in (
+        ([], "memory"),
+        (["cluster.name=ray"], "zmq"),
+        (["cluster.name=ray", "transfer_queue={units: 2}"], "zmq"),
+        (["cluster.name=ray", "transfer_queue=sql"], "sql"),
+        (["transfer_queue=zmq"], "zmq"),
+    ):
+        assert expected == load_config(file, overrides).transfer_queue.name
+
+
 def test_plain_values_are_those_that_json_reads_back(file: Path) -> None:
     """A checkpoint keeps them as JSON, and a resumed run compares them."""
     plain = as_plain(load_config(file, ["sampling.stop=[a]", "environments={own: {requires: [b]}}"]))

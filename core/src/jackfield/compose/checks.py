@@ -90,7 +90,8 @@ def check_plugins(config: RunConfig, registry: Registry, role: RoleName = "all")
             raise
     plugin_settings(config, registry)
     elsewhere = interpreters(config, registry)
-    for kind, python in elsewhere.items():
+    joining = [(python, "transfer_queue") for kind, python in elsewhere.items() if kind != "rollout"]
+    for python, kind in dict.fromkeys([*((python, kind) for kind, python in elsewhere.items()), *joining]):
         record = registry.resolve(config.plugins[kind], kind)
         look(python, record, min(config.deadlines.start, _PROBE_SECONDS)).check()
     check_capabilities(config, registry, role)
@@ -103,6 +104,7 @@ def check_capabilities(config: RunConfig, registry: Registry, role: RoleName = "
     Refuse settings that do not work with an adapter, or with a cluster, whose queue's controller is in the storage.
     """
     served, lora, weights = config.queue.address is not None, config.model.lora is not None, config.weights
+    clustered = "cluster.name is ray, where each worker opens the backend: choose zmq, or sql, redis, nixl or ray"
     float8, delta = weights.dtype == "float8_e4m3fn", weights.kind == "delta"
     alone = "a run that trains an adapter sends the adapter alone, as it is"
     if lora and float8:
@@ -112,6 +114,7 @@ def check_capabilities(config: RunConfig, registry: Registry, role: RoleName = "
     for needed, kind, capability, because in (
         (config.queue.durable, "transfer_queue", "durable", "queue.durable is set"),
         (served, "transfer_queue", "joins", "the queue's controller is in a process of its own"),
+        (config.cluster.name == "ray", "transfer_queue", "joins", clustered),
         (config.model.dropout, "engine", "dropout", "model.dropout is set"),
         (lora, "engine", "lora", "model.lora is set"),
         (lora, "rollout", "weights_adapter", "model.lora is set"),

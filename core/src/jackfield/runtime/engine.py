@@ -87,12 +87,20 @@ class EngineRank:
         self._work = batch, comparison, TensorDict(values, batch_size=[len(batch)])
 
     async def compute(
-        self, kind: Literal["log_probs", "values"], column: str, *, adapter_off: bool = False
+        self,
+        kind: Literal["log_probs", "values"],
+        column: str,
+        batch: BatchMeta | None = None,
+        *,
+        adapter_off: bool = False,
     ) -> Written | None:
         """Write the model's log-probs of the responses, or a critic's values, into ``column``.
 
-        Return what was written; None if this is not an output rank.
+        A rank that computes alone reads ``batch`` first; None: what :meth:`read` read last. Return what was written;
+        None if this is not an output rank.
         """
+        if batch is not None:
+            await self.read(batch, update=False)
         batch, _, table = self._work
         output = await self._in_thread(self._forward, table, adapter_off)
         if not self._engine.layout.is_output_rank:
@@ -115,13 +123,17 @@ class EngineRank:
             return None
         return [row.tolist() for row in output.log_probs.unbind()]
 
-    async def update(self, loss: LossSpec) -> tuple[dict[str, float], Distances]:
+    async def update(
+        self, loss: LossSpec, batch: BatchMeta | None = None, comparison: Comparison | None = None
+    ) -> tuple[dict[str, float], Distances]:
         """Run this rank's part of an optimizer step; return ``grad_norm``, ``lr`` and metrics.
 
-        With a comparison, also return the :func:`distances` of the training pass.
+        ``batch`` is as for :meth:`compute`. With a comparison, also return the :func:`distances` of the training pass.
         """
         import torch
 
+        if batch is not None:
+            await self.read(batch, update=True, comparison=comparison)
         batch, comparison, table = self._work
         data = table.select(*_SAMPLE, *self._loss_columns)
         data["row"] = torch.arange(len(batch))
@@ -223,6 +235,7 @@ class EngineGroup:
     #: deadline of one call of a rank: loading a model, a pass, a step or a checkpoint
     _seconds: float = attrs.field(kw_only=True)
     _layouts: list[EngineLayout] = attrs.field(factory=list, init=False)
+    _read: object = attrs.field(default=None, init=False)  #: what several ranks have read last
     reading: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)  #: held while weights are read between steps
 
     async def initialize(self) -> None:
@@ -233,8 +246,8 @@ class EngineGroup:
         self, kind: Literal["log_probs", "values"], batch: BatchMeta, column: str, *, adapter_off: bool = False
     ) -> None:
         """Write log-probs of the responses by the model or its base model, or a critic's values, into ``column``."""
-        what = f"to compute {column} of"
-        results = await self._shared(what, batch, lambda rank: rank.compute(kind, column, adapter_off=adapter_off))
+        what, off = f"to compute {column} of", adapter_off
+        results = await self._shared(what, batch, lambda rank, mine: rank.compute(kind, column, mine, adapter_off=off))
         for part, written in results:
             await self._queue.add_columns(part, written)
 
@@ -247,8 +260,9 @@ class EngineGroup:
         self, batch: BatchMeta, loss: LossSpec, comparison: Comparison | None = None
     ) -> tuple[dict[str, float], Distances]:
         """Run one optimizer step; return ``grad_norm``, ``lr`` and metrics of the loss, and what was compared."""
+        reading: Any = {"update": True, "comparison": comparison}
         results = await self._shared(
-            "to train on", batch, lambda rank: rank.update(loss), update=True, comparison=comparison
+            "to train on", batch, lambda rank, mine: rank.update(loss, mine, comparison), **reading
         )
         found: Distances = {}
         for _, (_, distances) in results:
@@ -257,16 +271,23 @@ class EngineGroup:
         return combined([metrics for _, (metrics, _) in results]), found
 
     async def _shared(
-        self, what: str, batch: BatchMeta, work: Callable[[EngineRank], Awaitable[T | None]], **reading: Any
+        self,
+        what: str,
+        batch: BatchMeta,
+        work: Callable[[EngineRank, BatchMeta | None], Awaitable[T | None]],
+        **reading: Any,
     ) -> list[tuple[BatchMeta, T]]:
         """Run work on a batch; return samples and result of one output rank for each data-parallel rank.
 
-        Samples may be lost, and ranks compute together, so no rank starts to compute before all have read.
+        Samples may be lost, and several ranks compute together, so none starts to compute before all have read.
         """
         parts, name = self._split(batch), f"{len(batch)} samples from {batch.keys[0]} to {batch.keys[-1]}"
-        reading = {"update": False, "comparison": None, **reading}
-        await self._all(f"to read {name}", lambda rank, index: rank.read(parts[index], **reading))
-        results = await self._all(f"{what} {name}", lambda rank, _: work(rank))
+        reading, alone = {"update": False, "comparison": None, **reading}, len(parts) == 1
+        if not alone and (wanted := (batch.keys, batch.leases, reading)) != self._read:
+            self._read = None
+            await self._all(f"to read {name}", lambda rank, index: rank.read(parts[index], **reading))
+            self._read = wanted
+        results = await self._all(f"{what} {name}", lambda rank, index: work(rank, parts[index] if alone else None))
         counting: dict[int, tuple[BatchMeta, T]] = {}
         for layout, part, result in zip(self._layouts, parts, results, strict=True):
             if layout.is_output_rank and result is not None:

@@ -12,21 +12,26 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from jackfield.abc.agent import AgentSequence
-from jackfield.abc.transfer_queue import Column
+from jackfield.abc.transfer_queue import Column, TransferQueueBackend
 from jackfield.algorithms import advantages, part, prepare
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.algorithms.shaping import kl_in_reward
 from jackfield.algorithms.tensors import naming_rows
 from jackfield.data.tasks import Task
 from jackfield.queue import Values
-from jackfield.queue.meta import BatchMeta, Written
-from jackfield.sdk.cells import column_from_rows, dense_column, from_nested, json_column, to_nested
+from jackfield.queue.meta import BatchMeta, Lease, Written
+from jackfield.sdk.cells import Cell, column_from_rows, dense_column, from_nested, join, json_column, split, to_nested
 from jackfield.sdk.jagged import from_padded, lengths, to_padded
 
 if TYPE_CHECKING:
     import torch
 
 TRAIN = "train"  #: the partition that the trainer consumes
+#: The columns that nobody writes again while a batch is leased. Others are written anew for each mini-batch.
+_WRITTEN_ONCE = frozenset(
+    "prompt_ids response_ids response_mask rollout_log_probs reward reward_dimensions ref_log_probs old_log_probs "
+    "values advantages returns rollout_weights rewards expert_mask".split()
+)
 
 
 def is_expert(tags: Mapping[str, Any]) -> bool:
@@ -153,6 +158,61 @@ def global_counts(samples: Sequence[Mapping[str, Any]]) -> dict[str, int]:
         counts[f"global_{kind}tokens"] = sum(tags["model_tokens"] for tags in some)
         counts[f"global_{kind}sequences"] = len(some)
     return counts
+
+
+class StepValues(Values):
+    """Values of the batch that a trainer works on, for all engines and the advantage worker of one process.
+
+    Each value is read from the backend once, and what was written here is not read at all. A batch under other leases
+    ends what was kept, so samples that are generated or chosen again are read again.
+    """
+
+    def __init__(self, backend: TransferQueueBackend) -> None:
+        super().__init__(backend)
+        self._leases: set[Lease] = set()
+        self._cells: dict[str, dict[str, Cell]] = {}  #: by column and key
+        self._whole: dict[str, tuple[tuple[str, ...], Column]] = {}  #: keys and column of the last read or write
+
+    def _begin(self, meta: BatchMeta) -> None:
+        if not self._leases.issuperset(meta.leases):
+            self._leases, self._cells, self._whole = set(meta.leases), {}, {}
+
+    async def read(self, meta: BatchMeta, names: Sequence[str]) -> dict[str, Column]:
+        """Read columns of a batch in its order, those that are not kept from the backend."""
+        self._begin(meta)
+        found = {name: column for name, (keys, column) in self._whole.items() if name in names and keys == meta.keys}
+        cells: dict[str, dict[str, Cell]] = {}
+        missing: dict[tuple[int, ...], list[str]] = {}
+        for name in names:
+            kept = self._cells.setdefault(name, {})
+            cells[name] = kept if name in _WRITTEN_ONCE else dict(kept)
+            missing.setdefault(tuple(at for at, key in enumerate(meta.keys) if key not in kept), []).append(name)
+        for rows, some in missing.items():
+            part = meta if len(rows) == len(meta) else meta.select(rows)
+            for name, column in (await super().read(part, some)).items() if rows else ():
+                _keep(cells[name], part, column)
+                if part is meta:
+                    found[name] = column
+        for name in names:
+            if name not in found:
+                found[name] = join(name, [cells[name][key] for key in meta.keys])
+            if name in _WRITTEN_ONCE:
+                self._whole[name] = meta.keys, found[name]
+        return found
+
+    async def write(self, meta: BatchMeta, columns: Mapping[str, Column]) -> Written:
+        """Write columns of a batch, and keep them."""
+        written = await super().write(meta, columns)
+        self._begin(meta)
+        for name, column in columns.items():
+            _keep(self._cells.setdefault(name, {}), meta, column)
+            self._whole[name] = meta.keys, column
+        return written
+
+
+def _keep(cells: dict[str, Cell], meta: BatchMeta, column: Column) -> None:
+    text, contents = split(column)
+    cells |= {key: (text, content) for key, content in zip(meta.keys, contents, strict=True)}
 
 
 class AdvantageWorker:

@@ -23,6 +23,8 @@ from jackfield.errors import QueueError, some
 if TYPE_CHECKING:
     import torch
 
+_BYTES = {"bool": 1, "uint8": 1, "int32": 4, "int64": 8, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
 Kind: TypeAlias = Literal["dense", "jagged", "json"]
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Cell: TypeAlias = tuple[str, Buffer]  #: the text of a ColumnType, and the bytes of one sample
@@ -66,7 +68,7 @@ class ColumnType:
     @property
     def unit(self) -> int:
         """The bytes of a dense sample, or of each index of a jagged one."""
-        return math.prod(self.shape) * int(dtype_of(self.dtype).itemsize)
+        return math.prod(self.shape) * (_BYTES.get(self.dtype) or int(dtype_of(self.dtype).itemsize))
 
     def length(self, content: Buffer) -> int:
         """Return the length of a jagged sample, or 1 for a dense one; ``queue.store`` if the bytes do not fit."""

@@ -113,7 +113,7 @@ class RunWorkers:
     replicas: int = 0  #: initial number of replicas
     places: Places  #: where the replicas run
     shares_devices: bool = True  #: whether the engines and the replicas use the same devices in turns
-    watch: Callable[[], Coroutine[Any, Any, None]] | None = None  #: raises as soon as a rank or the storage dies
+    watch: Callable[[], Coroutine[Any, Any, None]] | None = None  #: raises as soon as a rank dies
 
 
 @attrs.define(kw_only=True, eq=False)

@@ -194,8 +194,12 @@ async def test_a_unit_that_dies_between_its_answer_and_the_look_at_its_memory(
 
 
 @in_loop
-async def test_when_all_units_are_dead_it_is_said(opened: Any) -> None:
+async def test_the_last_unit_is_replaced_when_it_dies(opened: Any) -> None:
+    """Its rows are lost, by name; new ones go into the unit that takes its place, from who joined as well."""
     async with opened() as backend:
+        joined = ZMQBackend(QueueConfig(), TransferQueueContext(folder=backend.context.folder, joins=True))
+        await joined.start()
+        await put(backend, ["old"], wide(1))
         os.kill(units(backend)[0], signal.SIGSTOP)
         waiting = asyncio.ensure_future(put(backend, ["a"], wide(1)))
         await asyncio.sleep(0)
@@ -204,9 +208,33 @@ async def test_when_all_units_are_dead_it_is_said(opened: Any) -> None:
             await waiting
         assert "a" in str(caught.value.where)
         assert "queue.lost" == caught.value.code
-        with refused("queue.unreachable", "storage units") as caught:
+        await asyncio.gather(put(joined, ["b"], wide(2)), put(backend, ["a"], wide(1)))
+        for one in (backend, joined):
+            assert [1.0, 2.0] == (await get(one, ["a", "b"]))[:, -1].tolist()
+            with refused("queue.lost", "old"):
+                await get(one, ["old"])
+        assert {("p", "a"), ("p", "b")} == (await joined.keys(KeysRequest())).samples.keys()
+        os.kill(units(backend)[1], signal.SIGKILL)
+        await put(joined, ["c"], wide(3))
+        assert 3.0 == (await get(backend, ["c"]))[0, -1]
+        assert 3 == len(units(backend))
+        await joined.close()
+
+
+@in_loop
+async def test_when_all_units_are_dead_and_none_can_be_started_it_is_said(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise QueueError("no process can be started")
+
+    async with opened(seconds=0.2) as backend:
+        monkeypatch.setattr("jackfield_transport_zmq.backend.started", fail)
+        os.kill(units(backend)[0], signal.SIGKILL)
+        with refused(("queue.lost", "queue.unreachable")):
             await put(backend, ["a"], wide(1))
-        assert "queue.unreachable" == caught.value.code
+        with refused("queue.unreachable", "storage units"):
+            await put(backend, ["a"], wide(1))
 
 
 @in_loop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,7 @@ from jackfield_transport_zmq.values import COPIERS, Outgoing, Reader, copied_col
 T = TypeVar("T")
 
 _LOOKS = 4  #: checks of a unit per deadline
+_PAUSE = 0.05  #: seconds between two looks for a unit in the place of the last one
 
 
 class ZMQBackend(TransferQueueBackend):
@@ -55,6 +57,7 @@ class ZMQBackend(TransferQueueBackend):
         self._children: list[UnitProcess] = []  #: of the owner
         self._watching: list[asyncio.Task[None]] = []  #: them
         self._growing = asyncio.Lock()
+        self._replacing: asyncio.Task[None] | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._reader = Reader(config.shared_max_bytes)
 
@@ -122,6 +125,27 @@ class ZMQBackend(TransferQueueBackend):
         if self._children and self._client is not None:
             self._client.tell_all("lose", {"units": [unit.number]})
             self._publish()
+            if not self._client.living():
+                self._replacing = asyncio.create_task(self._replace())
+
+    async def _replace(self) -> None:
+        """Start a unit in the place of the last one, so that lost rows can be made again."""
+        try:
+            await self.add_unit()
+        except (Lost, QueueError) as error:
+            logging.getLogger("jackfield").warning("no storage unit could be started in its place: %s", error)
+
+    async def _another(self, client: Client) -> None:
+        """Wait for the unit in the place of the last one; ``queue.unreachable`` at the deadline."""
+        ends = time.monotonic() + self._settings.seconds
+        while not client.living():
+            if time.monotonic() > ends:
+                raise client.nobody_left()
+            await asyncio.sleep(_PAUSE)
+            if self._joined is not None:  # there is no unit that could tell of it
+                news = Directory.read(self._joined)
+                client.directory.lost |= news.lost
+                client.added(news.entries())
 
     async def add_unit(self) -> int:
         """Start another unit, which gets its share of new rows; return its number. Existing rows stay.
@@ -149,6 +173,8 @@ class ZMQBackend(TransferQueueBackend):
 
     async def close(self) -> None:
         """Disconnect; the owner's units end, and with them their rows."""
+        if self._replacing is not None:
+            await self._replacing
         client, self._client = self._client, None
         children, self._children = self._children, []
         watching, self._watching = self._watching, []
@@ -196,8 +222,11 @@ class ZMQBackend(TransferQueueBackend):
     async def _again(self, attempt: Callable[[int], Awaitable[T]]) -> T:
         """Run an attempt that is planned with a number of units; plan it again if there are more."""
         while True:
+            client = self._open()
+            if not client.living():
+                await self._another(client)
             try:
-                return await attempt(len(self._open().directory.units))
+                return await attempt(len(client.directory.units))
             except Stale:
                 continue
 

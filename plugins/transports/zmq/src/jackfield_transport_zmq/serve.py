@@ -27,7 +27,8 @@ _LARGE = 1 << 16  #: bytes; such buffers are sent from where they lie
 
 def main() -> None:
     """Run a storage unit."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the owner decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a scheduler, to all processes; the owner decides
+        signal.signal(number, signal.SIG_IGN)
     order: dict[str, Any] = json.loads(sys.stdin.readline())
     with contextlib.suppress(ProcessLookupError):
         owner = os.pidfd_open(order["owner"])

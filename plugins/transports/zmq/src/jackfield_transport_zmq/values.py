@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import attrs
-import torch
 
 from jackfield.abc.transfer_queue import Column, PutRequest
 from jackfield.errors import QueueError
@@ -57,6 +56,8 @@ def packed_cells(cells: Sequence[Cell]) -> tuple[dict[str, Any], list[Buffer]]:
 
 async def copied_columns(request: PutRequest, made: Outgoing, block: Block, threads: ThreadPoolExecutor) -> Outgoing:
     """Return the same with all values in a block of shared memory, column after column."""
+    import torch
+
     start, jobs = block.start, list[tuple[int, Any, int]]()
     offsets: list[list[int]] = [[] for _ in made.rows]
     for number, column in enumerate(request.columns.values()):
