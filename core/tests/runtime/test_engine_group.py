@@ -37,9 +37,7 @@ class FakeRank:
             self.got.append(batch.keys)
         return self.metrics, {}
 
-    async def compute(
-        self, kind: str, column: str, batch: BatchMeta | None, *, adapter_off: bool
-    ) -> Written | None:
+    async def compute(self, kind: str, column: str, batch: BatchMeta | None, *, adapter_off: bool) -> Written | None:
         assert "log_probs" == kind
         if batch is not None:
             self.got.append(batch.keys)

@@ -128,8 +128,9 @@ class WorkerFactory:
     def backend(self, joins: str | Path | None = None, host: str = "127.0.0.1") -> TransferQueueBackend:
         """Make a backend without starting it, or a client of the one in the folder ``joins``."""
         folder, silence = joins or Path(self.config.folder) / "queue", self.config.deadlines.heartbeat
-        where: Any = {"folder": str(folder), "host": host, "joins": joins is not None}
-        context = TransferQueueContext(**where, heartbeat_seconds=silence)
+        context = TransferQueueContext(
+            folder=str(folder), host=host, joins=joins is not None, heartbeat_seconds=silence
+        )
         return cast(TransferQueueBackend, self._plugin("transfer_queue", context))
 
     def queue(self, backend: TransferQueueBackend) -> TransferQueue:
@@ -331,9 +332,9 @@ async def make_worker(description: dict[str, Any], stack: AsyncExitStack) -> Map
         if interface := interface_of(worker.host):  # gloo would take the address of the machine's name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         assert worker.algorithm is not None
-        step_values = StepValues(backend)
-        rank, estimator = factory.engine_rank(worker, step_values, stack), AdvantageWorker(step_values, worker.algorithm)
-        return _served(rank, estimator) if rank.sender is None else _served(rank, estimator, rank.sender)
+        values: Values = StepValues(backend)
+        rank, estimator = factory.engine_rank(worker, values, stack), AdvantageWorker(values, worker.algorithm)
+        return _served(rank, estimator, *([] if rank.sender is None else [rank.sender]))
     values = Values(backend)
     if worker.kind == "reward":
         return _served(await factory.reward_worker(values, stack, number))

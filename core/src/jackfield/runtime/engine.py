@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 T = TypeVar("T")
+Output: TypeAlias = Literal["log_probs", "values"]
 
 _SAMPLE = ("prompt_ids", "response_ids", "response_mask")
 
@@ -87,17 +88,12 @@ class EngineRank:
         self._work = batch, comparison, TensorDict(values, batch_size=[len(batch)])
 
     async def compute(
-        self,
-        kind: Literal["log_probs", "values"],
-        column: str,
-        batch: BatchMeta | None = None,
-        *,
-        adapter_off: bool = False,
+        self, kind: Output, column: str, batch: BatchMeta | None = None, *, adapter_off: bool = False
     ) -> Written | None:
         """Write the model's log-probs of the responses, or a critic's values, into ``column``.
 
-        A rank that computes alone reads ``batch`` first; None: what :meth:`read` read last. Return what was written;
-        None if this is not an output rank.
+        ``batch`` is read first; None: use what :meth:`read` read last. Return what was written; None if this is not an
+        output rank.
         """
         if batch is not None:
             await self.read(batch, update=False)
@@ -242,9 +238,7 @@ class EngineGroup:
         """Load the model on every rank."""
         self._layouts = await self._all("to load the model", lambda rank, _: rank.initialize())
 
-    async def compute(
-        self, kind: Literal["log_probs", "values"], batch: BatchMeta, column: str, *, adapter_off: bool = False
-    ) -> None:
+    async def compute(self, kind: Output, batch: BatchMeta, column: str, *, adapter_off: bool = False) -> None:
         """Write log-probs of the responses by the model or its base model, or a critic's values, into ``column``."""
         what, off = f"to compute {column} of", adapter_off
         results = await self._shared(what, batch, lambda rank, mine: rank.compute(kind, column, mine, adapter_off=off))

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 TRAIN = "train"  #: the partition that the trainer consumes
 #: The columns that nobody writes again while a batch is leased. Others are written anew for each mini-batch.
-_WRITTEN_ONCE = frozenset(
-    "prompt_ids response_ids response_mask rollout_log_probs reward reward_dimensions ref_log_probs old_log_probs "
-    "values advantages returns rollout_weights rewards expert_mask".split()
-)
+_WRITTEN_ONCE = {
+    *("prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "reward", "reward_dimensions", "rewards"),
+    *("ref_log_probs", "old_log_probs", "values", "advantages", "returns", "rollout_weights", "expert_mask"),
+}
 
 
 def is_expert(tags: Mapping[str, Any]) -> bool:
@@ -163,56 +163,47 @@ def global_counts(samples: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 class StepValues(Values):
     """Values of the batch that a trainer works on, for all engines and the advantage worker of one process.
 
-    Each value is read from the backend once, and what was written here is not read at all. A batch under other leases
-    ends what was kept, so samples that are generated or chosen again are read again.
+    Each value is read once, and what was written here is not read. A batch under other leases ends what was kept, so
+    samples that are generated or chosen again are read again.
     """
 
     def __init__(self, backend: TransferQueueBackend) -> None:
         super().__init__(backend)
         self._leases: set[Lease] = set()
         self._cells: dict[str, dict[str, Cell]] = {}  #: by column and key
-        self._whole: dict[str, tuple[tuple[str, ...], Column]] = {}  #: keys and column of the last read or write
-
-    def _begin(self, meta: BatchMeta) -> None:
-        if not self._leases.issuperset(meta.leases):
-            self._leases, self._cells, self._whole = set(meta.leases), {}, {}
 
     async def read(self, meta: BatchMeta, names: Sequence[str]) -> dict[str, Column]:
         """Read columns of a batch in its order, those that are not kept from the backend."""
         self._begin(meta)
-        found = {name: column for name, (keys, column) in self._whole.items() if name in names and keys == meta.keys}
-        cells: dict[str, dict[str, Cell]] = {}
         missing: dict[tuple[int, ...], list[str]] = {}
         for name in names:
-            kept = self._cells.setdefault(name, {})
-            cells[name] = kept if name in _WRITTEN_ONCE else dict(kept)
+            kept = self._cells.get(name, {})
             missing.setdefault(tuple(at for at, key in enumerate(meta.keys) if key not in kept), []).append(name)
         for rows, some in missing.items():
-            part = meta if len(rows) == len(meta) else meta.select(rows)
-            for name, column in (await super().read(part, some)).items() if rows else ():
-                _keep(cells[name], part, column)
-                if part is meta:
-                    found[name] = column
-        for name in names:
-            if name not in found:
-                found[name] = join(name, [cells[name][key] for key in meta.keys])
-            if name in _WRITTEN_ONCE:
-                self._whole[name] = meta.keys, found[name]
+            if rows:
+                part = meta.select(rows)
+                self._keep(part, await super().read(part, some))
+        found = {name: join(name, [self._cells[name][key] for key in meta.keys]) for name in names}
+        for name in set(names) - _WRITTEN_ONCE:
+            del self._cells[name]
         return found
 
     async def write(self, meta: BatchMeta, columns: Mapping[str, Column]) -> Written:
-        """Write columns of a batch, and keep them."""
+        """Write columns of a batch, and keep them; those that are written again until they are read."""
         written = await super().write(meta, columns)
         self._begin(meta)
-        for name, column in columns.items():
-            _keep(self._cells.setdefault(name, {}), meta, column)
-            self._whole[name] = meta.keys, column
+        self._keep(meta, columns)
         return written
 
+    def _begin(self, meta: BatchMeta) -> None:
+        if not self._leases.issuperset(meta.leases):
+            self._leases, self._cells = set(meta.leases), {}
 
-def _keep(cells: dict[str, Cell], meta: BatchMeta, column: Column) -> None:
-    text, contents = split(column)
-    cells |= {key: (text, content) for key, content in zip(meta.keys, contents, strict=True)}
+    def _keep(self, meta: BatchMeta, columns: Mapping[str, Column]) -> None:
+        for name, column in columns.items():
+            text, contents = split(column)
+            cells = ((text, content) for content in contents)
+            self._cells.setdefault(name, {}).update(zip(meta.keys, cells, strict=True))
 
 
 class AdvantageWorker:
