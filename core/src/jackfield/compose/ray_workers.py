@@ -171,8 +171,8 @@ class RayWorkers:
         """Return where a worker runs; a replica that is added to the run gets a new place."""
         assert self._interpreters is not None
         run: Any = {"config": self._config, "algorithm": self._role.algorithm, "generates": self._role.generates}
-        queue = str(Path(self._config.folder, "queue").absolute())
-        worker = Worker(kind=kind, number=number, role=role, queue=queue, **run)
+        run["queue"] = str(Path(self._config.folder, "queue").absolute())
+        worker = Worker(kind=kind, number=number, role=role, **run)
         python, restarts = self._interpreters.get(kind), kind in ("agent", "reward")
         spec = WorkerSpec(name=worker.name, worker=worker, python=python, restarts=restarts)
         if kind not in ("engine", "rollout"):

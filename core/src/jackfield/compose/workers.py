@@ -31,14 +31,7 @@ from jackfield.queue import TransferQueue, Values
 from jackfield.queue.store import STORE_FILE
 from jackfield.routing import Replica, Router
 from jackfield.runtime.engine import EngineRank
-from jackfield.runtime.process import (
-    ROLLOUT,
-    connect_worker,
-    interface_of,
-    open_host,
-    rollout_service,
-    use_process,
-)
+from jackfield.runtime.process import ROLLOUT, connect_worker, interface_of, open_host, rollout_service, use_process
 from jackfield.runtime.samples import AdvantageWorker, StepValues
 from jackfield.runtime.workers import AgentWorker, RewardWorker, Workers
 from jackfield.sdk.child import ChildProcess
@@ -127,10 +120,9 @@ class WorkerFactory:
 
     def backend(self, joins: str | Path | None = None, host: str = "127.0.0.1") -> TransferQueueBackend:
         """Make a backend without starting it, or a client of the one in the folder ``joins``."""
-        folder, silence = joins or Path(self.config.folder) / "queue", self.config.deadlines.heartbeat
-        context = TransferQueueContext(
-            folder=str(folder), host=host, joins=joins is not None, heartbeat_seconds=silence
-        )
+        folder = str(joins or Path(self.config.folder) / "queue")
+        how: Any = {"joins": joins is not None, "heartbeat_seconds": self.config.deadlines.heartbeat}
+        context = TransferQueueContext(folder=folder, host=host, **how)
         return cast(TransferQueueBackend, self._plugin("transfer_queue", context))
 
     def queue(self, backend: TransferQueueBackend) -> TransferQueue:
