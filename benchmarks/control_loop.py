@@ -41,7 +41,8 @@ from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.runtime.engine import Distances, EngineGroup, EngineRank
 from jackfield.runtime.process import connect_worker, remote_backend, store_services
 from jackfield.runtime.ray_cluster import Actor, Cluster, WorkerSpec
-from jackfield.runtime.workers import AgentWorker, RewardWorker, Workers
+from jackfield.runtime.rewards import RewardWorker
+from jackfield.runtime.workers import AgentWorker, Workers
 from jackfield.sdk.rpc import Address, Service, stub
 from jackfield.trainer.role import Role, RunWorkers
 from jackfield.trainer.rollouts import Explorer, RewardPipeline

@@ -85,10 +85,10 @@ def test_a_remote_queue_does_what_a_local_one_does(tmp_path: Path) -> None:
             await trainer.trainer("ids", "reward", reuse=Reuse(max_uses=2), sampler=sampler)
             batch = await explorer.claim(2)
             leasing = asyncio.ensure_future(trainer.lease(0, seconds=20.0))
-            await explorer.publish(batch)
-            coming = explorer.queue.new_samples("train")
-            keys = await anext(coming)
+            coming = asyncio.ensure_future(anext(explorer.queue.new_samples("train")))
+            keys = await explorer.publish(batch)
             assert 4 == len(keys)
+            assert keys[:1] == await coming
             assert keys == await explorer.reward(keys)
             meta = await leasing
             assert keys == meta.keys

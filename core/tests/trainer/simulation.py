@@ -37,8 +37,9 @@ from jackfield.queue import BatchMeta, TransferQueue, Values
 from jackfield.queue.meta import GroupKey, Reuse
 from jackfield.queue.store import STORE_FILE
 from jackfield.queue.values import MemoryBackend, MemoryConfig
+from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.samples import AdvantageWorker
-from jackfield.runtime.workers import AgentWorker, RewardWorker, Workers
+from jackfield.runtime.workers import AgentWorker, Workers
 from jackfield.sdk.cells import column_from_rows
 from jackfield.trainer.checkpoint import CheckpointStore
 from jackfield.trainer.role import Role, RunWorkers, Schedule

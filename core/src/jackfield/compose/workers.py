@@ -41,8 +41,9 @@ from jackfield.runtime.process import (
     store_services,
     use_process,
 )
+from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.samples import AdvantageWorker
-from jackfield.runtime.workers import AgentWorker, RewardWorker, Workers
+from jackfield.runtime.workers import AgentWorker, Workers
 from jackfield.sdk.child import ChildProcess
 from jackfield.sdk.rpc import Address, Connection, Contract, Service
 from jackfield.trainer.role import Role, RunWorkers
