@@ -5,6 +5,7 @@ The advantage worker takes metadata and returns plain numbers, so that it can ru
 
 from __future__ import annotations
 
+import json
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from jackfield.data.tasks import Task
 from jackfield.errors import AgentError
 from jackfield.queue import Values
 from jackfield.queue.meta import BatchMeta, Written
-from jackfield.sdk.cells import Cell, dense_column, encode_json, from_nested, to_nested
+from jackfield.sdk.cells import Cell, dense_column, from_nested, to_nested
 from jackfield.sdk.jagged import from_padded, lengths, to_padded
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _INT64, _BOOL, _FLOAT32 = (f'["jagged","{dtype}",[]]' for dtype in ("int64", "bool", "float32"))
 _JSON = '["json","uint8",[]]'
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 TRAIN = "train"  #: the partition that the trainer consumes
 
@@ -95,7 +97,7 @@ def sequence_cells(task: Task, sequence: AgentSequence, *, supervised: bool = Fa
         if not supervised:
             record = {"data_source": task.data_source, "ground_truth": task.ground_truth, "extra_info": task.fields}
             cells["rollout_log_probs"] = _FLOAT32, array("f", sequence.response_log_probs).tobytes()
-            cells["task"] = _JSON, encode_json({**record, "reward": sequence.reward}).encode()
+            cells["task"] = _JSON, _encode({**record, "reward": sequence.reward}).encode()
     except (TypeError, ValueError, OverflowError) as error:
         what, expected = "an agent loop returned values of another type", "integer ids and mask, float log-probs"
         raise AgentError(what, code="agent.output", where=f"task {task.id}", expected=expected, found=error) from error

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from functools import partial
 from itertools import accumulate
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import attrs
 
@@ -37,7 +38,8 @@ from jackfield.queue.meta import GroupKey, RolloutReport
 from jackfield.runtime.samples import metric_tags, not_finite, sequence_cells, sequence_tags
 from jackfield.sdk.cells import Cell, join, rows_of
 
-S, T = TypeVar("S"), TypeVar("T")
+S = TypeVar("S")
+T = TypeVar("T")
 
 _ATTEMPTS = 3  #: how often work is tried in total, if workers die
 _LIST, _LIST_SECONDS = 512, 0.05  #: size and duration after which a list of results is reported
@@ -92,6 +94,20 @@ async def together(work: Iterable[Coroutine[Any, Any, T]]) -> AsyncIterator[list
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def handle_each(
+    clock: Clock,
+    items: AsyncIterator[T],
+    seconds: float,
+    missing: Callable[[], str],
+    handle: Callable[[T], Awaitable[object]],
+) -> None:
+    """Handle the items of an iteration, ``seconds`` in all; ``missing`` names what has not come by then."""
+    until = clock.time() + seconds
+    async with aclosing(cast(AsyncGenerator[T, None], items)):
+        while (item := await clock.wait_for(anext(items, None), until - clock.time(), missing())) is not None:
+            await handle(item)
 
 
 async def resubmitted(

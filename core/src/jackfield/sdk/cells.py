@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Kind: TypeAlias = Literal["dense", "jagged", "json"]
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Cell: TypeAlias = tuple[str, Buffer]  #: the text of a ColumnType, and the bytes of one sample
-encode_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 @attrs.frozen(kw_only=True)
@@ -235,7 +235,7 @@ def column_from_rows(rows: Sequence[torch.Tensor]) -> Column:
 def json_column(values: Sequence[object]) -> Column:
     """Return a column of JSON values, kept as UTF-8 texts; values such as NaN and infinity raise ``queue.invalid``."""
     try:
-        texts = [encode_json(value).encode() for value in values]
+        texts = [_encode(value).encode() for value in values]
     except (TypeError, ValueError) as error:
         raise _invalid(f"a value cannot be written as JSON: {error}", "plain JSON values", error) from error
     content = tensor_of(bytearray().join(texts))

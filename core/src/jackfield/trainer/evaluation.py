@@ -97,7 +97,8 @@ class Evaluator:
                 each.cancel()
         records = []
         for job in jobs:
-            report, told = reports[str(job.group)], {"task": job.task.id, "ground_truth": job.task.ground_truth}
+            report = reports[str(job.group)]
+            told: dict[str, Any] = {"task": job.task.id, "ground_truth": job.task.ground_truth}
             result = ScoreResult(status="failed", error=report.error or "the agent loop returned no sequence")
             if report.keys:
                 result, tags = found[report.keys[0]], report.written.tags[0]

@@ -18,7 +18,7 @@ from jackfield.errors import DeadlineExceeded, QueueError, RewardError, WorkerLo
 from jackfield.queue.meta import Batch, BatchMeta, GroupKey, NewGroup, RolloutReport, group_of
 from jackfield.runtime.rewards import REWARD_INPUTS, RewardJob, RewardReport, RewardWorker
 from jackfield.runtime.samples import TRAIN, is_baseline, is_expert, metric_tags, sampling_seed
-from jackfield.runtime.workers import AgentWorker, RolloutJob, one_line, resubmitted
+from jackfield.runtime.workers import AgentWorker, RolloutJob, handle_each, one_line, resubmitted
 from jackfield.trainer.role import Role
 
 REWARD = "reward"  #: the name under which the reward pipeline leases groups
@@ -141,31 +141,26 @@ class _Rollouts:
             await self.report([job.failed(rollout, error) for job in self.jobs for rollout in job.rollouts])
 
     async def _run(self) -> None:
-        clock, generates = self.role.clock, any(job.sampling is not None for job in self.jobs)
+        generates = any(job.sampling is not None for job in self.jobs)
         # the worker enforces the deadline of each rollout; this one adds slack for the RPC
         seconds = 1.1 * max(job.seconds for job in self.jobs) + 10
         # an evaluation holds the devices from its beginning to its end
         holds = generates and not self.jobs[0].evaluates
         async with self.role.rollout_devices.hold("rollout") if holds else nullcontext():
-            until, lists = clock.time() + seconds, self.worker.run(self.jobs)
             try:
-                while self.jobs:
-                    reports = await clock.wait_for(anext(lists), until - clock.time(), self._missing())
-                    await self.report(reports)
-                    self._leave_out({(each.group, each.rollout) for each in reports})
+                await handle_each(self.role.clock, self.worker.run(self.jobs), seconds, self._missing, self._report)
             except WorkerLost:
                 self.jobs = [attrs.evolve(job, attempt=job.attempt + 1) for job in self.jobs]
                 raise
-            finally:
-                await lists.aclose()
 
     def _missing(self) -> str:
         samples = [f"{job.key(number)}, task {job.task.id}" for job in self.jobs[:4] for number in job.rollouts]
         return f"the agent worker of samples {some(samples)}; {len(self.jobs)} groups are not complete"
 
-    def _leave_out(self, reported: set[tuple[str, int]]) -> None:
-        """Forget the rollouts that were reported."""
-        left = []
+    async def _report(self, reports: Sequence[RolloutReport]) -> None:
+        """Pass on reports and forget their rollouts."""
+        await self.report(reports)
+        reported, left = {(each.group, each.rollout) for each in reports}, []
         for job in self.jobs:
             name = str(job.group)
             rollouts = {number: seed for number, seed in job.rollouts.items() if (name, number) not in reported}
@@ -235,19 +230,20 @@ class RewardPipeline:
         async def reward() -> None:
             groups = rest()
             jobs = [_reward_job(groups.select(indexes)) for indexes in groups.by_group().values()]
+
+            async def record(report: RewardReport) -> None:
+                ended = (at for at, key in enumerate(groups.keys) if key in report.results)
+                await self._record(groups.select(ended), report)
+                for name in dict.fromkeys(map(group_of, report.results)):
+                    del left[name]
+
             # the reward worker enforces the deadline of each score; this one adds the time around it
-            seconds, clock = 2 * self.role.score_seconds + self.role.config.deadlines.batch, self.role.clock
-            until, reports = clock.time() + seconds, worker.reward(TRAIN, jobs)
-            try:
-                while left:
-                    missing = f"the reward worker of groups {some(list(left))}"
-                    report = await clock.wait_for(anext(reports), until - clock.time(), missing)
-                    for name in dict.fromkeys(map(group_of, report.results)):
-                        del left[name]
-                    ended = (at for at, key in enumerate(groups.keys) if key in report.results)
-                    await self._record(groups.select(ended), report)
-            finally:
-                await reports.aclose()
+            seconds, rewards = (
+                2 * self.role.score_seconds + self.role.config.deadlines.batch,
+                worker.reward(TRAIN, jobs),
+            )
+            who = "the reward worker of groups"
+            await handle_each(self.role.clock, rewards, seconds, lambda: f"{who} {some(list(left))}", record)
 
         async with self.role.measure("reward", "reward", batch.tags[places[names[0]][0]]["batch"]):
             try:
@@ -285,8 +281,8 @@ class RewardPipeline:
         good = batch.select(
             at for at, key in enumerate(batch.keys) if key not in failed and batch.groups[at] not in dropped
         )
-        tags = tuple(metric_tags("reward", results[key].metrics) for key in good.keys)
-        written = attrs.evolve(report.written, sizes=tuple(sizes[key] for key in good.keys), tags=tags)
+        metrics = tuple(metric_tags("reward", results[key].metrics) for key in good.keys)
+        written = attrs.evolve(report.written, sizes=tuple(sizes[key] for key in good.keys), tags=metrics)
         await self.role.queue.add_columns(good, written)
         gone = {key: why for key, why in failed.items() if group_of(key) not in dropped}
         if gone:
