@@ -90,7 +90,7 @@ class RewardWorker:
 
     async def _group(self, job: RewardJob, scoring: Sequence[asyncio.Task[ScoreResult]]) -> dict[str, ScoreResult]:
         """Wait for the scores of a group, post-process them together, and check them; return them by key."""
-        results = dict(zip(job.keys, await asyncio.gather(*scoring), strict=True))
+        results = dict(zip(job.keys, await asyncio.gather(*map(asyncio.shield, scoring)), strict=True))
         self._scores.pop(_place(job.keys[0]), None)
         siblings = [key for key in job.keys if key not in job.uncompared]
         processed = self._agent.post_process_scores([results[key] for key in siblings])

@@ -238,12 +238,9 @@ class RewardPipeline:
                     del left[name]
 
             # the reward worker enforces the deadline of each score; this one adds the time around it
-            seconds, rewards = (
-                2 * self.role.score_seconds + self.role.config.deadlines.batch,
-                worker.reward(TRAIN, jobs),
-            )
-            who = "the reward worker of groups"
-            await handle_each(self.role.clock, rewards, seconds, lambda: f"{who} {some(list(left))}", record)
+            seconds = 2 * self.role.score_seconds + self.role.config.deadlines.batch
+            who, reports = "the reward worker of groups", worker.reward(TRAIN, jobs)
+            await handle_each(self.role.clock, reports, seconds, lambda: f"{who} {some(list(left))}", record)
 
         async with self.role.measure("reward", "reward", batch.tags[places[names[0]][0]]["batch"]):
             try:
