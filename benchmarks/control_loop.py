@@ -40,7 +40,8 @@ from jackfield.queue.meta import BatchMeta, Written
 from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.runtime.engine import Distances, EngineGroup, EngineRank
 from jackfield.runtime.ray_cluster import Cluster, WorkerSpec
-from jackfield.runtime.workers import AgentWorker, RewardWorker, Workers
+from jackfield.runtime.rewards import RewardWorker
+from jackfield.runtime.workers import AgentWorker, Workers
 from jackfield.sdk.rpc import Service, stub
 from jackfield.trainer.role import Role, RunWorkers
 from jackfield.trainer.rollouts import Explorer, RewardPipeline

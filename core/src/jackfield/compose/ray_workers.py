@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, aclosing, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,8 +25,9 @@ from jackfield.routing import Replica
 from jackfield.runtime.engine import EngineRank
 from jackfield.runtime.process import death, node_address, use_process
 from jackfield.runtime.ray_cluster import Actor, Cluster, WorkerSpec, check_interpreter
+from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.samples import AdvantageWorker
-from jackfield.runtime.workers import AgentWorker, RewardWorker, Workers
+from jackfield.runtime.workers import AgentWorker, Workers
 from jackfield.sdk.rpc import stub
 from jackfield.trainer.role import Role, RunWorkers
 from jackfield.weights import WeightSender
@@ -112,20 +113,33 @@ class RayWorkers:
         """Return a stub of a stateless worker, which is restarted when a call finds it dead."""
         seconds, actors = longest(self._config) + self._deadlines.batch, self._cluster.actors
 
-        async def call(method: str, *arguments: Any, **keywords: Any) -> Any:
+        async def restart() -> None:
+            with suppress(WorkerLost):  # the next call tries again
+                async with self._restarting:
+                    if not actors[name].lives:
+                        actor = await self._cluster.start(actors[name].spec)
+                        await self._make(actor)
+                        if name in self._agents:
+                            await self._routed(actor, 0.0)
+
+        async def call(method: str, *arguments: Any) -> Any:
             try:
-                return await getattr(self._stub(actors[name], cls, seconds), method)(*arguments, **keywords)
+                return await getattr(self._stub(actors[name], cls, seconds), method)(*arguments)
             except WorkerLost:
-                with suppress(WorkerLost):  # the next call tries again
-                    async with self._restarting:
-                        if not actors[name].lives:
-                            actor = await self._cluster.start(actors[name].spec)
-                            await self._make(actor)
-                            if name in self._agents:
-                                await self._routed(actor, 0.0)
+                await restart()
                 raise
 
-        return cast(T, SimpleNamespace(**{method.name: partial(call, method.name) for method in CONTRACTS[cls]}))
+        async def iterate(method: str, *arguments: Any) -> AsyncIterator[Any]:
+            try:
+                async with aclosing(getattr(self._stub(actors[name], cls, seconds), method)(*arguments)) as items:
+                    async for item in items:
+                        yield item
+            except WorkerLost:
+                await restart()
+                raise
+
+        methods = {each.name: partial(iterate if each.streams else call, each.name) for each in CONTRACTS[cls]}
+        return cast(T, SimpleNamespace(**methods))
 
     # -- replicas
 

@@ -263,20 +263,17 @@ class Groups:
             self._retry(group, [*failed.values()][-1] if failed else shortage)
 
     async def new_samples(self, partition: str) -> AsyncIterator[tuple[str, ...]]:
-        """Yield the keys of existing samples, then of new ones as their rollouts end, without a lease.
+        """Yield the keys of samples as their rollouts end, without a lease, while others of their group still run.
 
-        Samples that have the columns of all stages are skipped. The iteration ends when the queue closes.
+        A published group is skipped: consumers may lease it. The iteration ends when the queue closes.
         """
         batches = self.core.state.partition(partition).batches.values()
         feed = [key for batch in batches for group in batch.groups for key in group.samples]
         self._feeds.append(entry := (partition, feed))
         try:
             while self.core.deletion is not None:
-                consumers = self.core.state.partition(partition).consumers
-                wanted = frozenset[str]().union(*(consumer.writes for consumer in consumers))
                 found = [(key, self.core.state.groups.get(group_of(key))) for key in feed]
-                there = [(key, group.samples[key]) for key, group in found if group and key in group.samples]
-                coming = tuple(key for key, sample in there if not wanted or not wanted <= sample.columns)
+                coming = tuple(key for key, group in found if group and not group.is_made and key in group.samples)
                 feed.clear()
                 if coming:
                     yield coming

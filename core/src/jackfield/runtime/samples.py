@@ -5,7 +5,9 @@ The advantage worker takes metadata and returns plain numbers, so that it can ru
 
 from __future__ import annotations
 
+import json
 import sys
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +20,21 @@ from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.algorithms.shaping import kl_in_reward
 from jackfield.algorithms.tensors import naming_rows
 from jackfield.data.tasks import Task
+from jackfield.errors import AgentError
 from jackfield.queue import Values
 from jackfield.queue.meta import BatchMeta, Lease, Written
-from jackfield.sdk.cells import Cell, column_from_rows, dense_column, from_nested, join, json_column, split, to_nested
+from jackfield.sdk.cells import Cell, dense_column, from_nested, join, split, to_nested
 from jackfield.sdk.jagged import from_padded, lengths, to_padded
 
 if TYPE_CHECKING:
     import torch
 
+_INT64, _BOOL, _FLOAT32 = (f'["jagged","{dtype}",[]]' for dtype in ("int64", "bool", "float32"))
+_JSON = '["json","uint8",[]]'
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
 TRAIN = "train"  #: the partition that the trainer consumes
-#: The columns that nobody writes again while a batch is leased. Others are written anew for each mini-batch.
+#: The columns that are written once while a batch is leased. Others are written again for each mini-batch.
 _WRITTEN_ONCE = {
     *("prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "reward", "reward_dimensions", "rewards"),
     *("ref_log_probs", "old_log_probs", "values", "advantages", "returns", "rollout_weights", "expert_mask"),
@@ -79,28 +86,27 @@ def sampling_seed(*place: object) -> int:
     return int(xxhash.xxh3_64_intdigest("/".join(map(str, place)).encode())) >> 1
 
 
-def sequence_columns(task: Task, sequences: Sequence[AgentSequence], *, supervised: bool = False) -> dict[str, Column]:
-    """Return the columns of samples.
+def sequence_cells(task: Task, sequence: AgentSequence, *, supervised: bool = False) -> dict[str, Cell]:
+    """Return the values of a sample by column.
 
     ``prompt_ids`` and ``response_ids`` are int64, ``response_mask`` is bool, ``rollout_log_probs`` is float32. ``task``
     is JSON for the reward pipeline: the task's record, and the reward if the agent has computed it. Samples that are
-    only imitated (``supervised``) have neither log-probs nor a task.
+    only imitated (``supervised``) have neither log-probs nor a task. Other types raise ``agent.output``.
     """
-    import torch
-
-    def tokens(name: str, dtype: torch.dtype) -> Column:
-        return column_from_rows([torch.tensor(getattr(each, name), dtype=dtype) for each in sequences])
-
-    columns = {
-        "prompt_ids": tokens("prompt_ids", torch.int64),
-        "response_ids": tokens("response_ids", torch.int64),
-        "response_mask": tokens("response_mask", torch.bool),
-    }
-    if not supervised:
-        columns["rollout_log_probs"] = tokens("response_log_probs", torch.float32)
-        fields = {"data_source": task.data_source, "ground_truth": task.ground_truth, "extra_info": dict(task.fields)}
-        columns["task"] = json_column([{**fields, "reward": each.reward} for each in sequences])
-    return columns
+    try:
+        cells: dict[str, Cell] = {
+            "prompt_ids": (_INT64, array("q", sequence.prompt_ids).tobytes()),
+            "response_ids": (_INT64, array("q", sequence.response_ids).tobytes()),
+            "response_mask": (_BOOL, bytes(map(bool, sequence.response_mask))),
+        }
+        if not supervised:
+            record = {"data_source": task.data_source, "ground_truth": task.ground_truth, "extra_info": task.fields}
+            cells["rollout_log_probs"] = _FLOAT32, array("f", sequence.response_log_probs).tobytes()
+            cells["task"] = _JSON, _encode({**record, "reward": sequence.reward}).encode()
+    except (TypeError, ValueError, OverflowError) as error:
+        what, expected = "an agent loop returned values of another type", "integer ids and mask, float log-probs"
+        raise AgentError(what, code="agent.output", where=f"task {task.id}", expected=expected, found=error) from error
+    return cells
 
 
 def sequence_tags(task: Task, sequence: AgentSequence, rollout: int) -> dict[str, Any]:

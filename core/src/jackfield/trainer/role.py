@@ -20,8 +20,9 @@ from jackfield.errors import QueueError, RunError
 from jackfield.plugins.hooks import HookManager, SampleRecord, StageEnded
 from jackfield.queue import BatchMeta, TransferQueue
 from jackfield.runtime.engine import EngineRank
+from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.samples import AdvantageWorker
-from jackfield.runtime.workers import AgentWorker, RewardWorker, Workers, is_lost, resubmitted
+from jackfield.runtime.workers import AgentWorker, Workers, is_lost, resubmitted
 
 WEIGHTS, FINISHED = "weights", "finished"  #: topics of the queue: the newest weights, and the end of the last step
 
@@ -193,7 +194,7 @@ class Role:
         seconds, who = self.config.deadlines.batch, f"an agent worker to read {len(keys)} samples, {keys[:1]} first"
 
         def read() -> Awaitable[tuple[SampleRecord, ...]]:
-            reading = self.workers.agents.of("".join(keys[:1])).records(partition, keys, tags, with_reward=with_reward)
+            reading = self.workers.agents.of(0).records(partition, keys, tags, with_reward=with_reward)
             return self.clock.wait_for(reading, seconds, who)
 
         try:

@@ -22,8 +22,8 @@ from jackfield.runtime.engine import EngineGroup
 from jackfield.runtime.samples import TRAIN, global_counts, mini_batches, oldest_version, own, said_metrics, trained
 from jackfield.runtime.workers import is_lost
 from jackfield.trainer.checkpoint import Checkpoint, Checkpointer, random_state
+from jackfield.trainer.evaluation import Evaluator
 from jackfield.trainer.role import Role
-from jackfield.trainer.rollouts import Evaluator
 from jackfield.trainer.weights import LogProbCheck, publish
 
 CONSUMER = "trainer"  #: the name under which the trainer leases samples
