@@ -82,6 +82,27 @@ def test_bad_values_are_named(file: Path, override: str, code: str, where: str |
     assert (code, where) == (error.code, error.where)
 
 
+def test_steps_to_profile_are_numbers_and_ranges_of_the_schedules_steps(file: Path) -> None:
+    chosen = load_config(file, ["schedule.steps=9", "profile=step:5,8-9"])
+    assert [5, 8, 9] == [step for steps in chosen.profiled_steps for step in steps]
+    assert [] == load_config(file).profiled_steps
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *((text, "this does not say which steps to profile") for text in ("5", "step", "step:", "step:5,", "step:5-")),
+        *((text, "this does not say which steps to profile") for text in ("time:5", "step:+5", "step:5 ", "step:٥")),
+        *((text, "steps are to be profiled that the run does not have") for text in ("step:0", "step:3,10", "step:9-8")),
+        ("step:1-99999999999999999999", "steps are to be profiled that the run does not have"),
+    ],
+)
+def test_steps_that_cannot_be_profiled_are_refused(file: Path, text: str, message: str) -> None:
+    error = fails(file, "schedule.steps=9", f"profile='{text}'")
+    assert ("config.invalid-value", "profile", message) == (error.code, error.where, error.message)
+    assert error.expected and text == error.found and error.fix
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "config.unreadable" == fails(tmp_path / "none.yaml").code
     (tmp_path / "bad.yaml").write_text("a: [")
