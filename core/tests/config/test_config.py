@@ -88,19 +88,16 @@ def test_steps_to_profile_are_numbers_and_ranges_of_the_schedules_steps(file: Pa
     assert [] == load_config(file).profiled_steps
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        *((text, "this does not say which steps to profile") for text in ("5", "step", "step:", "step:5,", "step:5-")),
-        *((text, "this does not say which steps to profile") for text in ("time:5", "step:+5", "step:5 ", "step:٥")),
-        *((text, "steps are to be profiled that the run does not have") for text in ("step:0", "step:3,10", "step:9-8")),
-        ("step:1-99999999999999999999", "steps are to be profiled that the run does not have"),
-    ],
-)
-def test_steps_that_cannot_be_profiled_are_refused(file: Path, text: str, message: str) -> None:
+UNREADABLE = ("5", "step", "step:", "step:5,", "step:5-", "time:5", "step:+5", "step:5 ", "step:\u0665")
+ABSENT = ("step:0", "step:3,10", "step:9-8", "step:1-99999999999999999999")
+
+
+@pytest.mark.parametrize("text", [*UNREADABLE, *ABSENT])
+def test_steps_that_cannot_be_profiled_are_refused(file: Path, text: str) -> None:
     error = fails(file, "schedule.steps=9", f"profile='{text}'")
-    assert ("config.invalid-value", "profile", message) == (error.code, error.where, error.message)
-    assert error.expected and text == error.found and error.fix
+    assert ("config.invalid-value", "profile", text) == (error.code, error.where, error.found)
+    assert ("steps from 1 to 9" in str(error.expected)) == (text in ABSENT)
+    assert error.fix is not None
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

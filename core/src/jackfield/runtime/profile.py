@@ -22,7 +22,7 @@ def begin_trace() -> None:
         from torch.profiler import _ExperimentalConfig, profile
 
         every_thread = _ExperimentalConfig(profile_all_threads=True)  # the engine's and those of replicas
-        _trace = profile(experimental_config=every_thread, acc_events=True)
+        _trace = profile(experimental_config=every_thread)
         _trace.start()
 
 

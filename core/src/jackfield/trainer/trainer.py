@@ -127,7 +127,7 @@ class Trainer:
                 await self.acknowledge(step)
                 await self.evaluate(number + 1)
                 await self.checkpoint(number + 1)
-                await self.release_explorers(number + 1)
+            await self.release_explorers(number + 1)
         return self.role.schedule.steps
 
     @asynccontextmanager
