@@ -19,7 +19,8 @@ def begin_trace() -> None:
     """Record what torch does in all threads of this process, if a trace has not begun."""
     global _trace
     if _trace is None:
-        from torch.profiler import _ExperimentalConfig, profile
+        from torch._C._profiler import _ExperimentalConfig
+        from torch.profiler import profile
 
         every_thread = _ExperimentalConfig(profile_all_threads=True)  # the engine's and those of replicas
         _trace = profile(experimental_config=every_thread)
