@@ -94,6 +94,24 @@ def test_bad_values_are_named(file: Path, override: str, code: str, where: str |
     assert (code, where) == (error.code, error.where)
 
 
+def test_steps_to_profile_are_numbers_and_ranges_of_the_schedules_steps(file: Path) -> None:
+    chosen = load_config(file, ["schedule.steps=9", "profile=step:5,8-9"])
+    assert [5, 8, 9] == [step for steps in chosen.profiled_steps for step in steps]
+    assert [] == load_config(file).profiled_steps
+
+
+UNREADABLE = ("5", "step", "step:", "step:5,", "step:5-", "time:5", "step:+5", "step:5 ", "step:\u0665")
+ABSENT = ("step:0", "step:3,10", "step:9-8", "step:1-99999999999999999999")
+
+
+@pytest.mark.parametrize("text", [*UNREADABLE, *ABSENT])
+def test_steps_that_cannot_be_profiled_are_refused(file: Path, text: str) -> None:
+    error = fails(file, "schedule.steps=9", f"profile='{text}'")
+    assert ("config.invalid-value", "profile", text) == (error.code, error.where, error.found)
+    assert ("steps from 1 to 9" in str(error.expected)) == (text in ABSENT)
+    assert error.fix is not None
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "config.unreadable" == fails(tmp_path / "none.yaml").code
     (tmp_path / "bad.yaml").write_text("a: [")

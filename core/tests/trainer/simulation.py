@@ -47,7 +47,6 @@ from jackfield.trainer.rollouts import Explorer, RewardPipeline
 from jackfield.trainer.trainer import Trainer
 from jackfield_virtual_clock import VirtualClock
 
-
 Worker = TypeVar("Worker")
 
 
@@ -101,6 +100,7 @@ class FakeActor:
         self.queue, self.clock, self.seconds = queue, clock, seconds
         self.updates: list[tuple[BatchMeta, LossSpec]] = []
         self.advantages: list[list[float]] = []
+        self.traces: list[tuple[str, int]] = []  #: beginnings and folders, each with the number of updates before it
 
     async def compute(self, kind: str, batch: BatchMeta, column: str) -> None:
         raise AssertionError("not asked for")
@@ -119,6 +119,12 @@ class FakeActor:
 
     async def load(self, folder: str) -> None:
         assert "weights" == (Path(folder) / "model").read_text()
+
+    async def begin_trace(self) -> None:
+        self.traces.append(("begins", len(self.updates)))
+
+    async def end_trace(self, folder: str) -> None:
+        self.traces.append((folder, len(self.updates)))
 
 
 class DyingBackend(MemoryBackend):
@@ -285,6 +291,7 @@ class Simulation:
     max_samples: int | None = None  #: limit for backpressure
     deaths: Sequence[float] = ()  #: times at which a unit of the store dies
     kill_at: float | None = None  #: time at which the whole run is killed
+    profile: str | None = None
 
     def run(self) -> Simulation:
         """Run to the end on virtual time."""
@@ -299,6 +306,7 @@ class Simulation:
             "model": {"path": "none"},
             "folder": str(self.folder or "nowhere"),
             "seed": 7,
+            "profile": self.profile,
             "data": {"groups_per_batch": self.groups, "rollouts_per_group": self.runs},
             "algorithm": {"mini_batches": self.mini_batches, "kl": self.kl},
             "schedule": {

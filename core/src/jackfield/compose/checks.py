@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,9 @@ _ENCODED_PROMPTS = 64  #: how many of each file's longest texts are tokenised be
 @collection_paused()
 def prepare(config: RunConfig, registry: Registry, hooks: Sequence[object], role: RoleName, clock: Clock) -> Role:
     """Make all checks that do not change the run's folder; those that import torch come last."""
+    if config.profile is not None and role in ("all", "train") and find_spec("pyinstrument") is None:
+        expected, fix = "the package pyinstrument", "install jackfield[profile], or leave profile out"
+        raise PluginError("pyinstrument is not installed", where="profile", expected=expected, fix=fix)
     elsewhere = check_plugins(config, registry, role)
     here = config.cluster.name == "inline"  # otherwise workers check their plugins in their own processes
     local = {kind: name for kind, name in config.plugins.items() if here and kind not in elsewhere}

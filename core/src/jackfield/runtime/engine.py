@@ -17,6 +17,7 @@ from jackfield.clock import Clock
 from jackfield.errors import EngineError, JackfieldError, WorkerLost
 from jackfield.queue import TransferQueue, Values
 from jackfield.queue.meta import BatchMeta, Written
+from jackfield.runtime.profile import begin_trace, end_trace, labelled
 from jackfield.sdk.cells import from_nested, to_nested
 from jackfield.sdk.jagged import jagged, to_padded
 from jackfield.weights import WeightSender
@@ -151,8 +152,17 @@ class EngineRank:
         """Move everything to ``device``."""
         await self._in_thread(self._engine.to, device)
 
+    async def begin_trace(self) -> None:
+        """Record what torch does in this process."""
+        begin_trace()
+
+    async def end_trace(self, file: str) -> None:
+        """Write the trace, unless another rank of this process has written it."""
+        await asyncio.to_thread(end_trace, file)
+
     async def close(self) -> None:
         """Release the engine."""
+        await asyncio.to_thread(end_trace)  # of a step that failed
         await self._in_thread(self._engine.close)
 
     def _forward(self, data: TensorDict, adapter_off: bool) -> EngineOutput:
@@ -172,7 +182,7 @@ class EngineRank:
     async def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
         role, rank = self._engine.context.role, self._engine.context.rank
         try:
-            return await asyncio.to_thread(call, *arguments)
+            return await asyncio.to_thread(labelled, f"{role} {rank}: {call.__name__.strip('_')}", call, *arguments)
         except JackfieldError:
             raise
         except Exception as error:
@@ -296,6 +306,15 @@ class EngineGroup:
     async def load(self, folder: str) -> None:
         """Read a native checkpoint, written by any number of ranks."""
         await self._all(f"to load {folder}", lambda rank, _: rank.load(folder))
+
+    async def begin_trace(self) -> None:
+        """Record what torch does in the processes of all ranks."""
+        await self._all("to begin a trace", lambda rank, _: rank.begin_trace())
+
+    async def end_trace(self, folder: str) -> None:
+        """Write a trace of each rank, or of each process, into ``folder``."""
+        file = f"{folder}/{self._role}"
+        await self._all(f"to write {file}", lambda rank, index: rank.end_trace(f"{file}-{index}.json.gz"))
 
     async def to(self, device: str) -> None:
         """Move everything to ``device``."""
