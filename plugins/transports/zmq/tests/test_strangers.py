@@ -126,24 +126,29 @@ def test_members_that_talk_nonsense_are_answered_and_the_unit_lives(history: Any
 
 PUT = {"id": 1, "units": 0, "partition": "p", "keys": ["a", "b"], "columns": ["x"], "blocks": []}
 TYPE = '["dense","float32",[2]]'
-GOOD = [TYPE, 0, 0, 8]
+GOOD = [[TYPE], [0], [0, 0], [8]]
 
 
 @pytest.mark.parametrize(
-    ("cell", "message"),
+    ("cells", "message"),
     [
-        ([TYPE, 0, 4, 8], "outside of its message"),
-        ([TYPE, 3, 0, 8], "outside of its message"),
-        ([TYPE, 0, -8, 8], "outside of its message"),
-        ([TYPE, -1, 0, 8], "index out of range"),
+        ([[TYPE], [0], [0, 4], [8]], "outside of its message"),
+        ([[TYPE], [0], [0], [8]], "outside of its message"),
+        ([[TYPE], [0, 3], [0, 0], [8]], "outside of its message"),
+        ([[TYPE], [0], [0, -8], [8]], "outside of its message"),
+        ([[TYPE], [0], [0, 8], [8, -8]], "outside of its message"),
+        ([[TYPE], [0, -1], [0, 0], [8]], "index out of range"),
+        ([[TYPE], [0], [0, 0, 0], [8]], "2 rows"),
+        ([[], [0], [0, 0], [8]], "2 rows"),
     ],
 )
-def test_cells_beyond_their_message_are_refused_and_nothing_is_stored(cell: list[Any], message: str) -> None:
+def test_cells_beyond_their_message_are_refused_and_nothing_is_stored(cells: list[Any], message: str) -> None:
     sent: list[Any] = []
     wire = Wire({**REQUESTS, **REPLIES}, SECRET)
     unit = Unit(0, wire, lambda _, frames: sent.append(wire.decode(frames)), "")
     unit.receive(b"client", wire.encode("hello", {"pid": os.getpid(), "place": ""}))
-    unit.receive(b"client", wire.encode("put", {**PUT, "cells": [GOOD, cell]}, [bytes(8)]))
+    put = {**PUT, "columns": ["x", "y"], "cells": [GOOD, cells]}
+    unit.receive(b"client", wire.encode("put", put, [bytes(8)]))
     assert "refused" == sent[0].kind
     assert message in sent[0]["message"]
     unit.receive(b"client", wire.encode("stats", {"id": 2}))
@@ -157,8 +162,8 @@ def test_what_comes_of_a_producer_after_its_death_is_not_stored() -> None:
     unit = Unit(0, wire, lambda _, frames: sent.append(wire.decode(frames)), place_of_this_process())
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as producer:
         unit.receive(b"producer", wire.encode("hello", {"pid": producer.pid, "place": place_of_this_process()}))
-        unit.receive(b"producer", wire.encode("put", {**PUT, "cells": [GOOD, GOOD]}, [bytes(8)]))
-    late = wire.encode("put", {**PUT, "id": 2, "keys": ["c", "d"], "cells": [GOOD, GOOD]}, [bytes(8)])
+        unit.receive(b"producer", wire.encode("put", {**PUT, "cells": [GOOD]}, [bytes(8)]))
+    late = wire.encode("put", {**PUT, "id": 2, "keys": ["c", "d"], "cells": [GOOD]}, [bytes(8)])
     unit.receive(b"producer", late)
     unit.gone(b"producer")
     unit.receive(b"producer", late)

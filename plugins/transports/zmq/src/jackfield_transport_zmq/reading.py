@@ -15,8 +15,8 @@ from jackfield.sdk.archive import ArchiveWriter, SavedSample, batches, read_arch
 from jackfield.sdk.cells import lacking_column, unknown_sample
 from jackfield_transport_zmq.client import Client, all_of
 from jackfield_transport_zmq.line import Lost
-from jackfield_transport_zmq.values import Lease, Reader, Slot, packed_cells
-from jackfield_transport_zmq.wire import Message
+from jackfield_transport_zmq.values import Lease, Reader, Slot, cell_of
+from jackfield_transport_zmq.wire import Message, Packer
 
 
 class Reading:
@@ -27,7 +27,8 @@ class Reading:
         self._reader = reader
         self._request = request
         self._keys = list(dict.fromkeys(request.keys))
-        self._found: dict[str, list[Slot]] = {}  #: by key: the columns' cells; none where a column is lacking
+        #: by key: the columns of a reply, none where one is lacking, and the row's number there
+        self._found: dict[str, tuple[list[list[Slot]], int]] = {}
         self._lacking: dict[str, tuple[str, list[str]]] = {}  #: by key: a column, and those that are there
         self._leases: list[Lease] = []
 
@@ -67,16 +68,15 @@ class Reading:
         for number, name, others in reply["lacking"]:
             self._lacking.setdefault(keys[number], (name, others))
         if reply["lacking"]:
-            self._found.update((key, []) for key in there)
+            self._found.update((key, ([], 0)) for key in there)
             return
         try:
-            slots = self._reader.slots(reply["cells"], reply["blocks"], reply.buffers, lease)
+            slots = self._reader.slots(reply, len(there), lease)
         except QueueError:
             if not self._client.notice_death(unit):
                 raise
             return  # with its memory, after it had answered
-        for number, key in enumerate(there):
-            self._found[key] = slots[number * len(columns) : (number + 1) * len(columns)]
+        self._found.update((key, (slots, number)) for number, key in enumerate(there))
 
     def _unknown(self, keys: Sequence[str]) -> QueueError:
         partition, directory = self._request.partition, self._client.directory
@@ -98,7 +98,7 @@ class Reading:
         """The columns, in the order of the keys; ``queue.column`` for rows that do not fit together."""
         rows = [self._found[key] for key in self._request.keys]
         return {
-            name: self._reader.column(name, [row[number] for row in rows])
+            name: self._reader.column(name, [columns[number][row] for columns, row in rows])
             for number, name in enumerate(self._request.columns)
         }
 
@@ -157,10 +157,13 @@ async def restored(client: Client, folder: Path, in_thread: InThread) -> Snapsho
     try:
         while batch := await in_thread(next, archive, None):
             for (unit, partition, columns), rows in _by_unit(client, batch).items():
-                values, buffers = packed_cells([row.cells[name] for row in rows for name in columns])
+                packer = Packer()
+                parts = [[row.cells[name] for row in rows] for name in columns]
+                cells = [packer.cells([text for text, _ in part], [content for _, content in part]) for part in parts]
                 keys = [row.key for row in rows]
-                fields = {"mark": mark, "partition": partition, "keys": keys, "columns": list(columns), **values}
-                await _asked(client, unit, "stage", fields, buffers)
+                fields = {"mark": mark, "partition": partition, "keys": keys, "columns": list(columns)}
+                fields |= {"cells": cells, "blocks": []}
+                await _asked(client, unit, "stage", fields, packer.buffers())
         return await _at_once(client, units, mark, "swap")
     finally:
         await _end(client, units, mark)
@@ -194,10 +197,12 @@ async def _asked(client: Client, unit: int, kind: str, fields: dict[str, Any], b
 
 
 def _rows(reader: Reader, reply: Message, lease: Lease | None) -> list[SavedSample]:
-    slots = iter(reader.slots(reply["cells"], reply["blocks"], reply.buffers, lease))
+    rows = reply["rows"]
+    (slots,) = reader.slots(reply, sum(len(columns) for _, _, columns in rows), lease)
+    cells = map(cell_of, slots)
     return [
-        SavedSample(partition=partition, key=key, cells={name: next(slots).cell for name in columns})
-        for partition, key, columns in reply["rows"]
+        SavedSample(partition=partition, key=key, cells={name: next(cells) for name in columns})
+        for partition, key, columns in rows
     ]
 
 
