@@ -97,7 +97,9 @@ def measure(arguments: argparse.Namespace, say: Any) -> tuple[dict[str, Any], di
             if arguments.backends and name not in arguments.backends:
                 continue
             with tempfile.TemporaryDirectory() as folder:
-                one = found["backends"][name] = asyncio.run(stores.backend(cls, config, folder, arguments.sizes, repeats))
+                one = found["backends"][name] = asyncio.run(
+                    stores.backend(cls, config, folder, arguments.sizes, repeats)
+                )
             say(line(name, one, arguments.sizes))
             say(stores.MANY_TEXT.format(**one))
             if name == "zmq" and HEADLINE_MB in arguments.sizes:

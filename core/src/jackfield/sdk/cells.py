@@ -29,7 +29,7 @@ Cell: TypeAlias = tuple[str, Buffer]  #: the text of a ColumnType, and the bytes
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)
 class ColumnType:
     """The type that all samples of a column share. A sample's length follows from its bytes."""
 
@@ -41,8 +41,7 @@ class ColumnType:
     def of(cls, column: Column) -> ColumnType:
         """Return the type of a column."""
         kind: Kind = "dense" if column.offsets is None else "json" if column.encoding == "json" else "jagged"
-        dtype = str(column.values.dtype).removeprefix("torch.")
-        return cls(kind=kind, dtype=dtype, shape=tuple(column.values.shape[1:]))
+        return _type_of(kind, column.values.dtype, tuple(column.values.shape[1:]))
 
     @classmethod
     @functools.lru_cache(maxsize=1024)
@@ -58,12 +57,12 @@ class ColumnType:
             pass
         raise QueueError("the type of a value is damaged", code="queue.store", expected=expected, found=text)
 
-    @property
+    @functools.cached_property
     def text(self) -> str:
         """The text that stores keep for the type."""
         return json.dumps([self.kind, self.dtype, self.shape], separators=(",", ":"))
 
-    @property
+    @functools.cached_property
     def unit(self) -> int:
         """The bytes of a dense sample, or of each index of a jagged one."""
         return math.prod(self.shape) * int(dtype_of(self.dtype).itemsize)
@@ -86,6 +85,11 @@ class ColumnType:
         return unit
 
 
+@functools.lru_cache(maxsize=1024)
+def _type_of(kind: Kind, dtype: object, shape: tuple[int, ...]) -> ColumnType:
+    return ColumnType(kind=kind, dtype=str(dtype).removeprefix("torch."), shape=shape)
+
+
 def content_of(column: Column) -> memoryview:
     """Return the bytes of all samples in order, in C order and little-endian, without a copy.
 
@@ -96,7 +100,7 @@ def content_of(column: Column) -> memoryview:
     values = column.values
     if column.offsets is not None and not math.prod(values.shape[1:]):
         values = column.offsets.diff()
-    raw: Any = values.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    raw: Any = values.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(raw)
 
 

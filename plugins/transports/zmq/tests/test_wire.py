@@ -221,7 +221,7 @@ CELLS = st.tuples(st.sampled_from(["a", "b"]), st.integers(-3, 3), st.integers(0
 @given(st.lists(CELLS, max_size=6))
 def test_cells_come_back_from_their_entry(cells: list[tuple[str, int, int, int]]) -> None:
     entry = packed(*(list(items) for items in zip(*cells, strict=True))) if cells else packed([], [], [], [])
-    assert cells == unpacked(entry, len(cells), lambda _: (0, 80))
+    assert cells == list(zip(*unpacked(entry, len(cells), lambda _: (0, 80)), strict=True))
 
 
 def test_what_cells_share_is_in_their_entry_once() -> None:

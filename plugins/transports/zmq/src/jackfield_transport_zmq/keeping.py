@@ -108,7 +108,7 @@ class Memory:
             return block.start, block.arena.size
 
         kept = list[Kept]()
-        for text, source, offset, size in unpacked(entry, count, room):
+        for text, source, offset, size in zip(*unpacked(entry, count, room), strict=True):
             if source < 0:
                 kept.append((text, size, blocks[-1 - source], offset, b""))
             else:
@@ -149,12 +149,15 @@ class Memory:
         packer, entries = Packer(), list[Cells]()
         blocks: dict[Shared | None, int] = {None: 0}  #: their sources
         for cells in columns:
+            places = [cell[2] for cell in cells]
             if client is not None and client.shares:
-                for cell in cells:
-                    blocks.setdefault(cell[2], -len(blocks))
-            sources, offsets = [blocks.get(cell[2], 0) for cell in cells], [cell[3] for cell in cells]
+                for block in set(places):
+                    blocks.setdefault(block, -len(blocks))
+            sources, offsets = [blocks.get(block, 0) for block in places], [cell[3] for cell in cells]
             own = [number for number, source in enumerate(sources) if not source]
-            for number, source, offset in zip(own, *packer.add([_content(cells[number]) for number in own]), strict=True):
+            for number, source, offset in zip(
+                own, *packer.add([_content(cells[number]) for number in own]), strict=True
+            ):
                 sources[number], offsets[number] = source, offset
             entries.append(packed([cell[0] for cell in cells], sources, offsets, [cell[1] for cell in cells]))
         del blocks[None]

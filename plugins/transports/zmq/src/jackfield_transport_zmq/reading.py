@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,7 +16,7 @@ from jackfield.sdk.archive import ArchiveWriter, SavedSample, batches, read_arch
 from jackfield.sdk.cells import lacking_column, unknown_sample
 from jackfield_transport_zmq.client import Client, all_of
 from jackfield_transport_zmq.line import Lost
-from jackfield_transport_zmq.values import Lease, Reader, Slot, cell_of
+from jackfield_transport_zmq.values import Found, Lease, Reader
 from jackfield_transport_zmq.wire import Message, Packer
 
 
@@ -27,8 +28,8 @@ class Reading:
         self._reader = reader
         self._request = request
         self._keys = list(dict.fromkeys(request.keys))
-        #: by key: the columns of a reply, none where one is lacking, and the row's number there
-        self._found: dict[str, tuple[list[list[Slot]], int]] = {}
+        self._found: dict[str, int] = {}  #: by key: the row's number in the columns; -1 where it lacks one
+        self._columns, self._count = [Found() for _ in request.columns], 0
         self._lacking: dict[str, tuple[str, list[str]]] = {}  #: by key: a column, and those that are there
         self._leases: list[Lease] = []
 
@@ -68,15 +69,18 @@ class Reading:
         for number, name, others in reply["lacking"]:
             self._lacking.setdefault(keys[number], (name, others))
         if reply["lacking"]:
-            self._found.update((key, ([], 0)) for key in there)
+            self._found.update(dict.fromkeys(there, -1))
             return
         try:
-            slots = self._reader.slots(reply, len(there), lease)
+            columns = self._reader.found(reply, len(there), lease)
         except QueueError:
             if not self._client.notice_death(unit):
                 raise
             return  # with its memory, after it had answered
-        self._found.update((key, (slots, number)) for number, key in enumerate(there))
+        self._found.update(zip(there, itertools.count(self._count)))
+        self._count += len(there)
+        for column, more in zip(self._columns, columns, strict=True):
+            column.add(more)
 
     def _unknown(self, keys: Sequence[str]) -> QueueError:
         partition, directory = self._request.partition, self._client.directory
@@ -97,9 +101,9 @@ class Reading:
     def columns(self) -> dict[str, Column]:
         """The columns, in the order of the keys; ``queue.column`` for rows that do not fit together."""
         rows = [self._found[key] for key in self._request.keys]
+        columns = self._columns if rows == [*range(self._count)] else [each.chosen(rows) for each in self._columns]
         return {
-            name: self._reader.column(name, [columns[number][row] for columns, row in rows])
-            for number, name in enumerate(self._request.columns)
+            name: self._reader.column(name, found) for name, found in zip(self._request.columns, columns, strict=True)
         }
 
     def close(self) -> None:
@@ -198,8 +202,8 @@ async def _asked(client: Client, unit: int, kind: str, fields: dict[str, Any], b
 
 def _rows(reader: Reader, reply: Message, lease: Lease | None) -> list[SavedSample]:
     rows = reply["rows"]
-    (slots,) = reader.slots(reply, sum(len(columns) for _, _, columns in rows), lease)
-    cells = map(cell_of, slots)
+    (found,) = reader.found(reply, sum(len(columns) for _, _, columns in rows), lease)
+    cells = iter(found.cells())
     return [
         SavedSample(partition=partition, key=key, cells={name: next(cells) for name in columns})
         for partition, key, columns in rows

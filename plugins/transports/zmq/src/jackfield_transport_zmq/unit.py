@@ -158,8 +158,9 @@ class Unit:
         try:
             columns = [memory.kept(entry, len(keys), message.buffers, blocks) for entry in message["cells"]]
             for cells in columns:
-                memory.use(cells)
                 stored += size_of(cells)
+                if blocks:
+                    memory.use(cells)
         finally:
             memory.drop(blocks)
         into = [rows.setdefault((partition, key), {}) for key in keys]
@@ -168,7 +169,7 @@ class Unit:
                 if name in row:
                     replaced.append(row[name])
                 row[name] = cell
-        return stored, memory.let_go(replaced)
+        return stored, memory.let_go(replaced) if replaced else 0
 
     def _do_get(self, identity: bytes, message: Message) -> None:
         partition, names = message["partition"], message["columns"]

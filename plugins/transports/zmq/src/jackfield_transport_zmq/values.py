@@ -9,7 +9,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, TypeAlias
+from typing import Any
 
 import attrs
 import numpy as np
@@ -119,13 +119,38 @@ class Source:
     lease: Lease | None = None
 
 
-Slot: TypeAlias = tuple[str, Source, int, int]  #: a cell that was read: its type, source, offset and size
+@attrs.frozen(eq=False)
+class Found:
+    """Cells of a column that were read: one item of each list for each of them."""
 
+    types: list[str] = attrs.field(factory=list)
+    sources: list[Source] = attrs.field(factory=list)
+    offsets: list[int] = attrs.field(factory=list)
+    sizes: list[int] = attrs.field(factory=list)
 
-def cell_of(slot: Slot) -> Cell:
-    """Return a cell that was read."""
-    text, source, offset, size = slot
-    return text, source.view[offset : offset + size]
+    def add(self, other: Found) -> None:
+        """Append further cells."""
+        for ours, theirs in zip(self._lists, other._lists, strict=True):
+            ours += theirs
+
+    def chosen(self, numbers: Sequence[int]) -> Found:
+        """Return the cells of these numbers, in this order."""
+        return Found(*([each[number] for number in numbers] for each in self._lists))
+
+    def cells(self) -> list[Cell]:
+        """Return types and bytes."""
+        places = zip(*self._lists, strict=True)
+        return [(text, source.view[offset : offset + size]) for text, source, offset, size in places]
+
+    @property
+    def _lists(self) -> tuple[list[Any], ...]:
+        return self.types, self.sources, self.offsets, self.sizes
+
+    @property
+    def together(self) -> bool:
+        """Return whether cells lie back to back in one mapping, or in one buffer."""
+        places = {source.mapping or source for source in set(self.sources)}
+        return len(places) == 1 and self.offsets == back_to_back(self.offsets[0], self.sizes)
 
 
 class Reader:
@@ -136,7 +161,7 @@ class Reader:
         self._mappings: OrderedDict[tuple[int, int], ForeignArena] = OrderedDict()
         self._own = Arenas(gathered_max_bytes)
 
-    def slots(self, reply: Message, count: int, lease: Lease | None) -> list[list[Slot]]:
+    def found(self, reply: Message, count: int, lease: Lease | None) -> list[Found]:
         """The cells of a reply, ``count`` of each entry.
 
         Raises ``queue.store`` where they are damaged, or their memory cannot be opened.
@@ -150,9 +175,10 @@ class Reader:
             def room(number: int) -> tuple[int, int]:
                 return 0, len(sources[number].view)
 
+            cells = [unpacked(entry, count, room) for entry in reply["cells"]]
             return [
-                [(text, sources[number], offset, size) for text, number, offset, size in unpacked(entry, count, room)]
-                for entry in reply["cells"]
+                Found(types, [sources[number] for number in numbers], offsets, sizes)
+                for types, numbers, offsets, sizes in cells
             ]
         except (ValueError, KeyError, OSError) as error:
             raise QueueError(f"values cannot be read: {error}", code="queue.store") from error
@@ -167,23 +193,26 @@ class Reader:
         self._mappings.move_to_end(name)
         return mapping
 
-    def column(self, name: str, slots: Sequence[Slot]) -> Column:
+    def column(self, name: str, found: Found) -> Column:
         """Rows as one column: shown where they lie in shared memory, if they are large and lie together."""
-        types, sizes = [slot[0] for slot in slots], [slot[3] for slot in slots]
-        total, together = sum(sizes), _together(slots)
-        if together and total >= _SHOWN and slots[0][1].mapping is not None:
-            return column_of(name, types, sizes, self._shown(slots, total))
-        whole = [(*slots[0][:3], total)] if together else slots
-        return column_of(name, types, sizes, self._gathered([cell_of(slot)[1] for slot in whole], total))
+        total, together = sum(found.sizes), found.together
+        if together and total >= _SHOWN and found.sources[0].mapping is not None:
+            content = self._shown(found, total)
+        elif together:
+            start = found.offsets[0]
+            content = self._gathered([found.sources[0].view[start : start + total]], total)
+        else:
+            content = self._gathered([content for _, content in found.cells()], total)
+        return column_of(name, found.types, found.sizes, content)
 
     @staticmethod
-    def _shown(slots: Sequence[Slot], size: int) -> Any:
-        _, first, offset, _ = slots[0]
-        assert first.mapping is not None
-        leases = {source.lease for _, source, _, _ in slots} - {None}
+    def _shown(found: Found, size: int) -> Any:
+        mapping = found.sources[0].mapping
+        assert mapping is not None
+        leases = {source.lease for source in found.sources}
         readers = [lease.reader() for lease in leases if lease is not None]
         gone = readers[0] if len(readers) == 1 else lambda: [done() for done in readers]
-        return Held(first.mapping, first.mapping.address + offset, size, gone).tensor()
+        return Held(mapping, mapping.address + found.offsets[0], size, gone).tensor()
 
     def _gathered(self, contents: Sequence[memoryview], size: int) -> Any:
         block = self._own.take(size) if size >= _SHOWN else None
@@ -200,9 +229,3 @@ class Reader:
     def close(self) -> None:
         """Let go of the memory of others; tensors that show it keep it."""
         self._mappings.clear()
-
-
-def _together(slots: Sequence[Slot]) -> bool:
-    """Return whether cells lie back to back in one mapping, or in one buffer."""
-    places = {source.mapping or source for source in {slot[1] for slot in slots}}
-    return len(places) == 1 and [slot[2] for slot in slots] == back_to_back(slots[0][2], [slot[3] for slot in slots])

@@ -252,13 +252,13 @@ def packed(types: list[str], sources: list[int], offsets: list[int], sizes: list
     return _once(types), _once(sources), offsets[:1] if together else offsets, _once(sizes)
 
 
-def unpacked(entry: Cells, count: int, room: Callable[[int], tuple[int, int]]) -> list[tuple[str, int, int, int]]:
-    """Type, source, offset and size of each of ``count`` cells; ``room`` returns the bounds of a source.
+def unpacked(entry: Cells, count: int, room: Callable[[int], tuple[int, int]]) -> Cells:
+    """Types, sources, offsets and sizes of ``count`` cells, one item for each; ``room`` returns the bounds of a source.
 
     Raises ``ValueError`` for a cell beyond these, and for another number of cells.
     """
     if not count:
-        return []
+        return [], [], [], []
     types, sources, offsets, sizes = (each * count if len(each) == 1 else each for each in entry)
     if len(entry[2]) == 1:
         offsets = back_to_back(entry[2][0], sizes)
@@ -270,10 +270,10 @@ def unpacked(entry: Cells, count: int, room: Callable[[int], tuple[int, int]]) -
         fits = start <= min(offsets) and max(ends) <= end
     else:
         places = zip(map(rooms.__getitem__, sources), offsets, ends, strict=True)
-        fits = all([start <= first and last <= end for (start, end), first, last in places])
+        fits = all(start <= first and last <= end for (start, end), first, last in places)
     if not fits or min(sizes) < 0:
         raise ValueError("a cell lies outside of its message or block")
-    return list(zip(types, sources, offsets, sizes, strict=True))
+    return types, sources, offsets, sizes
 
 
 def _once(items: list[_T]) -> list[_T]:
