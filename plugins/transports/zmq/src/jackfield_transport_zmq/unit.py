@@ -123,6 +123,10 @@ class Unit:
         self._tell_freed()
 
     def _do_bye(self, identity: bytes, _: Message) -> None:
+        self.left(identity)
+
+    def left(self, identity: bytes) -> None:
+        """A client has closed its connection."""
         client = self.clients.get(identity)
         if client is not None and not client.leases:  # tensors that are still read go with its process
             self.gone(identity)
