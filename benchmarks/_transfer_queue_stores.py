@@ -99,8 +99,9 @@ class Objects:
         self._reference = self._ray.put(request)
 
     async def get(self, keys: Sequence[str], names: Sequence[str]) -> Any:
-        import torch
         import warnings
+
+        import torch
 
         with warnings.catch_warnings(action="ignore"):  # its arrays cannot be written to
             return torch.from_numpy(self._ray.get(self._reference)[0])

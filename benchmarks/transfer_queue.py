@@ -4,10 +4,11 @@
 
 Each backend that is installed is measured in this process: a batch of 64 rows of float32 is put, got and deleted, under
 new keys each time; the median counts, after a first time that touches the memory. A get ends when the consumer has read
-every byte and the sum is right. Then 1,024 short samples of 5 jagged columns are put and got in one call. The backend
-zmq is measured between processes, too: from the beginning of a put until a second process, which is then told, has got
-the batch (both messages, through pipes, included); a memcpy takes turns. Last, four producers and four consumers, each a
-process, move batches of 8 MB at once, in turns with one of each: MB/s of all together.
+every byte and the sum is right. Then 1,024 short samples of 5 jagged columns are put, got and deleted with one call
+each. The backend zmq is measured between processes, too: from the beginning of a put until a second process, which is
+then told, has got the batch (both messages, through pipes, included); a memcpy takes turns. At last four producers and
+four consumers move batches of 8 MB at once, each in a process; one of each takes turns.
+
 Beside them: a memcpy of the same bytes into memory that was touched before, Ray's object store alone (an object for a
 batch), and the PyPI package TransferQueue 0.1.11, where it is installed (make benchmark-transfer-queue). PostgreSQL and
 Redis are started for the benchmark on loopback, PostgreSQL without fsync.

@@ -29,7 +29,7 @@ Cell: TypeAlias = tuple[str, Buffer]  #: the text of a ColumnType, and the bytes
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
-@attrs.frozen(kw_only=True, slots=False)
+@attrs.frozen(kw_only=True)
 class ColumnType:
     """The type that all samples of a column share. A sample's length follows from its bytes."""
 
@@ -41,7 +41,8 @@ class ColumnType:
     def of(cls, column: Column) -> ColumnType:
         """Return the type of a column."""
         kind: Kind = "dense" if column.offsets is None else "json" if column.encoding == "json" else "jagged"
-        return _type_of(kind, column.values.dtype, tuple(column.values.shape[1:]))
+        dtype = str(column.values.dtype).removeprefix("torch.")
+        return cls(kind=kind, dtype=dtype, shape=tuple(column.values.shape[1:]))
 
     @classmethod
     @functools.lru_cache(maxsize=1024)
@@ -57,12 +58,14 @@ class ColumnType:
             pass
         raise QueueError("the type of a value is damaged", code="queue.store", expected=expected, found=text)
 
-    @functools.cached_property
+    @property
+    @functools.lru_cache(maxsize=1024)  # noqa: B019: types are few
     def text(self) -> str:
         """The text that stores keep for the type."""
         return json.dumps([self.kind, self.dtype, self.shape], separators=(",", ":"))
 
-    @functools.cached_property
+    @property
+    @functools.lru_cache(maxsize=1024)  # noqa: B019
     def unit(self) -> int:
         """The bytes of a dense sample, or of each index of a jagged one."""
         return math.prod(self.shape) * int(dtype_of(self.dtype).itemsize)
@@ -83,11 +86,6 @@ class ColumnType:
                 message, found = "the bytes of a value do not fit its type", f"{size} bytes"
                 raise QueueError(message, code="queue.store", expected=self.text, found=found)
         return unit
-
-
-@functools.lru_cache(maxsize=1024)
-def _type_of(kind: Kind, dtype: object, shape: tuple[int, ...]) -> ColumnType:
-    return ColumnType(kind=kind, dtype=str(dtype).removeprefix("torch."), shape=shape)
 
 
 def content_of(column: Column) -> memoryview:

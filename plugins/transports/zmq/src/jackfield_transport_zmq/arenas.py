@@ -15,7 +15,6 @@ import weakref
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -108,8 +107,6 @@ class Arena:
         try:
             os.ftruncate(descriptor, size)
             memory = mmap.mmap(descriptor, size)
-            with suppress(OSError):  # a system without them
-                memory.madvise(mmap.MADV_HUGEPAGE)
         except OSError as error:
             os.close(descriptor)
             raise QueueError(

@@ -98,7 +98,6 @@ class Memory:
     @staticmethod
     def kept(entry: Cells, count: int, buffers: Sequence[Buffer], blocks: Sequence[Shared]) -> list[Kept]:
         """Return the cells of a message; ``ValueError`` if one lies beyond its message or arena."""
-
         views = [memoryview(buffer) for buffer in buffers]
 
         def room(source: int) -> tuple[int, int]:
@@ -147,20 +146,20 @@ class Memory:
     def packed(self, columns: Iterable[Sequence[Kept]], client: Client | None) -> tuple[dict[str, Any], list[Buffer]]:
         """Return the fields ``cells``, ``blocks`` and ``lease`` of a reply, and its buffers."""
         packer, entries = Packer(), list[Cells]()
-        blocks: dict[Shared | None, int] = {None: 0}  #: their sources
+        blocks: dict[Shared, int] = {}  #: their sources
         for cells in columns:
             places = [cell[2] for cell in cells]
             if client is not None and client.shares:
-                for block in set(places):
-                    blocks.setdefault(block, -len(blocks))
-            sources, offsets = [blocks.get(block, 0) for block in places], [cell[3] for cell in cells]
+                for shared in {place for place in places if place is not None}:
+                    blocks.setdefault(shared, -1 - len(blocks))
+            sources = [0 if block is None else blocks.get(block, 0) for block in places]
+            offsets = [cell[3] for cell in cells]
             own = [number for number, source in enumerate(sources) if not source]
             for number, source, offset in zip(
                 own, *packer.add([_content(cells[number]) for number in own]), strict=True
             ):
                 sources[number], offsets[number] = source, offset
             entries.append(packed([cell[0] for cell in cells], sources, offsets, [cell[1] for cell in cells]))
-        del blocks[None]
         lease = 0
         if blocks and client is not None:
             self._leases += 1

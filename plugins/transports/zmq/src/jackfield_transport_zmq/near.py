@@ -117,10 +117,11 @@ class Stream:
 
     def _begin(self, sizes: Sequence[int], content: bytes) -> None:
         """Begin a long message, of which some has come."""
-        self._frames = [bytearray(size) for size in sizes]
-        for frame in self._frames:
+        frames = [bytearray(size) for size in sizes]
+        self._frames = [*frames]
+        for frame in frames:
             here, content = content[: len(frame)], content[len(frame) :]
-            frame[: len(here)] = here  # type: ignore[index]
+            frame[: len(here)] = here
             if len(here) < len(frame):
                 self._missing.append(memoryview(frame)[len(here) :])
 

@@ -259,9 +259,8 @@ def unpacked(entry: Cells, count: int, room: Callable[[int], tuple[int, int]]) -
     """
     if not count:
         return [], [], [], []
-    types, sources, offsets, sizes = (each * count if len(each) == 1 else each for each in entry)
-    if len(entry[2]) == 1:
-        offsets = back_to_back(entry[2][0], sizes)
+    types, sources, sizes = _each(entry[0], count), _each(entry[1], count), _each(entry[3], count)
+    offsets = back_to_back(entry[2][0], sizes) if len(entry[2]) == 1 else entry[2]
     if {count} != {len(types), len(sources), len(offsets), len(sizes)}:
         raise ValueError(f"other cells than those of {count} rows")
     ends, rooms = list(map(add, offsets, sizes)), {source: room(source) for source in set(sources)}
@@ -278,6 +277,10 @@ def unpacked(entry: Cells, count: int, room: Callable[[int], tuple[int, int]]) -
 
 def _once(items: list[_T]) -> list[_T]:
     return items[:1] if items.count(items[0]) == len(items) else items
+
+
+def _each(items: list[_T], count: int) -> list[_T]:
+    return items * count if len(items) == 1 else items
 
 
 def back_to_back(start: int, sizes: Sequence[int]) -> list[int]:
