@@ -139,8 +139,8 @@ async def at_once(folder: str, repeats: int) -> dict[str, float]:
         for number in range(PAIRS):
             (there, put), (back, taken) = os.pipe(), os.pipe()
             for role, source, target in (("producer", back, put), ("consumer", there, taken)):
-                process = part(role, number, source, target, join, descriptors=(source, target))
-                processes.append(stack.enter_context(process))
+                started = part(role, number, source, target, join, descriptors=(source, target))
+                processes.append(stack.enter_context(started))
             for descriptor in (there, put, back, taken):
                 os.close(descriptor)
         for process in processes:

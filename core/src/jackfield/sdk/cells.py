@@ -59,7 +59,7 @@ class ColumnType:
         raise QueueError("the type of a value is damaged", code="queue.store", expected=expected, found=text)
 
     @property
-    @functools.lru_cache(maxsize=1024)  # noqa: B019: types are few
+    @functools.lru_cache(maxsize=1024)  # noqa: B019  types are few
     def text(self) -> str:
         """The text that stores keep for the type."""
         return json.dumps([self.kind, self.dtype, self.shape], separators=(",", ":"))

@@ -140,10 +140,8 @@ async def test_processes_of_the_host_without_the_password_do_not_get_in(opened: 
     async with opened() as backend:
         directory = backend._client.directory
         address, shown = directory.units[0].address, password(directory.secret)
-        valid = Wire(REQUESTS, directory.secret).encode("stats", {"id": 1})
-        assert b"" == await answer_to(
-            address, b"a guess".ljust(len(shown)), struct.pack("<2Q", 1, len(valid[0])), *valid
-        )
+        valid = bytes(Wire(REQUESTS, directory.secret).encode("stats", {"id": 1})[0])
+        assert b"" == await answer_to(address, b"a guess".ljust(len(shown)), struct.pack("<2Q", 1, len(valid)), valid)
         assert b"" == await answer_to(address, b"GET / HTTP/1.1\r\n\r\n".ljust(len(shown)))
         assert 2.0 == (await backend.stats()).details["unit 0 refused connections"]
         for sizes in ((1, 1 << 40), (1 << 40,), (1 << 16, *[1 << 33] * (1 << 16))):

@@ -72,14 +72,14 @@ class Reading:
             self._found.update(dict.fromkeys(there, -1))
             return
         try:
-            columns = self._reader.found(reply, len(there), lease)
+            found = self._reader.found(reply, len(there), lease)
         except QueueError:
             if not self._client.notice_death(unit):
                 raise
             return  # with its memory, after it had answered
         self._found.update(zip(there, itertools.count(self._count)))
         self._count += len(there)
-        for column, more in zip(self._columns, columns, strict=True):
+        for column, more in zip(self._columns, found, strict=True):
             column.add(more)
 
     def _unknown(self, keys: Sequence[str]) -> QueueError:
@@ -165,8 +165,8 @@ async def restored(client: Client, folder: Path, in_thread: InThread) -> Snapsho
                 parts = [[row.cells[name] for row in rows] for name in columns]
                 cells = [packer.cells([text for text, _ in part], [content for _, content in part]) for part in parts]
                 keys = [row.key for row in rows]
-                fields = {"mark": mark, "partition": partition, "keys": keys, "columns": list(columns)}
-                fields |= {"cells": cells, "blocks": []}
+                place: dict[str, Any] = {"mark": mark, "partition": partition, "keys": keys, "columns": list(columns)}
+                fields = {**place, "cells": cells, "blocks": []}
                 await _asked(client, unit, "stage", fields, packer.buffers())
         return await _at_once(client, units, mark, "swap")
     finally:

@@ -214,7 +214,7 @@ class Reader:
         gone = readers[0] if len(readers) == 1 else lambda: [done() for done in readers]
         return Held(mapping, mapping.address + found.offsets[0], size, gone).tensor()
 
-    def _gathered(self, contents: Sequence[memoryview], size: int) -> Any:
+    def _gathered(self, contents: Sequence[Buffer], size: int) -> Any:
         block = self._own.take(size) if size >= _SHOWN else None
         if block is None:
             return tensor_of(bytearray().join(contents))
