@@ -42,18 +42,24 @@ def open_receiver(
     device: str = "cpu",
     host: str = "127.0.0.1",
     held: HeldWeights | None = None,
+    last: WeightReceiver | None = None,
 ) -> WeightReceiver:
     """Create the receiver of an update for a worker, by its number within the replica.
 
     ``device`` receives the tensors, if the checkpoint engine can choose, and servers of the worker listen at ``host``.
     ``held`` are the worker's weights, which outlive the receiver; they are dropped unless the update is or precedes a
-    delta.
+    delta. ``last`` is the receiver of the worker's last update: what its checkpoint engine has kept (buffers, groups,
+    registrations) is used again if the settings and the number of workers are the same.
     """
     rank, seconds = request.first_worker + worker, request.deadline_seconds
     world: dict[str, Any] = {"rank": rank, "world_size": request.total_workers, "device": device, "host": host}
     context = CheckpointEngineContext(end="receiver", deadline_seconds=seconds, **world)
     plugin, settings = load_plugin("checkpoint_engine", request.checkpoint_engine), request.checkpoint_engine_config
     engine: Any = plugin.build(dict(settings), context)
+    if last is not None and (type(last._engine), last._engine.config, last._engine.context) == (
+        type(engine), engine.config, engine.context
+    ):
+        engine = last._engine
     if held is not None and request.kind != "delta" and not (request.kind == "full" and request.deltas_follow):
         held.forget()
         held = None

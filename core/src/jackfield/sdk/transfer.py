@@ -30,7 +30,7 @@ from jackfield.abc.checkpoint_engine import (
 )
 from jackfield.clock import Clock, too_late
 from jackfield.errors import DeadlineExceeded, JackfieldError, RpcError, WeightsError
-from jackfield.sdk.buckets import Bucket, Entry, aligned, entry_of, kept_buffer, put, views
+from jackfield.sdk.buckets import Bucket, Entry, Layout, aligned, entry_of, kept_buffer, put, views
 from jackfield.sdk.rpc import Address, Connection, Contract, Server, Service, caller, connect
 from jackfield.settings import option
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+_SMALL = 1 << 20  #: bytes; a smaller tensor is packed wherever it fits
 _SENDER_FIRST = 1.0  #: seconds by which the deadline of the sender, which knows the late peers, precedes the workers'
 _LEFT = "left before everything was taken"  #: reason of an end that leaves before it has finished
 _BROKE = "broke off: "
@@ -77,6 +78,7 @@ class OneSenderEngine(CheckpointEngine):
     def __init__(self, config: Any, context: CheckpointEngineContext) -> None:
         super().__init__(config, context)
         self.buffers: list[torch.Tensor] = []  #: uint8 ``[bytes]``; kept from one transfer to the next
+        self.layout = Layout()  #: likewise
         self._clock, self._changed, self._ends = Clock(), asyncio.Event(), 0.0  #: the deadline is in loop time
         self._services: dict[str, Service] = {}
         self._server: Server | None = None
@@ -128,7 +130,7 @@ class OneSenderEngine(CheckpointEngine):
     def announce(self, entries: Sequence[Entry], place: Any) -> None:
         """Count a bucket, and tell the workers of it, to whom it arrives with its ``place``."""
         self.made += 1
-        self.tell({"bucket": [self.made, entries, place]})
+        self.tell({"bucket": [self.made, self.layout.told(entries), place]})
 
     async def content(self, bucket: Bucket) -> torch.Tensor:
         """Return the bytes of an arrived bucket, uint8 ``[bytes]``, once they are complete."""
@@ -141,10 +143,13 @@ class OneSenderEngine(CheckpointEngine):
 
     async def complete(self) -> None:
         """Tell the workers that everything was sent and taken."""
-        self.tell({"done": True})
+        self.tell({"done": True, "layout": self.layout.end()})
 
     async def close(self) -> None:
-        """Release what this end holds of a transfer whose session it has left. Idempotent."""
+        """Release what this end holds of a transfer whose session it has left.
+
+        What the next transfer can use may stay if this one was :attr:`whole`, until this object is released.
+        """
 
     async def prepare(self) -> PrepareResult:
         """Listen if this is rank 0, on loopback unless the context names another interface."""
@@ -162,6 +167,7 @@ class OneSenderEngine(CheckpointEngine):
     async def _begin(self) -> None:
         await self.finalize()  # an earlier prepare may not have been followed by a transfer
         self._services = {"transfer": Service(target=self, contract=TRANSFER)}
+        self.notify()  # the last transfer may have been on another loop
 
     async def _serve(self) -> dict[str, Any]:
         server = Server("the sender", self._services, self._clock, self.context.deadline_seconds + _SENDER_FIRST)
@@ -197,29 +203,32 @@ class OneSenderEngine(CheckpointEngine):
             self.notify()
             numbers = range(place["workers"])
             await self._wait(lambda: [f"worker {number} to connect" for number in numbers if number not in self.peers])
+            self.layout.begin(all(peer.said["layout"] == self.layout.name for peer in self.peers.values()))
             await self.meet_workers(place["workers"])
         self.connected = True
 
-    async def enter(self, worker: int, version: int) -> int:
+    async def enter(self, worker: int, version: int, layout: str = "") -> int:
         """Admit the calling worker and return the version that is sent (called by workers over RPC)."""
-        return await self._enter(worker, version, caller())
+        return await self._enter(worker, version, layout, caller())
 
-    async def _enter(self, worker: int, version: int, connection: Connection) -> int:
+    async def _enter(self, worker: int, version: int, layout: str, connection: Connection) -> int:
         while self.version < 0:
             await self._changed.wait()  # until the caller's deadline, or the end of the session
         if not 0 <= worker < self._expected or worker in self.peers:
             raise WeightsError(f"worker {worker} has no place in this transfer", where="the sender")
         peer = self._add_peer(f"worker {worker}", connection, worker)
+        peer.said["layout"] = layout
         if version != self.version:
             peer.broken = f"expects weights of version {version}, these are of version {self.version}"
         return self.version
 
     async def _join(self, place: Mapping[str, Any], version: int) -> None:
         self._start_clock()
+        self.layout.begin(shared=True)
         try:
             connection = await self._dial(place["session"], place["worker"])
             self._add_peer("the sender", connection)  # it may post before its reply is read
-            asked, seconds = [place["worker"], version], self.remaining()
+            asked, seconds = [place["worker"], version, self.layout.name], self.remaining()
             found = await connection.call("transfer.enter", asked, seconds, int, "welcome this worker")
         except RpcError as error:
             details = {name: getattr(error, name) for name in ("where", "expected", "found", "fix")}
@@ -256,7 +265,8 @@ class OneSenderEngine(CheckpointEngine):
         peer.said.update(values)
         peer.got, peer.broken = values.get("got", peer.got), peer.broken or values.get("broken")
         if "bucket" in values:
-            self.arrived.append(Bucket(*values["bucket"]))
+            number, entries, where = values["bucket"]
+            self.arrived.append(Bucket(number, self.layout.learned(entries), where))
         self.heard(peer, values)
         self.notify()
 
@@ -275,11 +285,11 @@ class OneSenderEngine(CheckpointEngine):
 
     async def finished(self, work: Future[_T], who: str) -> _T:
         """Wait for a library's work in a thread; its ``OSError`` or ``RuntimeError`` is a broken transfer."""
-        done = asyncio.wrap_future(work)
-        done.add_done_callback(lambda _: self.notify())
-        await self._wait(lambda: [who] * (not done.done()))
+        if not work.done():
+            asyncio.wrap_future(work).add_done_callback(lambda _: self.notify())
+            await self._wait(lambda: [who] * (not work.done()))
         try:
-            return done.result()
+            return work.result()
         except (OSError, RuntimeError) as error:
             with suppress(DeadlineExceeded):
                 await self._clock.wait_for(self._wait(lambda: ["a peer"]), 1.0, "the cause")  # that a peer reports
@@ -322,10 +332,15 @@ class OneSenderEngine(CheckpointEngine):
         self._require(self.connected, "the sender is not connected")
         try:
             for name, tensor in weights:
-                if self.peers or self.retains:
-                    before, self.lent = self.lent, 0
-                    await self._add(name, tensor)
-                    await self.taken(before)
+                if not (self.peers or self.retains):
+                    continue
+                room = min(self.config.bucket_bytes - self._used, _SMALL) if self._entries and not self.lent else -1
+                if tensor.nbytes <= room:
+                    self._pack(name, tensor)  # without a turn of the loop: many models have thousands of small tensors
+                    continue
+                before, self.lent = self.lent, 0
+                await self._add(name, tensor)
+                await self.taken(before)
             await self.flush()
             await self.taken(self.made)
             await self.complete()
@@ -345,9 +360,11 @@ class OneSenderEngine(CheckpointEngine):
             await self.flush()
         if not self._entries:
             self._bucket = await self.room(tensor.nbytes)
-        entry = entry_of(name, tensor, self._used)
+        self._pack(name, tensor)
+
+    def _pack(self, name: str, tensor: torch.Tensor) -> None:
+        self._entries.append(entry := entry_of(name, tensor, self._used))
         put(self._bucket, entry, tensor)
-        self._entries.append(entry)
         self._used = aligned(self._used + tensor.nbytes)
 
     async def flush(self) -> None:
@@ -374,12 +391,15 @@ class OneSenderEngine(CheckpointEngine):
         """Tell the sender that this worker has received everything."""
         self.whole = True
         for peer in list(self.peers.values()):
+            self.layout.end(peer.said.get("layout", ""))
             with suppress(RpcError):  # the sender has ended
                 await peer.connection.call("transfer.post", [{"done": True}], self.remaining(), None, "finish")
         await self.until(lambda _: True, "finish")
 
     async def finalize(self) -> None:
-        """Leave the session, where a peer that still needs this end is notified, and release everything. Idempotent."""
+        """Leave the session, where a peer that still needs this end is notified, and release it. Idempotent."""
+        if not self._services:
+            return
         peers, self.peers = list(self.peers.values()), {}
         server, self._server = self._server, None
         self.connected = False
@@ -389,8 +409,8 @@ class OneSenderEngine(CheckpointEngine):
             if server is not None:
                 await server.close()
         finally:
-            self._services.clear()  # connections that are not collected yet do not keep this end's memory
             await self.close()
+            self._services.clear()  # connections that are not collected yet do not keep this end's memory
             self._reset()
 
 
