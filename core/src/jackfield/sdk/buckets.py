@@ -138,11 +138,36 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
+@attrs.define(eq=False)
+class Packer:
+    """A bucket that is filled, tensor by tensor."""
+
+    buffer: torch.Tensor | None = None  #: uint8 ``[bytes]``
+    entries: list[Entry] = attrs.field(factory=list, init=False)
+    size: int = attrs.field(default=0, init=False)  #: bytes that are filled
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a tensor behind the others."""
+        assert self.buffer is not None, "there is a buffer"
+        put(self.buffer, entry := entry_of(name, tensor, self.size), tensor)
+        self.entries.append(entry)
+        self.size = aligned(self.size + tensor.nbytes)
+
+    def add_small(self, name: str, tensor: torch.Tensor, limit: int) -> bool:
+        """Add a tensor if it is small and a bucket of ``limit`` bytes has room. It is quick: a model has thousands."""
+        size = tensor.nbytes
+        fits = self.buffer is not None and size < _SMALL and self.size + size <= limit
+        if fits:
+            self.add(name, tensor)
+        return fits
+
+
 def views(buffer: torch.Tensor, entries: Iterable[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the names and views of tensors in a buffer (uint8, ``[bytes]``)."""
     plan = (entries if isinstance(entries, Entries) else Entries(entries)).plan
     whole = buffer[: buffer.numel() // _ALIGNMENT * _ALIGNMENT]
-    end, typed = whole.numel(), {}  # one view per dtype takes half of the time of one per tensor
+    end = whole.numel()
+    typed: dict[torch.dtype, tuple[torch.Tensor, int]] = {}  # one view per dtype takes half of the time of one per tensor
     for name, dtype, shape, strides, start, offset, size in plan:
         if dtype not in typed:
             view = whole.view(dtype)

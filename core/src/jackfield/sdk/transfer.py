@@ -1,9 +1,9 @@
 """A base checkpoint engine in which one rank sends buckets of tensors to every worker.
 
-The sender serves :data:`TRANSFER` and each worker connects to it: this is the transfer session. Both ends then post
-named plain values, and waits are conditions on the last values. Three names have a meaning for every engine:
-``broken``, a reason; ``got``, the number of buckets that a worker has received; ``done``, after which a peer may leave.
-A peer that dies, leaves or fails ends every wait at once; a wait that reaches the deadline names the late peers.
+Each worker connects to the sender: this is the transfer session. Both ends then post named plain values, and waits are
+conditions on the last values. Three names have a meaning for every engine: ``broken``, a reason; ``got``, the number of
+buckets that a worker has received; ``done``, after which a peer may leave. A peer that dies, leaves or fails ends every
+wait at once; a wait that reaches the deadline names the late peers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jackfield.abc.checkpoint_engine import (
 )
 from jackfield.clock import Clock, too_late
 from jackfield.errors import DeadlineExceeded, JackfieldError, RpcError, WeightsError
-from jackfield.sdk.buckets import Bucket, Entry, Layout, aligned, entry_of, kept_buffer, put, views
+from jackfield.sdk.buckets import Bucket, Entry, Layout, Packer, kept_buffer, views
 from jackfield.sdk.rpc import Address, Connection, Contract, Server, Service, caller, connect
 from jackfield.settings import option
 
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     import torch
 
 _T = TypeVar("_T")
-
-_SMALL = 1 << 20  #: bytes; a smaller tensor is packed wherever it fits
 _SENDER_FIRST = 1.0  #: seconds by which the deadline of the sender, which knows the late peers, precedes the workers'
 _LEFT = "left before everything was taken"  #: reason of an end that leaves before it has finished
 _BROKE = "broke off: "
@@ -87,13 +85,11 @@ class OneSenderEngine(CheckpointEngine):
 
     def _reset(self) -> None:
         self.connected = self.whole = False  #: whole: everything was sent or received
-        self.made = 0  #: buckets that were sent
+        self.made = self._filled = 0  #: buckets that were sent; buffers that were given out
         self.arrived: deque[Bucket] = deque()  #: buckets that this worker has not read
         self._expected = self.version = -1  #: unknown before this end is connected
         self._why: str | None = None  #: why this end ended the transfer
-        self._entries: list[Entry] = []  #: of the bucket that is filled
-        self._bucket: Any = None  #: its buffer
-        self._used = self._filled = 0  #: bytes in it; buffers that were given out
+        self._packer = Packer()  #: of the bucket that is filled
         self._free_at = [0] * self.slots  #: by slot: the number of received buckets with which it is free
         self.lent = 0  #: buckets up to the last one in the memory of the last tensor; 0: that tensor was copied
 
@@ -146,10 +142,7 @@ class OneSenderEngine(CheckpointEngine):
         self.tell({"done": True, "layout": self.layout.end()})
 
     async def close(self) -> None:
-        """Release what this end holds of a transfer whose session it has left.
-
-        What the next transfer can use may stay if this one was :attr:`whole`, until this object is released.
-        """
+        """Release what this end holds; what the next transfer can use may stay if this one was :attr:`whole`."""
 
     async def prepare(self) -> PrepareResult:
         """Listen if this is rank 0, on loopback unless the context names another interface."""
@@ -265,8 +258,8 @@ class OneSenderEngine(CheckpointEngine):
         peer.said.update(values)
         peer.got, peer.broken = values.get("got", peer.got), peer.broken or values.get("broken")
         if "bucket" in values:
-            number, entries, where = values["bucket"]
-            self.arrived.append(Bucket(number, self.layout.learned(entries), where))
+            number, told, place = values["bucket"]
+            self.arrived.append(Bucket(number, self.layout.learned(told), place))
         self.heard(peer, values)
         self.notify()
 
@@ -285,11 +278,11 @@ class OneSenderEngine(CheckpointEngine):
 
     async def finished(self, work: Future[_T], who: str) -> _T:
         """Wait for a library's work in a thread; its ``OSError`` or ``RuntimeError`` is a broken transfer."""
-        if not work.done():
-            asyncio.wrap_future(work).add_done_callback(lambda _: self.notify())
-            await self._wait(lambda: [who] * (not work.done()))
+        done = asyncio.wrap_future(work)
+        done.add_done_callback(lambda _: self.notify())
+        await self._wait(lambda: [who] * (not done.done()))
         try:
-            return work.result()
+            return done.result()
         except (OSError, RuntimeError) as error:
             with suppress(DeadlineExceeded):
                 await self._clock.wait_for(self._wait(lambda: ["a peer"]), 1.0, "the cause")  # that a peer reports
@@ -332,15 +325,11 @@ class OneSenderEngine(CheckpointEngine):
         self._require(self.connected, "the sender is not connected")
         try:
             for name, tensor in weights:
-                if not (self.peers or self.retains):
-                    continue
-                room = min(self.config.bucket_bytes - self._used, _SMALL) if self._entries and not self.lent else -1
-                if tensor.nbytes <= room:
-                    self._pack(name, tensor)  # without a turn of the loop: many models have thousands of small tensors
-                    continue
-                before, self.lent = self.lent, 0
-                await self._add(name, tensor)
-                await self.taken(before)
+                wanted = self.peers or self.retains
+                if wanted and (self.lent or not self._packer.add_small(name, tensor, self.config.bucket_bytes)):
+                    before, self.lent = self.lent, 0
+                    await self._add(name, tensor)
+                    await self.taken(before)
             await self.flush()
             await self.taken(self.made)
             await self.complete()
@@ -356,23 +345,17 @@ class OneSenderEngine(CheckpointEngine):
     async def _add(self, name: str, tensor: torch.Tensor) -> None:
         if await self.send_alone(name, tensor):
             return
-        if self._used + tensor.nbytes > self.config.bucket_bytes:
+        if self._packer.size + tensor.nbytes > self.config.bucket_bytes:
             await self.flush()
-        if not self._entries:
-            self._bucket = await self.room(tensor.nbytes)
-        self._pack(name, tensor)
-
-    def _pack(self, name: str, tensor: torch.Tensor) -> None:
-        self._entries.append(entry := entry_of(name, tensor, self._used))
-        put(self._bucket, entry, tensor)
-        self._used = aligned(self._used + tensor.nbytes)
+        if not self._packer.entries:
+            self._packer.buffer = await self.room(tensor.nbytes)
+        self._packer.add(name, tensor)
 
     async def flush(self) -> None:
         """Send the bucket that is filled."""
-        entries, size = self._entries, self._used
-        self._entries, self._used = [], 0
-        if entries:
-            await self.launch(self._bucket[:size], entries)
+        packer, self._packer = self._packer, Packer()
+        if packer.buffer is not None:
+            await self.launch(packer.buffer[: packer.size], packer.entries)
 
     async def receive_weights(self) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """Yield every tensor, then tell the sender that this worker has received all."""
