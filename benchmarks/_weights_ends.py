@@ -24,6 +24,7 @@ class End:
         self.bytes = 0
         self.engine: Any = None
         self.raw: Any = None
+        self.runner: Any = None
         self.delta_sender: Any = None
         self.held: Any = None
 
@@ -76,7 +77,9 @@ class End:
         """Let the group, the socket and the engine go."""
         if self.raw is not None:
             self.raw.close()
-        self.delta_sender = self.held = self.engine = self.raw = None
+        if self.runner is not None:
+            self.runner.close()
+        self.delta_sender = self.held = self.engine = self.raw = self.runner = None
 
     def do_make(self, name: str, settings: dict[str, Any], end: Any) -> None:
         """One end of an engine."""

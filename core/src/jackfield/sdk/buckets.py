@@ -13,7 +13,7 @@ import math
 import operator
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
@@ -29,7 +29,7 @@ _ALIGNMENT = 64  #: bytes, for each tensor in a buffer: a cache line, and a mult
 _SMALL = 1 << 20  #: bytes; torch copies larger tensors with several threads
 
 
-class Entries(list[Entry]):
+class _Entries(list[Entry]):
     """The entries of a bucket."""
 
     @cached_property
@@ -55,8 +55,8 @@ class Layout:
     """
 
     name: str = ""  #: given by the sender; ends whose layouts have the same name have the same layout; empty: none
-    _kept: list[Entries] = attrs.field(factory=list, init=False)  #: of the last complete transfer
-    _made: list[Entries] = attrs.field(factory=list, init=False)
+    _kept: list[_Entries] = attrs.field(factory=list, init=False)  #: of the last complete transfer
+    _made: list[_Entries] = attrs.field(factory=list, init=False)
     _shared: bool = attrs.field(default=False, init=False)  #: whether every worker has the kept one
     _same: bool = attrs.field(default=True, init=False)  #: whether all buckets are as they were
 
@@ -68,13 +68,13 @@ class Layout:
         """Return the entries of the sender's next bucket, or None if the workers know them."""
         place = len(self._made)
         same = place < len(self._kept) and self._kept[place] == entries
-        self._made.append(self._kept[place] if same else Entries(entries))
+        self._made.append(self._kept[place] if same else _Entries(entries))
         self._same &= same
         return None if same and self._shared else entries
 
-    def learned(self, entries: Sequence[Entry] | None) -> Entries:
+    def learned(self, entries: Sequence[Entry] | None) -> _Entries:
         """Return the entries of a worker's next bucket, of which the sender has told these."""
-        self._made.append(self._kept[len(self._made)] if entries is None else Entries(entries))
+        self._made.append(self._kept[len(self._made)] if entries is None else _Entries(entries))
         return self._made[-1]
 
     def end(self, name: str = "") -> str:
@@ -104,7 +104,7 @@ def entry_of(name: str, tensor: torch.Tensor, offset: int = 0) -> Entry:
     return [name, _name_of(tensor.dtype), list(tensor.shape), offset]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -164,10 +164,12 @@ class Packer:
 
 def views(buffer: torch.Tensor, entries: Iterable[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the names and views of tensors in a buffer (uint8, ``[bytes]``)."""
-    plan = (entries if isinstance(entries, Entries) else Entries(entries)).plan
+    plan = (entries if isinstance(entries, _Entries) else _Entries(entries)).plan
     whole = buffer[: buffer.numel() // _ALIGNMENT * _ALIGNMENT]
     end = whole.numel()
-    typed: dict[torch.dtype, tuple[torch.Tensor, int]] = {}  # one view per dtype takes half of the time of one per tensor
+    typed: dict[
+        torch.dtype, tuple[torch.Tensor, int]
+    ] = {}  # one view per dtype takes half of the time of one per tensor
     for name, dtype, shape, strides, start, offset, size in plan:
         if dtype not in typed:
             view = whole.view(dtype)

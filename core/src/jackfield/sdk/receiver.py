@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from jackfield.abc.rollout import UpdateWeightsRequest
 
-__all__ = ["PREFIX", "HeldWeights", "WeightReceiver", "check_base", "open_receiver"]
+__all__ = ["PREFIX", "HeldWeights", "WeightReceiver", "check_base", "open_receiver", "reopen_receiver"]
 
 PREFIX = "delta:"  #: prefix of the name of a tensor of changed blocks
 _HEAD = 16  #: bytes before the indexes
@@ -42,28 +42,37 @@ def open_receiver(
     device: str = "cpu",
     host: str = "127.0.0.1",
     held: HeldWeights | None = None,
-    last: WeightReceiver | None = None,
 ) -> WeightReceiver:
     """Create the receiver of an update for a worker, by its number within the replica.
 
     ``device`` receives the tensors, if the checkpoint engine can choose, and servers of the worker listen at ``host``.
     ``held`` are the worker's weights, which outlive the receiver; they are dropped unless the update is or precedes a
-    delta. ``last`` is the receiver of the worker's last update: what its checkpoint engine has kept (buffers, groups,
-    registrations) is used again if the settings and the number of workers are the same.
+    delta.
     """
     rank, seconds = request.first_worker + worker, request.deadline_seconds
     world: dict[str, Any] = {"rank": rank, "world_size": request.total_workers, "device": device, "host": host}
     context = CheckpointEngineContext(end="receiver", deadline_seconds=seconds, **world)
     plugin, settings = load_plugin("checkpoint_engine", request.checkpoint_engine), request.checkpoint_engine_config
     engine: Any = plugin.build(dict(settings), context)
-    if last is not None and (type(last._engine), last._engine.config, last._engine.context) == (
-        type(engine), engine.config, engine.context
-    ):
-        engine = last._engine
     if held is not None and request.kind != "delta" and not (request.kind == "full" and request.deltas_follow):
         held.forget()
         held = None
     return WeightReceiver(engine, held)
+
+
+def reopen_receiver(
+    last: WeightReceiver | None, request: UpdateWeightsRequest, worker: int = 0, **options: Any
+) -> WeightReceiver:
+    """Call :func:`open_receiver` with further ``options`` after the worker's ``last`` receiver, if any.
+
+    What its checkpoint engine has kept (buffers, groups, registrations) is used again, unless settings or the number of
+    workers have changed.
+    """
+    receiver = open_receiver(request, worker, **options)
+    kept, made = None if last is None else last._engine, receiver._engine
+    if kept is not None and (type(kept), kept.config, kept.context) == (type(made), made.config, made.context):
+        receiver._engine = kept
+    return receiver
 
 
 @attrs.define(eq=False)

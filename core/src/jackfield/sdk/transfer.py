@@ -196,21 +196,21 @@ class OneSenderEngine(CheckpointEngine):
             self.notify()
             numbers = range(place["workers"])
             await self._wait(lambda: [f"worker {number} to connect" for number in numbers if number not in self.peers])
+            await self.until(lambda peer: "layout" in peer.said, "say which tensors it knows")
             self.layout.begin(all(peer.said["layout"] == self.layout.name for peer in self.peers.values()))
             await self.meet_workers(place["workers"])
         self.connected = True
 
-    async def enter(self, worker: int, version: int, layout: str = "") -> int:
+    async def enter(self, worker: int, version: int) -> int:
         """Admit the calling worker and return the version that is sent (called by workers over RPC)."""
-        return await self._enter(worker, version, layout, caller())
+        return await self._enter(worker, version, caller())
 
-    async def _enter(self, worker: int, version: int, layout: str, connection: Connection) -> int:
+    async def _enter(self, worker: int, version: int, connection: Connection) -> int:
         while self.version < 0:
             await self._changed.wait()  # until the caller's deadline, or the end of the session
         if not 0 <= worker < self._expected or worker in self.peers:
             raise WeightsError(f"worker {worker} has no place in this transfer", where="the sender")
         peer = self._add_peer(f"worker {worker}", connection, worker)
-        peer.said["layout"] = layout
         if version != self.version:
             peer.broken = f"expects weights of version {version}, these are of version {self.version}"
         return self.version
@@ -221,13 +221,14 @@ class OneSenderEngine(CheckpointEngine):
         try:
             connection = await self._dial(place["session"], place["worker"])
             self._add_peer("the sender", connection)  # it may post before its reply is read
-            asked, seconds = [place["worker"], version, self.layout.name], self.remaining()
+            asked, seconds = [place["worker"], version], self.remaining()
             found = await connection.call("transfer.enter", asked, seconds, int, "welcome this worker")
         except RpcError as error:
             details = {name: getattr(error, name) for name in ("where", "expected", "found", "fix")}
             raise WeightsError(f"the sender cannot be reached: {error.message}", **details) from error
         if found != version:
             raise WeightsError("weights of another version came", code="weights.version", expected=version, found=found)
+        self.tell({"layout": self.layout.name})
         self._start_clock(_SENDER_FIRST)
 
     async def _dial(self, address: Mapping[str, Any], worker: int) -> Connection:
@@ -384,8 +385,7 @@ class OneSenderEngine(CheckpointEngine):
         if not self._services:
             return
         peers, self.peers = list(self.peers.values()), {}
-        server, self._server = self._server, None
-        self.connected = False
+        server, self._server, self.connected = self._server, None, False
         try:
             for peer in peers:
                 await peer.connection.close(self._why or ("" if self.whole else _LEFT))

@@ -34,7 +34,7 @@ class _Link(Connection):
 
     async def call(self, method: str, arguments: Any, *limits: Any, **options: Any) -> Any:
         if method == "transfer.enter":
-            entering = self.other.owner._enter(*arguments, self.other)
+            entering = self.other.owner._enter(arguments[0], arguments[1], self.other)
             return await self.clock.wait_for(entering, limits[0], f"{self.name} to {limits[2]}")
         self.notify(method, None, *arguments)
 

@@ -28,7 +28,7 @@ from jackfield.abc.rollout import (
     WorkerReceipt,
 )
 from jackfield.errors import ConfigError, JackfieldError, PluginError, WeightsError
-from jackfield.sdk.receiver import WeightReceiver, open_receiver
+from jackfield.sdk.receiver import WeightReceiver, reopen_receiver
 from jackfield.sdk.relay import MEMORY, RelayServer, Running
 from jackfield_huggingface.names import shapes_of
 
@@ -79,7 +79,7 @@ class WeightFolder:
                 found=self._where,
             )
         folder = Path(tempfile.mkdtemp(prefix=f"jackfield-weights-{request.version}-", dir=self._where))
-        receiver = self._last = open_receiver(request, host=self._host, last=self._last)
+        receiver = self._last = reopen_receiver(self._last, request, host=self._host)
         try:
             if request.kind == "adapter":
                 await self._write_adapter(receiver, request, folder)

@@ -28,7 +28,7 @@ from jackfield.abc.rollout import (
     WorkerReceipt,
 )
 from jackfield.errors import JackfieldError, RolloutError, WeightsError
-from jackfield.sdk.receiver import WeightReceiver, open_receiver
+from jackfield.sdk.receiver import WeightReceiver, reopen_receiver
 from jackfield.sdk.relay import MEMORY, Running
 from jackfield_huggingface.serving import SleepingServer
 from jackfield_rollout_transformers.config import Config
@@ -262,7 +262,7 @@ class TransformersServer(SleepingServer):
             raise WeightsError(message, expected="1 (one worker)", found=len(request.connect))
         held = self._weights.held
         place = {"device": self.context.device, "host": self.context.host}
-        receiver = self._receiver = open_receiver(request, **place, held=held, last=self._receiver)
+        receiver = self._receiver = reopen_receiver(self._receiver, request, **place, held=held)
         if request.kind == "delta":
             changes = await receiver.changes(request.connect[0], request.version, request.base_version)
             return changes, await asyncio.to_thread(held.unchanged, changes)

@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 from jackfield.abc.rollout import UpdateWeightsRequest
 from jackfield.errors import error_fields
 from jackfield.sdk.buckets import digest
-from jackfield.sdk.receiver import HeldWeights, WeightReceiver, open_receiver
+from jackfield.sdk.receiver import HeldWeights, WeightReceiver, reopen_receiver
 from jackfield_huggingface.adapters import MergedAdapter
 from jackfield_huggingface.serving import check_complete, check_tensor, tensors_of
 from jackfield_rollout_vllm.sampling import RawLogProbs
@@ -94,7 +94,7 @@ class CheckpointEngineReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     async def _receive(self, info: UpdateInfo) -> None:
         request, worker = UpdateWeightsRequest(**info.request), self.parallel_config.rank
         place = {"device": str(self.device), "host": info.host}
-        receiver = self._last = open_receiver(request, worker, **place, held=self._held, last=self._last)
+        receiver = self._last = reopen_receiver(self._last, request, worker, **place, held=self._held)
         self._expected, self.digests = tensors_of(Path(self.model_config.model)), {}
         if request.kind == "delta":
             await self._receive_delta(receiver, request)

@@ -86,10 +86,8 @@ def listening(
     return socket, address
 
 
-def dealer(
-    context: zmq.Context[Any], keys: Keys | None, secret: bytes, largest: int = _LARGEST
-) -> zmq.Socket[Any]:
-    """A client's socket, which is not connected yet; ``largest``: bytes of a frame that its server may send; -1: any."""
+def dealer(context: zmq.Context[Any], keys: Keys | None, secret: bytes, largest: int = _LARGEST) -> zmq.Socket[Any]:
+    """A client's socket, which is not connected yet; ``largest``: bytes of a frame of its server; -1: any."""
     socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.IDENTITY, b"c" + secrets.token_bytes(15))
