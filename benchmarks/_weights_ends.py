@@ -124,7 +124,8 @@ class End:
 
     def do_receive_delta(self, share: Any, version: int, base: int | None) -> tuple[float, dict[str, str]]:
         """Seconds until all is loaded and proved, and digests."""
-        return self.runner.run(self._receive_delta(share, version, base))
+        found: tuple[float, dict[str, str]] = self.runner.run(self._receive_delta(share, version, base))
+        return found
 
     async def _receive_delta(self, share: Any, version: int, base: int | None) -> tuple[float, dict[str, str]]:
         from jackfield.sdk.buckets import digest
@@ -151,7 +152,8 @@ class End:
 
     def do_send(self, share: Any, version: int, digests: bool) -> float:
         """Seconds of everything; those of publishing are answered before."""
-        return self.runner.run(self._send(share, version, digests))
+        seconds: float = self.runner.run(self._send(share, version, digests))
+        return seconds
 
     async def _send(self, share: Any, version: int, digests: bool) -> float:
         from jackfield.abc.checkpoint_engine import ConnectRequest
@@ -172,7 +174,8 @@ class End:
 
     def do_receive(self, share: Any, version: int, digests: bool, hold: bool, load: bool) -> int:
         """Bytes that came."""
-        return self.runner.run(self._receive(share, version, digests, hold, load))
+        count: int = self.runner.run(self._receive(share, version, digests, hold, load))
+        return count
 
     async def _receive(self, share: Any, version: int, digests: bool, hold: bool, load: bool) -> int:
         from jackfield.sdk.receiver import WeightReceiver

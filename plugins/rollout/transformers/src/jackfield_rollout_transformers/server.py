@@ -261,7 +261,7 @@ class TransformersServer(SleepingServer):
             message = "connect arguments do not fit the replica's workers"
             raise WeightsError(message, expected="1 (one worker)", found=len(request.connect))
         held = self._weights.held
-        place = {"device": self.context.device, "host": self.context.host}
+        place: dict[str, Any] = {"device": self.context.device, "host": self.context.host}
         receiver = self._receiver = reopen_receiver(self._receiver, request, **place, held=held)
         if request.kind == "delta":
             changes = await receiver.changes(request.connect[0], request.version, request.base_version)

@@ -93,7 +93,7 @@ class CheckpointEngineReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     async def _receive(self, info: UpdateInfo) -> None:
         request, worker = UpdateWeightsRequest(**info.request), self.parallel_config.rank
-        place = {"device": str(self.device), "host": info.host}
+        place: dict[str, Any] = {"device": str(self.device), "host": info.host}
         receiver = self._last = reopen_receiver(self._last, request, worker, **place, held=self._held)
         self._expected, self.digests = tensors_of(Path(self.model_config.model)), {}
         if request.kind == "delta":
