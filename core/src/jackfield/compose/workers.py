@@ -101,13 +101,11 @@ class WorkerFactory:
         """Make the workers of a role, again after each recovery. ``stack`` ends them."""
         import torch
 
-        # one thread for engine and replicas, which would compete for cores
+        cluster, address = self.config.cluster, self.config.queue.address
         stack.callback(torch.set_num_threads, torch.get_num_threads())
-        if self.config.cluster.threads is not None:
-            torch.set_num_threads(self.config.cluster.threads)
+        torch.set_num_threads(cluster.threads or torch.get_num_threads())
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jackfield-compute")
         asyncio.get_running_loop().set_default_executor(pool)  # the loop shuts it down when it closes
-        address = self.config.queue.address
         backend = self.backend(None if address is None else Path(address).parent)
         values, scores = Values(backend), role.scores or role.evaluates
         stack.push_async_callback(lambda: asyncio.gather(*map(self.end, list(self._children))))
@@ -119,7 +117,9 @@ class WorkerFactory:
             agents=Workers([agent]),
             rewards=Workers([await self.reward_worker(values, stack)]) if scores else None,
             estimator=AdvantageWorker(values, role.algorithm),
-            replicas=self.config.cluster.replicas if role.generates else 0,
+            replicas=cluster.replicas if role.generates else 0,
+            shares_devices=cluster.device != "cpu"
+            or (1 + cluster.replicas) * (cluster.threads or 1 << 16) > (os.cpu_count() or 1),
             places=self,
         )
 
