@@ -92,7 +92,7 @@ class RolloutJob:
 
     group: GroupKey
     rollout: int = 0
-    attempt: int = 0  #: number of workers that died during it
+    restart: int = 0  #: number of workers that died during it
     task: Task
     sampling: Mapping[str, Any] | None = None  #: None: copy the task's answers instead of generating
     seconds: float = 600.0  #: the rollout's deadline
@@ -121,7 +121,7 @@ class AgentWorker:
         sequences, more = await self._sequences(job)
         tags = tuple({**sequence_tags(job.task, each, job.rollout), **more} for each in sequences)
         columns = sequence_columns(job.task, sequences, supervised=job.sampling is None and not job.expert)
-        keys = tuple(job.group.sample(job.rollout, number, job.attempt) for number in range(len(tags)))
+        keys = tuple(job.group.sample(job.rollout, number, job.restart) for number in range(len(tags)))
         put = partial(self._values.put, job.group.partition, keys, columns, tags)
         written = await resubmitted(put, f"samples {', '.join(keys)}", is_lost)  # on the remaining units
         return RolloutReport(group=str(job.group), rollout=job.rollout, keys=keys, written=written)
@@ -311,7 +311,7 @@ class RewardWorker:
         return dict(zip(keys, rows, strict=True))
 
     async def _score(self, key: str, reading: asyncio.Future[dict[str, tuple[Any, ...]]]) -> ScoreResult:
-        """Score with a deadline for each attempt. A failure becomes a status, never a score."""
+        """Score with a deadline for each try. A failure becomes a status, never a score."""
         prompt_ids, response_ids, task = (await asyncio.shield(reading))[key]
         if task["reward"] is not None:
             return ScoreResult(score=float(task["reward"]))

@@ -124,13 +124,13 @@ class Explorer:
 
 async def _run(role: Role, job: RolloutJob) -> RolloutReport:
     """Run a job on an agent worker, again if workers die; return errors of this rollout only in the report."""
-    attempts, generates, evaluates = itertools.count(), job.sampling is not None, job.group.partition == EVAL
+    restarts, generates, evaluates = itertools.count(), job.sampling is not None, job.group.partition == EVAL
 
     async def run() -> RolloutReport:
-        again = attrs.evolve(job, attempt=next(attempts))
+        again = attrs.evolve(job, restart=next(restarts))
         worker = role.workers.agents.of(f"{job.group}/{job.rollout}")
         # the worker enforces the rollout's deadline; this one adds slack for the RPC
-        seconds, sample = 1.1 * job.seconds + 10, job.group.rollout(job.rollout, again.attempt)
+        seconds, sample = 1.1 * job.seconds + 10, job.group.rollout(job.rollout, again.restart)
         who = f"the agent worker of sample {sample}, task {job.task.id}"
         # an evaluation holds the devices from its beginning to its end
         async with role.rollout_devices.hold("rollout") if generates and not evaluates else nullcontext():
