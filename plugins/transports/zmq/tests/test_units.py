@@ -177,7 +177,7 @@ async def test_a_unit_that_dies_between_its_answer_and_the_look_at_its_memory(
     async with opened(units=2) as backend:
         await put(backend, ["a", "b", "c", "d"], wide(1.0, 2.0, 3.0, 4.0))
         unit = home(backend, "a")
-        slots = backend._reader.slots
+        found = backend._reader.found
 
         def killed_first(*arguments: Any) -> Any:
             with suppress(ProcessLookupError):
@@ -185,9 +185,9 @@ async def test_a_unit_that_dies_between_its_answer_and_the_look_at_its_memory(
                 ended = os.pidfd_open(units(backend)[unit])
                 select.select([ended], [], [])
                 os.close(ended)
-            return slots(*arguments)
+            return found(*arguments)
 
-        monkeypatch.setattr(backend._reader, "slots", killed_first)
+        monkeypatch.setattr(backend._reader, "found", killed_first)
         with pytest.raises(QueueError) as caught:
             await get(backend, ["a"])
         assert ("queue.lost", ["a"]) == (caught.value.code, caught.value.found)

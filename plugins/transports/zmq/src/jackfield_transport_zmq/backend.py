@@ -28,14 +28,15 @@ from jackfield.abc.transfer_queue import (
     TransferQueueContext,
 )
 from jackfield.errors import QueueError
-from jackfield.sdk.cells import split_request
+from jackfield.sdk.cells import layouts
 from jackfield.sdk.rpc import Process, is_loopback
+from jackfield_transport_zmq.arenas import Block
 from jackfield_transport_zmq.client import Client, all_of
 from jackfield_transport_zmq.config import QueueConfig
 from jackfield_transport_zmq.directory import FILE, Directory, UnitAddress, UnitProcess, started
 from jackfield_transport_zmq.line import Lost, Stale
 from jackfield_transport_zmq.reading import Reading, lost_rows, restored, written
-from jackfield_transport_zmq.values import COPIERS, Outgoing, Reader, copied_columns
+from jackfield_transport_zmq.values import COPIERS, Outgoing, Reader
 
 T = TypeVar("T")
 
@@ -202,22 +203,20 @@ class ZMQBackend(TransferQueueBackend):
 
         If a unit dies meanwhile, ``queue.lost`` names the rows.
         """
-        client = self._open()
-        made = Outgoing([list(cells.values()) for cells in split_request(request)])
-        size = sum(len(content) for row in made.rows for _, content in row)
+        client, made = self._open(), Outgoing(layouts(request))
         threshold = self._settings.shared_from_bytes
         block = None
-        if threshold is not None and size >= threshold and client.shares:
-            block = await client.room(size + 64 * len(request.columns))
+        if threshold is not None and made.bytes >= threshold and client.shares:
+            block = await client.room(made.room)
         try:
             if block is not None:
                 assert self._threads is not None
-                made = await copied_columns(request, made, block, self._threads)
-            await self._again(lambda known: self._put(client, request, made, known))
+                await made.copy(block, self._threads)
+            await self._again(lambda known: self._put(client, request, made, block, known))
         finally:
             if block is not None:
                 client.sent(block)
-        return PutResult(bytes=size)
+        return PutResult(bytes=made.bytes)
 
     async def _again(self, attempt: Callable[[int], Awaitable[T]]) -> T:
         """Run an attempt that is planned with a number of units; plan it again if there are more."""
@@ -231,7 +230,7 @@ class ZMQBackend(TransferQueueBackend):
                 continue
 
     @staticmethod
-    async def _put(client: Client, request: PutRequest, made: Outgoing, known: int) -> None:
+    async def _put(client: Client, request: PutRequest, made: Outgoing, block: Block | None, known: int) -> None:
         columns = list(request.columns)
 
         async def put(unit: int, rows: Sequence[int]) -> None:
@@ -239,7 +238,7 @@ class ZMQBackend(TransferQueueBackend):
             values, buffers = made.message(rows)
             fields = {"units": known, "partition": request.partition, "keys": keys, "columns": columns, **values}
             try:
-                await client.ask(unit, "put", fields, buffers, made.block)
+                await client.ask(unit, "put", fields, buffers, block)
             except Lost:
                 raise lost_rows(unit, request.partition, keys) from None
 

@@ -98,7 +98,7 @@ def dealer(context: zmq.Context[Any], keys: Keys | None, secret: bytes) -> zmq.S
         socket.curve_secretkey = keys.client_secret.encode()
     else:
         socket.plain_username = _USER
-        socket.plain_password = _password(secret)
+        socket.plain_password = password(secret)
     return socket
 
 
@@ -135,7 +135,7 @@ def whole(frames: Sequence[zmq.Frame]) -> list[Buffer]:
     return [*found, *parts]  # what is left over is of no message of ours; whoever reads it refuses it
 
 
-def _password(secret: bytes) -> bytes:
+def password(secret: bytes) -> bytes:
     """What a client shows: of the secret, which it does not tell."""
     return blake2b(_USER, digest_size=32, key=secret).hexdigest().encode()
 
@@ -159,7 +159,7 @@ class Gate:
 
     def __init__(self, context: zmq.Context[Any], keys: Keys | None, secret: bytes) -> None:
         self._mechanism = b"PLAIN" if keys is None else b"CURVE"
-        self._known = [_USER, _password(secret)] if keys is None else [z85.decode(keys.client_public.encode())]
+        self._known = [_USER, password(secret)] if keys is None else [z85.decode(keys.client_public.encode())]
         self.refused = 0
         self.socket = context.socket(zmq.REP)
         self.socket.bind("inproc://zeromq.zap.01")

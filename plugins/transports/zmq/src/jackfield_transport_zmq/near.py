@@ -1,0 +1,171 @@
+"""Messages within a host: over a Unix stream socket, which wakes nobody but who reads them.
+
+ZeroMQ takes a message through a thread of its own at either end: of the six wakes of a request and its answer, four are
+of these threads. A client shows a password, which is made of the secret, before anything that it sends is looked at.
+Then a message is the number of its frames, their sizes, and the frames themselves.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+
+from jackfield_transport_zmq.sockets import password
+from jackfield_transport_zmq.wire import Buffer, Limits
+
+SCHEME = "unix:@"  #: of an address without a file
+_READ = 1 << 16  #: bytes; frames of a longer message have memory of their own, which ends with them
+_PARTS = 64  #: that are sent with one call
+_NUMBER = struct.Struct("<Q")
+
+
+class Stream:
+    """One end of a connection. Nothing blocks."""
+
+    def __init__(self, connection: socket.socket, blocked: Callable[[bool], object]) -> None:
+        """``blocked`` is told whether something waits until the other end reads; :meth:`flush` goes on then."""
+        connection.setblocking(False)
+        self.socket = connection
+        self.ended = False  #: the other end is gone, or talks nonsense
+        self._blocked, self._waits = blocked, False
+        self._left: deque[memoryview] = deque()  #: to be sent
+        self._rest = b""  #: the beginning of a message
+        self._frames: list[Buffer] = []  #: of a long message
+        self._missing: deque[memoryview] = deque()  #: parts of them that have not come
+
+    def send(self, frames: Sequence[Buffer]) -> None:
+        """Send a message, whose frames may not change until it has left."""
+        views = [memoryview(frame).cast("B") for frame in frames]
+        head = struct.pack(f"<{len(views) + 1}Q", len(views), *map(len, views))
+        self._left += [memoryview(head), *filter(len, views)]
+        if not self._waits:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what can be sent now."""
+        left = self._left
+        while left:
+            try:
+                sent = self.socket.sendmsg([*islice(left, _PARTS)])
+            except BlockingIOError:
+                break
+            except OSError:  # who reads is gone, which receive tells
+                left.clear()
+                break
+            while left and sent >= len(left[0]):
+                sent -= len(left.popleft())
+            if sent:
+                left[0] = left[0][sent:]
+        if self._waits != bool(left):
+            self._waits = bool(left)
+            self._blocked(self._waits)
+
+    def receive(self) -> Iterator[list[Buffer]]:
+        """The messages that have come."""
+        try:
+            if not self._missing:
+                content = self.socket.recv(_READ)
+                self.ended = not content
+                yield from self._messages(self._rest + content)
+            while self._missing:
+                target = self._missing[0]
+                count = self.socket.recv_into(target)
+                if not count:
+                    self.ended = True
+                    return
+                self._missing[0] = target[count:]
+                if count == len(target):
+                    self._missing.popleft()
+                if not self._missing:
+                    yield self._frames
+        except BlockingIOError:
+            return
+        except (OSError, struct.error):
+            self.ended = True
+
+    def _messages(self, content: bytes) -> Iterator[list[Buffer]]:
+        start, limits = 0, Limits()
+        while len(content) - start >= _NUMBER.size:
+            (count,) = _NUMBER.unpack_from(content, start)
+            first = start + _NUMBER.size * (1 + count)
+            if count > limits.buffers + 1:
+                raise struct.error("too many frames")
+            if first > len(content):
+                break
+            sizes = struct.unpack_from(f"<{count}Q", content, start + _NUMBER.size)
+            end = first + sum(sizes)
+            if end > len(content) and end - start > _READ:
+                if end > limits.total_bytes or max(sizes) > limits.buffer_bytes:
+                    raise struct.error("a frame is too large")
+                self._begin(sizes, content[first:])
+                start = len(content)
+                break
+            if end > len(content):
+                break
+            frames, view = list[Buffer](), memoryview(content)
+            for size in sizes:
+                frames.append(view[first : first + size])
+                first += size
+            start = end
+            yield frames
+        self._rest = content[start:]
+
+    def _begin(self, sizes: Sequence[int], content: bytes) -> None:
+        """Begin a long message, of which some has come."""
+        frames = [bytearray(size) for size in sizes]
+        self._frames = [*frames]
+        for frame in frames:
+            here, content = content[: len(frame)], content[len(frame) :]
+            frame[: len(here)] = here
+            if len(here) < len(frame):
+                self._missing.append(memoryview(frame)[len(here) :])
+
+
+def listening() -> tuple[socket.socket, str]:
+    """A server's socket and its address."""
+    name = f"jackfield-{secrets.token_hex(12)}"
+    server = socket.socket(socket.AF_UNIX)
+    server.setblocking(False)
+    server.bind(f"\0{name}")
+    server.listen(128)
+    return server, SCHEME + name
+
+
+def connected(address: str, secret: bytes, blocked: Callable[[bool], object]) -> Stream:
+    """A client's stream; ``OSError`` if nobody listens there."""
+    client = socket.socket(socket.AF_UNIX)
+    try:
+        client.connect(f"\0{address.removeprefix(SCHEME)}")
+        client.sendall(password(secret))
+    except OSError:
+        client.close()
+        raise
+    return Stream(client, blocked)
+
+
+class Guest:
+    """A connection that has not shown the password yet."""
+
+    def __init__(self, connection: socket.socket, secret: bytes) -> None:
+        connection.setblocking(False)
+        self.socket = connection
+        self._password = password(secret)
+        self._shown = b""
+
+    def is_known(self) -> bool | None:
+        """Return whether it has shown the password; None where more is to come."""
+        try:
+            content = self.socket.recv(len(self._password) - len(self._shown))
+        except BlockingIOError:
+            return None
+        except OSError:
+            return False
+        self._shown += content
+        if content and len(self._shown) < len(self._password):
+            return None
+        return hmac.compare_digest(self._shown, self._password)
