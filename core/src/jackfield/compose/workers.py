@@ -94,10 +94,9 @@ class WorkerFactory:
         """Make the workers of a role, again after each recovery. ``stack`` ends them."""
         import torch
 
-        # one thread for engine and replicas, which would compete for cores
+        cluster = self.config.cluster
         stack.callback(torch.set_num_threads, torch.get_num_threads())
-        if self.config.cluster.threads is not None:
-            torch.set_num_threads(self.config.cluster.threads)
+        torch.set_num_threads(cluster.threads or torch.get_num_threads())
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jackfield-compute")
         asyncio.get_running_loop().set_default_executor(pool)  # the loop shuts it down when it closes
         backend = await open_queue()
@@ -111,7 +110,9 @@ class WorkerFactory:
             agents=Workers([agent]),
             rewards=Workers([await self.reward_worker(values, stack)]) if scores else None,
             estimator=AdvantageWorker(step_values, role.algorithm),
-            replicas=self.config.cluster.replicas if role.generates else 0,
+            replicas=cluster.replicas if role.generates else 0,
+            shares_devices=cluster.device != "cpu"
+            or (1 + cluster.replicas) * (cluster.threads or 1 << 16) > (os.cpu_count() or 1),
             places=self,
         )
 

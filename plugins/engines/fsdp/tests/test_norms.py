@@ -7,7 +7,7 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from jackfield_engine_fsdp.model import speed_up_norms
+from jackfield_engine_fsdp.operators import speed_up_norms
 
 
 def norm(kind: type[nn.Module], size: int = 24) -> nn.Module:
