@@ -73,7 +73,7 @@ class ZMQCheckpointEngine(OneSenderEngine):
         if size <= _WHOLE * piece:
             piece = size
         for start in range(0, size, piece):
-            self._launch(content[start : start + piece], [] if start else [entry], start, size)
+            self._launch(content[start : start + piece], None if start else [entry], start, size)
         self.lent = self.made
         return True
 
@@ -81,9 +81,10 @@ class ZMQCheckpointEngine(OneSenderEngine):
         """Send a bucket."""
         self._launch(content, entries, 0, content.numel())
 
-    def _launch(self, content: torch.Tensor, entries: Sequence[Entry], start: int, size: int) -> None:
+    def _launch(self, content: torch.Tensor, entries: Sequence[Entry] | None, start: int, size: int) -> None:
         assert self._sending is not None, "it is connected"
-        fields = {"number": self.made, "start": start, "size": size, "tensors": entries}
+        tensors = None if entries is None else self.layout.told(entries)
+        fields = {"number": self.made, "start": start, "size": size, "tensors": tensors}
         self.made += 1
         self._sending.send(fields, content)
 

@@ -86,12 +86,12 @@ def listening(
     return socket, address
 
 
-def dealer(context: zmq.Context[Any], keys: Keys | None, secret: bytes) -> zmq.Socket[Any]:
-    """A client's socket, which is not connected yet."""
+def dealer(context: zmq.Context[Any], keys: Keys | None, secret: bytes, largest: int = _LARGEST) -> zmq.Socket[Any]:
+    """A client's socket, which is not connected yet; ``largest``: bytes of a frame of its server; -1: any."""
     socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.IDENTITY, b"c" + secrets.token_bytes(15))
-    _tune(socket)
+    _tune(socket, largest)
     if keys is not None:
         socket.curve_serverkey = keys.server_public.encode()
         socket.curve_publickey = keys.client_public.encode()
@@ -146,12 +146,12 @@ def readable(socket: zmq.Socket[Any]) -> bool:
     return bool(events & _POLLIN)
 
 
-def _tune(socket: zmq.Socket[Any]) -> None:
+def _tune(socket: zmq.Socket[Any], largest: int = _LARGEST) -> None:
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST)
+    socket.setsockopt(zmq.MAXMSGSIZE, largest)
 
 
 class Gate:
