@@ -122,16 +122,16 @@ class RayWorkers:
                         if name in self._agents:
                             await self._routed(actor, 0.0)
 
-        async def call(method: str, *arguments: Any) -> Any:
+        async def call(method: str, *arguments: Any, **named: Any) -> Any:
             try:
-                return await getattr(self._stub(actors[name], cls, seconds), method)(*arguments)
+                return await getattr(self._stub(actors[name], cls, seconds), method)(*arguments, **named)
             except WorkerLost:
                 await restart()
                 raise
 
-        async def iterate(method: str, *arguments: Any) -> AsyncIterator[Any]:
+        async def iterate(method: str, *arguments: Any, **named: Any) -> AsyncIterator[Any]:
             try:
-                async with aclosing(getattr(self._stub(actors[name], cls, seconds), method)(*arguments)) as items:
+                async with aclosing(getattr(self._stub(actors[name], cls, seconds), method)(*arguments, **named)) as items:
                     async for item in items:
                         yield item
             except WorkerLost:
