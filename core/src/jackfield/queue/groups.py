@@ -214,53 +214,64 @@ class Groups:
         Return the rejected keys, whose group was dropped or whose rollout was reported before. Their values are
         deleted.
         """
-        stray: list[str] = []
-        for report in reports:
-            group = self.core.state.group(report.group)
+        stray, published = list[str](), dict[Group, dict[str, str]]()
+        groups = [self.core.state.group(report.group) for report in reports]
+        for group, report in zip(groups, reports, strict=True):
             if group is not None and not 0 <= report.rollout < group.rollouts:
                 raise QueueError("the group has no such rollout", where=report.group, found=report.rollout)
+        columns: dict[tuple[str, ...], frozenset[str]] = {}  # samples share them
+        for group, report in zip(groups, reports, strict=True):
             if group is None or group.is_made or report.rollout in group.ended:
                 known = {} if group is None else group.samples
                 stray += [key for key in report.keys if key not in known]  # dropped, or reported before
                 continue
-            columns, tags = frozenset(report.written.columns), report.written.tags or ({},) * len(report.keys)
-            for key, size, own in zip(report.keys, report.written.sizes, tags, strict=True):
-                if (made := report.lineage.get(key)) is not None:  # tags show the lineage
-                    own = {**own, "operation": made.operation, "parents": list(made.parents)}
-                group.samples[key] = Sample(report.rollout, own, columns, size)
-                self.core.state.count(1, size)
-            group.ended[report.rollout] = report.error
-            if report.error is not None:
-                self.core.fail(f"{group.name}/{report.rollout}", report.error)
-            for key, made in report.lineage.items():
-                self.core.store.derived[key] = made
-                self.core.record("derive", key=key, operation=made.operation, parents=list(made.parents))
-            for partition, feed in self._feeds:
-                if partition == group.batch.partition.name:
-                    feed += report.keys
-            if not group.running():
+            names = tuple(report.written.columns)
+            self._end_rollout(group, report, columns.setdefault(names, frozenset(names)))
+            if len(group.ended) == group.rollouts:
                 ordered = sorted(group.samples.items(), key=lambda item: (item[1].rollout, sequence_of(item[0])))
                 group.samples, group.status = dict(ordered), Status.PUBLISHED
-                self._settle(group)
+                published[group] = {}
+        self._settle(published)
         self.core.discard(stray)
         return tuple(stray)
 
-    def _settle(self, group: Group, failed: Mapping[str, str] | None = None) -> None:
-        """Publish a group whose rollouts have ended and have samples, or drop it and retry its index.
+    def _end_rollout(self, group: Group, report: RolloutReport, columns: frozenset[str]) -> None:
+        """Record the outcome of a rollout."""
+        tags = report.written.tags or ({},) * len(report.keys)
+        for key, size, own in zip(report.keys, report.written.sizes, tags, strict=True):
+            if (made := report.lineage.get(key)) is not None:  # tags show the lineage
+                own = {**own, "operation": made.operation, "parents": list(made.parents)}
+            group.samples[key] = Sample(report.rollout, own, columns, size)
+        self.core.state.count(len(report.keys), sum(report.written.sizes))
+        group.ended[report.rollout] = report.error
+        if report.error is not None:
+            self.core.fail(f"{group.name}/{report.rollout}", report.error)
+        for key, made in report.lineage.items():
+            self.core.store.derived[key] = made
+            self.core.record("derive", key=key, operation=made.operation, parents=list(made.parents))
+        for partition, feed in self._feeds:
+            if partition == group.batch.partition.name:
+                feed += report.keys
 
-        ``failed`` has the reasons of its samples that are removed first.
+    def _settle(self, groups: Mapping[Group, Mapping[str, str]]) -> None:
+        """Publish groups whose rollouts have ended and have samples, or drop them and retry their indexes.
+
+        The values are the reasons of their samples that are removed first, by key.
         """
-        for key, reason in (failed or {}).items():
-            self.core.fail(key, reason)
-        self.leases.remove(group, list(failed or ()))
-        lost = sorted(set(range(group.rollouts)) - {sample.rollout for sample in group.samples.values()})
-        if group.is_made and not lost:
-            self.leases.changed(group)
-        elif group.is_made:
-            counted = Counter(why for _, why in sorted(group.ended.items()) if why is not None).most_common(3)
-            errors = "; ".join(f"{count} × {why}" for why, count in counted)
-            shortage = errors or f"rollouts without a surviving sample: {', '.join(map(str, lost))}"
-            self._retry(group, [*failed.values()][-1] if failed else shortage)
+        changed = []
+        for group, failed in groups.items():
+            for key, reason in failed.items():
+                self.core.fail(key, reason)
+            self.leases.remove(group, list(failed))
+            lost = sorted(set(range(group.rollouts)) - {sample.rollout for sample in group.samples.values()})
+            if group.is_made and not lost:
+                changed.append(group)
+            elif group.is_made:
+                counted = Counter(why for _, why in sorted(group.ended.items()) if why is not None).most_common(3)
+                errors = "; ".join(f"{count} × {why}" for why, count in counted)
+                shortage = errors or f"rollouts without a surviving sample: {', '.join(map(str, lost))}"
+                self._retry(group, [*failed.values()][-1] if failed else shortage)
+        self.leases.changed(changed)
 
     async def new_samples(self, partition: str) -> AsyncIterator[tuple[str, ...]]:
         """Yield the keys of samples as their rollouts end, without a lease, while others of their group still run.
@@ -299,8 +310,7 @@ class Groups:
         """
         found = self._by_group(reasons)
         self.leases.require_free(found)
-        for group, failed in found.items():
-            self._settle(group, failed)
+        self._settle(found)
 
     def _by_group(self, reasons: Mapping[str, str]) -> dict[Group, dict[str, str]]:
         """Return the reasons of existing samples by group."""
@@ -328,7 +338,7 @@ class Groups:
                 if group.is_acked():
                     self.leases.consume([group])
                 else:
-                    self._settle(group, gone)
+                    self._settle({group: gone})
         failed = [key for key in there if not self.core.state.knows(key)]
         if failed:
             logging.getLogger("jackfield").warning(
@@ -355,7 +365,7 @@ class Groups:
 
     def _vacate(self, group: Group) -> None:
         """Have a group handed out again."""
-        group.status, group.explorer = Status.VACANT, None
+        group.status, group.explorer, group.batch.is_handed_out = Status.VACANT, None, False
         self.core.touch(group)
         group.batch.offer()
 
@@ -371,24 +381,28 @@ class Groups:
             self.leases.held(target, whole=False)
         if len(set(keys)) != len(keys) or len(written.sizes) != len(keys) or len(tags or keys) != len(keys):
             raise QueueError("something is written of each sample once", expected=f"{len(keys)} distinct samples")
-        groups = [self.core.state.group_with(key) for key in keys]
-        for key, group in () if isinstance(target, BatchMeta) else zip(keys, groups, strict=True):
-            if group is not None and (clash := columns & group.samples[key].columns):
+        names = target.groups if isinstance(target, BatchMeta) else tuple(map(group_of, keys))
+        groups = {name: self.core.state.group(name) for name in dict.fromkeys(names)}
+        samples = [
+            None if (group := groups[name]) is None else group.samples.get(key)
+            for key, name in zip(keys, names, strict=True)
+        ]
+        for key, sample in () if isinstance(target, BatchMeta) else zip(keys, samples, strict=True):
+            if sample is not None and (clash := columns & sample.columns):
                 message = f"column {', '.join(sorted(clash))} of sample {key} is written already"
                 fix = "write each column once, or under a lease"
                 raise QueueError(message, code="queue.column", where=key, fix=fix)
         wider: dict[frozenset[str], frozenset[str]] = {}  # samples share them
-        for index, (key, group) in enumerate(zip(keys, groups, strict=True)):
-            if group is None:
-                self.core.discard([key])
+        for sample, size, more in zip(samples, written.sizes, tags or ({},) * len(keys), strict=True):
+            if sample is None:
                 continue
-            sample = group.samples[key]
             if not columns <= sample.columns:
-                sample.bytes += written.sizes[index]
-                self.core.state.count(0, written.sizes[index])
+                sample.bytes += size
+                self.core.state.count(0, size)
             sample.columns = wider.setdefault(sample.columns, sample.columns | columns)
-            if tags:
-                sample.tags = {**sample.tags, **tags[index]}
-        for group in dict.fromkeys(group for group in groups if group is not None):
-            self.leases.changed(group)
-        return tuple(key for key, group in zip(keys, groups, strict=True) if group is not None)
+            if more:
+                sample.tags = {**sample.tags, **more}
+        self.core.discard(key for key, sample in zip(keys, samples, strict=True) if sample is None)
+        there = {name: None for name, sample in zip(names, samples, strict=True) if sample is not None}
+        self.leases.changed([group for name in there if (group := groups[name]) is not None])
+        return tuple(key for key, sample in zip(keys, samples, strict=True) if sample is not None)

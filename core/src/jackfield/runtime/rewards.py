@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -20,7 +21,7 @@ from jackfield.queue import Values
 from jackfield.queue.meta import Written, group_of
 from jackfield.runtime.samples import not_finite
 from jackfield.runtime.workers import together
-from jackfield.sdk.cells import column_from_rows, rows_of
+from jackfield.sdk.cells import offsets_of, rows_of
 
 REWARD_INPUTS = ("prompt_ids", "response_ids", "task")  #: the columns from which a reward agent's request is built
 
@@ -82,15 +83,17 @@ class RewardWorker:
         """
         keys = [key for job in jobs for key in job.keys]
         scoring = dict(zip(keys, self._scoring(partition, keys), strict=True))
-        async for ended in together(self._group(job, [scoring[key] for key in job.keys]) for job in jobs):
-            results = {key: result for task in ended for key, result in task.result().items()}
+        async for ended in together((None, self._group(job, [scoring[key] for key in job.keys])) for job in jobs):
+            results = {key: result for _, task in ended for key, result in task.result().items()}
             good = {key: result for key, result in results.items() if result.status == "ok"}
             written = await self._values.put(partition, list(good), self._columns(list(good.values())))
             yield RewardReport(results={key: _told(result) for key, result in results.items()}, written=written)
 
     async def _group(self, job: RewardJob, scoring: Sequence[asyncio.Task[ScoreResult]]) -> dict[str, ScoreResult]:
         """Wait for the scores of a group, post-process them together, and check them; return them by key."""
-        results = dict(zip(job.keys, await asyncio.gather(*map(asyncio.shield, scoring)), strict=True))
+        if running := [each for each in scoring if not each.done()]:
+            await asyncio.wait(running)
+        results = dict(zip(job.keys, (each.result() for each in scoring), strict=True))
         self._scores.pop(_place(job.keys[0]), None)
         siblings = [key for key in job.keys if key not in job.uncompared]
         processed = self._agent.post_process_scores([results[key] for key in siblings])
@@ -139,17 +142,20 @@ class RewardWorker:
                 kept[place][key] = asyncio.ensure_future(self._score(key, reading))
         return [kept[_place(key)][key] for key in keys]
 
-    async def _read(self, partition: str, keys: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+    async def _read(self, partition: str, keys: Sequence[str]) -> dict[str, tuple[list[int], list[int], Any]]:
         columns = await self._values.get(partition, keys, REWARD_INPUTS)
-        rows = zip(*(rows_of(columns[name]) for name in REWARD_INPUTS), strict=True)
-        return dict(zip(keys, rows, strict=True))
+        prompts, responses = (_lists(columns[name]) for name in REWARD_INPUTS[:2])
+        return dict(zip(keys, zip(prompts, responses, rows_of(columns["task"]), strict=True), strict=True))
 
-    async def _score(self, key: str, reading: asyncio.Future[dict[str, tuple[Any, ...]]]) -> ScoreResult:
+    async def _score(
+        self, key: str, reading: asyncio.Future[dict[str, tuple[list[int], list[int], Any]]]
+    ) -> ScoreResult:
         """Score with a deadline for each attempt. A failure becomes a status, never a score."""
-        prompt_ids, response_ids, task = (await asyncio.shield(reading))[key]
+        rows = reading.result() if reading.done() else await asyncio.shield(reading)
+        prompt, response, task = rows[key]
         if task["reward"] is not None:
             return ScoreResult(score=float(task["reward"]))
-        response, seconds = response_ids.tolist(), self._config.deadlines.reward
+        seconds = self._config.deadlines.reward
         async with self._turns:
             for retry in range(self._config.schedule.reward_retries + 1):
                 request = ScoreRequest(
@@ -157,7 +163,7 @@ class RewardWorker:
                     solution_str=self._tokenizer.decode(response),
                     ground_truth=task["ground_truth"],
                     extra_info=task["extra_info"],
-                    prompt_str=self._tokenizer.decode(prompt_ids.tolist()),
+                    prompt_str=self._tokenizer.decode(prompt),
                     response_ids=tuple(response),
                     idempotency_key=key,
                     retry=retry,
@@ -184,6 +190,8 @@ def _told(result: ScoreResult) -> ScoreResult:
     """Return what the controller gets of a result."""
     if result.status != "ok":
         return ScoreResult(status=result.status, error=f"reward {result.status}: {result.error}")
+    if result.token_scores is None and type(result.metrics) is dict:
+        return result
     return ScoreResult(score=result.score, metrics=dict(result.metrics))
 
 
@@ -226,4 +234,12 @@ def _column(values: Sequence[Sequence[float | None]]) -> Column:
     """Make a jagged float32 column from one row of numbers per sample."""
     import torch
 
-    return column_from_rows([torch.tensor(row, dtype=torch.float32) for row in values])
+    flat = [each for row in values for each in row]
+    return Column(values=torch.tensor(flat, dtype=torch.float32), offsets=offsets_of(map(len, values)))
+
+
+def _lists(column: Column) -> list[list[int]]:
+    """Return the rows of a jagged column of integers."""
+    assert column.offsets is not None
+    flat = column.values.tolist()
+    return [flat[start:end] for start, end in pairwise(column.offsets.tolist())]
