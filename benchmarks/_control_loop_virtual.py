@@ -49,7 +49,7 @@ from jackfield.weights import PreparedSender, WeightSender
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools" / "testing"))
 
-from jackfield_virtual_clock import VirtualClock  # noqa: E402
+from jackfield_virtual_clock import VirtualClock
 
 T = TypeVar("T")
 
@@ -296,12 +296,13 @@ def curve(counts: Sequence[int], steps: int) -> dict[str, float]:
     print(f"{SAMPLES:,} samples, {AGENTS} agent workers, {RANKS} ranks; medians of {steps} steps after the first")
     for count in counts:
         world = World(VirtualClock())
-        seconds, busy, messages = map(statistics.median, zip(*world.clock.run(measure(world, count, steps + 1))[1:]))
+        measured = world.clock.run(measure(world, count, steps + 1))[1:]
+        seconds, busy, messages = map(statistics.median, zip(*measured, strict=True))
         share = 100 * busy / STEP_SECONDS
         found[str(count)] = round(share, 3)
         print(
-            f"{count:5} replicas: a step of {seconds:.1f} s, {messages:,.0f} messages, controller {1000 * busy:7.1f} ms, "
-            f"{share:.2f} % of {STEP_SECONDS:.0f} s",
+            f"{count:5} replicas: a step of {seconds:.1f} s, {messages:,.0f} messages, controller {1000 * busy:.1f} ms,"
+            f" {share:.2f} % of {STEP_SECONDS:.0f} s",
             flush=True,
         )
     return found
