@@ -23,6 +23,7 @@ from jackfield.compose.workers import CONTRACTS
 from jackfield.config import make_config
 from jackfield.config.sections import RayConfig
 from jackfield.data.tasks import Task
+from jackfield.imports import collection_paused, own_process
 from jackfield.plugins import HookManager, installed
 from jackfield.queue import TransferQueue, Values
 from jackfield.queue.meta import BatchMeta, Written
@@ -42,6 +43,13 @@ RUNS = 8
 PROMPT = tuple(range(15))
 RESPONSE = tuple(range(32))
 SECONDS = 300.0
+
+
+def import_torch() -> None:
+    """Import torch now rather than at the first row, and keep it from garbage collection as processes of a run do."""
+    own_process()
+    with collection_paused():
+        import torch  # noqa: F401
 
 
 class Tokenizer:
@@ -161,8 +169,7 @@ def units(folder: str, *, joins: bool) -> TransferQueueBackend:
 
 async def joined(folder: str, stack: AsyncExitStack) -> TransferQueueBackend:
     """Join the storage units of a folder."""
-    import torch  # noqa: F401, now rather than at the first row
-
+    import_torch()
     backend = units(folder, joins=True)
     stack.push_async_callback(backend.close)
     await backend.start()

@@ -97,6 +97,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     arguments = parser.parse_args()
     steps = 2 if arguments.quick else arguments.steps
+    parts.import_torch()
     found: dict[str, Any] = {"overhead_ms_per_step": {}, "steps": steps}
     try:
         if arguments.virtual:

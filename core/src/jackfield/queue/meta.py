@@ -54,11 +54,16 @@ class GroupKey:
 
     def sample(self, rollout: int, sequence: int, attempt: int = 0) -> str:
         """Return the key of a sample."""
-        return f"{self.rollout(rollout, attempt)}/{sequence}"
+        return sample_key(str(self), rollout, sequence, attempt)
 
 
 def _numbered(number: int, again: int) -> str:
     return f"{number}r{again}" if again else str(number)
+
+
+def sample_key(group: str, rollout: int, sequence: int, attempt: int = 0) -> str:
+    """Return the key of a sample from the group's key as text."""
+    return f"{group}/{_numbered(rollout, attempt)}/{sequence}"
 
 
 def group_of(key: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from itertools import pairwise
@@ -21,7 +22,7 @@ from jackfield.queue import Values
 from jackfield.queue.meta import Written, group_of
 from jackfield.runtime.samples import not_finite
 from jackfield.runtime.workers import together
-from jackfield.sdk.cells import offsets_of, rows_of
+from jackfield.sdk.cells import offsets_of, split
 
 REWARD_INPUTS = ("prompt_ids", "response_ids", "task")  #: the columns from which a reward agent's request is built
 
@@ -51,8 +52,8 @@ class RewardWorker:
     _tokenizer: ChatTokenizer  #: of the model
     _clock: Clock
     _config: RunConfig
-    #: scores that :meth:`reward` will use, by place of the group and key
-    _scores: dict[str, dict[str, asyncio.Task[ScoreResult]]] = attrs.field(factory=dict, init=False)
+    #: scores that :meth:`reward` will use, by key, and their group, by the group's key without its retry
+    _scores: dict[str, tuple[str, dict[str, asyncio.Task[ScoreResult]]]] = attrs.field(factory=dict, init=False)
     _turns: AbstractAsyncContextManager[Any] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -94,12 +95,14 @@ class RewardWorker:
         if running := [each for each in scoring if not each.done()]:
             await asyncio.wait(running)
         results = dict(zip(job.keys, (each.result() for each in scoring), strict=True))
-        self._scores.pop(_place(job.keys[0]), None)
+        self._scores.pop(_place(group_of(job.keys[0])), None)
         siblings = [key for key in job.keys if key not in job.uncompared]
         processed = self._agent.post_process_scores([results[key] for key in siblings])
         if self._config.algorithm.shaping.fill_failed:
             processed = _filled(processed)
         for key, result in zip(siblings, processed, strict=True):
+            if result is results[key] and not self._config.algorithm.reward_dimensions:
+                continue  # it was checked
             results[key] = _checked(result, key, self._config.algorithm.reward_dimensions)
         return results
 
@@ -117,7 +120,7 @@ class RewardWorker:
 
     async def close(self) -> None:
         """Cancel the scores in progress and close the agent."""
-        for scores in self._scores.values():
+        for _, scores in self._scores.values():
             for scoring in scores.values():
                 scoring.cancel()
         await self._agent.close()
@@ -125,27 +128,33 @@ class RewardWorker:
     def _scoring(self, partition: str, keys: Sequence[str]) -> list[asyncio.Task[ScoreResult]]:
         """Return the tasks that score samples; start those that are missing or failed."""
 
-        def is_missing(scoring: asyncio.Task[ScoreResult] | None) -> bool:
-            return scoring is None or (scoring.done() and (scoring.cancelled() or scoring.exception() is not None))
-
-        kept, missing = dict[str, dict[str, asyncio.Task[ScoreResult]]](), dict[str, str]()
+        found, missing = dict[str, asyncio.Task[ScoreResult] | None](), list[str]()
         for key in keys:
-            if (place := _place(key)) not in kept:
-                scores = kept[place] = self._scores.setdefault(place, {})
-                for old in [each for each in scores if group_of(each) != group_of(key)]:
-                    scores.pop(old).cancel()  # of an earlier retry
-            if is_missing(kept[place].get(key)):
-                missing[key] = place
+            scores = self._scores_of(group_of(key))
+            found[key] = scoring = scores.get(key)
+            if scoring is None or (scoring.done() and (scoring.cancelled() or scoring.exception() is not None)):
+                missing.append(key)
         if missing:
-            reading = asyncio.ensure_future(self._read(partition, list(missing)))
-            for key, place in missing.items():
-                kept[place][key] = asyncio.ensure_future(self._score(key, reading))
-        return [kept[_place(key)][key] for key in keys]
+            reading = asyncio.ensure_future(self._read(partition, missing))
+            for key in missing:
+                scores = self._scores_of(group_of(key))
+                found[key] = scores[key] = asyncio.ensure_future(self._score(key, reading))
+        return [scoring for scoring in found.values() if scoring is not None]
+
+    def _scores_of(self, group: str) -> dict[str, asyncio.Task[ScoreResult]]:
+        """Return the scores of a group. Those of earlier retries are cancelled and forgotten."""
+        name, scores = self._scores.get(_place(group), ("", {}))
+        if name != group:
+            for old in scores.values():
+                old.cancel()
+            self._scores[_place(group)] = group, (scores := {})
+        return scores
 
     async def _read(self, partition: str, keys: Sequence[str]) -> dict[str, tuple[list[int], list[int], Any]]:
         columns = await self._values.get(partition, keys, REWARD_INPUTS)
         prompts, responses = (_lists(columns[name]) for name in REWARD_INPUTS[:2])
-        return dict(zip(keys, zip(prompts, responses, rows_of(columns["task"]), strict=True), strict=True))
+        tasks = (json.loads(str(text, "utf-8")) for text in split(columns["task"])[1])
+        return dict(zip(keys, zip(prompts, responses, tasks, strict=True), strict=True))
 
     async def _score(
         self, key: str, reading: asyncio.Future[dict[str, tuple[list[int], list[int], Any]]]
@@ -181,9 +190,9 @@ class RewardWorker:
         return result
 
 
-def _place(key: str) -> str:
-    """Return the key of a sample's group without its retry."""
-    return key.rsplit("/", 3)[0]
+def _place(group: str) -> str:
+    """Return the key of a group without its retry."""
+    return group.rpartition("/")[0]
 
 
 def _told(result: ScoreResult) -> ScoreResult:

@@ -78,7 +78,7 @@ def mini_batches(batch: BatchMeta, parts: int, *, whole_groups: bool) -> tuple[B
     Fewer samples (or groups) of the policy than ``parts`` are refused with a ``QueueError``.
     """
     experts = [index for index, tags in enumerate(batch.tags) if is_expert(tags)]
-    split = own(batch).split(parts, whole_groups=whole_groups)
+    split = (own(batch) if experts else batch).split(parts, whole_groups=whole_groups)
     return tuple(each.joined(batch.select(experts[number::parts])) for number, each in enumerate(split))
 
 
@@ -164,11 +164,12 @@ def global_counts(samples: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
     These are model tokens and sequences of all samples, of the policy's samples (``usual``), and of an expert's.
     """
-    kinds = {"usual_": [each for each in samples if not is_expert(each)], "expert_": list(filter(is_expert, samples))}
-    counts = {}
-    for kind, some in {"": samples, **kinds}.items():
+    experts, counts = list(filter(is_expert, samples)), {}
+    for kind, some in {"": samples, "expert_": experts}.items():
         counts[f"global_{kind}tokens"] = sum(tags["model_tokens"] for tags in some)
         counts[f"global_{kind}sequences"] = len(some)
+    for what in ("tokens", "sequences"):
+        counts[f"global_usual_{what}"] = counts[f"global_{what}"] - counts[f"global_expert_{what}"]
     return counts
 
 

@@ -34,7 +34,7 @@ from jackfield.errors import (
 )
 from jackfield.plugins.hooks import SampleRecord
 from jackfield.queue import Values
-from jackfield.queue.meta import GroupKey, RolloutReport, Written
+from jackfield.queue.meta import GroupKey, RolloutReport, Written, sample_key
 from jackfield.runtime.samples import metric_tags, not_finite, sequence_cells, sequence_tags
 from jackfield.sdk.cells import Cell, join, rows_of
 
@@ -193,6 +193,7 @@ class _Made:
     """The samples of a rollout, which are not written yet."""
 
     job: RolloutJob
+    group: str
     rollout: int
     keys: tuple[str, ...]
     cells: Sequence[Mapping[str, Cell]]
@@ -220,8 +221,8 @@ class AgentWorker:
         """
         work, seconds = list[tuple[tuple[RolloutJob, int], Any]](), max(job.seconds for job in jobs)
         for job in jobs:
-            texts: dict[float | None, bytes] = {}
-            work += [((job, number), self._rollout(job, number, texts)) for number in job.rollouts]
+            name, texts = str(job.group), dict[float | None, bytes]()
+            work += [((job, number), self._rollout(job, name, number, texts)) for number in job.rollouts]
         async for ended in together(work, seconds):
             reports, made = list[RolloutReport](), dict[frozenset[str], list[_Made]]()
             for (job, number), task in ended:
@@ -235,7 +236,9 @@ class AgentWorker:
                 reports += await self._write(alike)
             yield reports
 
-    async def _rollout(self, job: RolloutJob, rollout: int, texts: dict[float | None, bytes]) -> _Made | RolloutReport:
+    async def _rollout(
+        self, job: RolloutJob, group: str, rollout: int, texts: dict[float | None, bytes]
+    ) -> _Made | RolloutReport:
         """Run a rollout, or copy answers; return what is to be written, or the report of a failure."""
         supervised = job.sampling is None and not job.expert
         try:
@@ -244,10 +247,10 @@ class AgentWorker:
         except JackfieldError as error:
             return job.failed(rollout, error)
         if not sequences:
-            return RolloutReport(group=str(job.group), rollout=rollout)
+            return RolloutReport(group=group, rollout=rollout)
         tags = tuple({**sequence_tags(job.task, each, rollout), **more} for each in sequences)
-        prefix = job.key(rollout)
-        return _Made(job, rollout, tuple(f"{prefix}/{number}" for number in range(len(sequences))), cells, tags)
+        keys = tuple(sample_key(group, rollout, number, job.attempt) for number in range(len(sequences)))
+        return _Made(job, group, rollout, keys, cells, tags)
 
     async def _write(self, made: Sequence[_Made]) -> list[RolloutReport]:
         """Write the samples of rollouts at once, on the remaining storage units if some die; return their reports."""
@@ -264,7 +267,7 @@ class AgentWorker:
         reports, names, sizes = list[RolloutReport](), written.columns, iter(written.sizes)
         for each in made:
             own = Written(columns=names, sizes=tuple(islice(sizes, len(each.keys))), tags=each.tags)
-            reports.append(RolloutReport(group=str(each.job.group), rollout=each.rollout, keys=each.keys, written=own))
+            reports.append(RolloutReport(group=each.group, rollout=each.rollout, keys=each.keys, written=own))
         return reports
 
     async def _sequences(self, job: RolloutJob, rollout: int) -> tuple[Sequence[AgentSequence], dict[str, Any]]:
