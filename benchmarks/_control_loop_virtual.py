@@ -142,7 +142,8 @@ def agents(world: World) -> Callable[[str, Any], Any]:
                 seconds = min(MEDIAN * math.exp(world.draw.gauss(0.0, SPREAD)), LONGEST)
                 tags: dict[str, Any] = {"task": job.task.id, "rollout": rollout, "prompt_tokens": 300, "turns": 1}
                 tags |= {"response_tokens": int(100 * seconds), "model_tokens": int(100 * seconds), "step_id": 0}
-                tags |= {"weight_version_min": 0, "weight_version_max": 0, "finish_reason": "stop"}
+                version = job.group.batch  # on-policy
+                tags |= {"weight_version_min": version, "weight_version_max": version, "finish_reason": "stop"}
                 columns = ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "task")
                 written = Written(columns=columns, sizes=(40_000,), tags=(tags,))
                 key = (f"{job.key(rollout)}/0",)

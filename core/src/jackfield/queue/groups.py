@@ -18,6 +18,7 @@ from jackfield.queue.records import BatchState, Group, Sample, Status, sequence_
 from jackfield.queue.store import Controller
 
 _GONE = "its values are gone from the store, or damaged in it"
+_columns = functools.lru_cache(maxsize=1024)(frozenset[str])  # samples share them
 
 
 @attrs.define(eq=False)
@@ -199,10 +200,7 @@ class Groups:
             batch.require_well()
             group = batch.groups[key.index]
             if group.key != key or group.status != Status.ASSIGNED:
-                message, expected = (
-                    "the group is not this explorer's any more",
-                    f"{group.key}, handed out and not opened",
-                )
+                message, expected = "the group is not this explorer's any more", f"{group.key}, assigned and not opened"
                 raise QueueError(message, where=str(key), expected=expected, found=group.status.name.lower())
             group.status, group.name = Status.OPEN, str(key)
             group.task_id, group.rollouts, group.tags = new.task_id, new.rollouts, new.tags
@@ -211,22 +209,19 @@ class Groups:
     async def end_rollouts(self, reports: Sequence[RolloutReport]) -> tuple[str, ...]:
         """Record that rollouts have ended, after the values of their samples were put into the backend.
 
-        Return the rejected keys, whose group was dropped or whose rollout was reported before. Their values are
-        deleted.
+        Return the rejected keys, whose group was dropped or whose rollout was reported before; they are deleted.
         """
         stray, published = list[str](), dict[Group, dict[str, str]]()
         groups = [self.core.state.group(report.group) for report in reports]
         for group, report in zip(groups, reports, strict=True):
             if group is not None and not 0 <= report.rollout < group.rollouts:
                 raise QueueError("the group has no such rollout", where=report.group, found=report.rollout)
-        columns: dict[tuple[str, ...], frozenset[str]] = {}  # samples share them
         for group, report in zip(groups, reports, strict=True):
             if group is None or group.is_made or report.rollout in group.ended:
                 known = {} if group is None else group.samples
                 stray += [key for key in report.keys if key not in known]  # dropped, or reported before
                 continue
-            names = tuple(report.written.columns)
-            self._end_rollout(group, report, columns.setdefault(names, frozenset(names)))
+            self._end_rollout(group, report)
             if len(group.ended) == group.rollouts:
                 ordered = sorted(group.samples.items(), key=lambda item: (item[1].rollout, sequence_of(item[0])))
                 group.samples, group.status = dict(ordered), Status.PUBLISHED
@@ -235,9 +230,9 @@ class Groups:
         self.core.discard(stray)
         return tuple(stray)
 
-    def _end_rollout(self, group: Group, report: RolloutReport, columns: frozenset[str]) -> None:
+    def _end_rollout(self, group: Group, report: RolloutReport) -> None:
         """Record the outcome of a rollout."""
-        tags = report.written.tags or ({},) * len(report.keys)
+        columns, tags = _columns(tuple(report.written.columns)), report.written.tags or ({},) * len(report.keys)
         for key, size, own in zip(report.keys, report.written.sizes, tags, strict=True):
             if (made := report.lineage.get(key)) is not None:  # tags show the lineage
                 own = {**own, "operation": made.operation, "parents": list(made.parents)}
@@ -383,15 +378,12 @@ class Groups:
             raise QueueError("something is written of each sample once", expected=f"{len(keys)} distinct samples")
         names = target.groups if isinstance(target, BatchMeta) else tuple(map(group_of, keys))
         groups = {name: self.core.state.group(name) for name in dict.fromkeys(names)}
-        samples = [
-            None if (group := groups[name]) is None else group.samples.get(key)
-            for key, name in zip(keys, names, strict=True)
-        ]
+        known: dict[str, dict[str, Sample]] = {n: {} if group is None else group.samples for n, group in groups.items()}
+        samples = [known[name].get(key) for key, name in zip(keys, names, strict=True)]
         for key, sample in () if isinstance(target, BatchMeta) else zip(keys, samples, strict=True):
             if sample is not None and (clash := columns & sample.columns):
                 message = f"column {', '.join(sorted(clash))} of sample {key} is written already"
-                fix = "write each column once, or under a lease"
-                raise QueueError(message, code="queue.column", where=key, fix=fix)
+                raise QueueError(message, code="queue.column", where=key, fix="write a column once, or under a lease")
         wider: dict[frozenset[str], frozenset[str]] = {}  # samples share them
         for sample, size, more in zip(samples, written.sizes, tags or ({},) * len(keys), strict=True):
             if sample is None:
@@ -403,6 +395,6 @@ class Groups:
             if more:
                 sample.tags = {**sample.tags, **more}
         self.core.discard(key for key, sample in zip(keys, samples, strict=True) if sample is None)
-        there = {name: None for name, sample in zip(names, samples, strict=True) if sample is not None}
-        self.leases.changed([group for name in there if (group := groups[name]) is not None])
+        there = {name for name, sample in zip(names, samples, strict=True) if sample is not None}
+        self.leases.changed([group for name, group in groups.items() if group is not None and name in there])
         return tuple(key for key, sample in zip(keys, samples, strict=True) if sample is not None)

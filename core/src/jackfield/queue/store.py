@@ -254,10 +254,8 @@ class Controller:
 
     def discard(self, keys: Iterable[str], partition: str | None = None) -> None:
         """Schedule the deletion of values from the backend."""
-        for key in keys if partition is None else ():
-            self.discard([key], partition_of(key))
-        if partition is not None and (gone := list(keys)):
-            self.discarded.setdefault(partition, []).extend(gone)
+        for key in keys:
+            self.discarded.setdefault(partition or partition_of(key), []).append(key)
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def list_seconds(elapsed: float) -> float:
 
     The wait grows with the age of the work, so that stragglers of a long rollout share few lists.
     """
-    return max(0.05, 0.02 * elapsed)
+    return max(0.05, 0.05 * elapsed)
 
 
 async def together(

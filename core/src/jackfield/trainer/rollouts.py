@@ -22,6 +22,7 @@ from jackfield.runtime.workers import AgentWorker, RolloutJob, handle_each, one_
 from jackfield.trainer.role import Role
 
 REWARD = "reward"  #: the name under which the reward pipeline leases groups
+_EARLY_SECONDS = 0.5  #: samples of unfinished groups that end within this time start to be scored together
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -205,6 +206,7 @@ class RewardPipeline:
                 async for keys in queue.new_samples(TRAIN):
                     for worker, mine in self._shares(keys, group_of):
                         tasks.create_task(self._begin(worker, mine))
+                    await self.role.clock.sleep(_EARLY_SECONDS)
 
             tasks.create_task(score_early())
             while True:
