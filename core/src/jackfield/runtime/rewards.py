@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
@@ -73,9 +73,7 @@ class RewardWorker:
         """
         scoring = self._scoring(partition, keys)
         await asyncio.wait(scoring)
-        for each in scoring:
-            if not each.cancelled():
-                each.exception()  # or asyncio would log that it was not retrieved
+        _retrieve(scoring)
 
     async def reward(self, partition: str, jobs: Sequence[RewardJob]) -> AsyncIterator[RewardReport]:
         """Score the samples of groups, write ``reward`` for those that have a score, and yield reports.
@@ -94,6 +92,7 @@ class RewardWorker:
         """Wait for the scores of a group, post-process them together, and check them; return them by key."""
         if running := [each for each in scoring if not each.done()]:
             await asyncio.wait(running)
+        _retrieve(scoring)
         results = dict(zip(job.keys, (each.result() for each in scoring), strict=True))
         self._scores.pop(_place(group_of(job.keys[0])), None)
         siblings = [key for key in job.keys if key not in job.uncompared]
@@ -188,6 +187,13 @@ class RewardWorker:
                 if result.status == "ok":
                     break
         return result
+
+
+def _retrieve(scoring: Iterable[asyncio.Task[ScoreResult]]) -> None:
+    """Retrieve the errors of scores that have ended, or asyncio would log those that nobody raises."""
+    for each in scoring:
+        if not each.cancelled():
+            each.exception()
 
 
 def _place(group: str) -> str:

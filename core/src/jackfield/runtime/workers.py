@@ -87,6 +87,8 @@ async def together(
 
     def note(task: asyncio.Task[T]) -> None:
         ended.append(task)
+        if not task.cancelled():
+            task.exception()  # or asyncio would log those that nobody raises
         if len(ended) >= min(_LIST, left):
             news.set()
         elif len(ended) == 1:
