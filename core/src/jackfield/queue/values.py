@@ -167,4 +167,4 @@ class MemoryBackend(TransferQueueBackend):
 
 
 def _size(cells: Mapping[str, Cell]) -> int:
-    return sum(len(content) for _, content in cells.values())
+    return sum([len(content) for _, content in cells.values()])

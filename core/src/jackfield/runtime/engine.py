@@ -355,6 +355,8 @@ def shares(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
     Rows are assigned longest first, to the rank with the fewest tokens that has room. One rank gets all, in order.
     """
+    if ranks == 1:
+        return [list(range(len(lengths)))]
     size, larger = divmod(len(lengths), ranks)
     room = [size + (rank < larger) for rank in range(ranks)]
     chosen: list[list[int]] = [[] for _ in range(ranks)]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import json
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -20,7 +22,7 @@ from jackfield.queue import Values
 from jackfield.queue.meta import Written, group_of
 from jackfield.runtime.samples import not_finite
 from jackfield.runtime.workers import together
-from jackfield.sdk.cells import column_from_rows, rows_of
+from jackfield.sdk.cells import offsets_of, split
 
 REWARD_INPUTS = ("prompt_ids", "response_ids", "task")  #: the columns from which a reward agent's request is built
 
@@ -50,8 +52,8 @@ class RewardWorker:
     _tokenizer: ChatTokenizer  #: of the model
     _clock: Clock
     _config: RunConfig
-    #: scores that :meth:`reward` will use, by place of the group and key
-    _scores: dict[str, dict[str, asyncio.Task[ScoreResult]]] = attrs.field(factory=dict, init=False)
+    #: scores that :meth:`reward` will use, by key, and their group, by the group's key without its retry
+    _scores: dict[str, tuple[str, dict[str, asyncio.Task[ScoreResult]]]] = attrs.field(factory=dict, init=False)
     _turns: AbstractAsyncContextManager[Any] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -71,9 +73,7 @@ class RewardWorker:
         """
         scoring = self._scoring(partition, keys)
         await asyncio.wait(scoring)
-        for each in scoring:
-            if not each.cancelled():
-                each.exception()  # or asyncio would log that it was not retrieved
+        _retrieve(scoring)
 
     async def reward(self, partition: str, jobs: Sequence[RewardJob]) -> AsyncIterator[RewardReport]:
         """Score the samples of groups, write ``reward`` for those that have a score, and yield reports.
@@ -82,21 +82,26 @@ class RewardWorker:
         """
         keys = [key for job in jobs for key in job.keys]
         scoring = dict(zip(keys, self._scoring(partition, keys), strict=True))
-        async for ended in together(self._group(job, [scoring[key] for key in job.keys]) for job in jobs):
-            results = {key: result for task in ended for key, result in task.result().items()}
+        async for ended in together((None, self._group(job, [scoring[key] for key in job.keys])) for job in jobs):
+            results = {key: result for _, task in ended for key, result in task.result().items()}
             good = {key: result for key, result in results.items() if result.status == "ok"}
             written = await self._values.put(partition, list(good), self._columns(list(good.values())))
             yield RewardReport(results={key: _told(result) for key, result in results.items()}, written=written)
 
     async def _group(self, job: RewardJob, scoring: Sequence[asyncio.Task[ScoreResult]]) -> dict[str, ScoreResult]:
         """Wait for the scores of a group, post-process them together, and check them; return them by key."""
-        results = dict(zip(job.keys, await asyncio.gather(*map(asyncio.shield, scoring)), strict=True))
-        self._scores.pop(_place(job.keys[0]), None)
+        if running := [each for each in scoring if not each.done()]:
+            await asyncio.wait(running)
+        _retrieve(scoring)
+        results = dict(zip(job.keys, (each.result() for each in scoring), strict=True))
+        self._scores.pop(_place(group_of(job.keys[0])), None)
         siblings = [key for key in job.keys if key not in job.uncompared]
         processed = self._agent.post_process_scores([results[key] for key in siblings])
         if self._config.algorithm.shaping.fill_failed:
             processed = _filled(processed)
         for key, result in zip(siblings, processed, strict=True):
+            if result is results[key] and not self._config.algorithm.reward_dimensions:
+                continue  # it was checked
             results[key] = _checked(result, key, self._config.algorithm.reward_dimensions)
         return results
 
@@ -114,7 +119,7 @@ class RewardWorker:
 
     async def close(self) -> None:
         """Cancel the scores in progress and close the agent."""
-        for scores in self._scores.values():
+        for _, scores in self._scores.values():
             for scoring in scores.values():
                 scoring.cancel()
         await self._agent.close()
@@ -122,34 +127,43 @@ class RewardWorker:
     def _scoring(self, partition: str, keys: Sequence[str]) -> list[asyncio.Task[ScoreResult]]:
         """Return the tasks that score samples; start those that are missing or failed."""
 
-        def is_missing(scoring: asyncio.Task[ScoreResult] | None) -> bool:
-            return scoring is None or (scoring.done() and (scoring.cancelled() or scoring.exception() is not None))
-
-        kept, missing = dict[str, dict[str, asyncio.Task[ScoreResult]]](), dict[str, str]()
+        found, missing = dict[str, asyncio.Task[ScoreResult] | None](), list[str]()
         for key in keys:
-            if (place := _place(key)) not in kept:
-                scores = kept[place] = self._scores.setdefault(place, {})
-                for old in [each for each in scores if group_of(each) != group_of(key)]:
-                    scores.pop(old).cancel()  # of an earlier retry
-            if is_missing(kept[place].get(key)):
-                missing[key] = place
+            scores = self._scores_of(group_of(key))
+            found[key] = scoring = scores.get(key)
+            if scoring is None or (scoring.done() and (scoring.cancelled() or scoring.exception() is not None)):
+                missing.append(key)
         if missing:
-            reading = asyncio.ensure_future(self._read(partition, list(missing)))
-            for key, place in missing.items():
-                kept[place][key] = asyncio.ensure_future(self._score(key, reading))
-        return [kept[_place(key)][key] for key in keys]
+            reading = asyncio.ensure_future(self._read(partition, missing))
+            for key in missing:
+                scores = self._scores_of(group_of(key))
+                found[key] = scores[key] = asyncio.ensure_future(self._score(key, reading))
+        return [scoring for scoring in found.values() if scoring is not None]
 
-    async def _read(self, partition: str, keys: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+    def _scores_of(self, group: str) -> dict[str, asyncio.Task[ScoreResult]]:
+        """Return the scores of a group. Those of earlier retries are cancelled and forgotten."""
+        name, scores = self._scores.get(_place(group), ("", {}))
+        if name != group:
+            for old in scores.values():
+                old.cancel()
+            self._scores[_place(group)] = group, (scores := {})
+        return scores
+
+    async def _read(self, partition: str, keys: Sequence[str]) -> dict[str, tuple[list[int], list[int], Any]]:
         columns = await self._values.get(partition, keys, REWARD_INPUTS)
-        rows = zip(*(rows_of(columns[name]) for name in REWARD_INPUTS), strict=True)
-        return dict(zip(keys, rows, strict=True))
+        prompts, responses = (_lists(columns[name]) for name in REWARD_INPUTS[:2])
+        tasks = (json.loads(str(text, "utf-8")) for text in split(columns["task"])[1])
+        return dict(zip(keys, zip(prompts, responses, tasks, strict=True), strict=True))
 
-    async def _score(self, key: str, reading: asyncio.Future[dict[str, tuple[Any, ...]]]) -> ScoreResult:
+    async def _score(
+        self, key: str, reading: asyncio.Future[dict[str, tuple[list[int], list[int], Any]]]
+    ) -> ScoreResult:
         """Score with a deadline for each attempt. A failure becomes a status, never a score."""
-        prompt_ids, response_ids, task = (await asyncio.shield(reading))[key]
+        rows = reading.result() if reading.done() else await asyncio.shield(reading)
+        prompt, response, task = rows[key]
         if task["reward"] is not None:
             return ScoreResult(score=float(task["reward"]))
-        response, seconds = response_ids.tolist(), self._config.deadlines.reward
+        seconds = self._config.deadlines.reward
         async with self._turns:
             for retry in range(self._config.schedule.reward_retries + 1):
                 request = ScoreRequest(
@@ -157,7 +171,7 @@ class RewardWorker:
                     solution_str=self._tokenizer.decode(response),
                     ground_truth=task["ground_truth"],
                     extra_info=task["extra_info"],
-                    prompt_str=self._tokenizer.decode(prompt_ids.tolist()),
+                    prompt_str=self._tokenizer.decode(prompt),
                     response_ids=tuple(response),
                     idempotency_key=key,
                     retry=retry,
@@ -175,15 +189,24 @@ class RewardWorker:
         return result
 
 
-def _place(key: str) -> str:
-    """Return the key of a sample's group without its retry."""
-    return key.rsplit("/", 3)[0]
+def _retrieve(scoring: Iterable[asyncio.Task[ScoreResult]]) -> None:
+    """Retrieve the errors of scores that have ended, or asyncio would log those that nobody raises."""
+    for each in scoring:
+        if not each.cancelled():
+            each.exception()
+
+
+def _place(group: str) -> str:
+    """Return the key of a group without its retry."""
+    return group.rpartition("/")[0]
 
 
 def _told(result: ScoreResult) -> ScoreResult:
     """Return what the controller gets of a result."""
     if result.status != "ok":
         return ScoreResult(status=result.status, error=f"reward {result.status}: {result.error}")
+    if result.token_scores is None and type(result.metrics) is dict:
+        return result
     return ScoreResult(score=result.score, metrics=dict(result.metrics))
 
 
@@ -226,4 +249,12 @@ def _column(values: Sequence[Sequence[float | None]]) -> Column:
     """Make a jagged float32 column from one row of numbers per sample."""
     import torch
 
-    return column_from_rows([torch.tensor(row, dtype=torch.float32) for row in values])
+    flat = [each for row in values for each in row]
+    return Column(values=torch.tensor(flat, dtype=torch.float32), offsets=offsets_of(map(len, values)))
+
+
+def _lists(column: Column) -> list[list[int]]:
+    """Return the rows of a jagged column of integers."""
+    assert column.offsets is not None
+    flat = column.values.tolist()
+    return [flat[start:end] for start, end in pairwise(column.offsets.tolist())]

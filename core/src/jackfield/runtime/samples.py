@@ -9,6 +9,7 @@ import json
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -77,7 +78,7 @@ def mini_batches(batch: BatchMeta, parts: int, *, whole_groups: bool) -> tuple[B
     Fewer samples (or groups) of the policy than ``parts`` are refused with a ``QueueError``.
     """
     experts = [index for index, tags in enumerate(batch.tags) if is_expert(tags)]
-    split = own(batch).split(parts, whole_groups=whole_groups)
+    split = (own(batch) if experts else batch).split(parts, whole_groups=whole_groups)
     return tuple(each.joined(batch.select(experts[number::parts])) for number, each in enumerate(split))
 
 
@@ -86,12 +87,15 @@ def sampling_seed(*place: object) -> int:
     return int(xxhash.xxh3_64_intdigest("/".join(map(str, place)).encode())) >> 1
 
 
-def sequence_cells(task: Task, sequence: AgentSequence, *, supervised: bool = False) -> dict[str, Cell]:
+def sequence_cells(
+    task: Task, sequence: AgentSequence, texts: dict[float | None, bytes], *, supervised: bool = False
+) -> dict[str, Cell]:
     """Return the values of a sample by column.
 
     ``prompt_ids`` and ``response_ids`` are int64, ``response_mask`` is bool, ``rollout_log_probs`` is float32. ``task``
-    is JSON for the reward pipeline: the task's record, and the reward if the agent has computed it. Samples that are
-    only imitated (``supervised``) have neither log-probs nor a task. Other types raise ``agent.output``.
+    is JSON for the reward pipeline: the task's record, and the reward if the agent has computed it. ``texts`` keeps it
+    for further samples of the task, by reward. Samples that are only imitated (``supervised``) have neither log-probs
+    nor a task. Other types raise ``agent.output``.
     """
     try:
         cells: dict[str, Cell] = {
@@ -100,9 +104,11 @@ def sequence_cells(task: Task, sequence: AgentSequence, *, supervised: bool = Fa
             "response_mask": (_BOOL, bytes(map(bool, sequence.response_mask))),
         }
         if not supervised:
-            record = {"data_source": task.data_source, "ground_truth": task.ground_truth, "extra_info": task.fields}
             cells["rollout_log_probs"] = _FLOAT32, array("f", sequence.response_log_probs).tobytes()
-            cells["task"] = _JSON, _encode({**record, "reward": sequence.reward}).encode()
+            if (text := texts.get(sequence.reward)) is None:
+                record = {"data_source": task.data_source, "ground_truth": task.ground_truth, "extra_info": task.fields}
+                text = texts[sequence.reward] = _encode({**record, "reward": sequence.reward}).encode()
+            cells["task"] = _JSON, text
     except (TypeError, ValueError, OverflowError) as error:
         what, expected = "an agent loop returned values of another type", "integer ids and mask, float log-probs"
         raise AgentError(what, code="agent.output", where=f"task {task.id}", expected=expected, found=error) from error
@@ -119,7 +125,7 @@ def sequence_tags(task: Task, sequence: AgentSequence, rollout: int) -> dict[str
         "model_tokens": sum(sequence.response_mask),
     }
     if sequence.weight_versions:
-        versions = [version for version in sequence.weight_versions if version >= 0]
+        versions = [version for version in set(sequence.weight_versions) if version >= 0]
         tags |= {"weight_version_min": min(versions, default=0), "weight_version_max": max(versions, default=0)}
         tags |= {"step_id": sequence.step_id, "finish_reason": sequence.finish_reason}
     return tags
@@ -139,18 +145,18 @@ def not_finite(metrics: Mapping[str, object]) -> dict[str, object]:
     }
 
 
-def said(tags: Mapping[str, Any]) -> dict[str, float]:
-    """Return tags of agent loop and reward: ``turns``, ``agent/NAME``, ``reward/NAME``."""
-    return {name: value for name, value in tags.items() if name == "turns" or name.startswith(("agent/", "reward/"))}
+def said(names: Iterable[str]) -> list[str]:
+    """Return the names of tags of agent loop and reward: ``turns``, ``agent/NAME``, ``reward/NAME``."""
+    return [name for name in names if name == "turns" or name.startswith(("agent/", "reward/"))]
 
 
-def said_metrics(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+def said_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return means of tags: ``agent/turns``, ``agent/NAME/mean``, ``reward/NAME/mean``."""
-    values: dict[str, list[float]] = {}
-    for tags in rows:
-        for name, value in said(tags).items():
-            values.setdefault("agent/turns" if name == "turns" else f"{name}/mean", []).append(value)
-    return {name: sum(some) / len(some) for name, some in values.items()}
+    means = {}
+    for name in said(dict.fromkeys(chain.from_iterable(rows))):
+        values = [tags[name] for tags in rows if name in tags]
+        means["agent/turns" if name == "turns" else f"{name}/mean"] = sum(values) / len(values)
+    return means
 
 
 def global_counts(samples: Sequence[Mapping[str, Any]]) -> dict[str, int]:
@@ -158,11 +164,12 @@ def global_counts(samples: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
     These are model tokens and sequences of all samples, of the policy's samples (``usual``), and of an expert's.
     """
-    kinds = {"usual_": [each for each in samples if not is_expert(each)], "expert_": list(filter(is_expert, samples))}
-    counts = {}
-    for kind, some in {"": samples, **kinds}.items():
+    experts, counts = list(filter(is_expert, samples)), {}
+    for kind, some in {"": samples, "expert_": experts}.items():
         counts[f"global_{kind}tokens"] = sum(tags["model_tokens"] for tags in some)
         counts[f"global_{kind}sequences"] = len(some)
+    for what in ("tokens", "sequences"):
+        counts[f"global_usual_{what}"] = counts[f"global_{what}"] - counts[f"global_expert_{what}"]
     return counts
 
 

@@ -11,14 +11,14 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from itertools import accumulate
+from itertools import islice
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import attrs
 
 from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence, ChatTokenizer
 from jackfield.abc.rollout import SamplingParams
-from jackfield.clock import Clock
+from jackfield.clock import Clock, too_late
 from jackfield.data.tasks import Task
 from jackfield.data.tokens import encode_answers, encode_prompt
 from jackfield.errors import (
@@ -34,7 +34,7 @@ from jackfield.errors import (
 )
 from jackfield.plugins.hooks import SampleRecord
 from jackfield.queue import Values
-from jackfield.queue.meta import GroupKey, RolloutReport
+from jackfield.queue.meta import GroupKey, RolloutReport, Written, sample_key
 from jackfield.runtime.samples import metric_tags, not_finite, sequence_cells, sequence_tags
 from jackfield.sdk.cells import Cell, join, rows_of
 
@@ -42,7 +42,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 _ATTEMPTS = 3  #: how often work is tried in total, if workers die
-_LIST, _LIST_SECONDS = 512, 0.05  #: size and duration after which a list of results is reported
+_LIST = 512  #: size at which a list of results is reported
 
 
 @attrs.frozen
@@ -57,30 +57,50 @@ class Workers(Generic[T]):
 
     def shares(self, work: Iterable[S], index: Callable[[S], int]) -> list[tuple[T, list[S]]]:
         """Return each worker's share of work on groups, of which ``index`` returns the index."""
+        if len(self._workers) == 1:
+            return [(self._workers[0], mine)] if (mine := list(work)) else []
         shares: dict[int, list[S]] = {}
         for each in work:
             shares.setdefault(index(each) % len(self._workers), []).append(each)
         return [(self._workers[number], share) for number, share in shares.items()]
 
 
-async def together(work: Iterable[Coroutine[Any, Any, T]]) -> AsyncIterator[list[asyncio.Task[T]]]:
-    """Run work concurrently, and yield its ended tasks in lists: what ends soon after the first one, up to a size.
+def list_seconds(elapsed: float) -> float:
+    """Return how long the first result of a list waits for others, ``elapsed`` seconds after the beginning.
 
-    What is running when the iteration ends is cancelled.
+    The wait grows with the age of the work, so that stragglers of a long rollout share few lists.
+    """
+    return max(0.05, 0.05 * elapsed)
+
+
+async def together(
+    work: Iterable[tuple[S, Coroutine[Any, Any, T]]], seconds: float | None = None
+) -> AsyncIterator[list[tuple[S, asyncio.Task[T]]]]:
+    """Run named work concurrently, and yield it in lists as it ends: what ends soon after the first one, up to a size.
+
+    What is still running after ``seconds``, or when the iteration ends, is cancelled.
     """
     loop, ended, news = asyncio.get_running_loop(), list[asyncio.Task[T]](), asyncio.Event()
-    tasks = [loop.create_task(each) for each in work]
+    began = loop.time()
+    tasks = {loop.create_task(each): name for name, each in work}
     left = len(tasks)
 
     def note(task: asyncio.Task[T]) -> None:
         ended.append(task)
+        if not task.cancelled():
+            task.exception()  # or asyncio would log those that nobody raises
         if len(ended) >= min(_LIST, left):
             news.set()
         elif len(ended) == 1:
-            loop.call_later(_LIST_SECONDS, news.set)
+            loop.call_later(list_seconds(loop.time() - began), news.set)
+
+    def cancel() -> None:
+        for task in tasks:
+            task.cancel()
 
     for task in tasks:
         task.add_done_callback(note)
+    timer = None if seconds is None else loop.call_later(seconds, cancel)
     try:
         while left:
             await news.wait()
@@ -90,10 +110,11 @@ async def together(work: Iterable[Coroutine[Any, Any, T]]) -> AsyncIterator[list
             if ended:
                 news.set()
             if found:
-                yield found
+                yield [(tasks.pop(task), task) for task in found]
     finally:
-        for task in tasks:
-            task.cancel()
+        if timer is not None:
+            timer.cancel()
+        cancel()
 
 
 async def handle_each(
@@ -174,6 +195,7 @@ class _Made:
     """The samples of a rollout, which are not written yet."""
 
     job: RolloutJob
+    group: str
     rollout: int
     keys: tuple[str, ...]
     cells: Sequence[Mapping[str, Cell]]
@@ -199,10 +221,16 @@ class AgentWorker:
         ``deadline``, or ``queue.lost`` if storage units die repeatedly. Errors that every rollout would have are
         raised: a ``ConfigError``, ``DataError`` or ``PluginError``, and any error of answers from the data.
         """
-        async for ended in together(self._rollout(job, number) for job in jobs for number in job.rollouts):
+        work, seconds = list[tuple[tuple[RolloutJob, int], Any]](), max(job.seconds for job in jobs)
+        for job in jobs:
+            name, texts = str(job.group), dict[float | None, bytes]()
+            work += [((job, number), self._rollout(job, name, number, texts)) for number in job.rollouts]
+        async for ended in together(work, seconds):
             reports, made = list[RolloutReport](), dict[frozenset[str], list[_Made]]()
-            for each in (task.result() for task in ended):
-                if isinstance(each, RolloutReport):
+            for (job, number), task in ended:
+                if task.cancelled():
+                    reports.append(job.failed(number, too_late(seconds, f"the agent loop on task {job.task.id}")))
+                elif isinstance(each := task.result(), RolloutReport):
                     reports.append(each)
                 else:
                     made.setdefault(frozenset(each.cells[0]), []).append(each)
@@ -210,17 +238,21 @@ class AgentWorker:
                 reports += await self._write(alike)
             yield reports
 
-    async def _rollout(self, job: RolloutJob, rollout: int) -> _Made | RolloutReport:
+    async def _rollout(
+        self, job: RolloutJob, group: str, rollout: int, texts: dict[float | None, bytes]
+    ) -> _Made | RolloutReport:
         """Run a rollout, or copy answers; return what is to be written, or the report of a failure."""
         supervised = job.sampling is None and not job.expert
         try:
             sequences, more = await self._sequences(job, rollout)
-            cells = [sequence_cells(job.task, each, supervised=supervised) for each in sequences]
+            cells = [sequence_cells(job.task, each, texts, supervised=supervised) for each in sequences]
         except JackfieldError as error:
             return job.failed(rollout, error)
+        if not sequences:
+            return RolloutReport(group=group, rollout=rollout)
         tags = tuple({**sequence_tags(job.task, each, rollout), **more} for each in sequences)
-        keys = tuple(job.group.sample(rollout, number, job.attempt) for number in range(len(sequences)))
-        return _Made(job, rollout, keys, cells, tags) if keys else RolloutReport(group=str(job.group), rollout=rollout)
+        keys = tuple(sample_key(group, rollout, number, job.attempt) for number in range(len(sequences)))
+        return _Made(job, group, rollout, keys, cells, tags)
 
     async def _write(self, made: Sequence[_Made]) -> list[RolloutReport]:
         """Write the samples of rollouts at once, on the remaining storage units if some die; return their reports."""
@@ -234,16 +266,11 @@ class AgentWorker:
             if not is_lost(error):
                 raise
             return [each.job.failed(each.rollout, error) for each in made]
-        ends = list(accumulate(len(each.keys) for each in made))
-        return [
-            RolloutReport(
-                group=str(each.job.group),
-                rollout=each.rollout,
-                keys=each.keys,
-                written=attrs.evolve(written, sizes=written.sizes[end - len(each.keys) : end], tags=each.tags),
-            )
-            for each, end in zip(made, ends, strict=True)
-        ]
+        reports, names, sizes = list[RolloutReport](), written.columns, iter(written.sizes)
+        for each in made:
+            own = Written(columns=names, sizes=tuple(islice(sizes, len(each.keys))), tags=each.tags)
+            reports.append(RolloutReport(group=each.group, rollout=each.rollout, keys=each.keys, written=own))
+        return reports
 
     async def _sequences(self, job: RolloutJob, rollout: int) -> tuple[Sequence[AgentSequence], dict[str, Any]]:
         """Run an agent loop, or copy answers; return sequences and additional tags for each."""
@@ -255,8 +282,7 @@ class AgentWorker:
             sampling["temperature"] = 0.0
         asked: list[SamplingParams] = []
         try:
-            running = self._make_agent(asked.append).run(sampling, **job.task.agent_fields())
-            output = await self._clock.wait_for(running, job.seconds, f"the agent loop on task {job.task.id}")
+            output = await self._make_agent(asked.append).run(sampling, **job.task.agent_fields())
         except JackfieldError:
             raise
         except Exception as error:
@@ -326,14 +352,15 @@ def _check(output: AgentLoopOutput, task: Task) -> None:
     if wrong or not isinstance(turns, int) or turns < 1:
         expected = "num_turns of 1 or more, and finite numbers as metrics"
         refuse("metrics that are not numbers", expected, f"num_turns {turns!r}, metrics {wrong}")
-    images = sorted({name for sequence in output.sequences for name in sequence.multi_modal_inputs})
-    if images:
-        found = f"multi_modal_inputs {', '.join(map(str, images))}"
-        what = "multi_modal_inputs, which no engine trains on"
-        refuse(what, "sequences of tokens alone", found, "leave multi_modal_inputs empty")
     for each in output.sequences:
-        names = ("response_ids", "response_mask", "response_log_probs", "weight_versions")
-        lengths = {name: len(getattr(each, name)) for name in names}
-        if len(set(lengths.values())) != 1 or not each.prompt_ids or not each.response_ids:
+        if each.multi_modal_inputs:
+            found = f"multi_modal_inputs {', '.join(sorted(map(str, each.multi_modal_inputs)))}"
+            what = "multi_modal_inputs, which no engine trains on"
+            refuse(what, "sequences of tokens alone", found, "leave multi_modal_inputs empty")
+        parts = (each.response_ids, each.response_mask, each.response_log_probs, each.weight_versions)
+        lengths = [len(part) for part in parts]
+        if len(set(lengths)) != 1 or not each.prompt_ids or not each.response_ids:
+            names = ("response_ids", "response_mask", "response_log_probs", "weight_versions")
             expected = "a prompt, and a response whose ids, mask, log-probs and versions have one length above 0"
-            refuse("a sequence whose parts do not fit", expected, f"prompt {len(each.prompt_ids)}, {lengths}")
+            found = f"prompt {len(each.prompt_ids)}, {dict(zip(names, lengths, strict=True))}"
+            refuse("a sequence whose parts do not fit", expected, found)

@@ -102,7 +102,7 @@ class Evaluator:
             result = ScoreResult(status="failed", error=report.error or "the agent loop returned no sequence")
             if report.keys:
                 result, tags = found[report.keys[0]], report.written.tags[0]
-                told |= {"response_tokens": tags["response_tokens"], **said(tags)}
+                told |= {"response_tokens": tags["response_tokens"], **{name: tags[name] for name in said(tags)}}
                 told |= metric_tags("reward", result.metrics)
             if result.error is not None:
                 told["error"] = result.error

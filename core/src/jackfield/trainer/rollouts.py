@@ -15,13 +15,14 @@ import attrs
 
 from jackfield.data.tasks import SeededOrder, Task
 from jackfield.errors import DeadlineExceeded, QueueError, RewardError, WorkerLost, some
-from jackfield.queue.meta import Batch, BatchMeta, GroupKey, NewGroup, RolloutReport, group_of
+from jackfield.queue.meta import Batch, BatchMeta, GroupKey, NewGroup, RolloutReport, group_of, index_of
 from jackfield.runtime.rewards import REWARD_INPUTS, RewardJob, RewardReport, RewardWorker
 from jackfield.runtime.samples import TRAIN, is_baseline, is_expert, metric_tags, sampling_seed
 from jackfield.runtime.workers import AgentWorker, RolloutJob, handle_each, one_line, resubmitted
 from jackfield.trainer.role import Role
 
 REWARD = "reward"  #: the name under which the reward pipeline leases groups
+_EARLY_SECONDS = 0.5  #: samples of unfinished groups that end within this time start to be scored together
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -128,17 +129,20 @@ class _Rollouts:
 
     role: Role
     worker: AgentWorker
-    jobs: Sequence[RolloutJob]  #: with the rollouts that have not been reported
+    jobs: Sequence[RolloutJob]
     report: Callable[[Sequence[RolloutReport]], Awaitable[object]]
+    #: the rollouts that have not been reported, with their jobs, by group and number
+    left: dict[tuple[str, int], RolloutJob] = attrs.field(init=False)
 
     async def run(self) -> None:
         """Run all rollouts. Those that no worker could end, or not in time, are reported as failed."""
         one = self.jobs[0]
+        self.left = {(str(job.group), number): job for job in self.jobs for number in job.rollouts}
         try:
             what = f"what is missing of {len(self.jobs)} groups from sample {one.key(min(one.rollouts))}"
             await resubmitted(self._run, what)
         except (WorkerLost, DeadlineExceeded) as error:
-            await self.report([job.failed(rollout, error) for job in self.jobs for rollout in job.rollouts])
+            await self.report([job.failed(rollout, error) for (_, rollout), job in self.left.items()])
 
     async def _run(self) -> None:
         generates = any(job.sampling is not None for job in self.jobs)
@@ -150,23 +154,29 @@ class _Rollouts:
             try:
                 await handle_each(self.role.clock, self.worker.run(self.jobs), seconds, self._missing, self._report)
             except WorkerLost:
-                self.jobs = [attrs.evolve(job, attempt=job.attempt + 1) for job in self.jobs]
+                if not self.left:
+                    return
+                self.jobs = [again for job in self.jobs if (again := self._again(job)).rollouts]
+                self.left = {(str(job.group), number): job for job in self.jobs for number in job.rollouts}
                 raise
 
+    def _again(self, job: RolloutJob) -> RolloutJob:
+        """Return the rollouts of a job that have not been reported, for another worker."""
+        name = str(job.group)
+        rollouts = {number: seed for number, seed in job.rollouts.items() if (name, number) in self.left}
+        return attrs.evolve(job, rollouts=rollouts, attempt=job.attempt + 1)
+
     def _missing(self) -> str:
-        samples = [f"{job.key(number)}, task {job.task.id}" for job in self.jobs[:4] for number in job.rollouts]
-        return f"the agent worker of samples {some(samples)}; {len(self.jobs)} groups are not complete"
+        samples = [
+            f"{job.key(number)}, task {job.task.id}" for (_, number), job in itertools.islice(self.left.items(), 4)
+        ]
+        return f"the agent worker of samples {some(samples)}; {len(self.left)} rollouts are not complete"
 
     async def _report(self, reports: Sequence[RolloutReport]) -> None:
         """Pass on reports and forget their rollouts."""
         await self.report(reports)
-        reported, left = {(each.group, each.rollout) for each in reports}, []
-        for job in self.jobs:
-            name = str(job.group)
-            rollouts = {number: seed for number, seed in job.rollouts.items() if (name, number) not in reported}
-            if rollouts:
-                left.append(attrs.evolve(job, rollouts=rollouts))
-        self.jobs = left
+        for each in reports:
+            self.left.pop((each.group, each.rollout), None)
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -196,6 +206,7 @@ class RewardPipeline:
                 async for keys in queue.new_samples(TRAIN):
                     for worker, mine in self._shares(keys, group_of):
                         tasks.create_task(self._begin(worker, mine))
+                    await self.role.clock.sleep(_EARLY_SECONDS)
 
             tasks.create_task(score_early())
             while True:
@@ -209,7 +220,7 @@ class RewardPipeline:
     def _shares(self, names: Iterable[str], group: Callable[[str], str]) -> list[tuple[RewardWorker, list[str]]]:
         """Return the share of each worker; all retries of a group go to the same one."""
         assert self.role.workers.rewards is not None
-        return self.role.workers.rewards.shares(names, lambda name: GroupKey.of(group(name)).index)
+        return self.role.workers.rewards.shares(names, lambda name: index_of(group(name)))
 
     async def _begin(self, worker: RewardWorker, keys: list[str]) -> None:
         """Start the scores of samples. Errors surface when their groups are rewarded."""
@@ -224,19 +235,17 @@ class RewardPipeline:
         places = batch.by_group()
         left = dict.fromkeys(names)  # groups that have no reward yet
 
-        def rest() -> BatchMeta:
-            return batch.select(itertools.chain.from_iterable(places[name] for name in left))
+        def some_groups(names: Iterable[str]) -> BatchMeta:
+            return batch.select(itertools.chain.from_iterable(places[name] for name in names))
+
+        async def record(report: RewardReport) -> None:
+            ended = dict.fromkeys(map(group_of, report.results))
+            await self._record(some_groups(ended), report)
+            for name in ended:
+                del left[name]
 
         async def reward() -> None:
-            groups = rest()
-            jobs = [_reward_job(groups.select(indexes)) for indexes in groups.by_group().values()]
-
-            async def record(report: RewardReport) -> None:
-                ended = (at for at, key in enumerate(groups.keys) if key in report.results)
-                await self._record(groups.select(ended), report)
-                for name in dict.fromkeys(map(group_of, report.results)):
-                    del left[name]
-
+            jobs = [_reward_job(batch, places[name]) for name in left]
             # the reward worker enforces the deadline of each score; this one adds the time around it
             seconds = 2 * self.role.score_seconds + self.role.config.deadlines.batch
             who, reports = "the reward worker of groups", worker.reward(TRAIN, jobs)
@@ -246,9 +255,9 @@ class RewardPipeline:
             try:
                 await resubmitted(reward, f"the rewards of groups {some(names)}")
             except WorkerLost as error:
-                await self.role.queue.fail_samples(dict.fromkeys(rest().keys, f"reward failed: {error}"))
+                await self.role.queue.fail_samples(dict.fromkeys(some_groups(left).keys, f"reward failed: {error}"))
             except QueueError as error:
-                if not await self.role.give_back_lost(rest(), error):
+                if not await self.role.give_back_lost(some_groups(left), error):
                     raise
                 return  # they are leased again if enough samples are left
 
@@ -258,28 +267,30 @@ class RewardPipeline:
         failed = {key: str(result.error) for key, result in results.items() if result.status != "ok"}
         dropped, groups = list[str](), batch.by_group()
         for name, indexes in groups.items():
-            keys, tags = [batch.keys[at] for at in indexes], [batch.tags[at] for at in indexes]
+            keys, first = [batch.keys[at] for at in indexes], batch.tags[indexes[0]]
             if not all(key in failed for key in keys):
                 self._unscored.clear()
             else:
                 self._unscored.append([failed[key] for key in keys])
             if (unscored := len(self._unscored)) > most:  # the reward itself is at fault
-                what, where = "groups in a row ended without a single score", f"group {name}, task {tags[0]['task_id']}"
+                what, where = "groups in a row ended without a single score", f"group {name}, task {first['task_id']}"
                 expected, errors = f"at most {most} (schedule.max_retries)", itertools.chain(*self._unscored)
                 raise without_scores(f"{unscored} {what}", where, expected, errors)
-            compared = [results[key].score for key, each in zip(keys, tags, strict=True) if _is_compared(each)]
-            last = tags[0]["retry"] >= most  # it is used as it is
-            equal = len(set(compared)) == 1 and None not in compared  # no gradient (DAPO, eq. 11)
-            if self.role.algorithm.dynamic_sampling and equal and not last:
-                dropped.append(name)
+            if self.role.algorithm.dynamic_sampling and first["retry"] < most:  # else it is used as it is
+                compared = {results[batch.keys[at]].score for at in indexes if _is_compared(batch.tags[at])}
+                if len(compared) == 1 and None not in compared:  # no gradient (DAPO, eq. 11)
+                    dropped.append(name)
         if dropped:
             await self.role.queue.drop_groups(dropped, "all rewards of the group are equal")
         sizes = dict(zip((key for key in results if key not in failed), report.written.sizes, strict=True))
-        good = batch.select(
-            at for at, key in enumerate(batch.keys) if key not in failed and batch.groups[at] not in dropped
-        )
-        metrics = tuple(metric_tags("reward", results[key].metrics) for key in good.keys)
-        written = attrs.evolve(report.written, sizes=tuple(sizes[key] for key in good.keys), tags=metrics)
+        good = batch
+        if failed or dropped:
+            kept = (
+                key not in failed and name not in dropped for key, name in zip(batch.keys, batch.groups, strict=True)
+            )
+            good = batch.select(at for at, each in enumerate(kept) if each)
+        tags = tuple(metric_tags("reward", results[key].metrics) for key in good.keys)
+        written = attrs.evolve(report.written, sizes=tuple(map(sizes.__getitem__, good.keys)), tags=tags)
         await self.role.queue.add_columns(good, written)
         gone = {key: why for key, why in failed.items() if group_of(key) not in dropped}
         if gone:
@@ -291,9 +302,10 @@ def _is_compared(tags: Mapping[str, Any]) -> bool:
     return not (is_expert(tags) or is_baseline(tags))
 
 
-def _reward_job(group: BatchMeta) -> RewardJob:
-    uncompared = (key for key, tags in zip(group.keys, group.tags, strict=True) if not _is_compared(tags))
-    return RewardJob(group.keys, tuple(sorted(uncompared)))
+def _reward_job(batch: BatchMeta, indexes: Iterable[int]) -> RewardJob:
+    keys, tags = batch.keys, batch.tags
+    uncompared = sorted(keys[at] for at in indexes if not _is_compared(tags[at]))
+    return RewardJob(tuple(keys[at] for at in indexes), tuple(uncompared))
 
 
 def without_scores(what: str, where: str, expected: str, errors: Iterable[str]) -> RewardError:

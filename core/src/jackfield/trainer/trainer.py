@@ -39,15 +39,11 @@ class Step:
     number: int
     started: float
     batch: BatchMeta = attrs.field(init=False)
+    rows: BatchMeta = attrs.field(init=False)  #: the samples of the batch that models are trained on
     leased: bool = False  #: whether the trainer holds the lease on ``batch``
     metrics: dict[str, float] = attrs.field(factory=dict)
     updates: dict[tuple[str, int], Mapping[str, float]] = attrs.field(factory=dict)  #: by role and mini-batch
     trained: bool = False
-
-    @property
-    def rows(self) -> BatchMeta:
-        """The samples of the batch that models are trained on."""
-        return trained(self.batch)
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -189,7 +185,7 @@ class Trainer:
                 schedule.check(step.number, oldest_version(batch.tags))
             for added in filter(None, mixed):
                 batch = batch.joined(added)
-        step.batch, step.leased = batch, True
+        step.batch, step.rows, step.leased = batch, trained(batch), True
         return True
 
     async def reference_log_probs(self, step: Step) -> None:
