@@ -28,7 +28,7 @@ WIDTH = 1 << 17  #: float32 of a large row: 512 KiB
 async def opened(folder: Path | None = None, **settings: Any) -> AsyncIterator[NIXLBackend]:
     """A started backend, closed at the end."""
     context = TransferQueueContext(folder=None if folder is None else str(folder))
-    backend = NIXLBackend(QueueConfig(**settings), context)
+    backend = NIXLBackend(QueueConfig(**{"inline": True, **settings}), context)
     await backend.start()
     try:
         yield backend
@@ -117,7 +117,7 @@ async def test_strangers_are_refused_and_counted(tmp_path: Path) -> None:
 async def test_kill_9_of_who_puts_and_of_who_keeps(tmp_path: Path) -> None:
     """What a killed producer put is there, and memory that it had asked for is free again; when the process is killed
     that keeps the rows, whoever reads is told at once, by name."""
-    async with opened(tmp_path / "ours", max_bytes=1 << 22, region_bytes=1 << 22) as backend:
+    async with opened(tmp_path / "ours", inline=False, max_bytes=1 << 22, region_bytes=1 << 22) as backend:
         await put(backend, {"a": 1, "b": 2}, WIDTH // 4)
         command = [sys.executable, str(Path(__file__).with_name("ends.py")), str(tmp_path / "ours" / FILE)]
         with subprocess.Popen([*command, str(tmp_path / "theirs")], stdout=subprocess.PIPE, text=True) as process:
