@@ -17,7 +17,8 @@ from jackfield.abc.transfer_queue import DeleteRequest, GetRequest, PutRequest, 
 from jackfield.errors import QueueError
 from jackfield.sdk.cells import dense_column
 from jackfield.sdk.rpc import Address
-from jackfield_testing import in_loop
+from jackfield_joining import check_values_go_straight
+from jackfield_testing import in_loop, refused
 from jackfield_transport_nixl.backend import FILE, NIXLBackend
 from jackfield_transport_nixl.config import QueueConfig
 
@@ -135,3 +136,18 @@ async def test_kill_9_of_who_puts_and_of_who_keeps(tmp_path: Path) -> None:
         assert [1, 2, 2, 3] == await values(backend, "a", "b", "c", "d")
         await put(backend, {"e": 5}, 3 << 18)  # 3 MiB, in the room that was meant for the dead
         assert [5] == await values(backend, "e")
+
+
+@pytest.mark.timeout(180)
+def test_workers_read_each_other_while_the_controllers_process_stands_still(tmp_path: Path) -> None:
+    check_values_go_straight(NIXLBackend, QueueConfig(), tmp_path)
+
+
+@in_loop
+async def test_a_store_that_cannot_listen_says_so(tmp_path: Path) -> None:
+    """The error of the process of the store is raised in the one that starts it, and nothing is left of either."""
+    for inline in (True, False):
+        with refused("queue.store", "192.0.2.1"):
+            async with opened(tmp_path, host="192.0.2.1", inline=inline):
+                pass
+        assert [] == list(tmp_path.iterdir())
