@@ -30,9 +30,10 @@ def check_values_go_straight(cls: type[TransferQueueBackend], settings: Any, fol
     """
     assert cls.joins
     with ExitStack() as stack:
-        owner, writer, reader = (
-            stack.enter_context(_part(role, cls, settings, folder)) for role in ("owner", "writer", "reader")
-        )
+        owner = stack.enter_context(_part("owner", cls, settings, folder))
+        assert "ready" == _heard(owner)
+        writer, reader = (stack.enter_context(_part(role, cls, settings, folder)) for role in ("writer", "reader"))
+        assert ("ready", "ready") == (_heard(writer), _heard(reader))
         owner.send_signal(signal.SIGSTOP)
         try:
             for width in WIDTHS:
@@ -54,7 +55,6 @@ def _part(role: str, cls: type, settings: Any, folder: Path) -> Iterator[subproc
     command = [sys.executable, __file__, role, *names, json.dumps(attrs.asdict(settings)), str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert "ready" == _heard(process)
             yield process
             assert process.stdin is not None
             process.stdin.close()

@@ -64,7 +64,11 @@ def stranger(address: str) -> socket.socket:
     """A connection to a unit."""
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(20.0)
-    connection.connect("\0" + address.removeprefix(SCHEME))
+    try:
+        connection.connect("\0" + address.removeprefix(SCHEME))
+    except OSError:
+        connection.close()
+        raise
     return connection
 
 
@@ -134,6 +138,8 @@ async def test_nothing_is_left_of_a_killed_queue_and_another_starts_in_its_place
     context = TransferQueueContext(folder=str(folder), joins=True)
     late = ZMQBackend(QueueConfig(seconds=0.2), context)
     await late.start()
+    with refused(("queue.lost", "queue.unreachable")):  # the first call may have been on its way
+        await works(late)
     with refused("queue.unreachable", "storage units"):
         await works(late)
     await late.close()
