@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from jackfield.errors import QueueError
 from jackfield.runtime.ray_cluster import Cluster
 from jackfield.sdk.cells import dense_column
 from jackfield_conformance import certify
-from jackfield_joining import check_values_go_straight
 from jackfield_queue_machine import check_queue_against_model
 from jackfield_queue_model import check_against_model
 from jackfield_testing import in_loop, refused
@@ -161,9 +159,3 @@ async def test_an_index_that_has_gone_is_named() -> None:
         with refused("queue.unreachable", "going") as caught:
             await until_it_fails(backend, "a")
         assert "queue.unreachable" == caught.value.code
-
-
-@pytest.mark.timeout(300)
-def test_workers_read_each_other_while_the_controllers_process_stands_still(tmp_path: Path) -> None:
-    address = ray.get_runtime_context().gcs_address
-    check_values_go_straight(RayBackend, Config(address=address), tmp_path)
