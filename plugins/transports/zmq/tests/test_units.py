@@ -27,6 +27,7 @@ from jackfield.abc.transfer_queue import (
 from jackfield.errors import QueueError
 from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.sdk.cells import dense_column
+from jackfield_joining import check_values_go_straight
 from jackfield_testing import in_loop, refused
 from jackfield_transport_zmq.backend import ZMQBackend
 from jackfield_transport_zmq.config import QueueConfig
@@ -435,3 +436,8 @@ async def test_a_queue_that_is_not_there_cannot_be_joined(opened: Any, tmp_path:
         async with opened(host="192.0.2.1"):
             pass
     assert "queue.store" == caught.value.code
+
+
+@pytest.mark.timeout(180)
+def test_workers_read_each_other_while_the_controllers_process_stands_still(tmp_path: Path) -> None:
+    check_values_go_straight(ZMQBackend, QueueConfig(units=2), tmp_path / "queue")

@@ -1,13 +1,19 @@
 """Messages within a host: over a Unix stream socket, which wakes nobody but who reads them.
 
 ZeroMQ takes a message through a thread of its own at either end: of the six wakes of a request and its answer, four are
-of these threads. A client shows a password, which is made of the secret, before anything that it sends is looked at.
-Then a message is the number of its frames, their sizes, and the frames themselves.
+of these threads. A message is the number of its frames, their sizes, and the frames themselves.
+
+The address is an abstract one: it has no file, so nothing is left behind by processes that were killed, and its length
+does not depend on the queue's folder. But it has no permissions either, and any user of the host can list it. So each
+end asks the kernel for the other's user, and goes on only with its own and with root: a client before it shows the
+password, which is made of the secret, and a server before it reads anything. Whoever does not show the password is
+turned away before anything else that it sends is looked at.
 """
 
 from __future__ import annotations
 
 import hmac
+import os
 import secrets
 import socket
 import struct
@@ -15,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
+from jackfield.errors import QueueError
 from jackfield_transport_zmq.sockets import password
 from jackfield_transport_zmq.wire import Buffer, Limits
 
@@ -22,6 +29,7 @@ SCHEME = "unix:@"  #: of an address without a file
 _READ = 1 << 16  #: bytes; frames of a longer message have memory of their own, which ends with them
 _PARTS = 64  #: that are sent with one call
 _NUMBER = struct.Struct("<Q")
+_CREDENTIALS = struct.Struct("iII")  #: process, user and group, as the kernel has them
 
 
 class Stream:
@@ -137,15 +145,28 @@ def listening() -> tuple[socket.socket, str]:
 
 
 def connected(address: str, secret: bytes, blocked: Callable[[bool], object]) -> Stream:
-    """A client's stream; ``OSError`` if nobody listens there."""
+    """A client's stream; ``OSError`` if nobody listens there, ``queue.unreachable`` if another user does."""
     client = socket.socket(socket.AF_UNIX)
     try:
         client.connect(f"\0{address.removeprefix(SCHEME)}")
+        if not is_ours(client):
+            raise QueueError(
+                "a process of another user listens at the address of a storage unit",
+                code="queue.unreachable",
+                where=address,
+                fix="run all processes of a run as one user",
+            )
         client.sendall(password(secret))
-    except OSError:
+    except (OSError, QueueError):
         client.close()
         raise
     return Stream(client, blocked)
+
+
+def is_ours(connection: socket.socket) -> bool:
+    """Return whether this user's process is at the other end, or root's."""
+    content = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(content)[1] in (os.geteuid(), 0)
 
 
 class Guest:

@@ -88,7 +88,12 @@ class _Near:
 
     def _accept(self, _: int) -> None:
         with contextlib.suppress(OSError):  # it has gone already
-            guest = near.Guest(self._listener.accept()[0], self._secret)
+            connection = self._listener.accept()[0]
+            if not near.is_ours(connection):
+                connection.close()
+                self.unit.refused_keys += 1
+                return
+            guest = near.Guest(connection, self._secret)
             self._selector.register(guest.socket, selectors.EVENT_READ, lambda _: self._admit(guest))
 
     def _admit(self, guest: near.Guest) -> None:
