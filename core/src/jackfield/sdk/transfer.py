@@ -348,9 +348,10 @@ class OneSenderEngine(CheckpointEngine):
             return
         if self._packer.size + tensor.nbytes > self.config.bucket_bytes:
             await self.flush()
-        if not self._packer.entries:
-            self._packer.buffer = await self.room(tensor.nbytes)
-        self._packer.add(name, tensor)
+        if self._packer.buffer is None:
+            self._packer.open(await self.room(tensor.nbytes), self.layout.expected())
+        if not self._packer.add_small(name, tensor, self.config.bucket_bytes):
+            self._packer.add(name, tensor)
 
     async def flush(self) -> None:
         """Send the bucket that is filled."""
