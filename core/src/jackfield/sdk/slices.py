@@ -78,7 +78,7 @@ def _cover(box: Box, owners: Sequence[tuple[int, Box]]) -> Iterator[tuple[int, B
         left = rest
     if left:
         message = f"no rank has all of {box.name!r} that a worker needs"
-        raise WeightsError(message, code="weights.missing", where=box.name, found=f"nobody has {some(map(str, left))}")
+        raise WeightsError(message, code="weights.missing", where=box.name, found=f"nobody has {some([str(part) for part in left])}")
 
 
 def _common(one: Box, other: Box) -> Box | None:

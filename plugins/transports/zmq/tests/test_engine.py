@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import zmq
-from proxies import Proxy
 
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext, ConnectRequest, TopologyRequest
 from jackfield.errors import WeightsError
 from jackfield.sdk.receiver import WeightReceiver
 from jackfield.weights import WeightSender
+from jackfield_proxy import Proxy
 from jackfield_testing import in_loop
 from jackfield_transport_zmq.config import EngineConfig
 from jackfield_transport_zmq.engine import ZMQCheckpointEngine
