@@ -23,7 +23,6 @@ from jackfield.abc.rollout import UpdateWeightsRequest, WorkerReceipt
 from jackfield.plugins import load_plugin
 from jackfield.sdk.slices import SliceReceiver, part_of, reopen_slice_receiver
 from jackfield.weights import WeightSender
-from jackfield.weights.links import LinkSender
 
 SECONDS = 60.0
 #: the shape of each tensor, and the dimension that workers share out: up is column-parallel, down row-parallel
@@ -42,7 +41,8 @@ def tensor(name: str, version: int) -> torch.Tensor:
 def half(name: str, dim: int | None, number: int) -> Box:
     shape = MODEL[name][0]
     length = tuple(size // 2 if at == dim else size for at, size in enumerate(shape))
-    return Box(name, shape, tuple(number * (size // 2) if at == dim else 0 for at, size in enumerate(shape)), length)
+    start = tuple(number * (size // 2) if at == dim else 0 for at, size in enumerate(shape))
+    return Box(name=name, shape=shape, start=start, length=length)
 
 
 def whole(name: str) -> Box:
@@ -58,7 +58,7 @@ class RankEnd:
 
     def __init__(self, rank: int, plugin: str, settings: Mapping[str, Any]) -> None:
         self.rank, self.version, self.plugin, self.settings = rank, 0, plugin, settings
-        self.sender = self.make(None, links=LinkSender(self.make, self.local))
+        self.sender = self.make(None, local=self.local, make=self.make)
 
     def make(self, source: Any, **more: Any) -> WeightSender:
         context = CheckpointEngineContext(end="sender", deadline_seconds=SECONDS)

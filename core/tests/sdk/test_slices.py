@@ -15,13 +15,13 @@ from jackfield_testing import refused
 
 
 def whole(name: str, *shape: int) -> Box:
-    return Box(name, shape, (0,) * len(shape), shape)
+    return Box(name=name, shape=shape, start=(0,) * len(shape), length=shape)
 
 
 def half(name: str, shape: tuple[int, ...], dim: int, number: int) -> Box:
     length = tuple(size // 2 if at == dim else size for at, size in enumerate(shape))
     start = tuple(number * (size // 2) if at == dim else 0 for at, size in enumerate(shape))
-    return Box(name, shape, start, length)
+    return Box(name=name, shape=shape, start=start, length=length)
 
 
 def elements(box: Box) -> Counter[tuple[str, tuple[int, ...]]]:
@@ -58,7 +58,7 @@ def tiles(draw: st.DrawFn, name: str, shape: tuple[int, ...], most: int = 4) -> 
         for start, length in ((box.start[dim], cut), (box.start[dim] + cut, box.length[dim] - cut)):
             starts, lengths = list(box.start), list(box.length)
             starts[dim], lengths[dim] = start, length
-            boxes.append(Box(name, shape, tuple(starts), tuple(lengths)))
+            boxes.append(Box(name=name, shape=shape, start=tuple(starts), length=tuple(lengths)))
     return boxes
 
 
@@ -125,9 +125,10 @@ def test_ranks_with_the_same_values_share_the_load() -> None:
     assert [2, 2, 2] == [len(link.pieces) for link in links]
 
 
-@pytest.mark.parametrize(
-    "rank", [[], [half("up", (8, 4), 0, 1)], [Box("up", (8, 4), (0, 1), (8, 3))]], ids=["none", "half", "columns"]
-)
+COLUMNS = Box(name="up", shape=(8, 4), start=(0, 1), length=(8, 3))
+
+
+@pytest.mark.parametrize("rank", [[], [half("up", (8, 4), 0, 1)], [COLUMNS]], ids=["none", "half", "columns"])
 def test_a_plan_that_lacks_elements_is_refused_with_the_tensor(rank: list[Box]) -> None:
     with refused("weights.missing", "up"):
         plan_links([rank], [[whole("up", 8, 4)]])

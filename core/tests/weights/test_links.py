@@ -17,7 +17,6 @@ from jackfield.clock import Clock
 from jackfield.sdk.slices import SliceReceiver, part_of, reopen_slice_receiver
 from jackfield.weights import Replica, WeightSender, WeightsSynced, WeightSynchronizer
 from jackfield.weights.in_process import InProcessCheckpointEngine, InProcessConfig
-from jackfield.weights.links import LinkSender
 from jackfield_testing import in_loop, refused
 
 torch = pytest.importorskip("torch")
@@ -35,7 +34,8 @@ def box(name: str, dim: int | None, number: int, shape: tuple[int, ...] = ()) ->
     """One of two halves along a dimension; None: all."""
     shape = shape or SHAPES[name]
     length = tuple(size // 2 if at == dim else size for at, size in enumerate(shape))
-    return Box(name, shape, tuple(number * (size // 2) if at == dim else 0 for at, size in enumerate(shape)), length)
+    start = tuple(number * (size // 2) if at == dim else 0 for at, size in enumerate(shape))
+    return Box(name=name, shape=shape, start=start, length=length)
 
 
 def rows(rank: int) -> tuple[Box, ...]:
@@ -76,7 +76,7 @@ class Rank:
             context = CheckpointEngineContext(end="sender", rank=rank, deadline_seconds=20.0)
             return WeightSender(InProcessCheckpointEngine(InProcessConfig(), context), source, **more)
 
-        return make(self.get_per_tensor_param, links=LinkSender(make, self.get_local_param))
+        return make(self.get_per_tensor_param, local=self.get_local_param, make=make)
 
 
 @attrs.define(eq=False)

@@ -166,7 +166,8 @@ class _Rows(PlainEngine):
         for name, tensor in self.exported():
             shape = tuple(tensor.shape)
             start, end = self.rows(shape[0])
-            box = Box(name, shape, (start, *[0] * (len(shape) - 1)), (end - start, *shape[1:]))
+            first = (start, *[0] * (len(shape) - 1))
+            box = Box(name=name, shape=shape, start=first, length=(end - start, *shape[1:]))
             yield box, self.part(tensor, start, end)
 
 

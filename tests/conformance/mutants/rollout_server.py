@@ -139,7 +139,10 @@ class ReferenceServer(BaseRolloutServer):
             self.model.seal()
         self.task = asyncio.create_task(self.serve(), name="decode loop")
         state = self.model.state.items()
-        self.layout = tuple(Box(name, (*each.shape,), (0,) * each.dim(), (*each.shape,)) for name, each in state)
+        shapes = ((name, tuple(each.shape)) for name, each in state)
+        self.layout = tuple(
+            Box(name=name, shape=shape, start=(0,) * len(shape), length=shape) for name, shape in shapes
+        )
         url = await self.listen()
         return ServerInfo(replica=self.context.replica, openai_base_url=url, weight_layouts=(self.layout,))
 

@@ -160,7 +160,7 @@ class LoadCheckpointResult:
     folder: str
 
 
-@attrs.frozen
+@attrs.frozen(kw_only=True)
 class Box:
     """A part of a tensor, which a rank or a worker has; all tuples are by dimension."""
 

@@ -39,7 +39,6 @@ from jackfield.sdk.child import ChildProcess
 from jackfield.sdk.rpc import Address, Connection, Contract, Service
 from jackfield.trainer.role import Role, RunWorkers
 from jackfield.weights import WeightSender, WeightSource
-from jackfield.weights.links import LinkSender
 
 _END_SECONDS = 15.0  #: for a replica's process to exit by itself, once its socket is closed
 
@@ -168,12 +167,13 @@ class WorkerFactory:
             sending = CheckpointEngineContext(end="sender", host=worker.host, deadline_seconds=seconds, **shared)
             alone = attrs.evolve(sending, rank=0, world_size=1)  # a link's sender is the only one
 
-            def link_sender(source: WeightSource) -> WeightSender:
+            def make(source: WeightSource) -> WeightSender:
                 return WeightSender(self._plugin("checkpoint_engine", alone), source)
 
-            links = LinkSender(link_sender, engine.get_local_param)
             transport = self._plugin("checkpoint_engine", sending)
-            sender = WeightSender(transport, engine.get_per_tensor_param, block_bytes=blocks, links=links)
+            sender = WeightSender(
+                transport, engine.get_per_tensor_param, block_bytes=blocks, local=engine.get_local_param, make=make
+            )
         of_critic = {name: name for name in ("returns", "values")}
         columns = {"actor": algorithm.loss_columns, "critic": of_critic}.get(role, {})
         rank = EngineRank(engine, values, loss_columns=columns, sender=sender)

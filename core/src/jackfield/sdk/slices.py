@@ -77,8 +77,8 @@ def _cover(box: Box, owners: Sequence[tuple[int, Box]]) -> Iterator[tuple[int, B
                 rest += _without(part, piece)
         left = rest
     if left:
-        message = f"no rank has all of {box.name!r} that a worker needs"
-        raise WeightsError(message, code="weights.missing", where=box.name, found=f"nobody has {some([str(part) for part in left])}")
+        message = f"no rank has some of {box.name!r} that a worker needs"
+        raise WeightsError(message, code="weights.missing", where=box.name, found=str(left[0]))
 
 
 def _common(one: Box, other: Box) -> Box | None:
@@ -136,7 +136,7 @@ def reopen_slice_receiver(
 class SliceReceiver:
     """The receiving end of a worker, which has a part of each tensor."""
 
-    _ends: Sequence[tuple[WeightReceiver, Mapping[str, Any]]]  #: by link: the receiver, and what it connects with
+    _ends: Sequence[tuple[WeightReceiver, Mapping[str, Any]]]  #: by link, with what each connects with
     _layout: Mapping[str, Box]
     _sliced: bool  #: whether pieces come, and not whole tensors
     _pieces: dict[str, list[Box]] = attrs.field(factory=dict, init=False)  #: that have come, by name of the tensor
@@ -162,7 +162,8 @@ class SliceReceiver:
         A tensor is valid until the next one is drawn. Raises what :meth:`WeightReceiver.tensors` raises, and
         ``weights.missing`` for what does not make up the worker's layout.
         """
-        self._pieces, coming, complete = {}, dict[str, torch.Tensor](), set[str]()
+        coming: dict[str, torch.Tensor] = {}  # not complete
+        self._pieces, complete = {}, set[str]()
         streams = [receiver.tensors(arguments, version) for receiver, arguments in self._ends]
         async with aclosing(_merged(streams)) as merged:
             async for label, tensor in merged:
@@ -190,16 +191,11 @@ class SliceReceiver:
             raise WeightsError(f"{label!r} came, of which this worker has nothing", code="weights.missing", where=label)
         starts = (each.partition(":")[0] for each in ranges.rstrip("]").split(", ") if each)
         start = tuple(int(each) if each.isdecimal() else -1 for each in starts) if bracket else (0,) * len(shape)
-        piece = Box(name, box.shape, start, shape)
+        piece = Box(name=name, shape=box.shape, start=start, length=shape)
         fits = len(start) == len(shape) == len(box.shape) and (shape == box.shape or self._sliced)
-        if not fits or (self._sliced and not (str(piece) == label and _inside(piece, box))):
+        if not fits or (self._sliced and not (str(piece) == label and (0 in shape or _common(piece, box) == piece))):
             raise WeightsError(f"{label!r} does not fit what this worker has", expected=str(box), found=shape)
         return name, piece
-
-
-def _inside(piece: Box, box: Box) -> bool:
-    sides = zip(piece.start, piece.length, box.start, box.length, strict=True)
-    return all(base <= first and first + size <= base + whole for first, size, base, whole in sides)
 
 
 async def _merged(

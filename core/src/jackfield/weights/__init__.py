@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import ChainMap
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -50,15 +51,13 @@ class PreparedSender:
 
 
 @attrs.define(eq=False)
-class WeightSender:
+class WeightSender(LinkSender):
     """The sender of one trainer rank. Each transfer starts with :meth:`prepare`."""
 
     _engine: CheckpointEngine  #: this rank's checkpoint engine, for the end ``sender``
     _source: WeightSource | None = None  #: None: weights are passed to :meth:`send`
     #: size of the blocks of a delta, in bytes; 0: deltas are never sent
     _block_bytes: int = attrs.field(default=0, kw_only=True)
-    #: sends what this rank has of each tensor; None: it cannot
-    _links: LinkSender | None = attrs.field(default=None, kw_only=True)
     sent_bytes: int = attrs.field(default=0, init=False)  #: bytes sent in the last transfer
     _version: int = attrs.field(default=0, init=False)
     _opened: Tensors | None = attrs.field(default=None, init=False)
@@ -152,31 +151,13 @@ class WeightSender:
                 if noting is not None:
                     noting.result()
 
-    async def layout(self) -> tuple[Box, ...] | None:
-        """Return what this rank has of each tensor; None: it sends whole tensors only."""
-        return None if self._links is None else self._links.layout()
-
-    async def open_links(self, links: tuple[Link, ...]) -> None:
-        """Use these links of this rank for the next transfers."""
-        assert self._links is not None, "it has a layout"
-        self._links.open(links)
-
-    async def prepare_links(self) -> list[list[Mapping[str, Any]]]:
-        """Listen for workers; return what they connect with, by link and worker."""
-        return [] if self._links is None else await self._links.prepare()
-
-    async def transfer_links(self, version: int) -> list[tuple[dict[str, str], int]]:
-        """Connect and send over all links at once. Return, by link, digests of pieces by name, and the bytes sent."""
-        return [] if self._links is None else await self._links.transfer(version)
-
     async def finalize(self) -> None:
         """Release the resources of the transfer. It is idempotent."""
         opened, self._opened = self._opened, None
         if opened is not None:
             opened.close()
-        await self._engine.finalize()
-        if self._links is not None:
-            await self._links.finalize()
+        for sender in (self._engine, *self._links.values()):
+            await sender.finalize()
 
 
 @attrs.define(eq=False)
@@ -296,7 +277,7 @@ class WeightSynchronizer:
 
     async def _transfer(
         self, replicas: Sequence[Replica], version: int, base: int | None, links: tuple[Link, ...]
-    ) -> tuple[WeightsSynced, list[Mapping[str, str]]]:
+    ) -> tuple[WeightsSynced, list[dict[str, str]]]:
         """Transfer a version; return the report, and by worker the digests of what was sent to it."""
         update = UpdateWeightsRequest(
             version=version,
@@ -307,25 +288,23 @@ class WeightSynchronizer:
             deadline_seconds=self.deadline_seconds,
         )
         sending: list[Coroutine[Any, Any, Any]]
-        retained = None
+        more: dict[str, Any] = {}
         if links:
-            connect = await connect_links(self.senders, links, update.total_workers)
-            update = attrs.evolve(update, connect=connect)
+            update = attrs.evolve(update, connect=await connect_links(self.senders, links, update.total_workers))
             sending = [sender.transfer_links(version) for sender in self.senders]
         else:
             topology, update = await self._prepare(update, base)
-            places, retained = zip(self.senders, topology.trainer, strict=True), topology.retained
+            places, more["retained"] = zip(self.senders, topology.trainer, strict=True), topology.retained
             sending = [sender.transfer(place, version, update.base_version) for sender, place in places]
         results = await self._run(sending, replicas, update)
-        receipts = tuple(results[len(sending) :])
-        more: dict[str, Any] = {"kind": update.kind, "peft_config": update.peft_config, "retained": retained}
         if links:
-            sent = sent_over(links, results, update.total_workers)
-            more |= {"digests": sent.all, "sent_bytes": sent.most, "link_bytes": sent.bytes}
-            return WeightsSynced(version=version, receipts=receipts, **more), sent.digests
-        digests, sent_bytes = results[0]
-        report = WeightsSynced(version=version, receipts=receipts, digests=digests, sent_bytes=sent_bytes, **more)
-        return report, [digests] * update.total_workers
+            sent, more["link_bytes"] = sent_over(links, results, update.total_workers)
+            digests, sent_bytes = dict(ChainMap(*sent)), sum(more["link_bytes"].values())
+        else:
+            digests, sent_bytes = results[0]
+            sent = [digests] * update.total_workers
+        more |= {"digests": digests, "sent_bytes": sent_bytes, "kind": update.kind, "peft_config": update.peft_config}
+        return WeightsSynced(version=version, receipts=tuple(results[len(sending) :]), **more), sent
 
     async def _prepare(self, update: UpdateWeightsRequest, base: int | None) -> tuple[Topology, UpdateWeightsRequest]:
         """Prepare a transfer from rank 0; return its topology and what replicas are told."""
@@ -337,8 +316,8 @@ class WeightSynchronizer:
         metadata = tuple(each.metadata for each in prepared)
         request = TopologyRequest(trainer_metadata=metadata, rollout_workers=update.total_workers)
         topology = await self.senders[0].build_topology(request)
-        fields = {"connect": topology.rollout, "kind": kind, "peft_config": peft_config, "base_version": base}
-        return topology, attrs.evolve(update, **fields)
+        fields: dict[str, Any] = {"kind": kind, "peft_config": peft_config, "base_version": base}
+        return topology, attrs.evolve(update, connect=topology.rollout, **fields)
 
     async def _run(
         self, sending: Sequence[Coroutine[Any, Any, Any]], replicas: Sequence[Replica], update: UpdateWeightsRequest

@@ -17,67 +17,62 @@ if TYPE_CHECKING:
 
     from jackfield.weights import Tensors, WeightSender, WeightSource
 
-#: A training engine's ``get_local_param``.
-LocalSource: TypeAlias = Callable[[], "Generator[tuple[Box, torch.Tensor], None, None] | None"]
+    #: A training engine's ``get_local_param``.
+    LocalSource: TypeAlias = Callable[[], Generator[tuple[Box, torch.Tensor], None, None] | None]
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, kw_only=True)
 class LinkSender:
     """Sends what one rank has of each tensor, with a sender of its own for each link."""
 
-    _make: Callable[[WeightSource], WeightSender]  #: makes a sender that is the only rank
-    _source: LocalSource
-    _senders: dict[Link, WeightSender] = attrs.field(factory=dict, init=False)  #: kept between transfers
+    _local: LocalSource = lambda: None
+    _make: Callable[[WeightSource], WeightSender] | None = None  #: makes a sender that is the only rank
+    _links: dict[Link, WeightSender] = attrs.field(factory=dict, init=False)  #: kept between transfers
     _topologies: list[Topology] = attrs.field(factory=list, init=False)  #: of the transfer, by link
 
-    def layout(self) -> tuple[Box, ...] | None:
-        """Return what the rank has."""
-        return None if (weights := self._source()) is None else tuple(box for box, _ in weights)
+    async def layout(self) -> tuple[Box, ...] | None:
+        """Return what this rank has of each tensor; None: it sends whole tensors only."""
+        return None if (weights := self._local()) is None else tuple(box for box, _ in weights)
 
-    def open(self, links: tuple[Link, ...]) -> None:
-        """Use these links; those that were used before keep their senders."""
-        before = self._senders
-        self._senders = {link: before.get(link) or self._make(lambda link=link: self._parts(link)) for link in links}
+    async def open_links(self, links: tuple[Link, ...]) -> None:
+        """Use these links of this rank; those that were used before keep their senders."""
+        assert self._make is not None, "it has a layout"
+        self._links = {link: self._links.get(link) or self._make(self._source_of(link)) for link in links}
 
-    def _parts(self, link: Link) -> tuple[Tensors, None]:
+    def _source_of(self, link: Link) -> WeightSource:
         wanted: dict[str, list[Box]] = {}
         for piece in link.pieces:
             wanted.setdefault(piece.name, []).append(piece)
 
         def parts() -> Tensors:
-            for box, tensor in self._source() or ():
+            for box, tensor in self._local() or ():
                 for piece in wanted.get(box.name, ()):
                     yield str(piece), part_of(tensor, box, piece)
 
-        return parts(), None
+        return lambda: (parts(), None)
 
-    async def prepare(self) -> list[list[Mapping[str, Any]]]:
-        """Listen with every link; return what workers connect with, by link and worker."""
+    async def prepare_links(self) -> list[list[Mapping[str, Any]]]:
+        """Listen for workers; return what they connect with, by link and worker."""
         self._topologies = []
-        for link, sender in self._senders.items():
+        for link, sender in self._links.items():
             prepared = await sender.prepare()
             request = TopologyRequest(trainer_metadata=(prepared.metadata,), rollout_workers=len(link.workers))
             self._topologies.append(await sender.build_topology(request))
         return [list(topology.rollout) for topology in self._topologies]
 
-    async def transfer(self, version: int) -> list[tuple[dict[str, str], int]]:
-        """Send over all links; return digests and bytes by link. A failure of one ends all."""
+    async def transfer_links(self, version: int) -> list[tuple[dict[str, str], int]]:
+        """Send over all links at once; return digests of pieces by name, and bytes, by link. A failure ends all."""
         try:
             async with asyncio.TaskGroup() as group:
-                places = zip(self._senders.values(), self._topologies, strict=True)
+                places = zip(self._links.values(), self._topologies, strict=True)
                 running = [group.create_task(each.transfer(place.trainer[0], version, None)) for each, place in places]
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None  # the others are consequences
         return [task.result() for task in running]
 
-    async def finalize(self) -> None:
-        """Release the resources of all links."""
-        for sender in self._senders.values():
-            await sender.finalize()
-
 
 async def connect_links(
-    senders: Sequence[WeightSender], links: Sequence[Link], workers: int
+    senders: Sequence[LinkSender], links: Sequence[Link], workers: int
 ) -> tuple[Mapping[str, Any], ...]:
     """Let all ranks listen; return what each worker connects with."""
     found: list[list[Mapping[str, Any]]] = [[] for _ in range(workers)]
@@ -89,33 +84,15 @@ async def connect_links(
     return tuple({"links": each} for each in found)
 
 
-@attrs.frozen
-class SentOver:
-    """What ranks have sent over links."""
-
-    digests: list[Mapping[str, str]]  #: of the pieces, by worker
-    bytes: Mapping[str, int]  #: by link, such as ``0-1`` for rank 0 and worker 1
-
-    @property
-    def all(self) -> dict[str, str]:
-        """The digests of all pieces."""
-        return {name: found for digests in self.digests for name, found in digests.items()}
-
-    @property
-    def most(self) -> int:
-        """Bytes sent to the worker that got the most."""
-        totals = [0] * len(self.digests)
-        for link, sent in self.bytes.items():
-            totals[int(link.partition("-")[2])] += sent
-        return max(totals)
-
-
-def sent_over(links: Sequence[Link], results: Sequence[list[tuple[dict[str, str], int]]], workers: int) -> SentOver:
-    """Sum up the results of :meth:`LinkSender.transfer`, by rank."""
-    digests, sent = [dict[str, str]() for _ in range(workers)], dict[str, int]()
-    for rank in sorted({link.rank for link in links}):
-        for link, (found, size) in zip([each for each in links if each.rank == rank], results[rank], strict=True):
-            for worker in link.workers:
-                digests[worker] |= found
-                sent[f"{rank}-{worker}"] = size
-    return SentOver(list(digests), sent)
+def sent_over(
+    links: Sequence[Link], results: Sequence[list[tuple[dict[str, str], int]]], workers: int
+) -> tuple[list[dict[str, str]], dict[str, int]]:
+    """Sum up what ranks return: digests of pieces by worker, and bytes by link, such as ``0-1``: rank 0, worker 1."""
+    digests, ranks = [dict[str, str]() for _ in range(workers)], [iter(each) for each in results]
+    sent: dict[str, int] = {}
+    for link in links:
+        found, size = next(ranks[link.rank])
+        for worker in link.workers:
+            digests[worker] |= found
+            sent[f"{link.rank}-{worker}"] = size
+    return digests, sent

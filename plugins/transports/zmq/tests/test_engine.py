@@ -18,6 +18,7 @@ from jackfield_proxy import Proxy
 from jackfield_testing import in_loop
 from jackfield_transport_zmq.config import EngineConfig
 from jackfield_transport_zmq.engine import ZMQCheckpointEngine
+from jackfield_transport_zmq.sockets import Gate, listening
 
 TENSORS = {
     **{f"layer.{number}": torch.full((5000,), float(number)) for number in range(8)},
@@ -115,16 +116,16 @@ async def test_a_stranger_in_the_place_of_the_sender_cannot_fill_a_workers_memor
     sender, worker = engine("sender", **settings), engine("receiver", **settings)
     metadata = (await sender.prepare()).metadata
     topology = ZMQCheckpointEngine.build_topology(TopologyRequest(trainer_metadata=(metadata,), rollout_workers=1))
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as stranger:
-        stranger.setsockopt(zmq.LINGER, 0)
-        stranger.plain_server = True  # lets in whoever shows any password
-        port = stranger.bind_to_random_port("tcp://127.0.0.1")
-        place = {**topology.rollout[0], "data": f"tcp://127.0.0.1:{port}"}
+    with zmq.Context() as context:
+        gate, place = Gate(context, None, bytes.fromhex(metadata["session"]["secret"])), dict(topology.rollout[0])
+        stranger, place["data"] = listening(context, "127.0.0.1", None, tcp=True)
         connecting = [
             asyncio.ensure_future(end.connect(ConnectRequest(arguments=arguments, version=1)))
             for end, arguments in ((sender, topology.trainer[0]), (worker, place))
         ]
         try:
+            assert await asyncio.to_thread(gate.socket.poll, 20_000)
+            gate.answer()
             assert await asyncio.to_thread(stranger.poll, 20_000)
             identity, *_ = stranger.recv_multipart()
             with stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
@@ -134,5 +135,7 @@ async def test_a_stranger_in_the_place_of_the_sender_cannot_fill_a_workers_memor
             for end in connecting:
                 end.cancel()
             await asyncio.gather(*connecting, return_exceptions=True)
+            stranger.close(0)
+            gate.socket.close(0)
             await worker.finalize()
             await sender.finalize()

@@ -274,7 +274,7 @@ def local_tensors(model: TokenModel, names: CheckpointNames) -> Generator[tuple[
             own = own_part(tensors[part])
             if own.values.numel() or not tensors[part].numel():  # there may be fewer rows than ranks
                 values = own.values.to(dtypes.get(part, own.values.dtype))
-                yield Box(name, own.shape, own.start, tuple(values.shape)), values
+                yield Box(name=name, shape=own.shape, start=own.start, length=tuple(values.shape)), values
 
     return local()
 

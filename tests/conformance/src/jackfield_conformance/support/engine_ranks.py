@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import msgspec
 import torch
 
 from jackfield.abc.engine import Box
@@ -44,7 +45,7 @@ class Played:
 
     def local(self, rank: int) -> list[tuple[Box, torch.Tensor]]:
         """Return what a rank has of the weights."""
-        boxes = [Box(name, *map(tuple, rest)) for name, *rest in (box.values() for box in self.facts[rank]["boxes"])]
+        boxes = [msgspec.convert(box, Box) for box in self.facts[rank]["boxes"]]
         tensors = self.tensors(rank, "local")
         return [(box, tensors[str(number)]) for number, box in enumerate(boxes)]
 

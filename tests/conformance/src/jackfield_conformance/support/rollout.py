@@ -27,7 +27,6 @@ from jackfield.abc.rollout import (
 )
 from jackfield.plugins import load_plugin
 from jackfield.weights import WeightSender
-from jackfield.weights.links import LinkSender
 from jackfield_conformance.registry import Subject
 from jackfield_conformance.support.expecting import settled, within
 from jackfield_conformance.support.rollout_model import (
@@ -241,10 +240,10 @@ def make_rank(subject: Subject, rank: int, ranks: int) -> WeightSender:
         for name, tensor in named_weights().items():
             rows, shape = tensor.shape[0], tuple(tensor.shape)
             start, end = rows * rank // ranks, rows * (rank + 1) // ranks
-            box = Box(name, shape, (start, *[0] * (len(shape) - 1)), (end - start, *shape[1:]))
+            box = Box(name=name, shape=shape, start=(start, *[0] * (len(shape) - 1)), length=(end - start, *shape[1:]))
             yield box, tensor[start:end]
 
-    return make_sender(subject, 0, links=LinkSender(lambda source: make_sender(subject, 0, source), local))
+    return make_sender(subject, 0, local=local, make=lambda source: make_sender(subject, 0, source))
 
 
 async def push(

@@ -7,10 +7,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from safetensors.torch import load_file
 
-from jackfield.abc.engine import BaseEngine, Box, LoadCheckpointRequest, SaveCheckpointRequest
+from jackfield.abc.engine import BaseEngine, LoadCheckpointRequest, SaveCheckpointRequest
 from jackfield.errors import EngineError, JackfieldError
 from jackfield.sdk.slices import part_of
 from jackfield_conformance.registry import Skipped, Subject, check
@@ -289,7 +290,7 @@ def what_ranks_have_makes_up_the_weights(subject: Subject) -> None:
         assert not set(names) - set(wanted), f"rank {rank} has what is not exported: {sorted(set(names) - set(wanted))}"
         assert not played.facts[rank]["boxes_change"], f"rank {rank} has other boxes in the second call"
         for box, tensor in parts:
-            whole = Box(box.name, box.shape, (0,) * len(box.shape), box.shape)
+            whole = attrs.evolve(box, start=(0,) * len(box.shape), length=box.shape)
             assert tuple(wanted[box.name].shape) == box.shape, f"{box} of rank {rank} is of another shape"
             support.assert_same_tensors({str(box): part_of(wanted[box.name], whole, box)}, {str(box): tensor}, "a part")
             part_of(seen[box.name], whole, box).fill_(True)
