@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Link", "SliceReceiver", "part_of", "plan_links", "reopen_slice_receiver"]
 
 
-@attrs.frozen
+@attrs.frozen(kw_only=True)
 class Link:
     """What one rank sends to workers that have the same parts of tensors."""
 
@@ -57,7 +57,7 @@ def plan_links(ranks: Sequence[Sequence[Box]], workers: Sequence[Sequence[Box]])
             for rank, piece in _cover(box, near):
                 loads[rank] += math.prod(piece.length) * len(members)
                 found.setdefault((rank, tuple(members)), []).append(piece)
-    return tuple(Link(*link, tuple(pieces)) for link, pieces in sorted(found.items()))
+    return tuple(Link(rank=rank, workers=to, pieces=tuple(pieces)) for (rank, to), pieces in sorted(found.items()))
 
 
 def _cover(box: Box, owners: Sequence[tuple[int, Box]]) -> Iterator[tuple[int, Box]]:

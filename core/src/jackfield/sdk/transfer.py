@@ -299,8 +299,7 @@ class OneSenderEngine(CheckpointEngine):
                 await self._clock.wait_for(self._changed.wait(), self.remaining(), "a peer")
             except DeadlineExceeded:
                 if who := late():  # otherwise the last one answered at the deadline
-                    what = f"{' and '.join(who)}, in a weight transfer"
-                    raise too_late(self.context.deadline_seconds, what) from None
+                    raise too_late(self.context.deadline_seconds, f"{' and '.join(who)}, in a transfer") from None
 
     def remaining(self) -> float:
         """Return the seconds until the deadline."""

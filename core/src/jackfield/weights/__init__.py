@@ -156,7 +156,8 @@ class WeightSender(LinkSender):
         opened, self._opened = self._opened, None
         if opened is not None:
             opened.close()
-        for sender in (self._engine, *self._links.values()):
+        await self._engine.finalize()
+        for sender in self._links.values():
             await sender.finalize()
 
 
