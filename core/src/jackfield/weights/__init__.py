@@ -299,7 +299,7 @@ class WeightSynchronizer:
             sending = [sender.transfer(place, version, update.base_version) for sender, place in places]
         results = await self._run(sending, replicas, update)
         if links:
-            sent, more["link_bytes"] = sent_over(links, results, update.total_workers)
+            sent, more["link_bytes"] = sent_over(links, results[: len(sending)], update.total_workers)
             digests, sent_bytes = dict(ChainMap(*sent)), sum(more["link_bytes"].values())
         else:
             digests, sent_bytes = results[0]
