@@ -33,7 +33,7 @@ class _Entries(list[Entry]):
     """The entries of a bucket."""
 
     @cached_property
-    def plan(self) -> list[tuple[str, torch.dtype, torch.Size, list[int], int, int, int]]:
+    def plan(self) -> list[tuple[str, torch.dtype, list[int], list[int], int, int, int]]:
         """Name, dtype, shape, strides, offset in elements, offset and size in bytes of each tensor."""
         import torch
 
@@ -42,7 +42,7 @@ class _Entries(list[Entry]):
             dtype = getattr(torch, dtype_name)
             strides = list(itertools.accumulate(shape[:0:-1], operator.mul, initial=1))[::-1] if shape else []
             start, size = offset // dtype.itemsize, math.prod(shape) * dtype.itemsize
-            found.append((name, dtype, torch.Size(shape), strides, start, offset, size))
+            found.append((name, dtype, shape, strides, start, offset, size))
         return found
 
 
@@ -64,15 +64,10 @@ class Layout:
         """Begin a transfer."""
         self._made, self._shared, self._same = [], shared, True
 
-    def expected(self) -> _Entries | None:
-        """Return the entries of the sender's next bucket in the last transfer, if there was one."""
-        place = len(self._made)
-        return self._kept[place] if place < len(self._kept) else None
-
     def told(self, entries: Sequence[Entry]) -> Sequence[Entry] | None:
         """Return the entries of the sender's next bucket, or None if the workers know them."""
         place = len(self._made)
-        same = place < len(self._kept) and (self._kept[place] is entries or self._kept[place] == entries)
+        same = place < len(self._kept) and self._kept[place] == entries
         self._made.append(self._kept[place] if same else _Entries(entries))
         self._same &= same
         return None if same and self._shared else entries
@@ -148,55 +143,23 @@ class Packer:
     """A bucket that is filled, tensor by tensor."""
 
     buffer: torch.Tensor | None = None  #: uint8 ``[bytes]``
+    entries: list[Entry] = attrs.field(factory=list, init=False)
     size: int = attrs.field(default=0, init=False)  #: bytes that are filled
-    _entries: list[Entry] = attrs.field(factory=list, init=False)
-    _known: _Entries | None = attrs.field(default=None, init=False)  #: of this bucket in the last transfer
-    _count: int = attrs.field(default=0, init=False)  #: tensors, as long as they are as they were
-    _address: int = attrs.field(default=0, init=False)  #: of the buffer, if it is in host memory
-
-    def open(self, buffer: torch.Tensor, known: _Entries | None = None) -> None:
-        """Begin with a buffer. ``known`` are the entries that are likely, for which less has to be computed."""
-        self.buffer = buffer
-        if known and buffer.is_cpu and sum(known.plan[-1][5:]) <= buffer.numel():  # where the last one ends
-            self._known, self._address = known, buffer.data_ptr()
-
-    @property
-    def entries(self) -> Sequence[Entry]:
-        """The entries of all tensors; those of the last transfer, if they are the same."""
-        known = self._known
-        return self._entries if known is None else known if self._count == len(known) else known[: self._count]
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Copy a tensor behind the others."""
         assert self.buffer is not None, "there is a buffer"
-        self._entries, self._known = list(self.entries), None
         put(self.buffer, entry := entry_of(name, tensor, self.size), tensor)
-        self._entries.append(entry)
+        self.entries.append(entry)
         self.size = aligned(self.size + tensor.nbytes)
 
     def add_small(self, name: str, tensor: torch.Tensor, limit: int) -> bool:
         """Add a tensor if it is small and a bucket of ``limit`` bytes has room. It is quick: a model has thousands."""
-        if self._known is not None and self._add_known(name, tensor):
-            return True
         size = tensor.nbytes
         fits = self.buffer is not None and size < _SMALL and self.size + size <= limit
         if fits:
             self.add(name, tensor)
         return fits
-
-    def _add_known(self, name: str, tensor: torch.Tensor) -> bool:
-        """Add a tensor if it is the one that was here in the last transfer."""
-        plan = self._known.plan  # type: ignore[union-attr]
-        if self._count == len(plan):
-            return False
-        known, dtype, shape, _, _, offset, size = plan[self._count]
-        same = name == known and tensor.dtype is dtype and tensor.shape == shape and size < _SMALL
-        if same and is_plain(tensor):
-            ctypes.memmove(self._address + offset, tensor.data_ptr(), size)
-            self._count += 1
-            self.size = aligned(offset + size)
-            return True
-        return False
 
 
 def views(buffer: torch.Tensor, entries: Iterable[Entry]) -> Iterator[tuple[str, torch.Tensor]]:

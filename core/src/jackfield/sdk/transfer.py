@@ -299,7 +299,8 @@ class OneSenderEngine(CheckpointEngine):
                 await self._clock.wait_for(self._changed.wait(), self.remaining(), "a peer")
             except DeadlineExceeded:
                 if who := late():  # otherwise the last one answered at the deadline
-                    raise too_late(self.context.deadline_seconds, f"{' and '.join(who)}, in a transfer") from None
+                    what = f"{' and '.join(who)}, in a weight transfer"
+                    raise too_late(self.context.deadline_seconds, what) from None
 
     def remaining(self) -> float:
         """Return the seconds until the deadline."""
@@ -347,10 +348,9 @@ class OneSenderEngine(CheckpointEngine):
             return
         if self._packer.size + tensor.nbytes > self.config.bucket_bytes:
             await self.flush()
-        if self._packer.buffer is None:
-            self._packer.open(await self.room(tensor.nbytes), self.layout.expected())
-        if not self._packer.add_small(name, tensor, self.config.bucket_bytes):
-            self._packer.add(name, tensor)
+        if not self._packer.entries:
+            self._packer.buffer = await self.room(tensor.nbytes)
+        self._packer.add(name, tensor)
 
     async def flush(self) -> None:
         """Send the bucket that is filled."""
