@@ -38,7 +38,7 @@ from jackfield.runtime.workers import AgentWorker, Workers
 from jackfield.sdk.child import ChildProcess
 from jackfield.sdk.rpc import Address, Connection, Contract, Service
 from jackfield.trainer.role import Role, RunWorkers
-from jackfield.weights import WeightSender
+from jackfield.weights import WeightSender, WeightSource
 
 _END_SECONDS = 15.0  #: for a replica's process to exit by itself, once its socket is closed
 
@@ -165,8 +165,15 @@ class WorkerFactory:
         if actor:
             seconds, blocks = config.deadlines.sync, config.weights.block_bytes if config.weights.kind == "delta" else 0
             sending = CheckpointEngineContext(end="sender", host=worker.host, deadline_seconds=seconds, **shared)
+            alone = attrs.evolve(sending, rank=0, world_size=1)  # a link's sender is the only one
+
+            def make(source: WeightSource) -> WeightSender:
+                return WeightSender(self._plugin("checkpoint_engine", alone), source)
+
             transport = self._plugin("checkpoint_engine", sending)
-            sender = WeightSender(transport, engine.get_per_tensor_param, block_bytes=blocks)
+            sender = WeightSender(
+                transport, engine.get_per_tensor_param, block_bytes=blocks, local=engine.get_local_param, make=make
+            )
         of_critic = {name: name for name in ("returns", "values")}
         columns = {"actor": algorithm.loss_columns, "critic": of_critic}.get(role, {})
         rank = EngineRank(engine, values, loss_columns=columns, sender=sender)

@@ -167,9 +167,7 @@ def views(buffer: torch.Tensor, entries: Iterable[Entry]) -> Iterator[tuple[str,
     plan = (entries if isinstance(entries, _Entries) else _Entries(entries)).plan
     whole = buffer[: buffer.numel() // _ALIGNMENT * _ALIGNMENT]
     end = whole.numel()
-    typed: dict[
-        torch.dtype, tuple[torch.Tensor, int]
-    ] = {}  # one view per dtype takes half of the time of one per tensor
+    typed: dict[torch.dtype, tuple[torch.Tensor, Any]] = {}  # one view per dtype takes half the time of one per tensor
     for name, dtype, shape, strides, start, offset, size in plan:
         if dtype not in typed:
             view = whole.view(dtype)

@@ -147,7 +147,7 @@ class WeightSubscriber:
         )
         who = f"replica {replica.number} to take weights {published.version}"
         receipt = await self.role.clock.wait_for(replica.server.update_weights(request), seconds, who)
-        verify(replica.info, receipt, published.version, published.digests)
+        verify(replica.info, receipt, published.version, [published.digests] * replica.info.workers)
 
 
 @attrs.define(kw_only=True, eq=False)

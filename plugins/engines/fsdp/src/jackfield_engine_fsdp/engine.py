@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from jackfield.abc.engine import (
     BaseEngine,
+    Box,
     EngineContext,
     EngineLayout,
     EngineOutput,
@@ -292,6 +293,10 @@ class FSDPEngine(BaseEngine):
             yield from folders.published_tensors(model, names)
 
         return tensors(), folders.adapter_config(model)
+
+    def get_local_param(self) -> Generator[tuple[Box, torch.Tensor], None, None] | None:
+        """Return this rank's rows of each tensor, in checkpoint form; None with an adapter, or stacked experts."""
+        return folders.local_tensors(self._ready(), self._names)
 
     def get_per_tensor_grad(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield full gradients in the order of the parameters; zeros if a parameter got none."""

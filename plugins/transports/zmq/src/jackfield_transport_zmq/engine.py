@@ -18,6 +18,7 @@ from jackfield_transport_zmq.sending import Receiving, Sending
 from jackfield_transport_zmq.sockets import Keys
 
 _WHOLE = 4  #: buckets; a tensor up to this size is one message, which is not copied; larger ones are put together
+_MORE = 1 << 20  #: bytes, for the description of a bucket's tensors, and for encryption
 
 
 class ZMQCheckpointEngine(OneSenderEngine):
@@ -47,7 +48,8 @@ class ZMQCheckpointEngine(OneSenderEngine):
                 fix="choose another data_port, or 0 for any that is free",
             ) from error
         known = None if keys is None else keys.of_clients()
-        return {"data": self._sending.address, "keys": known}
+        largest = _WHOLE * config.bucket_bytes + _MORE
+        return {"data": self._sending.address, "keys": known, "largest": largest}
 
     async def meet_workers(self, workers: int) -> None:
         """Start to handle workers' requests."""

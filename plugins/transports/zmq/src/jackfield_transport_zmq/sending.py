@@ -143,7 +143,8 @@ class Receiving:
         self._buffer: torch.Tensor | None = None  #: of that tensor
         keys = None if place["keys"] is None else Keys(**place["keys"])
         self._context = zmq.Context[Any]()
-        socket = dealer(self._context, keys, secret, -1)  # only the sender has its address, and knows the secret
+        # whoever listens there is known by its messages alone, which are in memory by then
+        socket = dealer(self._context, keys, secret, place["largest"])
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._attached = _Attached(socket, self._take)
         self._monitor = _Attached(monitor, self._connected)

@@ -87,7 +87,7 @@ def listening(
 
 
 def dealer(context: zmq.Context[Any], keys: Keys | None, secret: bytes, largest: int = _LARGEST) -> zmq.Socket[Any]:
-    """A client's socket, which is not connected yet; ``largest``: bytes of a frame of its server; -1: any."""
+    """A client's socket, which is not connected yet. ``largest``: bytes of a frame of its server."""
     socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.IDENTITY, b"c" + secrets.token_bytes(15))
