@@ -9,6 +9,8 @@ Shapes: ``N`` response tokens, ``V`` vocabulary, ``D`` head dimension; ``...`` a
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -67,6 +69,42 @@ def _forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 def speed_up_norms(model: nn.Module) -> int:
     """Replace the forward of the model's norms by a faster equivalent; return how many were replaced."""
     return replace_norms(model, _forward, _NORM_TOLERANCE)
+
+
+class _Linear(torch.autograd.Function):
+    """``x @ weight.T`` by oneDNN, and of the gradients that of ``x``; that of the weight is no faster there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        of_x = _product(gradients[0], weight.mT) if ctx.needs_input_grad[0] else None
+        of_weight = gradients[0].flatten(0, -2).mT @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return result
+
+
+def _linear(self: Any, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = _Linear.apply(x, self.weight)  # type: ignore[no-untyped-call]
+    return result
+
+
+def speed_up_products(model: nn.Module) -> None:
+    """On a CPU of AMD, have oneDNN compute linear layers in float32; MKL, which torch takes, is slower there."""
+    described = Path("/proc/cpuinfo")
+    if described.exists() and "AuthenticAMD" in described.read_text() and torch.backends.mkldnn.is_available():
+        for module in model.modules():
+            if type(module) is nn.Linear and module.bias is None and module.weight.dtype == torch.float32:
+                module.forward = MethodType(_linear, module)
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
