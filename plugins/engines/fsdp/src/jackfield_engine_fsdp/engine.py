@@ -30,7 +30,7 @@ from jackfield.errors import EngineError
 from jackfield_engine_fsdp import checkpointing, folders, passes
 from jackfield_engine_fsdp.config import Config
 from jackfield_engine_fsdp.model import Dropout, Rotary, TokenModel, has_adapter, shard
-from jackfield_engine_fsdp.operators import keep_freed_memory, speed_up_norms
+from jackfield_engine_fsdp.operators import keep_freed_memory, speed_up_norms, speed_up_products
 from jackfield_engine_fsdp.optimization import Optimization, Placement
 from jackfield_engine_fsdp.packing import speed_up_attention
 from jackfield_engine_fsdp.process_group import RandomStreams, Ranks
@@ -105,6 +105,7 @@ class FSDPEngine(BaseEngine):
         packs = False
         if self.context.device == "cpu" and self.config.mixed_precision == "none":
             speed_up_norms(causal_lm)
+            speed_up_products(causal_lm)
             packs = self._packs(causal_lm) and speed_up_attention(causal_lm)
         dtype, published = causal_lm.dtype, self._masters(causal_lm)
         language_model = causal_lm if spec.lora is None else folders.add_lora(causal_lm, spec.lora, seed)

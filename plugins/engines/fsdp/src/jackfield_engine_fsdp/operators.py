@@ -9,6 +9,8 @@ Shapes: ``N`` response tokens, ``V`` vocabulary, ``D`` head dimension; ``...`` a
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -35,42 +37,28 @@ def keep_freed_memory() -> None:
         library.mallopt(name, _KEPT_BYTES)
 
 
-def _scale(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return ``1 / sqrt(mean(x^2) + eps)`` over the last dimension, which is kept."""
-    squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
-    scale: torch.Tensor = squares.div_(x.shape[-1]).add_(eps).rsqrt_()
-    return scale
-
-
-def _norm_gradients(
-    ctx: Any, gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of a norm's input and weight; those that are not needed are None."""
-    size, shape = x.shape[-1], x.shape
-    x, gradient, scale = (each.reshape(-1, each.shape[-1]) for each in (x, gradient, scale))
-    products = gradient * x
-    of_weight = of_x = None
-    if ctx.needs_input_grad[1]:
-        of_weight = (scale.mT @ products).squeeze(0)
-    if ctx.needs_input_grad[0]:
-        along = (products @ weight[:, None]).mul_(scale.pow(3)).div_(size)
-        of_x = torch.mul(gradient, weight, out=products).mul_(scale).addcmul_(x, along, value=-1).view(shape)
-    return of_x, of_weight
-
-
 class _RMSNorm(torch.autograd.Function):
     """``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension, in the dtype of ``x``."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        scale = _scale(x, eps)
+        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+        scale = squares.div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
+        result: torch.Tensor = (x * scale).mul_(weight)
+        return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        return *_norm_gradients(ctx, gradients[0], *ctx.saved_tensors), None
+        x, weight, scale = ctx.saved_tensors
+        products, of_weight, of_x = gradients[0] * x, None, None
+        if ctx.needs_input_grad[1]:
+            of_weight = (scale.reshape(1, -1) @ products.flatten(0, -2)).squeeze(0)
+        if ctx.needs_input_grad[0]:
+            along = (products @ weight).unsqueeze(-1).mul_(scale.pow(3)).div_(x.shape[-1])
+            of_x = torch.mul(gradients[0], weight, out=products).mul_(scale).addcmul_(x, along, value=-1)
+        return of_x, of_weight, None
 
 
 def _forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -81,6 +69,42 @@ def _forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 def speed_up_norms(model: nn.Module) -> int:
     """Replace the forward of the model's norms by a faster equivalent; return how many were replaced."""
     return replace_norms(model, _forward, _NORM_TOLERANCE)
+
+
+class _Linear(torch.autograd.Function):
+    """``x @ weight.T`` by oneDNN, and of the gradients that of ``x``; that of the weight is no faster there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors
+        of_x = _product(gradients[0], weight.mT) if ctx.needs_input_grad[0] else None
+        of_weight = gradients[0].flatten(0, -2).mT @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return result
+
+
+def _linear(self: Any, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = _Linear.apply(x, self.weight)  # type: ignore[no-untyped-call]
+    return result
+
+
+def speed_up_products(model: nn.Module) -> None:
+    """On a CPU of AMD, have oneDNN compute linear layers in float32; MKL, which torch takes, is slower there."""
+    described = Path("/proc/cpuinfo")
+    if described.exists() and "AuthenticAMD" in described.read_text() and torch.backends.mkldnn.is_available():
+        for module in model.modules():
+            if type(module) is nn.Linear and module.bias is None and module.weight.dtype == torch.float32:
+                module.forward = MethodType(_linear, module)
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
@@ -107,33 +131,9 @@ class _Rotary(torch.autograd.Function):
         return _rotated(gradients[0], cos, sin, -1), None, None
 
 
-class _NormRotary(torch.autograd.Function):
-    """A norm, then a rotary embedding."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, cos: torch.Tensor, sin: torch.Tensor
-    ) -> torch.Tensor:
-        scale = _scale(x, eps)
-        ctx.save_for_backward(x, weight, scale, cos, sin)
-        return _rotated((x * scale).mul_(weight), cos, sin, 1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight, scale, cos, sin = ctx.saved_tensors
-        back = _rotated(gradients[0], cos, sin, -1)
-        return *_norm_gradients(ctx, back, x, weight, scale), None, None, None
-
-
-def rotary(x: torch.Tensor, norm: nn.Module | None, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` ``[..., heads, D]``, normed if there is a norm, with rotary embeddings ``[..., 1, D]``."""
-    if norm is None:
-        result: torch.Tensor = _Rotary.apply(x, cos, sin)  # type: ignore[no-untyped-call]
-    elif getattr(norm.forward, "__func__", None) is _forward:
-        result = _NormRotary.apply(x, norm.weight, norm.variance_epsilon, cos, sin)  # type: ignore[no-untyped-call]
-    else:
-        result = _Rotary.apply(norm(x), cos, sin)  # type: ignore[no-untyped-call]
+def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` ``[..., heads, D]`` with rotary embeddings ``[..., 1, D]``."""
+    result: torch.Tensor = _Rotary.apply(x, cos, sin)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -39,10 +39,10 @@ class Packing:
         indexes = {name: getattr(self, name).to(device) for name in ("source", "place", "again", "unused")}
         return attrs.evolve(self, **indexes)
 
-    def spread(self, tokens: torch.Tensor, *, queries: bool = False) -> torch.Tensor:
-        """Return ``[1, N, h, D]`` as ``[b, h, L, D]``. Of ``queries`` only results at ``place`` are gathered."""
+    def spread(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return ``[1, N, h, D]`` as ``[b, h, L, D]``."""
         flat = tokens.flatten(0, 1).flatten(1)
-        spread: torch.Tensor = _Spread.apply(flat, self, queries)  # type: ignore[no-untyped-call]
+        spread: torch.Tensor = _Spread.apply(flat, self)  # type: ignore[no-untyped-call]
         return spread.view(self.rows, -1, *tokens.shape[2:]).transpose(1, 2)
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
@@ -62,18 +62,18 @@ class _Spread(torch.autograd.Function):
     """``tokens`` ``[N, F]`` to places ``[b * L, F]``."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, packing: Packing, queries: bool) -> torch.Tensor:
-        ctx.packing, ctx.queries = packing, queries
+    def forward(ctx: Any, tokens: torch.Tensor, packing: Packing) -> torch.Tensor:
+        ctx.packing = packing
         return tokens.index_select(0, packing.source)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         packing = ctx.packing
         of_tokens = gradients[0].index_select(0, packing.place)
-        if len(packing.again) and not ctx.queries:
+        if len(packing.again):
             of_tokens.index_add_(0, packing.source[packing.again], gradients[0].index_select(0, packing.again))
-        return of_tokens, None, None
+        return of_tokens, None
 
 
 class _Gather(torch.autograd.Function):
@@ -103,13 +103,14 @@ def _attend(
     """Attend causally over rows ``[b, L, H]`` that are padded on the right, or over packed tokens ``[1, N, H]``."""
     cos, sin = (each.unsqueeze(-2) for each in position_embeddings)
     heads = (*hidden_states.shape[:-1], -1, self.head_dim)
-    queries = rotary(self.q_proj(hidden_states).view(heads), getattr(self, "q_norm", None), cos, sin)
-    keys = rotary(self.k_proj(hidden_states).view(heads), getattr(self, "k_norm", None), cos, sin)
-    values = self.v_proj(hidden_states).view(heads)
+    queries, keys = self.q_proj(hidden_states).view(heads), self.k_proj(hidden_states).view(heads)
+    if hasattr(self, "q_norm"):
+        queries, keys = self.q_norm(queries), self.k_norm(keys)
+    queries, keys, values = rotary(queries, cos, sin), rotary(keys, cos, sin), self.v_proj(hidden_states).view(heads)
     if packing is None:
         queries, keys, values = (each.transpose(1, 2) for each in (queries, keys, values))
     else:
-        queries, keys, values = packing.spread(queries, queries=True), packing.spread(keys), packing.spread(values)
+        queries, keys, values = (packing.spread(each) for each in (queries, keys, values))
     mixed = F.scaled_dot_product_attention(
         queries, keys, values, is_causal=True, scale=self.scaling, enable_gqa=keys.shape[1] != queries.shape[1]
     )
