@@ -58,7 +58,7 @@ class Died(Exception):
 
 
 def place(key: str) -> tuple[int, int, int]:
-    """Batch, group and rollout; the attempt does not matter."""
+    """Batch, group and rollout; the restart does not matter."""
     _, batch, group, _, rollout, _ = key.split("/")
     return int(batch), int(group), int(rollout.partition("r")[0])
 
@@ -240,8 +240,8 @@ class Controller:
 
     async def put(self, group: GroupKey, rollout: int) -> None:
         """Have a worker write a sample, under another key where it died over it, and report it."""
-        for attempt in itertools.count():
-            worker, key = self.draw.choice(self.producers), group.sample(rollout, 0, attempt)
+        for restart in itertools.count():
+            worker, key = self.draw.choice(self.producers), group.sample(rollout, 0, restart)
             try:
                 sizes = (await worker.ask("ids", [key]))["sizes"]
             except Died:

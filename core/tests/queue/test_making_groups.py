@@ -171,7 +171,7 @@ def test_a_batch_fails_after_too_many_retries_and_names_the_reasons(run: Run) ->
     run(test, max_retries=1)
 
 
-def test_a_dead_explorers_batch_is_handed_out_again_with_the_same_attempts(run: Run) -> None:
+def test_a_dead_explorers_batch_is_handed_out_again_with_the_same_retries(run: Run) -> None:
     async def test(bench: Any) -> None:
         await bench.trainer()
         bench.queue.caller = lambda: "client 1"

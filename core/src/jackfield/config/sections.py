@@ -64,7 +64,7 @@ class ScheduleConfig:
     sync_interval: int = option(1, "k: publish weights every k steps", gt(0))
     sync_offset: int = option(0, "o: batches that explorers may run ahead", ge(0))
     max_retries: int = option(8, "retries of a failed group, and groups in a row that may end without a score", ge(0))
-    reward_retries: int = option(1, "further attempts to score a sample before its reward fails", ge(0))
+    reward_retries: int = option(1, "how often a sample is scored again before its reward fails", ge(0))
 
 
 @attrs.frozen(kw_only=True)

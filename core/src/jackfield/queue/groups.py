@@ -355,7 +355,7 @@ class Groups:
             self._vacate(group)
         else:
             counted = Counter(group.reasons).most_common(3)
-            why = "; ".join(each if count == 1 else f"{each} (in {count} attempts)" for each, count in counted)
+            why = "; ".join(each if count == 1 else f"{each} ({count} times)" for each, count in counted)
             group.batch.failure = f"{why}; index {group.index} was made again {self.max_retries} times"
 
     def _vacate(self, group: Group) -> None:

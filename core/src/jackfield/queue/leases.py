@@ -284,7 +284,7 @@ class Leases:
         return starving and batch is next((each for each in batches if not each.is_complete and not each.failure), None)
 
     def forget(self, group: Group) -> None:
-        """Remove a group's attempt from the queue and from every consumer. Its values are deleted."""
+        """Remove a group's current retry from the queue and from every consumer. Its values are deleted."""
         for consumer in group.batch.partition.consumers:
             consumer.usable.pop(group, None)
             consumer.held.pop(group, None)

@@ -22,10 +22,10 @@ from jackfield.settings import option, structure
 
 @attrs.frozen
 class GroupKey:
-    """The key of one attempt at one group of a batch, from which the keys of its samples follow.
+    """The key of one group of a batch, from which the keys of its samples follow.
 
     ``retry`` is the number of groups that were dropped at this index before. ``reissue`` is the number of times that
-    the same attempt was handed out again because its explorer died or the run was resumed.
+    this retry was handed out again because its explorer died or the run was resumed.
     """
 
     partition: str
@@ -48,22 +48,22 @@ class GroupKey:
         except ValueError:
             raise QueueError(f"{name!r} names no group", code="queue.unknown-sample", where=name) from None
 
-    def rollout(self, number: int, attempt: int = 0) -> str:
-        """Return the prefix of a rollout's sample keys. ``attempt`` is the number of workers that died during it."""
-        return f"{self}/{_numbered(number, attempt)}"
+    def rollout(self, number: int, restart: int = 0) -> str:
+        """Return the prefix of a rollout's sample keys. ``restart`` is the number of workers that died during it."""
+        return f"{self}/{_numbered(number, restart)}"
 
-    def sample(self, rollout: int, sequence: int, attempt: int = 0) -> str:
+    def sample(self, rollout: int, sequence: int, restart: int = 0) -> str:
         """Return the key of a sample."""
-        return sample_key(str(self), rollout, sequence, attempt)
+        return sample_key(str(self), rollout, sequence, restart)
 
 
 def _numbered(number: int, again: int) -> str:
     return f"{number}r{again}" if again else str(number)
 
 
-def sample_key(group: str, rollout: int, sequence: int, attempt: int = 0) -> str:
+def sample_key(group: str, rollout: int, sequence: int, restart: int = 0) -> str:
     """Return the key of a sample from the group's key as text."""
-    return f"{group}/{_numbered(rollout, attempt)}/{sequence}"
+    return f"{group}/{_numbered(rollout, restart)}/{sequence}"
 
 
 def group_of(key: str) -> str:

@@ -69,7 +69,7 @@ class Status(IntEnum):
 
 @attrs.define(eq=False, repr=False)
 class Group:
-    """A group index of a batch with its current attempt: sibling rollouts of one task.
+    """A group index of a batch with its current retry: sibling rollouts of one task.
 
     It is leased, acked and deleted as a whole.
     """
@@ -80,8 +80,8 @@ class Group:
     retry: int = 0
     reissue: int = 0
     explorer: str | None = None  #: generates, or generated, the group
-    reasons: list[str] = attrs.field(factory=list)  #: why earlier attempts were dropped
-    name: str = ""  #: the key of the attempt that is open or published, as text
+    reasons: list[str] = attrs.field(factory=list)  #: why earlier retries were dropped
+    name: str = ""  #: the key of the retry that is open or published, as text
     task_id: str = ""
     rollouts: int = 0
     tags: Mapping[str, Any] = attrs.field(factory=dict)  #: tags of all its samples
@@ -327,10 +327,10 @@ class State:
         if (found := self.groups.get(name)) is not None:
             return found
         key = GroupKey.of(name)
-        partition, attempt = self.partitions.get(key.partition, Partition("")), (key.retry, key.reissue)
+        partition, number = self.partitions.get(key.partition, Partition("")), (key.retry, key.reissue)
         batch = partition.batches.get(key.batch)
         same = [] if batch is None else [group for group in batch.groups if group.index == key.index]
-        later = any(attempt < (each.retry, each.reissue + (each.status == Status.CONSUMED)) for each in same)
+        later = any(number < (each.retry, each.reissue + (each.status == Status.CONSUMED)) for each in same)
         if not 0 <= key.batch < partition.next_batch or (batch is not None and not later):
             raise QueueError(f"{name!r} is not in the queue", code="queue.unknown-sample", where=name)
         return None

@@ -158,7 +158,7 @@ class RewardWorker:
     async def _score(
         self, key: str, reading: asyncio.Future[dict[str, tuple[list[int], list[int], Any]]]
     ) -> ScoreResult:
-        """Score with a deadline for each attempt. A failure becomes a status, never a score."""
+        """Score with a deadline for each try. A failure becomes a status, never a score."""
         rows = reading.result() if reading.done() else await asyncio.shield(reading)
         prompt, response, task = rows[key]
         if task["reward"] is not None:

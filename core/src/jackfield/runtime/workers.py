@@ -169,7 +169,7 @@ class RolloutJob:
     group: GroupKey
     task: Task
     rollouts: Mapping[int, int] = {0: 0}  #: sampling seed by number
-    attempt: int = 0  #: number of workers that died during them
+    restart: int = 0  #: number of workers that died during them
     sampling: Mapping[str, Any] | None = None  #: None: copy the task's answers instead of generating
     greedy: int | None = None  #: the rollout without randomness
     seconds: float = 600.0  #: deadline of each rollout
@@ -178,7 +178,7 @@ class RolloutJob:
 
     def key(self, rollout: int) -> str:
         """Return the prefix of a rollout's sample keys."""
-        return self.group.rollout(rollout, self.attempt)
+        return self.group.rollout(rollout, self.restart)
 
     def failed(self, rollout: int, error: JackfieldError) -> RolloutReport:
         """Report a rollout that failed, or raise an error that every rollout would have."""
@@ -251,7 +251,7 @@ class AgentWorker:
         if not sequences:
             return RolloutReport(group=group, rollout=rollout)
         tags = tuple({**sequence_tags(job.task, each, rollout), **more} for each in sequences)
-        keys = tuple(sample_key(group, rollout, number, job.attempt) for number in range(len(sequences)))
+        keys = tuple(sample_key(group, rollout, number, job.restart) for number in range(len(sequences)))
         return _Made(job, group, rollout, keys, cells, tags)
 
     async def _write(self, made: Sequence[_Made]) -> list[RolloutReport]:

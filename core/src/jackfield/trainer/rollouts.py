@@ -164,7 +164,7 @@ class _Rollouts:
         """Return the rollouts of a job that have not been reported, for another worker."""
         name = str(job.group)
         rollouts = {number: seed for number, seed in job.rollouts.items() if (name, number) in self.left}
-        return attrs.evolve(job, rollouts=rollouts, attempt=job.attempt + 1)
+        return attrs.evolve(job, rollouts=rollouts, restart=job.restart + 1)
 
     def _missing(self) -> str:
         samples = [

@@ -226,9 +226,10 @@ class _Process:
                 gc.collect()  # an error's traceback holds what its frames held
                 descriptors = [_kind(name) for name in os.listdir("/proc/self/fd")]
                 threads = len(os.listdir("/proc/self/task"))
-                with open("/proc/self/maps") as maps:
-                    mapped = sum("/memfd:" in line for line in maps)
-                return {"descriptors": sorted(descriptors), "threads": threads, "mapped": mapped}
+                with open("/proc/self/maps") as file:
+                    maps = file.readlines()
+                mapped, named = (sum(kind in line for line in maps) for kind in ("/memfd:", " /dev/shm/"))
+                return {"descriptors": sorted(descriptors), "threads": threads, "mapped": mapped, "named": named}
         raise AssertionError(order)
 
     async def _send(self, order: Mapping[str, Any]) -> dict[str, str]:
