@@ -103,8 +103,8 @@ def speed_up_products(model: nn.Module) -> None:
     described = Path("/proc/cpuinfo")
     if described.exists() and "AuthenticAMD" in described.read_text() and torch.backends.mkldnn.is_available():
         for module in model.modules():
-            if type(module) is nn.Linear and module.bias is None and module.weight.dtype == torch.float32:
-                module.forward = MethodType(_linear, module)
+            if type(module) is nn.Linear and [torch.float32] == [each.dtype for each in module.parameters()]:
+                module.forward = MethodType(_linear, module)  # type: ignore[method-assign]
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:

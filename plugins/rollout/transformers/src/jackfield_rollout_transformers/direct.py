@@ -43,6 +43,7 @@ class DirectDecode:
         ``mask`` is additive, ``[B, 1, 1, L]``. The cache stores keys and values (:meth:`BatchCache.begin_decode`).
         """
         hidden = F.embedding(tokens, self._embeddings.weight)
+        # the one call of a module, whose hooks run: conformance sees by it that a pass runs
         cos, sin = self._rotary(hidden, positions[:, None])  # [B, 1, D]
         half = sin.shape[-1] // 2
         signed = torch.cat((-sin[..., :half], sin[..., half:]), -1)
