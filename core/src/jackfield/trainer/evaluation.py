@@ -54,7 +54,7 @@ class Evaluator:
             "failed": 1.0 - len(scores) / len(records),
             "response_tokens": sum(tokens.values()) / len(records),
             "tasks": float(len(records)),
-            **said_metrics(record.tags for record in records),
+            **said_metrics([record.tags for record in records]),
         }
         shown = records[: self.role.config.observe.samples_per_evaluation]
         keys = [record.key for record in shown if record.key in tokens]
