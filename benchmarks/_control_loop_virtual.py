@@ -239,9 +239,8 @@ def worker(world: World, cls: type[T], answer: Callable[[str, Any], Any], number
 def role_of(world: World, steps: int) -> Role:
     """Return the trainer's role with all of its workers but replicas."""
     role = parts.role_of(SAMPLES, steps, clock=world.clock)
-    role.tasks = {
-        "train": [Task(id=f"task-{number}", messages=({"role": "user", "content": "q"},)) for number in range(4096)]
-    }  # type: ignore[dict-item]
+    tasks = [Task(id=f"task-{number}", messages=({"role": "user", "content": "q"},)) for number in range(4096)]
+    role.tasks = {"train": tasks}  # type: ignore[dict-item]
     ranks = [worker(world, EngineRank, rank(number), number) for number in range(RANKS)]
     for number, each in enumerate(ranks):
         each.sender = worker(world, WeightSender, sender, number)

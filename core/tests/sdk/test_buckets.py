@@ -73,7 +73,7 @@ def exchanged(sender: Layout, workers: list[Layout], buckets: list[list[list[obj
     sender.begin(all(worker.name == sender.name for worker in workers))
     for worker in workers:
         worker.begin(shared=True)
-    told = [sender.told(bucket) for bucket in buckets]
+    told = [sender.announced(bucket) for bucket in buckets]
     for worker in workers:
         assert buckets == [worker.learned(each) for each in told]
     name = sender.end()
@@ -109,5 +109,5 @@ def test_a_transfer_that_breaks_off_changes_nothing() -> None:
     exchanged(sender, [worker], buckets)
     sender.begin(shared=True)
     worker.begin(shared=True)
-    worker.learned(sender.told(entries("c")))
+    worker.learned(sender.announced(entries("c")))
     assert [None, None] == exchanged(sender, [worker], buckets)

@@ -115,8 +115,8 @@ async def _run(config: RunConfig, role: RoleName, hooks: Sequence[object], regis
                 processes.push_async_callback(workers.close)
                 make_workers = workers.make
             for left in reversed(range(config.checkpoint.max_recoveries + 1)):
-                attempt = attrs.evolve(prepared)
-                builder = RunBuilder(role=attempt, stop=stop, factory=factory, make_workers=make_workers)
+                fresh = attrs.evolve(prepared)
+                builder = RunBuilder(role=fresh, stop=stop, factory=factory, make_workers=make_workers)
                 try:
                     with _reported(builder, checkpoint):
                         steps = await builder.execute(checkpoint)

@@ -190,7 +190,7 @@ class RewardWorker:
 
 
 def _retrieve(scoring: Iterable[asyncio.Task[ScoreResult]]) -> None:
-    """Retrieve the errors of scores that have ended, or asyncio would log those that nobody raises."""
+    """Retrieve the errors of scores that have ended, or asyncio would log those that are not raised."""
     for each in scoring:
         if not each.cancelled():
             each.exception()

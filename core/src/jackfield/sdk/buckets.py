@@ -64,7 +64,7 @@ class Layout:
         """Begin a transfer."""
         self._made, self._shared, self._same = [], shared, True
 
-    def told(self, entries: Sequence[Entry]) -> Sequence[Entry] | None:
+    def announced(self, entries: Sequence[Entry]) -> Sequence[Entry] | None:
         """Return the entries of the sender's next bucket, or None if the workers know them."""
         place = len(self._made)
         same = place < len(self._kept) and self._kept[place] == entries
@@ -73,7 +73,7 @@ class Layout:
         return None if same and self._shared else entries
 
     def learned(self, entries: Sequence[Entry] | None) -> _Entries:
-        """Return the entries of a worker's next bucket, of which the sender has told these."""
+        """Return the entries of a worker's next bucket, of which the sender has announced these."""
         self._made.append(self._kept[len(self._made)] if entries is None else _Entries(entries))
         return self._made[-1]
 

@@ -126,7 +126,7 @@ class OneSenderEngine(CheckpointEngine):
     def announce(self, entries: Sequence[Entry], place: Any) -> None:
         """Count a bucket, and tell the workers of it, to whom it arrives with its ``place``."""
         self.made += 1
-        self.tell({"bucket": [self.made, self.layout.told(entries), place]})
+        self.tell({"bucket": [self.made, self.layout.announced(entries), place]})
 
     async def content(self, bucket: Bucket) -> torch.Tensor:
         """Return the bytes of an arrived bucket, uint8 ``[bytes]``, once they are complete."""

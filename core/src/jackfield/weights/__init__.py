@@ -308,7 +308,7 @@ class WeightSynchronizer:
         return WeightsSynced(version=version, receipts=tuple(results[len(sending) :]), **more), sent
 
     async def _prepare(self, update: UpdateWeightsRequest, base: int | None) -> tuple[Topology, UpdateWeightsRequest]:
-        """Prepare a transfer from rank 0; return its topology and what replicas are told."""
+        """Prepare a transfer from rank 0; return its topology and the replicas' request."""
         prepared = [await sender.prepare() for sender in self.senders]
         peft_config = prepared[0].peft_config
         kind: Literal["full", "adapter", "delta"] = "full" if base is None else "delta"

@@ -161,7 +161,7 @@ class NIXLCheckpointEngine(OneSenderEngine):
             torch.cuda.current_stream(place.device).synchronize()
         self.made += 1
         shown = {"piece": self.made, "place": attrs.astuple(place), "start": start, "size": size, "agent": agent}
-        self.tell({**shown, "tensors": None if entries is None else self.layout.told(entries)})
+        self.tell({**shown, "tensors": None if entries is None else self.layout.announced(entries)})
 
     def _pump(self) -> None:
         while self._shown and self._name:

@@ -81,7 +81,7 @@ class Far:
 def opened(
     context: zmq.Context[Any], address: str, directory: Directory, received: Received, ended: Callable[[], object]
 ) -> Near | Far:
-    """A connection to the unit at this address; ``OSError`` if nobody listens there, where that can be seen.
+    """Connect to the unit at this address; ``OSError`` if no process listens there, where that can be seen.
 
     ``ended`` is called when the unit has closed it.
     """

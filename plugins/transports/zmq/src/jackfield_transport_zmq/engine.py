@@ -85,7 +85,7 @@ class ZMQCheckpointEngine(OneSenderEngine):
 
     def _launch(self, content: torch.Tensor, entries: Sequence[Entry] | None, start: int, size: int) -> None:
         assert self._sending is not None, "it is connected"
-        tensors = None if entries is None else self.layout.told(entries)
+        tensors = None if entries is None else self.layout.announced(entries)
         fields = {"number": self.made, "start": start, "size": size, "tensors": tensors}
         self.made += 1
         self._sending.send(fields, content)

@@ -1,4 +1,4 @@
-"""Messages within a host: over a Unix stream socket, which wakes nobody but who reads them.
+"""Messages within a host: over a Unix stream socket, which wakes only the reader.
 
 ZeroMQ takes a message through a thread of its own at either end: of the six wakes of a request and its answer, four are
 of these threads. A message is the number of its frames, their sizes, and the frames themselves.
@@ -6,8 +6,8 @@ of these threads. A message is the number of its frames, their sizes, and the fr
 The address is an abstract one: it has no file, so nothing is left behind by processes that were killed, and its length
 does not depend on the queue's folder. But it has no permissions either, and any user of the host can list it. So each
 end asks the kernel for the other's user, and goes on only with its own and with root: a client before it shows the
-password, which is made of the secret, and a server before it reads anything. Whoever does not show the password is
-turned away before anything else that it sends is looked at.
+password, which is made of the secret, and a server before it reads anything. A client that does not show
+the password is turned away before anything else that it sends is read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Stream:
     """One end of a connection. Nothing blocks."""
 
     def __init__(self, connection: socket.socket, blocked: Callable[[bool], object]) -> None:
-        """``blocked`` is told whether something waits until the other end reads; :meth:`flush` goes on then."""
+        """``blocked`` is called with whether something waits until the other end reads; :meth:`flush` goes on then."""
         connection.setblocking(False)
         self.socket = connection
         self.ended = False  #: the other end is gone, or talks nonsense
@@ -145,7 +145,7 @@ def listening() -> tuple[socket.socket, str]:
 
 
 def connected(address: str, secret: bytes, blocked: Callable[[bool], object]) -> Stream:
-    """A client's stream; ``OSError`` if nobody listens there, ``queue.unreachable`` if another user does."""
+    """Open a client's stream; ``OSError`` if no process listens there, ``queue.unreachable`` if another user's does."""
     client = socket.socket(socket.AF_UNIX)
     try:
         client.connect(f"\0{address.removeprefix(SCHEME)}")

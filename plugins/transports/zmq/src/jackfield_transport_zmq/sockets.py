@@ -132,11 +132,11 @@ def whole(frames: Sequence[zmq.Frame]) -> list[Buffer]:
         if len(content) < _PIECE:
             found.append(bytearray().join(parts))
             parts = []
-    return [*found, *parts]  # what is left over is of no message of ours; whoever reads it refuses it
+    return [*found, *parts]  # what is left over is of no message of ours; the reader refuses it
 
 
 def password(secret: bytes) -> bytes:
-    """What a client shows: of the secret, which it does not tell."""
+    """Return what a client shows: it is made of the secret, which stays unknown."""
     return blake2b(_USER, digest_size=32, key=secret).hexdigest().encode()
 
 
