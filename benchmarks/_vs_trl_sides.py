@@ -30,6 +30,7 @@ class Settings:
     seed: int
     steps: int
     threads: int
+    sync_offset: int = 0  #: of Jackfield
     prompts: int = 32
     completions: int = 8
     tokens: int = 32
@@ -99,7 +100,7 @@ def jackfield_config(settings: Settings) -> dict[str, Any]:
             "loss": {"name": "ppo", "options": {"clip_low": 0.2, "clip_high": 0.2, "clip_dual": None}},
         },
         "optimizer": {"lr": settings.learning_rate, "weight_decay": 0.0, "clip_grad": 1.0},
-        "schedule": {"steps": settings.steps},
+        "schedule": {"steps": settings.steps, "sync_offset": settings.sync_offset},
         "cluster": {"threads": settings.threads, "micro_batch_tokens": 4096},
         "checkpoint": {"every": 0, "at_end": False, "resume": False},
         "reward": {"name": "function", "path": f"{TASK}:compute_score"},

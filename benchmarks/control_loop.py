@@ -1,10 +1,15 @@
 """What the control loop costs: milliseconds of a step in which agents, rewards, engine and weights take no time.
 
-    python benchmarks/control_loop.py [--cluster inline ray] [--samples 256 1024] [--steps N] [--quick] [--json]
+    python benchmarks/control_loop.py [--cluster inline ray distributed] [--samples 256 1024] [--steps N] [--quick]
+        [--virtual] [--replicas 1 256 1024] [--json]
 
-Everything else is real: batches, groups, leases, placement, the queue with its values, workers and their messages;
-with ``ray``, agent worker, reward worker, engine rank and storage are actors of a cluster on this machine. A sample
-has 15 prompt and 32 response tokens. ``--quick`` takes few steps.
+Everything else is real: batches, groups, leases, placement, the queue with its values, workers and their messages.
+With ``ray``, agent worker, reward worker and engine rank are actors of a cluster on this machine; with ``distributed``,
+the queue's controller, the explorer and the rewards are processes beside the trainer, without Ray. In both, values are
+in a storage unit of zmq. A sample has 15 prompt and 32 response tokens. ``--quick`` takes two steps.
+
+``--virtual`` measures the controller alone on virtual time, in steps of about 60 s with 64 engine ranks, 64 agent
+workers and 16,384 samples: the processor time of the trainer's process, without that of the workers.
 """
 
 from __future__ import annotations
@@ -15,232 +20,67 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-import msgspec
+import _control_loop_parts as parts
+import _control_loop_virtual as virtual
 
-from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence
-from jackfield.abc.engine import EngineLayout
-from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
-from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueContext
-from jackfield.algorithms import LossSpec
-from jackfield.algorithms.settings import ResolvedAlgorithm
-from jackfield.clock import Clock
-from jackfield.cluster.pool import DeviceLease
-from jackfield.compose.workers import CONTRACTS
-from jackfield.config import make_config
-from jackfield.config.sections import RayConfig
-from jackfield.data.tasks import Task
 from jackfield.errors import JackfieldError
-from jackfield.plugins import HookManager
-from jackfield.queue import TransferQueue, Values
-from jackfield.queue.meta import BatchMeta, Written
-from jackfield.queue.values import MemoryBackend, MemoryConfig
-from jackfield.runtime.engine import Distances, EngineGroup, EngineRank
-from jackfield.runtime.process import connect_worker, remote_backend, store_services
-from jackfield.runtime.ray_cluster import Actor, Cluster, WorkerSpec
-from jackfield.runtime.workers import AgentWorker, RewardWorker, Workers
-from jackfield.sdk.rpc import Address, Service, stub
-from jackfield.trainer.role import Role, RunWorkers
+from jackfield.runtime.engine import EngineGroup
+from jackfield.trainer.role import Role
 from jackfield.trainer.rollouts import Explorer, RewardPipeline
 from jackfield.trainer.trainer import Trainer
-from jackfield.weights import WeightsSynced
 
-RUNS = 8
-PROMPT = tuple(range(15))
-RESPONSE = tuple(range(32))
-SECONDS = 300.0
+CLUSTERS: dict[str, Any] = {"inline": parts.inline, "ray": parts.ray, "distributed": parts.distributed}
 
 
-class Tokenizer:
-    """Knows no text."""
-
-    end_token_ids = (0,)
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        return PROMPT
-
-    def encode_turn(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        return ()
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return ""
-
-
-class Agent(AgentLoopBase):
-    """Answers at once."""
-
-    async def run(self, sampling_params: Mapping[str, Any], **fields: Any) -> AgentLoopOutput:
-        length = len(RESPONSE)
-        sequence = AgentSequence(
-            prompt_ids=PROMPT,
-            response_ids=RESPONSE,
-            response_mask=(1,) * length,
-            response_log_probs=(-1.0,) * length,
-            weight_versions=(self.config,) * length,
-        )
-        return AgentLoopOutput(sequences=(sequence,))
-
-
-class Reward(RewardAgent):
-    """Scores at once."""
-
-    async def compute_score(self, request: ScoreRequest) -> ScoreResult:
-        return ScoreResult(score=1.0)
-
-
-class Rank:
-    """An engine that computes nothing."""
-
-    async def initialize(self) -> EngineLayout:
-        return EngineLayout()
-
-    async def read(self, batch: BatchMeta, *, update: bool, comparison: object = None) -> None:
-        return
-
-    async def update(self, loss: LossSpec) -> tuple[dict[str, float], Distances]:
-        return {"policy/loss": 0.0, "grad_norm": 0.0, "lr": 0.0}, {}
-
-
-class Estimator:
-    """An estimator that returns no advantages."""
-
-    async def estimate(self, batch: BatchMeta, kl_coefficient: float = 0.0) -> tuple[dict[str, float], Written]:
-        return {}, Written(columns=(), sizes=(0,) * len(batch))
-
-
-class Weights:
-    """Replicas that have every version."""
-
-    async def sync(self, version: int) -> WeightsSynced:
-        return WeightsSynced(version=version)
-
-
-def workers(backend: TransferQueueBackend, agents: AgentWorker, rewards: RewardWorker, rank: Any) -> RunWorkers:
-    return RunWorkers(
-        backend=backend,
-        ranks={"actor": [rank]},
-        agents=Workers([agents]),
-        rewards=Workers([rewards]),
-        estimator=Estimator(),  # type: ignore[arg-type]
-        places=None,  # type: ignore[arg-type]
-    )
-
-
-def make_agents(backend: TransferQueueBackend) -> AgentWorker:
-    return AgentWorker(Values(backend), Tokenizer(), Clock(), lambda _: Agent(10**9, None))  # type: ignore[arg-type]
-
-
-def make_rewards(backend: TransferQueueBackend) -> RewardWorker:
-    reward = Reward(None, RewardContext())
-    config = make_config({"model": {"path": "none"}, "deadlines": {"reward": SECONDS}}, ())
-    return RewardWorker(Values(backend), reward, Tokenizer(), Clock(), config)
-
-
-async def serve(worker: dict[str, Any], stack: AsyncExitStack) -> Mapping[str, Service]:
-    """Make a part in its actor: the store, or one that uses the store at an address."""
-    import torch  # noqa: F401, now rather than at the first row
-
-    if worker["kind"] == "store":
-        return store_services(MemoryBackend(MemoryConfig(), TransferQueueContext()))
-    if worker["kind"] == "rank":
-        return {"worker": Service(target=Rank(), contract=CONTRACTS[EngineRank])}
-    connection = await connect_worker(msgspec.convert(worker["store"], Address), "the store", worker["kind"], Clock())
-    stack.push_async_callback(connection.close)
-    backend = remote_backend(connection, SECONDS)
-    if worker["kind"] == "agents":
-        return {"worker": Service(target=make_agents(backend), contract=CONTRACTS[AgentWorker])}
-    return {"worker": Service(target=make_rewards(backend), contract=CONTRACTS[RewardWorker])}
-
-
-async def inline_workers() -> RunWorkers:
-    backend = MemoryBackend(MemoryConfig(), TransferQueueContext())
-    return workers(backend, make_agents(backend), make_rewards(backend), Rank())
-
-
-async def ray_workers(stack: AsyncExitStack) -> RunWorkers:
-    """The same parts as actors of a cluster that the benchmark starts; Ray pickles what makes them, by itself."""
-    from ray import cloudpickle
-
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]
-    cluster = Cluster(Clock(), serve, SECONDS)
-    await cluster.open(RayConfig(num_cpus=2, object_store_bytes=500_000_000), needed_cpus=1)
-    stack.push_async_callback(cluster.close)
-
-    async def started(kind: str, store: Address | None = None) -> Actor:
-        actor = await cluster.start(WorkerSpec(name=kind))
-        await cluster.make(actor, {"kind": kind, "store": store})
-        return actor
-
-    store = await started("store")
-    agents, rewards, rank = [await started(kind, store.address) for kind in ("agents", "rewards", "rank")]
-    return workers(
-        remote_backend(store.connection, SECONDS),
-        stub(agents.connection, "worker", CONTRACTS[AgentWorker], AgentWorker, SECONDS),
-        stub(rewards.connection, "worker", CONTRACTS[RewardWorker], RewardWorker, SECONDS),
-        stub(rank.connection, "worker", CONTRACTS[EngineRank], EngineRank, SECONDS),
-    )
-
-
-def role_of(samples: int, steps: int) -> Role:
-    """Return a trainer of ``steps`` batches of ``samples`` samples that loads no model."""
-    values = {
-        "model": {"path": "none"},
-        "data": {"groups_per_batch": samples // RUNS, "rollouts_per_group": RUNS},
-        "schedule": {"steps": steps, "reward_retries": 0},
-        "checkpoint": {"every": 0, "at_end": False},
-        "log_prob_check": {"every": 0},
-        "deadlines": dict.fromkeys(("batch", "rollout", "reward", "engine"), SECONDS),
-        "observe": {"samples_per_step": 0},
-    }
-    algorithm = ResolvedAlgorithm(loss="ppo", advantages="grpo")
-    tasks: Any = {"train": [Task(id="q", messages=({"role": "user", "content": "q"},))]}
-    hooks = HookManager()
-    return Role(config=make_config(values, ()), algorithm=algorithm, tasks=tasks, clock=Clock(), hooks=hooks)
-
-
-async def measure(made: RunWorkers, samples: int, steps: int) -> list[float]:
-    """Seconds of each step."""
-    role = role_of(samples, steps)
-    role.workers, clock = made, role.clock
-    role.queue = queue = TransferQueue(made.backend, clock)
-    await queue.start()
-    actor = EngineGroup("actor", made.ranks["actor"], queue, clock, seconds=SECONDS)
+async def measure(role: Role) -> list[tuple[float, float]]:
+    """Seconds of each step, and processor seconds of this process."""
+    clock, steps = role.clock, role.config.schedule.steps
+    actor = EngineGroup("actor", role.workers.ranks["actor"], role.queue, clock, seconds=parts.SECONDS)
     await actor.initialize()
-    role.rollout_devices = role.train_devices = DeviceLease(clock, SECONDS)
-    trainer = Trainer(role=role, actor=actor, sync=Weights().sync)
-    rewards = RewardPipeline(role=role)
-    await rewards.register()
-    explorer = Explorer(role=role, name="explorer-0")
-    ends = [clock.time()]
+    trainer = Trainer(role=role, actor=actor, sync=parts.sync)
+    loops = []
+    if role.name == "all":
+        rewards = RewardPipeline(role=role)
+        await rewards.register()
+        loops = [Explorer(role=role, name="explorer-0").run, rewards.run]
+    ends = [(clock.time(), time.process_time())]
 
     async def note() -> None:
         for done in range(1, steps + 1):
-            await role.steps_done.until(lambda value, wanted=done: value >= wanted, SECONDS, "a step")  # type: ignore[misc]
-            ends.append(clock.time())
+            await role.steps_done.until(lambda value, wanted=done: value >= wanted, parts.SECONDS, "a step")  # type: ignore[misc]
+            ends.append((clock.time(), time.process_time()))
 
     async with asyncio.TaskGroup() as tasks:
-        background = [tasks.create_task(part()) for part in (explorer.run, rewards.run)]
+        background = [tasks.create_task(loop()) for loop in loops]
         noting = tasks.create_task(note())
         await trainer.begin()
         await trainer.run()
         await noting
         for task in background:
             task.cancel()
-    await queue.close()
-    return [end - begin for begin, end in itertools.pairwise(ends)]
+    return [(end - begin, used - before) for (begin, before), (end, used) in itertools.pairwise(ends)]
 
 
-async def run(runtime: str, sizes: Sequence[int], steps: int) -> dict[str, float]:
+async def run(cluster: str, sizes: Sequence[int], steps: int) -> dict[str, float]:
     """By the number of samples: the median milliseconds of a step, the first one left out."""
     found = {}
     for samples in sizes:
         async with AsyncExitStack() as stack:
-            made = await (inline_workers() if runtime == "inline" else ray_workers(stack))
-            milliseconds = 1000 * statistics.median((await measure(made, samples, steps + 1))[1:])
-        print(f"{runtime:6}  {samples:5} samples  {milliseconds:8.1f} ms per step", flush=True)
+            role = parts.role_of(samples, steps + 1, "train" if cluster == "distributed" else "all")
+            await CLUSTERS[cluster](role, stack.enter_context(tempfile.TemporaryDirectory()), stack)
+            times = zip(*(await measure(role))[1:], strict=True)
+            milliseconds, own = (1000 * statistics.median(each) for each in times)
+        print(
+            f"{cluster:11}  {samples:6} samples  {milliseconds:8.1f} ms per step, {own:8.1f} ms of this process's "
+            "processor time",
+            flush=True,
+        )
         found[str(samples)] = round(milliseconds, 2)
     return found
 
@@ -248,21 +88,26 @@ async def run(runtime: str, sizes: Sequence[int], steps: int) -> dict[str, float
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cluster", nargs="+", default=["inline", "ray"], choices=["inline", "ray"])
+    parser.add_argument("--cluster", nargs="*", default=["inline", "ray"], choices=list(CLUSTERS))
     parser.add_argument("--samples", nargs="+", type=int, default=[256, 1024])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--quick", action="store_true", help="two steps")
+    parser.add_argument("--virtual", action="store_true", help="only the controller's time, over replicas")
+    parser.add_argument("--replicas", nargs="+", type=int, default=[1, 4, 16, 64, 256, 1024])
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     arguments = parser.parse_args()
     steps = 2 if arguments.quick else arguments.steps
-    found: dict[str, dict[str, float]] = {}
-    for runtime in arguments.cluster:
-        try:
-            found[runtime] = asyncio.run(run(runtime, arguments.samples, steps))
-        except JackfieldError as error:
-            sys.exit(str(error))
+    parts.import_torch()
+    found: dict[str, Any] = {"overhead_ms_per_step": {}, "steps": steps}
+    try:
+        if arguments.virtual:
+            found["controller_share_of_step"] = virtual.curve(arguments.replicas, min(steps, 5))
+        for cluster in () if arguments.virtual else arguments.cluster:
+            found["overhead_ms_per_step"][cluster] = asyncio.run(run(cluster, arguments.samples, steps))
+    except JackfieldError as error:
+        sys.exit(str(error))
     if arguments.json:
-        print(json.dumps({"overhead_ms_per_step": found, "steps": steps}))
+        print(json.dumps(found))
 
 
 if __name__ == "__main__":

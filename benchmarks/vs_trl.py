@@ -7,6 +7,9 @@ CPU: 32 prompts x 8 completions x 32 tokens a step (the end token is a token lik
 GRPO's loss, AdamW and learning rate. Each run has a process of its own; the two sides alternate. The clock runs from
 the end of the second step to the end of the last, so loading is not in it.
 
+Then the same with twice the threads: TRL uses them for everything, Jackfield trains with one half while the other half
+generates the next step's samples (``schedule.sync_offset: 1``). Its samples are one step older, and so is its curve.
+
 Exit code 1: the learning curves differ by more than the seeds do (an exact permutation test, from five seeds on), or a
 side failed. 2: TRL is not installed. ``--quick`` runs one seed with few steps: its figures mean little.
 """
@@ -27,7 +30,8 @@ HERE = Path(__file__).resolve().parent
 PEER = "1.16.0"
 SAMPLES = 32 * 8  #: of a step
 SKIPPED = 2  #: first steps, which warm caches up
-SIDES = ("trl", "jackfield")
+SIDES = ("trl", "jackfield")  #: on as many threads
+TWICE = ("trl_twice", "jackfield_one_step")  #: on twice as many
 RUN_SECONDS = 3600
 
 
@@ -74,15 +78,17 @@ def measure(folder: Path, seeds: list[int], steps: int, threads: int) -> dict[st
     folder.mkdir(parents=True, exist_ok=True)
     parameters = make_task(folder / "task", prompts=512, seed=0)
     print(f"model: Qwen3, {parameters:,} parameters; {SAMPLES} samples of 32 tokens a step; {steps} steps", flush=True)
-    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in (*SIDES, *TWICE)}
     for position, seed in enumerate(seeds):
-        for side in SIDES if position % 2 == 0 else SIDES[::-1]:
+        for side in (*SIDES, *TWICE) if position % 2 == 0 else (*TWICE[::-1], *SIDES[::-1]):
             run = run_side(side, folder, seed, steps, threads)
             if not runs[side]:
                 print(f"{side}: {json.dumps(run['config'])}", flush=True)
             runs[side].append(run)
             rates = f"{run['samples_per_second']:.1f} samples/s, {run['samples_per_cpu_second']:.1f} per CPU second"
-            print(f"seed {seed}  {side:9}  {rates}  reward {run['curve'][0]:.3f} to {run['curve'][-1]:.3f}", flush=True)
+            print(
+                f"seed {seed}  {side:18}  {rates}  reward {run['curve'][0]:.3f} to {run['curve'][-1]:.3f}", flush=True
+            )
     return runs
 
 
@@ -90,13 +96,15 @@ def run_side(side: str, folder: Path, seed: int, steps: int, threads: int) -> di
     """One training run in a process of its own."""
     place = folder / f"{side}{seed}"
     place.mkdir(parents=True, exist_ok=True)
+    threads = threads * 2 if side == "trl_twice" else threads
     settings = {
-        "side": side,
+        "side": side.partition("_")[0],
         "task": str(folder / "task"),
         "folder": str(place / "run"),
         "seed": seed,
         "steps": steps,
         "threads": threads,
+        "sync_offset": int(side == "jackfield_one_step"),
     }
     (place / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
     command = [sys.executable, str(HERE / "_vs_trl_sides.py"), str(place / "settings.json"), str(place / "result.json")]
@@ -127,13 +135,14 @@ def summarise(runs: dict[str, list[dict[str, Any]]], threads: int) -> dict[str, 
     from _vs_trl_curves import compare
 
     result: dict[str, Any] = {}
-    for name in ("samples_per_second", "samples_per_cpu_second"):
-        ratios = [ours[name] / theirs[name] for ours, theirs in zip(runs["jackfield"], runs["trl"], strict=True)]
-        result[f"{name}_ratio"] = round(median(ratios), 3)
-        result[f"{name}_ratio_range"] = [round(min(ratios), 3), round(max(ratios), 3)]
-    curves = {side: [run["curve"] for run in runs[side]] for side in SIDES}
-    result["curves"] = attrs.asdict(compare(curves["trl"], curves["jackfield"]))
-    for side in SIDES:
+    curves = {side: [run["curve"] for run in runs[side]] for side in runs}
+    for (peer, side), end in ((SIDES, ""), (TWICE, "_one_step")):
+        for name in ("samples_per_second", "samples_per_cpu_second"):
+            ratios = [ours[name] / theirs[name] for ours, theirs in zip(runs[side], runs[peer], strict=True)]
+            result[f"{name}_ratio{end}"] = round(median(ratios), 3)
+            result[f"{name}_ratio{end}_range"] = [round(min(ratios), 3), round(max(ratios), 3)]
+        result[f"curves{end}"] = attrs.asdict(compare(curves[peer], curves[side]))
+    for side in runs:
         result[side] = {
             "samples_per_second": round(median(run["samples_per_second"] for run in runs[side]), 1),
             "samples_per_cpu_second": round(median(run["samples_per_cpu_second"] for run in runs[side]), 1),
@@ -153,24 +162,28 @@ def shares(stages: list[dict[str, float]]) -> dict[str, float]:
 def show(runs: dict[str, list[dict[str, Any]]], result: dict[str, Any]) -> None:
     """Tables for people."""
     print("\nmean reward of all seeds, least to largest seed in brackets")
-    print(f"{'samples':>9}  " + "  ".join(f"{side:^22}" for side in SIDES))
+    print(f"{'samples':>9}  " + "  ".join(f"{side:^22}" for side in runs))
     steps = len(runs["trl"][0]["curve"])
     for step in sorted({*range(0, steps, max(1, steps // 8)), steps - 1}):
-        values = {side: [run["curve"][step] for run in runs[side]] for side in SIDES}
+        values = {side: [run["curve"][step] for run in runs[side]] for side in runs}
         cells = [f"{mean(each):.3f} [{min(each):.3f}, {max(each):.3f}]" for each in values.values()]
         print(f"{(step + 1) * SAMPLES:>9}  " + "  ".join(f"{cell:^22}" for cell in cells))
     print("\nshare of a step's time")
-    for side in SIDES:
-        print(f"{side:9}  " + "  ".join(f"{name} {share:.2f}" for name, share in result[side]["share_of_time"].items()))
-    for name, text in (("samples_per_second", "samples per second"), ("samples_per_cpu_second", "per CPU second")):
-        low, high = result[f"{name}_ratio_range"]
-        rates = ", ".join(f"{side} {result[side][name]}" for side in SIDES)
-        print(f"{text}: {rates}; ratio {result[f'{name}_ratio']} (seeds: {low} to {high})")
-    curves = result["curves"]
-    verdict = "differ beyond seed noise" if curves["differ"] else "agree within seed noise"
-    if not curves["tested"]:
-        verdict = "not tested, which takes five seeds"
-    print(f"learning curves: largest difference {curves['largest_difference']:.4f}, p = {curves['p']:.3f}: {verdict}")
+    for side in runs:
+        print(
+            f"{side:18}  " + "  ".join(f"{name} {share:.2f}" for name, share in result[side]["share_of_time"].items())
+        )
+    for sides, end in ((SIDES, ""), (TWICE, "_one_step")):
+        for name, text in (("samples_per_second", "samples per second"), ("samples_per_cpu_second", "per CPU second")):
+            low, high = result[f"{name}_ratio{end}_range"]
+            rates = ", ".join(f"{side} {result[side][name]}" for side in sides)
+            print(f"{text}: {rates}; ratio {result[f'{name}_ratio{end}']} (seeds: {low} to {high})")
+        curves = result[f"curves{end}"]
+        verdict = "differ beyond seed noise" if curves["differ"] else "agree within seed noise"
+        if not curves["tested"]:
+            verdict = "not tested, which takes five seeds"
+        difference, p = curves["largest_difference"], curves["p"]
+        print(f"learning curves: largest difference {difference:.4f}, p = {p:.3f}: {verdict}")
 
 
 def draw(file: Path, runs: dict[str, list[dict[str, Any]]]) -> None:

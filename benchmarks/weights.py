@@ -23,7 +23,8 @@ is there, as a tensor is. `zmq_dropped_fraction`: over messages of 4 and 32 MB t
 the same memory takes them all, and no tensor ever is there. `nixl_raw_fraction`: total of `nixl` over the best of NIXL
 itself, over UCX: each receiver reads the sender's registered memory into its own, in pieces of 4 and 32 MB, one at a
 time, and as a whole. All are of large tensors without digests at the largest size, and the smallest over the numbers
-of receivers. The best is the way with the highest median.
+of receivers. The best is the way with the highest median. `nccl_small_raw_fraction`, …: the same of tensors of 16 KB.
+`raw_fractions`: each of them by engine, size and tensors, for each number of receivers.
 deltas: by the first of `zmq`, `shared`, `nccl`, `nixl` that is there, to one receiver, large tensors, with digests. Of
 so many of the 4096-byte blocks one number each is changed: the bytes that are sent for it, of those of all weights,
 and the seconds until the receiver has loaded and proved every tensor, beside those of a full update.
@@ -34,7 +35,6 @@ and the seconds until the receiver has loaded and proved every tensor, beside th
 from __future__ import annotations
 
 import argparse
-import asyncio
 import importlib.util
 import json
 import multiprocessing
@@ -42,7 +42,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -50,9 +50,9 @@ from statistics import median
 from typing import Any
 
 import _weights_raw
+from _weights_ends import BLOCK, SECONDS, End
 
 SMALL, LARGE = 16 * 1024, 32 * 2**20  #: bytes of a tensor
-SECONDS = 300.0
 MODULES = {
     "nccl": "jackfield_transport_nccl",
     "shared": "jackfield_transport_shared",
@@ -60,7 +60,6 @@ MODULES = {
     "zmq": "jackfield_transport_zmq",
     "nixl": "jackfield_transport_nixl",
 }
-BLOCK = 4096  #: bytes of a block of a delta
 CHANGED = (0.0, 0.01, 0.1, 0.5, 1.0)  #: of the blocks
 WITHOUT_LOADING = ("nccl", "zmq", "nixl")  #: receivers of these only take what comes
 
@@ -99,6 +98,8 @@ def main() -> None:
         "zmq_raw_fraction": smallest(results, "zmq", "raw"),
         "nixl_raw_fraction": smallest(results, "nixl", "raw"),
         "zmq_dropped_fraction": smallest(results, "zmq", "dropped"),
+        **{f"{name}_small_raw_fraction": smallest(results, name, "raw", "small") for name in WITHOUT_LOADING},
+        "raw_fractions": fractions(results),
         "note": "; ".join(
             f"{name} is not installed or not measured"
             for name in ("shared", "nccl", "zmq", "nixl")
@@ -109,17 +110,27 @@ def main() -> None:
         "results": results,
     }
     for name in summary:
-        if name.endswith("_fraction"):
+        if name.endswith(("_fraction", "_fractions")):
             print(f"{name}: {summary[name]}")
     if arguments.json:
         print(json.dumps(summary))
 
 
-def smallest(results: list[dict[str, Any]], engine: str, reference: str) -> float | None:
-    """Of large tensors without digests, at the largest size."""
-    chosen = [r for r in results if r["engine"] == engine and r["tensors"] == "large" and not r["digests"]]
+def smallest(results: list[dict[str, Any]], engine: str, reference: str, tensors: str = "large") -> float | None:
+    """Without digests, at the largest size."""
+    chosen = [r for r in results if (r["engine"], r["tensors"], r["digests"]) == (engine, tensors, False)]
     size = max((r["gigabytes"] for r in chosen), default=0)
     return min((round(r["publish"] / r[reference], 3) for r in chosen if r["gigabytes"] == size), default=None)
+
+
+def fractions(results: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
+    """Of the raw transport, by number of receivers."""
+    found: dict[str, dict[int, float]] = {}
+    for r in results:
+        if r["raw"]:
+            case = f"{r['engine']}, {r['gigabytes']:g} GB, {r['tensors']} tensors"
+            found.setdefault(case, {})[r["receivers"]] = round(r["total"] / r["raw"], 3)
+    return found
 
 
 FIGURES = ("publish", "total", "load", "memcpy", "raw", "dropped")
@@ -131,9 +142,6 @@ def row(result: dict[str, Any]) -> str:
     digests = "yes" if result["digests"] else "no"
     case = f"{result['engine']:8}{result['gigabytes']:6.1f}{result['tensors']:>9}{result['receivers']:11}{digests:>9}"
     return case + "".join(f"{'' if result[name] is None else format(result[name], '.2f'):>9}" for name in FIGURES)
-
-
-# -- the process that orders -------------------------------------------------------------------------------------------
 
 
 class Bench:
@@ -316,202 +324,6 @@ def ends(count: int) -> Iterator[list[Connection]]:
         for process in processes:
             process.kill()
             process.join()
-
-
-# -- the processes that are ordered ------------------------------------------------------------------------------------
-
-
-class End:
-    """A sender or a receiver."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        self.tensors: list[tuple[str, Any]] = []
-        self.own: list[Any] = []  #: where a receiver loads to
-        self.bytes = 0
-        self.engine: Any = None
-        self.raw: Any = None
-        self.delta_sender: Any = None
-        self.held: Any = None
-
-    @classmethod
-    def run(cls, connection: Connection) -> None:
-        """Do what is ordered until killed."""
-        import torch
-
-        torch.set_num_threads(1)
-        end = cls(connection)
-        while True:
-            what, *details = connection.recv()
-            try:
-                connection.send(getattr(end, f"do_{what}")(*details))
-            except Exception as error:
-                connection.send(RuntimeError(f"{what}: {error}"))
-
-    def do_weights(self, count: int, size: int, sends: bool) -> None:
-        """The model, and a place to copy it to: touched."""
-        import torch
-
-        self.tensors, self.own, self.bytes = [], [], count * size
-        self.own = [torch.zeros(size // 2, dtype=torch.bfloat16) for _ in range(count)]
-        if sends:
-            self.tensors = [(f"layer.{n}.weight", torch.full_like(own, n % 97)) for n, own in enumerate(self.own)]
-
-    def do_memcpy(self) -> float:
-        """GB/s of copying the model within this process."""
-        return self.timed(lambda: [own.copy_(tensor) for own, (_, tensor) in zip(self.own, self.tensors, strict=True)])
-
-    def timed(self, what: Callable[[], Any]) -> float:
-        start = time.perf_counter()
-        what()
-        return self.bytes / (time.perf_counter() - start) / 1e9
-
-    def do_raw_make(self, engine: str, *details: Any) -> Any:
-        """An end of the engine's own transport: what the others have to know of it."""
-        self.raw = _weights_raw.KINDS[engine](self.bytes, SECONDS, *details)
-        return self.raw.place
-
-    def do_raw_meet(self, place: Any) -> None:
-        """The end of a receiver knows the sender's."""
-        self.raw.meet(place)
-
-    def do_raw(self, way: Any) -> float:
-        """GB/s of moving the model by it."""
-        return self.timed(lambda: self.raw.move(way))
-
-    def do_forget(self) -> None:
-        """Let the group, the socket and the engine go."""
-        if self.raw is not None:
-            self.raw.close()
-        self.delta_sender = self.held = self.engine = self.raw = None
-
-    def do_make(self, name: str, settings: dict[str, Any], end: Any) -> None:
-        """One end of an engine."""
-        from jackfield.abc.checkpoint_engine import CheckpointEngineContext
-        from jackfield.plugins import load_plugin
-        from jackfield.weights import WeightSender
-
-        context = CheckpointEngineContext(end=end, deadline_seconds=SECONDS)
-        self.engine = load_plugin("checkpoint_engine", name).build(settings, context)
-        self.runner = asyncio.Runner()
-        self.delta_sender, self.held = WeightSender(self.engine, block_bytes=BLOCK), None
-
-    def do_prepare(self, workers: int) -> tuple[Any, Any]:
-        """The topology."""
-        from jackfield.abc.checkpoint_engine import TopologyRequest
-
-        metadata = self.runner.run(self.engine.prepare()).metadata
-        topology = self.engine.build_topology(TopologyRequest(trainer_metadata=(metadata,), rollout_workers=workers))
-        return topology.trainer[0], topology.rollout
-
-    def do_change(self, fraction: float) -> None:
-        """A number in each of so many of the model's blocks."""
-        import torch
-
-        step = BLOCK // 2  # numbers of a block
-        per_tensor = self.tensors[0][1].numel() // step
-        chosen = torch.randperm(per_tensor * len(self.tensors))[: round(fraction * per_tensor * len(self.tensors))]
-        for place in chosen.tolist():
-            tensor = self.tensors[place // per_tensor][1]
-            tensor[place % per_tensor * step] = 1 - tensor[place % per_tensor * step]
-
-    def do_send_delta(self, share: Any, version: int, base: int | None) -> tuple[int, dict[str, str]]:
-        """Bytes sent, and digests of all tensors."""
-
-        async def send() -> dict[str, str]:
-            await self.delta_sender.connect(share, version)
-            digests: dict[str, str] = await self.delta_sender.send((item for item in self.tensors), base=base)
-            return digests
-
-        digests = self.runner.run(send())
-        return self.delta_sender.sent_bytes, digests
-
-    def do_receive_delta(self, share: Any, version: int, base: int | None) -> tuple[float, dict[str, str]]:
-        """Seconds until all is loaded and proved, and digests."""
-        return self.runner.run(self._receive_delta(share, version, base))
-
-    async def _receive_delta(self, share: Any, version: int, base: int | None) -> tuple[float, dict[str, str]]:
-        from jackfield.sdk.buckets import digest
-        from jackfield.sdk.receiver import HeldWeights, WeightReceiver
-
-        own = {f"layer.{n}.weight": tensor for n, tensor in enumerate(self.own)}
-        held = self.held = self.held or HeldWeights(own.get)
-        receiver = WeightReceiver(self.engine, held)
-        start = time.perf_counter()
-        if base is None:
-            async for name, tensor in receiver.tensors(share, version):
-                own[name].copy_(tensor)
-            digests = {name: digest(tensor) for name, tensor in own.items()}
-        else:
-            changes = await receiver.changes(share, version, base)
-            digests = held.unchanged(changes)
-            for name, tensor in held.apply(changes, version, digests):
-                own[name].copy_(tensor)
-        return time.perf_counter() - start, digests
-
-    def do_finalize(self) -> None:
-        """After a transfer."""
-        self.runner.run(self.engine.finalize())
-
-    def do_send(self, share: Any, version: int, digests: bool) -> float:
-        """Seconds of everything; those of publishing are answered before."""
-        return self.runner.run(self._send(share, version, digests))
-
-    async def _send(self, share: Any, version: int, digests: bool) -> float:
-        from jackfield.abc.checkpoint_engine import ConnectRequest
-        from jackfield.weights import WeightSender
-
-        def weights() -> Any:
-            start = time.perf_counter()
-            yield from self.tensors
-            self.connection.send(time.perf_counter() - start)
-
-        await self.engine.connect(ConnectRequest(arguments=share, version=version))
-        start = time.perf_counter()
-        if digests:
-            await WeightSender(self.engine).send(weights())
-        else:
-            await self.engine.send_weights(weights())
-        return time.perf_counter() - start
-
-    def do_receive(self, share: Any, version: int, digests: bool, hold: bool, load: bool) -> int:
-        """Bytes that came."""
-        return self.runner.run(self._receive(share, version, digests, hold, load))
-
-    async def _receive(self, share: Any, version: int, digests: bool, hold: bool, load: bool) -> int:
-        from jackfield.sdk.receiver import WeightReceiver
-
-        if hold:
-            inner = self.engine.receive_weights
-
-            async def later() -> Any:
-                await asyncio.to_thread(self.connection.recv)
-                async for pair in inner():
-                    yield pair
-
-            self.engine.receive_weights = later
-        received, count = 0, 0
-        receiver = WeightReceiver(self.engine)
-        stream = receiver.tensors(share, version) if digests else self._bare(share, version)
-        try:
-            async for _, tensor in stream:
-                if load:
-                    self.own[count].copy_(tensor)
-                received += tensor.nbytes
-                count += 1
-        finally:
-            self.engine.__dict__.pop("receive_weights", None)
-        return received
-
-    async def _bare(self, share: Any, version: int) -> Any:
-        from jackfield.abc.checkpoint_engine import ConnectRequest
-
-        try:
-            await self.engine.connect(ConnectRequest(arguments=share, version=version))
-            async for pair in self.engine.receive_weights():
-                yield pair
-        finally:
-            await self.engine.finalize()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PLACES = ("core", "plugins/*/*", "tests/conformance")
 
 #: A package's tests run with these extras installed, where it has them.
-TEST_EXTRAS = ("distributed", "ray", "train", "test")
+TEST_EXTRAS = ("distributed", "profile", "ray", "train", "test")
 
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[([^\]]*)\])?")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 import shlex
@@ -149,6 +150,26 @@ def test_a_run_goes_on_and_its_ledger_counts_every_sample_once(model_folder: Pat
         assert length == run(load_config(GUIDES / "minimal.yaml", overrides)).steps
     assert [1, 2, 3] == [step["step"] for step in steps(tmp_path)]
     assert {0: 8, 1: 8, 2: 8} == load(GUIDES / "read_ledger.py").samples_by_step(tmp_path)
+
+
+def test_a_profile_of_a_step_says_where_its_time_went(model_folder: Path, tasks: Path, tmp_path: Path) -> None:
+    """The trace has the passes of the engine and, in other threads, those of the replica in the same process."""
+    overrides = small(tmp_path, model_folder, tasks, "profile=step:2", "log_prob_check.probe_tokens=0")
+    overrides += ["reward.pattern=null", "reward.ground_truth_pattern=null", "reward.method=regex"]
+    overrides += ["reward.expected='w[1-3].*'", "algorithm.old_log_probs=engine", "algorithm.kl.coefficient=0.1"]
+    assert 3 == run(load_config(GUIDES / "minimal.yaml", overrides)).steps
+    folder = tmp_path / "profile" / "step-2"
+    assert {"actor-0.json.gz", "controller.html"} == {file.name for file in folder.iterdir()}
+    assert [folder] == list(folder.parent.iterdir())
+    passes, operators = load(GUIDES / "read_profile.py").times(folder / "actor-0.json.gz")
+    assert {"actor 0: forward", "actor 0: train", "reference 0: forward"} <= passes.keys()
+    assert all(seconds > 0 for seconds in passes.values())
+    assert operators["aten::mm"] + operators["aten::addmm"] > 0
+    assert min(operators.values()) > -1e-4, "an operator has no less than no time of its own"
+    events = json.loads(gzip.decompress((folder / "actor-0.json.gz").read_bytes()))["traceEvents"]
+    multiply = {event["tid"] for event in events if event["name"] in ("aten::mm", "aten::addmm")}
+    labelled = {event["tid"] for event in events if event["name"] == "actor 0: train"}
+    assert (1, True) == (len(labelled), bool(multiply - labelled)), "the replica's thread multiplies matrices, too"
 
 
 def test_samples_are_kept_in_a_database_and_read_with_sql(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -153,7 +154,7 @@ def joined(ray_run: RayRun, cluster: str) -> Path:
     kill = {"step 1": ["agent worker 0"], "step 2": ["rollout replica 1"], "step 3": ["reward worker 0"]}
     scale = [(1, 2, 1), (3, 1, 4)]
     settings = ("cluster.replicas=1", "cluster.offload=true", "cluster.metrics_port=0", "deadlines.drain=0")
-    ended = ray_run("joined", "--address", cluster, *settings, kill=kill, scale=scale)
+    ended = ray_run("joined", "--address", cluster, *settings, "profile=step:2", kill=kill, scale=scale)
     for replicas in ([0, 1], [0]):
         assert f"scaled to replicas {replicas}, Prometheus reads {replicas}\n" in ended.stderr
     assert "rollout replica 1 died and is started again" in ended.stderr
@@ -182,8 +183,18 @@ def test_a_run_in_a_cluster_is_the_inline_run(small_run: Run, joined: Path) -> N
     assert not (joined / "samples" / "failed.jsonl").exists(), "a request was lost"
 
 
+def test_each_rank_traces_its_own_process_in_the_profiled_step_only(joined: Path) -> None:
+    assert ["step-2"] == [folder.name for folder in (joined / "profile").iterdir()]
+    files = {file.name: file for file in (joined / "profile" / "step-2").iterdir()}
+    assert ["actor-0.json.gz", "actor-1.json.gz", "controller.html"] == sorted(files)
+    for rank in (0, 1):
+        trace = json.loads(gzip.decompress(files[f"actor-{rank}.json.gz"].read_bytes()))["traceEvents"]
+        assert {f"actor {rank}: train"} == {each["name"] for each in trace if each["name"].endswith(": train")}
+    assert "_run_once" in files["controller.html"].read_text(encoding="utf-8"), "the event loop is in every stack"
+
+
 def test_every_step_trains_on_a_full_batch_though_storage_units_are_killed(ray_run: RayRun, cluster: str) -> None:
-    """They are processes of the storage worker, which lives: only their rows are lost, by name, and made anew."""
+    """They are processes of the controller, which goes on: only their rows are lost, by name, and made anew."""
     kill = {"next_batch 0": ["storage unit 0"], "advantages 1": ["storage unit 1"], "reward 2": ["storage unit 2"]}
     places = ("cluster.replicas=1", "cluster.ray.engine_ranks=1", "transfer_queue={name: zmq, units: 4}")
     small = ("schedule.steps=3", "data.groups_per_batch=3", "data.rollouts_per_group=2", "checkpoint.every=1")
@@ -211,7 +222,7 @@ def test_workers_that_die_are_named_and_the_run_ends_as_if_they_had_not(ray_run:
     """
     kill = {
         "checkpoint 1": ["rollout replica 0"],
-        "checkpoint 2": ["the queue's storage worker"],
+        "checkpoint 2": ["the actor engine, rank 0"],
         "checkpoint 3": ["the actor engine, rank 1"],
     }
     places = ("cluster.ray.placement=disaggregated", "cluster.replicas=1", "cluster.ray.num_cpus=3")

@@ -18,6 +18,7 @@ SIGNALS = ("KILL", "STOP", "TERM")
 ROLES = ("replica", "rank", "agent", "reward", "storage unit", "controller", "explorer", "trainer")
 RUNTIMES = ("inline", "ray", "distributed")
 APART = "not a process of its own"
+WORKS_ON = "works on: SIGTERM is for the run, whose processes end with it"
 _DEADLINE = 240.0
 
 

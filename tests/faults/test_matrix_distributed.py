@@ -10,7 +10,7 @@ import pytest
 
 from jackfield_commands import Command, CommandServer
 
-from .matrix import APART, QUICKSTART, SIGNALS, codes, lives, seen, send, steps, until
+from .matrix import APART, QUICKSTART, SIGNALS, WORKS_ON, codes, lives, seen, send, steps, until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -105,17 +105,20 @@ def test_explorers_rewards_and_storage_units_that_die_are_named_to_all_and_repla
     for role in ("explorer", "reward"):
         ended = run.end(role, name)
         told(run.running["trainer"], role if role == "explorer" else "role rewards", ended.pid, name)
-    until("the end of the unit", lambda: not lives(unit))
-    for command in run.running.values():
-        told(command, f"storage unit {number}", unit, "KILL")  # the controller alone says why
-    told(run.running["controller"], f"storage unit {number}", unit, "STOP" if name == "STOP" else "KILL")
+    if name != "TERM":
+        until("the end of the unit", lambda: not lives(unit))
+        for command in run.running.values():
+            told(command, f"storage unit {number}", unit, "KILL")  # the controller alone says why
+        told(run.running["controller"], f"storage unit {number}", unit, name)
     run.start("reward", "explorer")
     run.moves_on()
+    assert lives(unit) == (name == "TERM")
     killed = HOW[name]
     for role in ("explorer", "reward"):
         seen("distributed", role, name, f"{killed}named to all others; the same command takes over what it had")
     killed = "killed for its silence, " if name == "STOP" else ""
-    seen("distributed", "storage unit", name, f"{killed}named; its rows are made again by the others")
+    outcome = f"{killed}named; its rows are made again by the others"
+    seen("distributed", "storage unit", name, WORKS_ON if name == "TERM" else outcome)
 
 
 @pytest.mark.parametrize("name", SIGNALS)

@@ -12,7 +12,7 @@ import pytest
 
 from jackfield_commands import Command, CommandServer, Completed
 
-from .matrix import APART, QUICKSTART, SIGNALS, lives, seen, send, state, steps, until
+from .matrix import APART, QUICKSTART, SIGNALS, WORKS_ON, lives, seen, send, state, steps, until
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(900)
@@ -23,7 +23,7 @@ NAMES = {
     "rank": "the actor engine, rank 0",
     "agent": "agent worker 0",
     "reward": "reward worker 0",
-    "storage unit": "the queue's storage worker",
+    "storage unit": "storage unit",
 }
 #: One after the other, each followed by two further steps, which need them all.
 FAULTS: tuple[dict[str, str], ...] = (
@@ -109,8 +109,10 @@ def ended(
 
 
 def workers_of(folder: Path) -> dict[str, int]:
-    """The run's workers, and their processes."""
-    return {name: worker["pid"] for name, worker in json.loads((folder / "workers.json").read_text()).items()}
+    """The run's workers, and their processes; and that of the storage unit which was started last."""
+    workers = {name: worker["pid"] for name, worker in json.loads((folder / "workers.json").read_text()).items()}
+    units = json.loads((folder / "queue" / "units.json").read_text())["units"]
+    return {**workers, NAMES["storage unit"]: units[-1][1]}
 
 
 def further(command: Command, folder: Path) -> None:
@@ -151,11 +153,14 @@ def send_all(command: Command, folder: Path, faults: dict[str, str]) -> list[Sen
 @pytest.mark.parametrize("name", ["KILL", "STOP"])
 @pytest.mark.parametrize("role", NAMES)
 def test_a_worker_is_named_and_what_it_did_is_done_again(ended: Seen, role: str, name: str) -> None:
-    """Agent, reward and replica are replaced; a rank or the storage has the run go on from its newest checkpoint."""
+    """All but ranks are replaced; a rank has the run go on from its newest checkpoint."""
     (sent,) = [each for each in ended.sent if (each.role, each.signal) == (role, name)]
     assert not lives(sent.pid), "it can do no harm any more"
     who, process = NAMES[role], f"process {sent.pid} on node 127.0.0.1"
     lines = ended.error[sent.printed :].splitlines()
+    if role == "storage unit":
+        check_unit(lines, sent.pid, name)
+        return
     named = [index for index, line in enumerate(lines) if line.startswith(f"{who} died") and process in line]
     died = "\n".join("\n".join(lines[index : index + 2]) for index in named)  # the reason may be on a line of its own
     assert died, (who, process, ended.error)
@@ -163,7 +168,7 @@ def test_a_worker_is_named_and_what_it_did_is_done_again(ended: Seen, role: str,
         assert f"sent no heartbeat for {SILENCE:g} s" in died, ended.error
         assert "(deadlines.heartbeat)" in died, ended.error
     outcome = "named and replaced; what it did is done again"
-    if role in ("rank", "storage unit"):
+    if role == "rank":
         outcome = "named; the run goes on from its newest checkpoint"
         assert "the run goes on after step" in died
     elif role == "replica":
@@ -174,12 +179,22 @@ def test_a_worker_is_named_and_what_it_did_is_done_again(ended: Seen, role: str,
     seen("ray", role, name, ("killed for its silence, " if name == "STOP" else "") + outcome)
 
 
+def check_unit(lines: list[str], pid: int, name: str) -> None:
+    """A unit is named, and its rows are made again in the unit that takes its place."""
+    silent = f"process {pid} on" in "".join(lines) and "and was killed (deadlines.heartbeat)" in "".join(lines)
+    assert silent == (name == "STOP"), lines
+    assert any(line.startswith("storage unit") and f"(process {pid}," in line for line in lines), lines
+    assert not any("the run goes on after step" in line for line in lines[:3]), lines
+    how = "killed for its silence, " if name == "STOP" else ""
+    seen("ray", "storage unit", name, f"{how}named and replaced; its rows are made again")
+
+
 @pytest.mark.parametrize("role", NAMES)
 def test_a_worker_leaves_sigterm_to_its_run(ended: Seen, role: str) -> None:
     """Schedulers send it to every process: the run, which gets it as well, needs its workers for a checkpoint."""
     (sent,) = [each for each in ended.sent if (each.role, each.signal) == (role, "TERM")]
     assert "died" not in ended.error[sent.printed :]
-    seen("ray", role, "TERM", "works on: SIGTERM is for the run, whose processes end with it")
+    seen("ray", role, "TERM", WORKS_ON)
 
 
 def test_the_run_is_killed_as_a_whole_and_the_same_command_goes_on(ended: Seen) -> None:
@@ -198,4 +213,6 @@ def test_every_step_is_done_though_each_role_has_died(ended: Seen) -> None:
     assert list(range(1, STEPS + 1)) == sorted({line["step"] for line in steps(ended.folder)})
     assert {8.0} == {line["samples"] for line in steps(ended.folder)}, "every step has trained on a whole batch"
     assert not (ended.folder / "error.txt").exists()
-    assert not (ended.folder / "samples" / "failed.jsonl").exists(), "no sample failed for the death of a process"
+    file = ended.folder / "samples" / "failed.jsonl"
+    failed = file.read_text().splitlines() if file.exists() else []  # where a unit took rows with it
+    assert all("its values are gone from the store" in line for line in failed), "nothing else failed for a death"

@@ -30,13 +30,26 @@ class Clock:
         """
         if isinstance(awaitable, asyncio.Future) and not isinstance(awaitable, asyncio.Task):
             return await _future(awaitable, seconds, waiting_for)
+        task, late = asyncio.current_task(), False
+        assert task is not None
+        before = task.cancelling()
+
+        def expire() -> None:
+            nonlocal late
+            late = True
+            task.cancel()
+
+        timer = task.get_loop().call_later(seconds, expire)
         try:
-            async with asyncio.timeout(seconds) as scope:
-                return await awaitable
-        except TimeoutError as error:
-            if not scope.expired():
-                raise  # a timeout within the awaitable
-            raise too_late(seconds, waiting_for) from error
+            return await awaitable
+        except asyncio.CancelledError as error:
+            if late and task.cancelling() == before + 1:
+                raise too_late(seconds, waiting_for) from error
+            raise
+        finally:
+            timer.cancel()
+            if late:
+                task.uncancel()
 
 
 async def _future(future: asyncio.Future[T], seconds: float, waiting_for: str) -> T:

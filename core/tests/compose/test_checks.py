@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
+from jackfield.clock import Clock
+from jackfield.compose import checks
 from jackfield.compose.checks import check_capabilities
 from jackfield.compose.workers import Worker, load_plugins
 from jackfield.config import make_config
 from jackfield.errors import ConfigError
 from jackfield.plugins import Manifest, PluginRecord, Registry
 from jackfield.queue import meta
+from jackfield.trainer.role import RoleName
 from jackfield_testing import refused
 
 EVERYTHING = {"rollout": {"weights_delta": "full", "weights_float8": "partial"}, "checkpoint_engine": {"delta": "full"}}
@@ -50,11 +53,29 @@ def test_weights_are_sent_to_those_who_can_load_them(override: str, kind: str, c
     assert "plugin.capability" == caught.value.code
 
 
+def test_a_cluster_needs_a_backend_that_its_workers_can_join() -> None:
+    """The error names backends that they can."""
+    check("cluster.name=ray", transfer_queue={"joins": "full"})
+    check()
+    with refused("plugin.capability", "memory", "joins", "choose zmq"):
+        check("cluster.name=ray", "transfer_queue=memory")
+
+
 @pytest.mark.parametrize("override", ["weights.kind=delta", "weights.dtype=float8_e4m3fn"])
 def test_an_adapter_is_sent_as_it_is(override: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check(override, "model.lora={rank: 2}", **EVERYTHING)
     assert override.partition("=")[0] == caught.value.where
+
+
+@pytest.mark.parametrize("role", ["all", "train"])
+def test_a_profile_needs_a_package_which_the_refusal_names(monkeypatch: pytest.MonkeyPatch, role: RoleName) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    config = make_config({"model": {"path": "somewhere"}, "profile": "step:5"})
+    with refused("plugin.requirement", "pyinstrument", "install jackfield[profile]"):
+        checks.prepare(config, Registry(()), [], role, Clock())
+    with refused("plugin.not-found"):  # no engine is installed; explorers draw no flame graph
+        checks.prepare(config, Registry(()), [], "explore", Clock())
 
 
 def test_a_worker_of_a_cluster_registers_a_plugins_sampler_for_the_queue(

@@ -38,6 +38,18 @@ def test_values_defaults_and_overrides(file: Path) -> None:
     assert "single_turn" == config.agent.name
 
 
+def test_the_backend_follows_from_the_cluster_unless_it_is_named(file: Path) -> None:
+    """Workers of a cluster join the backend, which ``memory`` does not allow."""
+    for overrides, expected in (
+        ([], "memory"),
+        (["cluster.name=ray"], "zmq"),
+        (["cluster.name=ray", "transfer_queue={units: 2}"], "zmq"),
+        (["cluster.name=ray", "transfer_queue=sql"], "sql"),
+        (["transfer_queue=zmq"], "zmq"),
+    ):
+        assert expected == load_config(file, overrides).transfer_queue.name
+
+
 def test_plain_values_are_those_that_json_reads_back(file: Path) -> None:
     """A checkpoint keeps them as JSON, and a resumed run compares them."""
     plain = as_plain(load_config(file, ["sampling.stop=[a]", "environments={own: {requires: [b]}}"]))
@@ -80,6 +92,24 @@ def test_a_misspelt_key_gets_a_suggestion(file: Path) -> None:
 def test_bad_values_are_named(file: Path, override: str, code: str, where: str | None) -> None:
     error = fails(file, override)
     assert (code, where) == (error.code, error.where)
+
+
+def test_steps_to_profile_are_numbers_and_ranges_of_the_schedules_steps(file: Path) -> None:
+    chosen = load_config(file, ["schedule.steps=9", "profile=step:5,8-9"])
+    assert [5, 8, 9] == [step for steps in chosen.profiled_steps for step in steps]
+    assert [] == load_config(file).profiled_steps
+
+
+UNREADABLE = ("5", "step", "step:", "step:5,", "step:5-", "time:5", "step:+5", "step:5 ", "step:\u0665")
+ABSENT = ("step:0", "step:3,10", "step:9-8", "step:1-99999999999999999999")
+
+
+@pytest.mark.parametrize("text", [*UNREADABLE, *ABSENT])
+def test_steps_that_cannot_be_profiled_are_refused(file: Path, text: str) -> None:
+    error = fails(file, "schedule.steps=9", f"profile='{text}'")
+    assert ("config.invalid-value", "profile", text) == (error.code, error.where, error.found)
+    assert ("steps from 1 to 9" in str(error.expected)) == (text in ABSENT)
+    assert error.fix is not None
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -92,6 +94,17 @@ def test_a_refused_import_names_the_key_and_leaves_nothing(folder: Path, tmp_pat
         assert "1 samples" in call("import", good, into)
         refused(into)
         assert 1 == len(json.loads(call("ls", into, "--json")))
+
+
+def test_parquet_with_an_unknown_column_is_refused(tmp_path: Path) -> None:
+    """It has to be known as for JSONL: a column that is left out would be lost without a word."""
+    table = pa.table({"columns.ids": [[1]], "grup": ["a"]})
+    pq.write_table(table, tmp_path / "bad.parquet")
+    result = CliRunner().invoke(main, ["queue", "import", str(tmp_path / "bad.parquet"), str(tmp_path / "new")])
+    assert 1 == result.exit_code
+    for word in ("[queue.invalid]", str(tmp_path / "bad.parquet"), "'grup'", "'group'", "'columns'"):
+        assert word in result.output
+    assert not (tmp_path / "new").exists()
 
 
 def test_what_is_not_there_is_an_error(folder: Path, tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from jackfield.sdk.cells import column_from_rows
+
 torch = pytest.importorskip("torch")
 
 Run = Callable[..., None]
@@ -53,6 +55,22 @@ def test_a_sample_costs_the_same_however_many_there_are(run: Run) -> None:
         assert 60 * 64 == (await bench.queue.stats())["samples"]
         assert last <= 1.1 * first, f"{first} calls per sample at first, {last} at the end"
         assert first < 250
+
+    run(test)
+
+
+def test_many_samples_of_one_call_cost_no_call_each(run: Run) -> None:
+    """Columns are checked, stored, read and joined whole: fewer Python calls than samples, of five columns."""
+
+    async def test(bench: Any) -> None:
+        keys = [f"many-{number}" for number in range(512)]
+        column = column_from_rows([torch.arange(number % 50) for number in range(len(keys))])
+        columns = dict.fromkeys("abcde", column)
+        with Calls() as calls:
+            await bench.values.put("train", keys, columns)
+            found = await bench.values.get("train", keys, tuple(columns))
+        assert all(torch.equal(column.values, each.values) for each in found.values())
+        assert calls.count < len(keys)
 
     run(test)
 

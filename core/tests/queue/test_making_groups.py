@@ -224,22 +224,23 @@ def test_a_place_takes_one_group_and_a_rollout_ends_once(run: Run) -> None:
     run(test)
 
 
-def test_new_samples_come_in_lists_and_each_once(run: Run) -> None:
+def test_samples_of_open_groups_come_in_lists_and_each_once(run: Run) -> None:
+    """A published group is leased instead."""
+
     async def test(bench: Any) -> None:
         await bench.stage()
         batch = await bench.claim(groups=2)
         await bench.publish(batch, keys=(await bench.vacant(batch))[:1])
-        feed = bench.queue.new_samples("train")
-        assert ("train/0/0/0/0/0", "train/0/0/0/1/0") == await anext(feed)
-        coming = asyncio.ensure_future(anext(feed))
-        await bench.clock.sleep(1)
         group = await bench.open(GroupKey("train", 0, 1))
-        assert await bench.end(group, 1, samples=2) == await coming
-        await bench.reward(["train/0/0/0/0/0"])
-        other = bench.queue.new_samples("train")
-        assert "train/0/0/0/0/0" not in await anext(other), "it has its reward"
+        feed = bench.queue.new_samples("train")
         coming = asyncio.ensure_future(anext(feed))
         await bench.clock.sleep(1)
+        assert await bench.end(group, 1, samples=2) == await coming
+        assert ("train/0/1/0/1/0", "train/0/1/0/1/1") == await anext(bench.queue.new_samples("train"))
+        coming = asyncio.ensure_future(anext(feed))
+        await bench.end(group, 0)
+        await bench.clock.sleep(1)
+        assert not coming.done(), "its group is published"
         await bench.queue.close()
         with pytest.raises(StopAsyncIteration):
             await coming

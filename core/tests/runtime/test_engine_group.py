@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
 import pytest
 
 from jackfield.abc.engine import EngineLayout
@@ -29,11 +30,17 @@ class FakeRank:
     async def read(self, batch: BatchMeta, *, update: bool, comparison: object) -> None:
         self.got.append(batch.keys)
 
-    async def update(self, loss: LossSpec) -> tuple[dict[str, float], Distances]:
+    async def update(
+        self, loss: LossSpec, batch: BatchMeta | None, comparison: object
+    ) -> tuple[dict[str, float], Distances]:
+        if batch is not None:
+            self.got.append(batch.keys)
         return self.metrics, {}
 
-    async def compute(self, kind: str, column: str, *, adapter_off: bool) -> Written | None:
+    async def compute(self, kind: str, column: str, batch: BatchMeta | None, *, adapter_off: bool) -> Written | None:
         assert "log_probs" == kind
+        if batch is not None:
+            self.got.append(batch.keys)
         if not self.layout.is_output_rank:
             return None
         return Written(columns=(column,), sizes=(4,) * len(self.got[-1]))
@@ -128,6 +135,49 @@ def test_ranks_of_one_data_parallel_rank_get_the_same_rows_and_one_answers_for_t
     asyncio.run(main())
 
 
+def test_one_rank_reads_in_its_call_and_several_before_it_what_they_have_not_read() -> None:
+    """Each reading of several ranks is a call of its own, and none where the same samples were read last."""
+
+    class Noting(FakeRank):
+        def __init__(self, layout: EngineLayout) -> None:
+            super().__init__(layout)
+            self.calls: list[str] = []
+
+        async def read(self, batch: BatchMeta, *, update: bool, comparison: object) -> None:
+            await super().read(batch, update=update, comparison=comparison)
+            self.calls.append("read")
+
+        async def update(
+            self, loss: LossSpec, batch: BatchMeta | None, comparison: object
+        ) -> tuple[dict[str, float], Distances]:
+            self.calls.append("update" if batch is None else "read and update")
+            return {}, {}
+
+        async def compute(
+            self, kind: str, column: str, batch: BatchMeta | None, *, adapter_off: bool
+        ) -> Written | None:
+            self.calls.append(column if batch is None else f"read and {column}")
+            return await super().compute(kind, column, batch, adapter_off=adapter_off)
+
+    async def main(size: int) -> list[str]:
+        ranks = [Noting(place) for place in layouts(*((rank, True) for rank in range(size)), size=size)]
+        made = group(ranks)
+        await made.initialize()
+        whole = batch([4, 4, 4, 4])
+        for column in ("ref_log_probs", "old_log_probs"):
+            await made.compute("log_probs", whole, column)
+        again = attrs.evolve(whole, leases=(Lease("train", "trainer", 2),) * 4)
+        for each in (whole, whole, again):
+            await made.update(each, LOSS)
+        assert all(ranks[0].calls == rank.calls for rank in ranks)
+        return ranks[0].calls
+
+    alone = [f"read and {what}" for what in ("ref_log_probs", "old_log_probs", "update", "update", "update")]
+    assert alone == asyncio.run(main(1))
+    several = ["read", "ref_log_probs", "old_log_probs", "read", "update", "update", "read", "update"]
+    assert several == asyncio.run(main(2))
+
+
 def test_metrics_add_up_but_for_extremes_and_what_is_the_same_everywhere() -> None:
     first = {"policy/loss": 0.25, "policy/ratio/max": 3.0, "policy/ratio/min": 0.5, "grad_norm": 2.0, "lr": 1e-3}
     second = {"policy/loss": 0.5, "policy/ratio/max": 1.0, "policy/ratio/min": 0.25, "grad_norm": 2.0, "lr": 1e-3}
@@ -148,7 +198,9 @@ def test_fewer_rows_than_ranks_are_refused() -> None:
 
 def test_a_rank_that_does_not_answer_is_named_with_its_samples() -> None:
     class Stuck(FakeRank):
-        async def update(self, loss: LossSpec) -> tuple[dict[str, float], Distances]:
+        async def update(
+            self, loss: LossSpec, batch: BatchMeta | None, comparison: object
+        ) -> tuple[dict[str, float], Distances]:
             await asyncio.Event().wait()
             raise AssertionError
 

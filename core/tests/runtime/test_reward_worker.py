@@ -15,7 +15,7 @@ from jackfield.clock import Clock
 from jackfield.config import make_config
 from jackfield.queue import Values
 from jackfield.queue.values import MemoryBackend, MemoryConfig
-from jackfield.runtime.workers import RewardWorker
+from jackfield.runtime.rewards import RewardJob, RewardWorker
 from jackfield.sdk.cells import column_from_rows, json_column, rows_of
 
 
@@ -65,9 +65,11 @@ def reward(
             {"model": {"path": "none"}, "schedule": {"reward_retries": retries}, "algorithm": settings}, ()
         )
         worker = RewardWorker(rows, judge, Letters(), Clock(), config)  # type: ignore[arg-type]
-        scored, written = await worker.reward("train", keys, [keys[index] for index in uncompared])
-        good = [key for key, one in zip(keys, scored, strict=True) if one.error is None]
-        found = await rows.get("train", good, written.columns) if good else {}
+        job = RewardJob(tuple(keys), tuple(keys[index] for index in uncompared))
+        (report,) = [each async for each in worker.reward("train", [job])]
+        scored = tuple(report.results[key] for key in keys)
+        good = [key for key, one in report.results.items() if one.error is None]
+        found = await rows.get("train", good, report.written.columns) if good else {}
         return scored, {name: [row.tolist() for row in rows_of(column)] for name, column in found.items()}
 
     judge = Judge()

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from jackfield.sdk.buckets import aligned, digest, entry_of, put, raw, views  # noqa: E402
+from jackfield.sdk.buckets import Layout, aligned, digest, entry_of, put, raw, views  # noqa: E402
 
 TENSORS = {
     "strided": torch.arange(12.0).view(3, 4).T,
@@ -62,3 +62,52 @@ def test_raw_bytes_are_the_tensor_in_row_major_order(name: str) -> None:
 def test_raw_bytes_of_a_contiguous_tensor_are_not_copied() -> None:
     tensor = torch.arange(6.0)
     assert tensor.data_ptr() == raw(tensor).data_ptr()
+
+
+def entries(*names: str) -> list[list[object]]:
+    return [[name, "float32", [2, 3], 64 * number] for number, name in enumerate(names)]
+
+
+def exchanged(sender: Layout, workers: list[Layout], buckets: list[list[list[object]]]) -> list[object]:
+    """One transfer: what the sender tells of each bucket. Every worker learns the same entries."""
+    sender.begin(all(worker.name == sender.name for worker in workers))
+    for worker in workers:
+        worker.begin(shared=True)
+    told = [sender.announced(bucket) for bucket in buckets]
+    for worker in workers:
+        assert buckets == [worker.learned(each) for each in told]
+    name = sender.end()
+    for worker in workers:
+        worker.end(name)
+    return told
+
+
+def test_a_bucket_is_described_once_as_long_as_it_does_not_change() -> None:
+    sender, workers = Layout(), [Layout(), Layout()]
+    buckets = [entries("a", "b"), entries("c")]
+    assert buckets == exchanged(sender, workers, buckets)
+    assert [None, None] == exchanged(sender, workers, buckets)
+    buckets = [entries("a", "b"), entries("d"), entries("e")]
+    assert [None, entries("d"), entries("e")] == exchanged(sender, workers, buckets)
+    assert [None] == exchanged(sender, workers, buckets[:1])
+    assert [None, entries("d")] == exchanged(sender, workers, buckets[:2])
+
+
+def test_a_worker_that_missed_a_transfer_is_told_everything() -> None:
+    sender, early, late = Layout(), Layout(), Layout()
+    buckets = [entries("a"), entries("b")]
+    exchanged(sender, [early], buckets)
+    assert buckets == exchanged(sender, [early, late], buckets)
+    assert [None, None] == exchanged(sender, [early, late], buckets)
+    exchanged(sender, [late], [entries("c")])
+    assert buckets == exchanged(sender, [early, late], buckets)
+
+
+def test_a_transfer_that_breaks_off_changes_nothing() -> None:
+    sender, worker = Layout(), Layout()
+    buckets = [entries("a"), entries("b")]
+    exchanged(sender, [worker], buckets)
+    sender.begin(shared=True)
+    worker.begin(shared=True)
+    worker.learned(sender.announced(entries("c")))
+    assert [None, None] == exchanged(sender, [worker], buckets)

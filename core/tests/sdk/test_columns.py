@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -13,12 +14,15 @@ from jackfield.errors import QueueError
 from jackfield.sdk.cells import (
     check_column,
     column_from_rows,
+    column_of,
     dense_column,
     from_nested,
     join,
     json_column,
+    layout,
     rows_of,
     split,
+    tensor_of,
     to_nested,
 )
 from jackfield_testing import refused
@@ -142,6 +146,33 @@ def test_a_malformed_column_is_refused_by_name(values: torch.Tensor, offsets: to
         check_column("response_ids", Column(values=values, offsets=offsets), 2)
     assert "response_ids" in str(caught.value)
     assert found in str(caught.value)
+
+
+@settings(deadline=None)
+@given(rows(minimum=1), st.booleans())
+def test_a_column_comes_back_from_its_layout(given_rows: list[torch.Tensor], dense: bool) -> None:
+    """One call for the whole column, and none for a sample."""
+    given_rows = [given_rows[0]] * len(given_rows) if dense else given_rows
+    column = dense_column(torch.stack(given_rows)) if dense else column_from_rows(given_rows)
+    text, content, bounds = layout(column)
+    sizes = [end - start for start, end in pairwise(bounds)]
+    found = column_of("c", [text], sizes, tensor_of(bytearray(content)))
+    assert dense == (found.offsets is None)
+    assert [bits(row) for row in given_rows] == [bits(row) for row in rows_of(found)]
+
+
+@pytest.mark.parametrize(
+    ("column", "sizes"),
+    [
+        (dense_column(torch.zeros(2, 3)), [12, 8]),  # dense samples have one size
+        (column_from_rows([torch.zeros(2), torch.zeros(4)]), [4, 18]),  # float32 has 4 bytes
+        (column_from_rows([torch.zeros(2, 0), torch.zeros(4, 0)]), [8, 12]),  # lengths have 8
+    ],
+)
+def test_samples_of_other_sizes_than_their_type_has_are_refused(column: Column, sizes: list[int]) -> None:
+    text, content, _ = layout(column)
+    with refused("queue.store", f"{sizes[-1]} bytes"):
+        column_of("c", [text], sizes, tensor_of(bytearray(content)))
 
 
 def test_columns_that_differ_cannot_be_joined() -> None:

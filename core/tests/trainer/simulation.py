@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -37,14 +37,17 @@ from jackfield.queue import BatchMeta, TransferQueue, Values
 from jackfield.queue.meta import GroupKey, Reuse
 from jackfield.queue.store import STORE_FILE
 from jackfield.queue.values import MemoryBackend, MemoryConfig
+from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.samples import AdvantageWorker
-from jackfield.runtime.workers import AgentWorker, RewardWorker, Workers
+from jackfield.runtime.workers import AgentWorker, Workers
 from jackfield.sdk.cells import column_from_rows
 from jackfield.trainer.checkpoint import CheckpointStore
 from jackfield.trainer.role import Role, RunWorkers, Schedule
 from jackfield.trainer.rollouts import Explorer, RewardPipeline
 from jackfield.trainer.trainer import Trainer
 from jackfield_virtual_clock import VirtualClock
+
+Worker = TypeVar("Worker")
 
 
 class Inline(ThreadPoolExecutor):
@@ -97,6 +100,7 @@ class FakeActor:
         self.queue, self.clock, self.seconds = queue, clock, seconds
         self.updates: list[tuple[BatchMeta, LossSpec]] = []
         self.advantages: list[list[float]] = []
+        self.traces: list[tuple[str, int]] = []  #: beginnings and folders, each with the number of updates before it
 
     async def compute(self, kind: str, batch: BatchMeta, column: str) -> None:
         raise AssertionError("not asked for")
@@ -115,6 +119,12 @@ class FakeActor:
 
     async def load(self, folder: str) -> None:
         assert "weights" == (Path(folder) / "model").read_text()
+
+    async def begin_trace(self) -> None:
+        self.traces.append(("begins", len(self.updates)))
+
+    async def end_trace(self, folder: str) -> None:
+        self.traces.append((folder, len(self.updates)))
 
 
 class DyingBackend(MemoryBackend):
@@ -281,6 +291,7 @@ class Simulation:
     max_samples: int | None = None  #: limit for backpressure
     deaths: Sequence[float] = ()  #: times at which a unit of the store dies
     kill_at: float | None = None  #: time at which the whole run is killed
+    profile: str | None = None
 
     def run(self) -> Simulation:
         """Run to the end on virtual time."""
@@ -295,6 +306,7 @@ class Simulation:
             "model": {"path": "none"},
             "folder": str(self.folder or "nowhere"),
             "seed": 7,
+            "profile": self.profile,
             "data": {"groups_per_batch": self.groups, "rollouts_per_group": self.runs},
             "algorithm": {"mini_batches": self.mini_batches, "kl": self.kl},
             "schedule": {
@@ -343,7 +355,7 @@ class Simulation:
         )
         await queue.start()
         values = Values(backend)
-        agents = Workers([AgentWorker(values, FakeTokenizer(), clock, lambda _: FakeAgent(self))])
+        agent = AgentWorker(values, FakeTokenizer(), clock, lambda _: FakeAgent(self))
         reward = FakeReward(clock, self.reward_seconds)
         self.synchronizer = FakeSynchronizer(clock, self.sync_seconds)
         self.actor = FakeActor(queue, clock, self.update_seconds)
@@ -352,9 +364,9 @@ class Simulation:
         role.queue = queue
         role.workers = RunWorkers(
             backend=backend,
-            agents=agents,
-            rewards=Workers([scorer]),
-            estimator=AdvantageWorker(values, role.algorithm),
+            agents=Workers([await self.reach(agent)]),
+            rewards=Workers([await self.reach(scorer)]),
+            estimator=await self.reach(AdvantageWorker(values, role.algorithm)),
             places=None,  # type: ignore[arg-type]
         )
         self.critic = FakeCritic(queue)
@@ -377,6 +389,10 @@ class Simulation:
         finally:
             self.ledger = queue.ledger
             await queue.close()
+
+    async def reach(self, worker: Worker) -> Worker:
+        """Return what the controller calls: the worker itself."""
+        return worker
 
     async def _kill_parts(self, backend: DyingBackend) -> None:
         for moment in self.deaths:

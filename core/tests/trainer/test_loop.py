@@ -45,6 +45,17 @@ def test_on_policy_takes_the_sum_and_one_step_off_the_longest_stage() -> None:
     assert critical_path == pytest.approx(one_off.recorder.ended_at[-1])
 
 
+@pytest.mark.needs("module:pyinstrument")
+def test_ranks_are_traced_from_begin_to_end_of_the_profiled_steps_only(tmp_path: Path) -> None:
+    """Steps are counted from 1: before step 2 one update has been made, at its end two."""
+    run = simulate(steps=5, folder=tmp_path, profile="step:2,4-5")
+    two, four, five = folders = [str(tmp_path / "profile" / f"step-{step}") for step in (2, 4, 5)]
+    begun = "begins"
+    assert [(begun, 1), (two, 2), (begun, 3), (four, 4), (begun, 4), (five, 5)] == run.actor.traces
+    assert folders == sorted(str(file.parent) for file in tmp_path.rglob("controller.html"))
+    assert [] == simulate(steps=5).actor.traces
+
+
 def test_colocated_one_step_off_hides_the_wait_for_rewards() -> None:
     """On one device, the next rollout runs while rewards are pending (the asynchronous reward agent's recipe)."""
     settings = {"shared": True, "generate_seconds": 10.0, "update_seconds": 6.0, "reward_seconds": 8.0}

@@ -108,6 +108,38 @@ def test_every_tensor_arrives_once_and_bit_exact(bucket: int, slowness: list[flo
     run(test())
 
 
+def test_names_and_shapes_travel_once_per_model() -> None:
+    """A tensor that changes, or a receiver that is new, has them told again."""
+    described: list[list[Any]] = []
+
+    class Watching(InProcessCheckpointEngine):
+        def heard(self, peer: Any, values: Any) -> None:
+            if "bucket" in values:
+                described[-1].append(values["bucket"][1])
+
+    async def test() -> None:
+        context = CheckpointEngineContext(end="receiver")
+        sender, tensors = WeightSender(engine("sender", bucket=100)), model()
+        receiver = WeightReceiver(Watching(InProcessConfig(bucket_bytes=100), context))
+        for version in range(1, 6):
+            if version == 3:
+                tensors["layer.4"] = tensors["layer.4"][:20]
+            if version == 5:
+                receiver = WeightReceiver(Watching(InProcessConfig(bucket_bytes=100), context))
+            described.append([])
+            topology = await prepared(sender, 1)
+            receiving = asyncio.ensure_future(receive(receiver, topology.rollout[0], version))
+            assert await send(sender, topology, reusing(tensors), version) == {
+                name: digest(tensor) for name, tensor in (await receiving).items()
+            }
+            await sender.finalize()
+
+    run(test())
+    told = [[entry[0] for entries in each if entries is not None for entry in entries] for each in described]
+    assert [list(model()), [], ["layer.4"], [], list(model())] == told
+    assert 1 == len({len(each) for each in described})
+
+
 def test_by_reference_the_next_tensor_is_drawn_when_all_receivers_are_done_with_the_last() -> None:
     async def test() -> None:
         sender, drawn = WeightSender(engine("sender")), []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import attrs
@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from jackfield.abc.engine import TokenOutput
+from jackfield.abc.engine import Box, TokenOutput
 from jackfield.errors import EngineError
 from mutants.engine_register import Exporting, mutant
 from mutants.plain_engine import Micro, PlainEngine
@@ -152,6 +152,36 @@ class SameNumberOfRanks(PlainEngine):
         super().restore(state, facts, request)
 
 
+class _Rows(PlainEngine):
+    """Each rank has half of the rows, or so it says."""
+
+    def rows(self, count: int) -> tuple[int, int]:
+        half = -(-count // self.context.world_size)
+        return min(self.context.rank * half, count), min((self.context.rank + 1) * half, count)
+
+    def part(self, tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        return tensor[start:end]
+
+    def get_local_param(self) -> Generator[tuple[Box, torch.Tensor], None, None] | None:
+        for name, tensor in self.exported():
+            shape = tuple(tensor.shape)
+            start, end = self.rows(shape[0])
+            first = (start, *[0] * (len(shape) - 1))
+            box = Box(name=name, shape=shape, start=first, length=(end - start, *shape[1:]))
+            yield box, self.part(tensor, start, end)
+
+
+class RowLeftOut(_Rows):
+    def rows(self, count: int) -> tuple[int, int]:
+        start, end = super().rows(count)
+        return start, end - (end == count)
+
+
+class RowsOfBefore(_Rows):
+    def part(self, tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        return tensor.roll(1, 0)[start:end]
+
+
 MUTANTS = (
     mutant(ValuesOneTooEarly, "values are those of the token before", "080 081", only=("value_head",)),
     mutant(DetachedValues, "gradients of values stop at the head", "081", only=("value_head",)),
@@ -185,5 +215,7 @@ MUTANTS = (
         only=("dropout", "gradient_checkpointing"),
     ),
     mutant(MeanOverRanks, "gradients are the mean over ranks", "110", only=("multi_rank",)),
+    mutant(RowLeftOut, "no rank says that it has the last row of a tensor", "112", only=("multi_rank",)),
+    mutant(RowsOfBefore, "ranks say that they have other rows than they have", "112", only=("multi_rank",)),
     mutant(SameNumberOfRanks, "a checkpoint of another number of ranks is refused", "111", only=("multi_rank",)),
 )

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import os
 import threading
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,7 @@ from jackfield.abc.rollout import (
 from jackfield.errors import DeadlineExceeded, JackfieldError, RolloutError, WeightsError
 from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import WeightReceiver
+from jackfield.sdk.slices import SliceReceiver
 from mutants import harness
 from mutants.rollout_server import Job, Model, ReferenceServer
 
@@ -167,6 +169,20 @@ class StaleWeightsReportedFresh(ReferenceServer):
         if any(tensor.shape != self.model.state[name].shape for name, tensor in received.items()):
             raise WeightsError("model.norm.weight has another shape")
         return {name: digest(tensor) for name, tensor in received.items()}
+
+
+class PartsAreNotLoaded(ReferenceServer):
+    async def receive_parts(self, receiver: SliceReceiver, request: UpdateWeightsRequest) -> dict[str, str]:
+        async with aclosing(receiver.tensors(request.version)) as tensors:
+            async for _ in tensors:
+                pass
+        return receiver.digests
+
+
+class SignsForPartsAsAWhole(ReferenceServer):
+    async def receive_parts(self, receiver: SliceReceiver, request: UpdateWeightsRequest) -> dict[str, str]:
+        await super().receive_parts(receiver, request)
+        return {name: digest(tensor) for name, tensor in self.model.state.items()}
 
 
 class LosesATensorOfLaterUpdates(ReferenceServer):
@@ -534,6 +550,8 @@ MUTANTS = (
     mutant(QuantisesAtTheStartAlone, "updates of a float8 server are not rounded", "085"),
     mutant(QuantisesWithoutScales, "weights go through float8 as they are, without a scale", "085"),
     mutant(SignsForTheQuantised, "the receipt has digests of what was made of the weights", "085"),
+    mutant(PartsAreNotLoaded, "parts from several ranks are acknowledged and not loaded", "086"),
+    mutant(SignsForPartsAsAWhole, "the receipt of parts has the digests of whole tensors", "086"),
     mutant(LoadsNoDelta, "a delta is acknowledged and not loaded", "083"),
     mutant(SignsForChangesAlone, "the receipt of a delta lacks what has not changed", "083"),
     mutant(TakesAnyBase, "a delta is applied to any weights", "084"),

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
+from jackfield.abc.engine import Box
 from jackfield.abc.rollout import (
     AbortRequest,
     AbortResult,
@@ -42,6 +43,7 @@ from jackfield.errors import JackfieldError, RolloutError, WeightsError
 from jackfield.plugins import load_plugin
 from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import HeldWeights, WeightReceiver, check_base
+from jackfield.sdk.slices import SliceReceiver, reopen_slice_receiver
 from jackfield_openai import EndpointConfig
 from jackfield_openai.endpoint import OpenAIEndpoint
 
@@ -136,7 +138,13 @@ class ReferenceServer(BaseRolloutServer):
                 tensor.copy_(self.cast(name, tensor))
             self.model.seal()
         self.task = asyncio.create_task(self.serve(), name="decode loop")
-        return ServerInfo(replica=self.context.replica, openai_base_url=await self.listen())
+        state = self.model.state.items()
+        shapes = ((name, tuple(each.shape)) for name, each in state)
+        self.layout = tuple(
+            Box(name=name, shape=shape, start=(0,) * len(shape), length=shape) for name, shape in shapes
+        )
+        url = await self.listen()
+        return ServerInfo(replica=self.context.replica, openai_base_url=url, weight_layouts=(self.layout,))
 
     async def listen(self) -> str | None:
         if self.config.openai is None:
@@ -460,6 +468,9 @@ class ReferenceServer(BaseRolloutServer):
     async def receive(self, request: UpdateWeightsRequest) -> dict[str, str]:
         if request.version < self.version:
             raise WeightsError("weights go backwards", code="weights.version")
+        if "links" in request.connect[0]:
+            self.held.forget()
+            return await self.receive_parts(reopen_slice_receiver(None, request, self.layout), request)
         context = CheckpointEngineContext(end="receiver", deadline_seconds=request.deadline_seconds)
         plugin = load_plugin("checkpoint_engine", request.checkpoint_engine)
         engine: Any = plugin.build(request.checkpoint_engine_config, context)
@@ -473,6 +484,13 @@ class ReferenceServer(BaseRolloutServer):
                 received[name] = tensor.clone()
         load: Callable[..., dict[str, str]] = self.load_adapter if request.kind == "adapter" else self.load
         return load(received, request)
+
+    async def receive_parts(self, receiver: SliceReceiver, request: UpdateWeightsRequest) -> dict[str, str]:
+        async with aclosing(receiver.tensors(request.version)) as tensors:
+            self.load({name: tensor.clone() async for name, tensor in tensors}, request)
+        state = self.model.state.items()
+        proofs = {label: found for name, tensor in state for label, found in receiver.prove(name, tensor).items()}
+        return receiver.digests if self.float8 else proofs
 
     def check_base(self, request: UpdateWeightsRequest) -> None:
         check_base(self.held.version, request.base_version)

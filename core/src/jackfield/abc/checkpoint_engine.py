@@ -104,4 +104,7 @@ class CheckpointEngine(ABC):
 
     @abstractmethod
     async def finalize(self) -> None:
-        """Release what :meth:`prepare` and :meth:`connect` acquired, also after a failure. Idempotent."""
+        """Release what :meth:`prepare` and :meth:`connect` acquired, also after a failure. Idempotent.
+
+        After a complete transfer, what the next one can use may stay until the object is released.
+        """

@@ -160,6 +160,21 @@ class LoadCheckpointResult:
     folder: str
 
 
+@attrs.frozen(kw_only=True)
+class Box:
+    """A part of a tensor, which a rank or a worker has; all tuples are by dimension."""
+
+    name: str
+    shape: tuple[int, ...]  #: of the whole tensor
+    start: tuple[int, ...]
+    length: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """Return a name of the part, such as ``q_proj.weight[0:512, 0:1024]``."""
+        ranges = zip(self.start, self.length, strict=True)
+        return f"{self.name}[{', '.join(f'{start}:{start + length}' for start, length in ranges)}]"
+
+
 class BaseEngine(ABC):
     """A model, its optimizer and its parallelism, on one rank.
 
@@ -174,7 +189,7 @@ class BaseEngine(ABC):
     The constructor only stores its arguments; :meth:`initialize` loads the model. One thread at a time calls methods.
     """
 
-    abi_version: ClassVar[str] = "1.0"
+    abi_version: ClassVar[str] = "1.1"
 
     def __init__(self, config: Any, context: EngineContext) -> None:
         self.config = config
@@ -232,6 +247,15 @@ class BaseEngine(ABC):
         without one, all of the model's tensors and None. Tied tensors are yielded once. Every rank must exhaust the
         generator. A tensor is valid until the one after the next is drawn.
         """
+
+    def get_local_param(self) -> Generator[tuple[Box, torch.Tensor], None, None] | None:
+        """Return what this rank has of the weights to publish, without a collective operation; None: not sharded.
+
+        Names and values are those of :meth:`get_per_tensor_param`. A name occurs once, and its boxes on all ranks cover
+        the tensor; ranks may have the same box. Boxes do not change between calls. A tensor is valid until the one
+        after the next is drawn. Since ABI 1.1.
+        """
+        return None
 
     @abstractmethod
     def get_per_tensor_grad(self) -> Generator[tuple[str, torch.Tensor], None, None]:

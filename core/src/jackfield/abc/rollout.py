@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import attrs
 
-from jackfield.abc.engine import ModelSpec
+from jackfield.abc.engine import Box, ModelSpec
 from jackfield.clock import Clock
 from jackfield.errors import RolloutError
 from jackfield.settings import option
@@ -245,6 +245,9 @@ class ServerInfo:
     replica: int
     workers: int = 1  #: inference workers (tensor-parallel ranks), as ``build_topology`` counts them
     openai_base_url: str | None = None
+    #: by worker: what it has of each tensor, if it can receive just that
+    #: (:func:`jackfield.sdk.receiver.open_slice_receiver`); empty: it receives whole tensors. Since ABI 1.1
+    weight_layouts: tuple[tuple[Box, ...], ...] = ()
 
 
 @attrs.frozen(kw_only=True)
@@ -270,7 +273,7 @@ class BaseRolloutServer(ABC):
     * after :meth:`update_weights` the next token uses the new weights, and the receipt proves it by digest.
     """
 
-    abi_version: ClassVar[str] = "1.0"
+    abi_version: ClassVar[str] = "1.1"
 
     def __init__(self, config: Any, context: RolloutContext) -> None:
         self.config = config

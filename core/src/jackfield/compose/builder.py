@@ -16,10 +16,11 @@ from typing import Any, NoReturn, TypeVar
 import attrs
 import psutil
 
+from jackfield.abc.transfer_queue import TransferQueueBackend
 from jackfield.cluster.control import serve_control
 from jackfield.cluster.pool import DeviceLease, ReplicaPool
 from jackfield.compose.checks import mixed_samples
-from jackfield.compose.workers import WorkerFactory
+from jackfield.compose.workers import OpenQueue, WorkerFactory
 from jackfield.errors import DeadlineExceeded
 from jackfield.queue import Values
 from jackfield.queue.transfer_queue import connect_queue
@@ -116,7 +117,7 @@ class RunBuilder:
     role: Role  #: the role of a run whose configuration has been checked
     stop: Stop
     factory: WorkerFactory
-    make_workers: Callable[[Role, AsyncExitStack], Awaitable[RunWorkers]]
+    make_workers: Callable[[Role, AsyncExitStack, OpenQueue], Awaitable[RunWorkers]]
     stack: AsyncExitStack = attrs.field(init=False)  #: closes what was started, in reverse order
     _loops: asyncio.TaskGroup = attrs.field(init=False)
     _background: list[asyncio.Task[None]] = attrs.field(init=False, factory=list)
@@ -131,22 +132,10 @@ class RunBuilder:
         """
         role, config = self.role, self.role.config
         async with AsyncExitStack() as self.stack, asyncio.TaskGroup() as self._loops:
-            role.workers = await self.make_workers(role, self.stack)
+            role.workers = await self.make_workers(role, self.stack, self._open_queue)
             role.rollout_devices = role.train_devices = DeviceLease(role.clock, config.deadlines.batch)
             if not role.workers.shares_devices:
                 role.train_devices = DeviceLease(role.clock, config.deadlines.batch)
-            backend = role.workers.backend
-            if config.queue.address is None:
-                role.queue = self.factory.queue(backend)
-                self.stack.push_async_callback(role.queue.close)
-                await role.queue.start()
-            else:
-                self.stack.push_async_callback(backend.close)
-                await backend.start()
-                name = f"{_CLIENTS[role.name]} {config.name}"
-                role.queue, connection = await connect_queue(config.address_file, name, role.clock)
-                early = "has ended before its work was done"
-                self.stack.push_async_callback(lambda: connection.close("" if self._finished else early))
             if role.trains:
                 count = await self._train(checkpoint)
             else:
@@ -155,6 +144,23 @@ class RunBuilder:
             for task in self._background:
                 task.cancel()
         return count
+
+    async def _open_queue(self, host: str = "127.0.0.1") -> TransferQueueBackend:
+        """Open the queue, or connect to the one that is served, before the workers that use its backend are made."""
+        role, address = self.role, self.role.config.queue.address
+        backend = self.factory.backend(None if address is None else Path(address).parent, host)
+        if address is None:
+            role.queue = self.factory.queue(backend)
+            self.stack.push_async_callback(role.queue.close)
+            await role.queue.start()
+        else:
+            self.stack.push_async_callback(backend.close)
+            await backend.start()
+            name, file = f"{_CLIENTS[role.name]} {role.config.name}", role.config.address_file
+            role.queue, connection = await connect_queue(file, name, role.clock)
+            early = "has ended before its work was done"
+            self.stack.push_async_callback(lambda: connection.close("" if self._finished else early))
+        return backend
 
     def _run(self, *loops: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Start background loops that run until the role ends. An error of a loop ends the role."""

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,9 @@ _ENCODED_PROMPTS = 64  #: how many of each file's longest texts are tokenised be
 @collection_paused()
 def prepare(config: RunConfig, registry: Registry, hooks: Sequence[object], role: RoleName, clock: Clock) -> Role:
     """Make all checks that do not change the run's folder; those that import torch come last."""
+    if config.profile is not None and role in ("all", "train") and find_spec("pyinstrument") is None:
+        expected, fix = "the package pyinstrument", "install jackfield[profile], or leave profile out"
+        raise PluginError("pyinstrument is not installed", where="profile", expected=expected, fix=fix)
     elsewhere = check_plugins(config, registry, role)
     here = config.cluster.name == "inline"  # otherwise workers check their plugins in their own processes
     local = {kind: name for kind, name in config.plugins.items() if here and kind not in elsewhere}
@@ -90,7 +94,8 @@ def check_plugins(config: RunConfig, registry: Registry, role: RoleName = "all")
             raise
     plugin_settings(config, registry)
     elsewhere = interpreters(config, registry)
-    for kind, python in elsewhere.items():
+    joining = [(python, "transfer_queue") for kind, python in elsewhere.items() if kind != "rollout"]
+    for python, kind in dict.fromkeys([*((python, kind) for kind, python in elsewhere.items()), *joining]):
         record = registry.resolve(config.plugins[kind], kind)
         look(python, record, min(config.deadlines.start, _PROBE_SECONDS)).check()
     check_capabilities(config, registry, role)
@@ -103,6 +108,7 @@ def check_capabilities(config: RunConfig, registry: Registry, role: RoleName = "
     Refuse settings that do not work with an adapter, or with a cluster, whose queue's controller is in the storage.
     """
     served, lora, weights = config.queue.address is not None, config.model.lora is not None, config.weights
+    clustered = "cluster.name is ray, where each worker opens the backend: choose zmq, or sql, redis, nixl or ray"
     float8, delta = weights.dtype == "float8_e4m3fn", weights.kind == "delta"
     alone = "a run that trains an adapter sends the adapter alone, as it is"
     if lora and float8:
@@ -112,6 +118,7 @@ def check_capabilities(config: RunConfig, registry: Registry, role: RoleName = "
     for needed, kind, capability, because in (
         (config.queue.durable, "transfer_queue", "durable", "queue.durable is set"),
         (served, "transfer_queue", "joins", "the queue's controller is in a process of its own"),
+        (config.cluster.name == "ray", "transfer_queue", "joins", clustered),
         (config.model.dropout, "engine", "dropout", "model.dropout is set"),
         (lora, "engine", "lora", "model.lora is set"),
         (lora, "rollout", "weights_adapter", "model.lora is set"),

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, aclosing, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,16 +18,17 @@ from typing import Any, TypeVar, cast
 import attrs
 
 from jackfield.compose.checks import interpreters
-from jackfield.compose.workers import CONTRACTS, Kind, Routes, Worker, WorkerFactory, longest, make_worker
+from jackfield.compose.workers import CONTRACTS, Kind, OpenQueue, Routes, Worker, WorkerFactory, longest, make_worker
 from jackfield.errors import WorkerLost
 from jackfield.files import replace_file
 from jackfield.routing import Replica
 from jackfield.runtime.engine import EngineRank
-from jackfield.runtime.process import death, remote_backend, use_process
+from jackfield.runtime.process import death, node_address, use_process
 from jackfield.runtime.ray_cluster import Actor, Cluster, WorkerSpec, check_interpreter
+from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.samples import AdvantageWorker
-from jackfield.runtime.workers import AgentWorker, RewardWorker, Workers
-from jackfield.sdk.rpc import Address, stub
+from jackfield.runtime.workers import AgentWorker, Workers
+from jackfield.sdk.rpc import stub
 from jackfield.trainer.role import Role, RunWorkers
 from jackfield.weights import WeightSender
 
@@ -47,11 +48,10 @@ class RayWorkers:
         self._role: Role
         self._pools: dict[str, int]  # numbers of bundles of the placement groups
         self._rendezvous: str  # folder in which the ranks of an engine find each other
-        self._store: Address
         self._restarting, self._agents = asyncio.Lock(), list[str]()
 
-    async def make(self, role: Role, stack: AsyncExitStack) -> RunWorkers:
-        """Start or join the cluster, and start every worker in it; ``stack`` ends them."""
+    async def make(self, role: Role, stack: AsyncExitStack, open_queue: OpenQueue) -> RunWorkers:
+        """Start or join the cluster, open the queue, and start every worker; ``stack`` ends them."""
         chosen, replicas = self._config.cluster.ray, self._config.cluster.replicas if role.generates else 0
         self._pools = {"engine": chosen.engine_ranks, "rollout": replicas}
         if chosen.placement == "colocated":
@@ -64,40 +64,38 @@ class RayWorkers:
             self._interpreters, self._replicas = found, replicas
         folder = TemporaryDirectory(prefix="jackfield-ranks-", ignore_cleanup_errors=True)
         self._role, self._rendezvous = role, stack.enter_context(folder)
+        backend = await open_queue(node_address())
         stack.push_async_callback(self._cluster.rest)
         self._routes: Mapping[int, Replica] = {}
         self._made = set(range(self._replicas))  # replicas that are made together and that start() returns first
         replicas, seconds = self._replicas, self._deadlines.engine
         ranks = [(engine, number) for engine in role.engines for number in range(chosen.engine_ranks)]
         specs = [
-            await self._spec("store"),
             *[await self._spec("engine", number, engine) for engine, number in ranks],
             *[await self._spec("rollout", number) for number in range(replicas)],
             *[await self._spec("agent", number) for number in range(chosen.agent_workers)],
             *[await self._spec("reward", number) for number in range(chosen.reward_workers if replicas else 0)],
         ]
         # concurrently, because processes need seconds for their imports
-        store, *others = await asyncio.gather(*map(self._cluster.start, specs))
-        self._store = store.address
-        await self._make(store)
-        await asyncio.gather(*map(self._make, others))
+        actors = await asyncio.gather(*map(self._cluster.start, specs))
+        await asyncio.gather(*map(self._make, actors))
         names = [spec.name for spec in specs if spec.restarts]
         self._agents, rewards = names[: chosen.agent_workers], names[chosen.agent_workers :]
         stubs: dict[str, list[EngineRank]] = {engine: [] for engine in role.engines}
-        for (engine, _), actor in zip(ranks, others, strict=False):
+        for (engine, _), actor in zip(ranks, actors, strict=False):
             rank = self._stub(actor, EngineRank, seconds)
             rank.sender = self._stub(actor, WeightSender, seconds)
             stubs[engine].append(rank)
         return RunWorkers(
-            backend=remote_backend(store.connection, self._deadlines.batch),
+            backend=backend,
             ranks=stubs,
             replicas=replicas,
             agents=Workers([self._restarting_stub(name, AgentWorker) for name in self._agents]),
             rewards=Workers([self._restarting_stub(name, RewardWorker) for name in rewards]) if rewards else None,
-            estimator=self._stub(store, AdvantageWorker, seconds),
+            estimator=self._stub(actors[0], AdvantageWorker, seconds),  # beside the actor's first rank
             shares_devices=chosen.placement == "colocated",
             places=self,
-            watch=partial(self._cluster.watch, [store, *others[: len(ranks)]]),
+            watch=partial(self._cluster.watch, actors[: len(ranks)]),
         )
 
     async def close(self) -> None:
@@ -115,20 +113,35 @@ class RayWorkers:
         """Return a stub of a stateless worker, which is restarted when a call finds it dead."""
         seconds, actors = longest(self._config) + self._deadlines.batch, self._cluster.actors
 
-        async def call(method: str, *arguments: Any, **keywords: Any) -> Any:
+        async def restart() -> None:
+            with suppress(WorkerLost):  # the next call tries again
+                async with self._restarting:
+                    if not actors[name].lives:
+                        actor = await self._cluster.start(actors[name].spec)
+                        await self._make(actor)
+                        if name in self._agents:
+                            await self._routed(actor, 0.0)
+
+        async def call(method: str, *arguments: Any, **named: Any) -> Any:
             try:
-                return await getattr(self._stub(actors[name], cls, seconds), method)(*arguments, **keywords)
+                return await getattr(self._stub(actors[name], cls, seconds), method)(*arguments, **named)
             except WorkerLost:
-                with suppress(WorkerLost):  # the next call tries again
-                    async with self._restarting:
-                        if not actors[name].lives:
-                            actor = await self._cluster.start(actors[name].spec)
-                            await self._make(actor)
-                            if name in self._agents:
-                                await self._routed(actor, 0.0)
+                await restart()
                 raise
 
-        return cast(T, SimpleNamespace(**{method.name: partial(call, method.name) for method in CONTRACTS[cls]}))
+        async def iterate(method: str, *arguments: Any, **named: Any) -> AsyncIterator[Any]:
+            try:
+                async with aclosing(
+                    getattr(self._stub(actors[name], cls, seconds), method)(*arguments, **named)
+                ) as items:
+                    async for item in items:
+                        yield item
+            except WorkerLost:
+                await restart()
+                raise
+
+        methods = {each.name: partial(iterate if each.streams else call, each.name) for each in CONTRACTS[cls]}
+        return cast(T, SimpleNamespace(**methods))
 
     # -- replicas
 
@@ -174,6 +187,7 @@ class RayWorkers:
         """Return where a worker runs; a replica that is added to the run gets a new place."""
         assert self._interpreters is not None
         run: Any = {"config": self._config, "algorithm": self._role.algorithm, "generates": self._role.generates}
+        run["queue"] = str(Path(self._config.folder, "queue").absolute())
         worker = Worker(kind=kind, number=number, role=role, **run)
         python, restarts = self._interpreters.get(kind), kind in ("agent", "reward")
         spec = WorkerSpec(name=worker.name, worker=worker, python=python, restarts=restarts)
@@ -187,7 +201,7 @@ class RayWorkers:
         return attrs.evolve(spec, group=group, bundle=bundle, resources=self._resources(_ROLES))
 
     async def _make(self, actor: Actor) -> None:
-        """Make a worker, once the processes of the store and of all ranks of its engine have started."""
+        """Make a worker, once the processes of all ranks of its engine have started."""
         self._note_places()
         worker, place, chosen = actor.spec.worker, actor.place, self._config.cluster.ray
         if worker.kind == "engine":  # where its ranks find each other, and the number of this one on its node
@@ -200,7 +214,7 @@ class RayWorkers:
             local_rank = sum(each.address == place.address for each in places[: worker.number])
             init_method = rendezvous if len(places) > 1 else None
             worker = attrs.evolve(worker, world_size=len(places), local_rank=local_rank, init_method=init_method)
-        await self._cluster.make(actor, attrs.evolve(worker, store=self._store, host=place.address))
+        await self._cluster.make(actor, attrs.evolve(worker, host=place.address))
 
     def _note_places(self) -> None:
         found = {name: each for name, each in self._cluster.actors.items() if each.lives and hasattr(each, "place")}

@@ -43,8 +43,8 @@ _DISK_ERRORS = frozenset({errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, er
 #: change because the contents are compared.
 _FREE = (
     "name folder observe deadlines checkpoint cluster environments checkpoint_engine log_prob_check schedule.steps "
-    "evaluation.every queue.address queue.durable queue.host queue.max_bytes queue.max_samples queue.port "
-    "queue.rewards data.train data.eval data.expert"
+    "evaluation.every profile queue.address queue.durable queue.host queue.max_bytes queue.max_samples queue.port "
+    "queue.rewards transfer_queue data.train data.eval data.expert"
 )
 
 
@@ -115,8 +115,8 @@ async def _run(config: RunConfig, role: RoleName, hooks: Sequence[object], regis
                 processes.push_async_callback(workers.close)
                 make_workers = workers.make
             for left in reversed(range(config.checkpoint.max_recoveries + 1)):
-                attempt = attrs.evolve(prepared)
-                builder = RunBuilder(role=attempt, stop=stop, factory=factory, make_workers=make_workers)
+                fresh = attrs.evolve(prepared)
+                builder = RunBuilder(role=fresh, stop=stop, factory=factory, make_workers=make_workers)
                 try:
                     with _reported(builder, checkpoint):
                         steps = await builder.execute(checkpoint)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import partial
@@ -31,34 +31,27 @@ from jackfield.queue import TransferQueue, Values
 from jackfield.queue.store import STORE_FILE
 from jackfield.routing import Replica, Router
 from jackfield.runtime.engine import EngineRank
-from jackfield.runtime.process import (
-    ROLLOUT,
-    connect_worker,
-    interface_of,
-    open_host,
-    remote_backend,
-    rollout_service,
-    store_services,
-    use_process,
-)
-from jackfield.runtime.samples import AdvantageWorker
-from jackfield.runtime.workers import AgentWorker, RewardWorker, Workers
+from jackfield.runtime.process import ROLLOUT, connect_worker, interface_of, open_host, rollout_service, use_process
+from jackfield.runtime.rewards import RewardWorker
+from jackfield.runtime.samples import AdvantageWorker, StepValues
+from jackfield.runtime.workers import AgentWorker, Workers
 from jackfield.sdk.child import ChildProcess
 from jackfield.sdk.rpc import Address, Connection, Contract, Service
 from jackfield.trainer.role import Role, RunWorkers
-from jackfield.weights import WeightSender
+from jackfield.weights import WeightSender, WeightSource
 
 _END_SECONDS = 15.0  #: for a replica's process to exit by itself, once its socket is closed
 
-Kind: TypeAlias = Literal["store", "engine", "rollout", "agent", "reward"]
+Kind: TypeAlias = Literal["engine", "rollout", "agent", "reward"]
+#: Opens the queue of a role, with servers at an address of this machine, and returns the backend of this process.
+OpenQueue: TypeAlias = Callable[..., Awaitable[TransferQueueBackend]]
 
 #: The name of each kind of worker, and the plugins that it loads.
 _KINDS: Mapping[Kind, tuple[str, tuple[str, ...]]] = {
-    "store": ("the queue's storage worker", ("transfer_queue",)),
-    "engine": ("the {role} engine, rank {number}", ("engine", "checkpoint_engine")),
+    "engine": ("the {role} engine, rank {number}", ("transfer_queue", "engine", "checkpoint_engine")),
     "rollout": ("rollout replica {number}", ("rollout",)),
-    "agent": ("agent worker {number}", ("agent",)),
-    "reward": ("reward worker {number}", ("reward",)),
+    "agent": ("agent worker {number}", ("transfer_queue", "agent")),
+    "reward": ("reward worker {number}", ("transfer_queue", "reward")),
 }
 
 
@@ -72,7 +65,7 @@ class Worker:
     config: RunConfig
     algorithm: ResolvedAlgorithm | None = None  #: not for replicas
     generates: bool = True  #: whether the run has replicas
-    store: Address | None = None  #: address of the storage worker, for workers that use it
+    queue: str | None = None  #: the queue's folder, in a cluster; its workers join the backend there
     host: str = "127.0.0.1"  #: address of its node
     world_size: int = 1  #: number of its engine's ranks
     local_rank: int = 0  #: number of the rank among those on its node
@@ -97,29 +90,29 @@ class WorkerFactory:
     router: Router = attrs.field(init=False)  #: sends the requests of the agent worker that was made here
     _children: dict[int, ChildProcess] = attrs.field(factory=dict, init=False)  #: processes of replicas, by number
 
-    async def make(self, role: Role, stack: AsyncExitStack) -> RunWorkers:
+    async def make(self, role: Role, stack: AsyncExitStack, open_queue: OpenQueue) -> RunWorkers:
         """Make the workers of a role, again after each recovery. ``stack`` ends them."""
         import torch
 
-        # one thread for engine and replicas, which would compete for cores
+        cluster = self.config.cluster
         stack.callback(torch.set_num_threads, torch.get_num_threads())
-        if self.config.cluster.threads is not None:
-            torch.set_num_threads(self.config.cluster.threads)
+        torch.set_num_threads(cluster.threads or torch.get_num_threads())
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="jackfield-compute")
         asyncio.get_running_loop().set_default_executor(pool)  # the loop shuts it down when it closes
-        address = self.config.queue.address
-        backend = self.backend(None if address is None else Path(address).parent)
-        values, scores = Values(backend), role.scores or role.evaluates
+        backend = await open_queue()
+        values, step_values, scores = Values(backend), StepValues(backend), role.scores or role.evaluates
         stack.push_async_callback(lambda: asyncio.gather(*map(self.end, list(self._children))))
         agent = self.agent_worker(values, role.generates, request_prefix=self.config.name)
         worker = partial(Worker, kind="engine", config=self.config, algorithm=role.algorithm)
         return RunWorkers(
             backend=backend,
-            ranks={engine: [self.engine_rank(worker(role=engine), values, stack)] for engine in role.engines},
+            ranks={engine: [self.engine_rank(worker(role=engine), step_values, stack)] for engine in role.engines},
             agents=Workers([agent]),
             rewards=Workers([await self.reward_worker(values, stack)]) if scores else None,
-            estimator=AdvantageWorker(values, role.algorithm),
-            replicas=self.config.cluster.replicas if role.generates else 0,
+            estimator=AdvantageWorker(step_values, role.algorithm),
+            replicas=cluster.replicas if role.generates else 0,
+            shares_devices=cluster.device != "cpu"
+            or (1 + cluster.replicas) * (cluster.threads or 1 << 16) > (os.cpu_count() or 1),
             places=self,
         )
 
@@ -127,10 +120,11 @@ class WorkerFactory:
         chosen: PluginSection = getattr(self.config, kind)
         return self.registry.load(kind, chosen.name).build(chosen.settings, context, kind)
 
-    def backend(self, joins: Path | None = None) -> TransferQueueBackend:
+    def backend(self, joins: str | Path | None = None, host: str = "127.0.0.1") -> TransferQueueBackend:
         """Make a backend without starting it, or a client of the one in the folder ``joins``."""
-        folder, silence = joins or Path(self.config.folder) / "queue", self.config.deadlines.heartbeat
-        context = TransferQueueContext(folder=str(folder), joins=joins is not None, heartbeat_seconds=silence)
+        folder = str(joins or Path(self.config.folder) / "queue")
+        how: Any = {"joins": joins is not None, "heartbeat_seconds": self.config.deadlines.heartbeat}
+        context = TransferQueueContext(folder=folder, host=host, **how)
         return cast(TransferQueueBackend, self._plugin("transfer_queue", context))
 
     def queue(self, backend: TransferQueueBackend) -> TransferQueue:
@@ -171,8 +165,15 @@ class WorkerFactory:
         if actor:
             seconds, blocks = config.deadlines.sync, config.weights.block_bytes if config.weights.kind == "delta" else 0
             sending = CheckpointEngineContext(end="sender", host=worker.host, deadline_seconds=seconds, **shared)
+            alone = attrs.evolve(sending, rank=0, world_size=1)  # a link's sender is the only one
+
+            def make(source: WeightSource) -> WeightSender:
+                return WeightSender(self._plugin("checkpoint_engine", alone), source)
+
             transport = self._plugin("checkpoint_engine", sending)
-            sender = WeightSender(transport, engine.get_per_tensor_param, block_bytes=blocks)
+            sender = WeightSender(
+                transport, engine.get_per_tensor_param, block_bytes=blocks, local=engine.get_local_param, make=make
+            )
         of_critic = {name: name for name in ("returns", "values")}
         columns = {"actor": algorithm.loss_columns, "critic": of_critic}.get(role, {})
         rank = EngineRank(engine, values, loss_columns=columns, sender=sender)
@@ -324,21 +325,18 @@ async def make_worker(description: dict[str, Any], stack: AsyncExitStack) -> Map
         server = factory.rollout_server(number, host=worker.host)
         stack.push_async_callback(server.stop)
         alone = Service(target=server, contract=ROLLOUT)
-        return {"worker": alone if worker.store is None else rollout_service(server, number)}
-    if worker.kind == "store":
-        assert worker.algorithm is not None
-        backend = factory.backend()
-        stack.push_async_callback(backend.close)
-        return {**store_services(backend), **_served(AdvantageWorker(Values(backend), worker.algorithm))}
-    assert worker.store is not None
-    connection = await connect_worker(worker.store, attrs.evolve(worker, kind="store").name, worker.name, Clock())
-    stack.push_async_callback(connection.close)
-    values = Values(remote_backend(connection, config.deadlines.batch))
+        return {"worker": alone if worker.queue is None else rollout_service(server, number)}
+    backend = factory.backend(worker.queue, worker.host)
+    stack.push_async_callback(backend.close)
+    await backend.start()
     if worker.kind == "engine":
         if interface := interface_of(worker.host):  # gloo would take the address of the machine's name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        rank = factory.engine_rank(worker, values, stack)
-        return _served(rank) if rank.sender is None else _served(rank, rank.sender)
+        assert worker.algorithm is not None
+        values: Values = StepValues(backend)
+        rank, estimator = factory.engine_rank(worker, values, stack), AdvantageWorker(values, worker.algorithm)
+        return _served(rank, estimator, *([] if rank.sender is None else [rank.sender]))
+    values = Values(backend)
     if worker.kind == "reward":
         return _served(await factory.reward_worker(values, stack, number))
     agents = factory.agent_worker(values, worker.generates, request_prefix=f"{config.name}-{number}")

@@ -108,7 +108,9 @@ def resolve_defaults(config: RunConfig) -> RunConfig:
         message = "the checkpoint engine 'in_process' cannot reach workers in other processes"
         expected = f"auto, {_CHECKPOINT_ENGINES[reached]}, or another engine that crosses processes"
         raise ConfigError(message, where="checkpoint_engine.name", expected=expected, found=f"in_process with {own}")
-    return attrs.evolve(config, checkpoint_engine=chosen)
+    if (queue := config.transfer_queue).name == "auto":
+        queue = attrs.evolve(queue, name="zmq" if cluster.name == "ray" else "memory")
+    return attrs.evolve(config, checkpoint_engine=chosen, transfer_queue=queue)
 
 
 def plugin_settings(config: RunConfig, registry: Registry) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import socket
 from collections.abc import Mapping
 from functools import partial
@@ -26,6 +27,7 @@ from jackfield.settings import option
 
 #: Default bounds on the mean distance of a replica's log-probs from the engine's, in nats.
 _EXACT_BOUND, _ROUNDED_BOUND, _FLOAT8_BOUND = 0.01, 0.25, 0.5
+_PROFILE = re.compile(r"step:[0-9]+(-[0-9]+)?(,[0-9]+(-[0-9]+)?)*")
 _WORKERS = ("engine", "rollout", "agent", "reward")  #: kinds of plugins that can run in their own interpreter
 
 
@@ -274,13 +276,29 @@ class RunConfig:
     rollout: PluginSection = option(PluginSection(name="transformers"), "the rollout plugin and its settings")
     agent: PluginSection = option(PluginSection(name="single_turn"), "the agent plugin and its settings")
     reward: PluginSection = option(PluginSection(name="rules"), "the reward plugin and its settings")
-    transfer_queue: PluginSection = option(PluginSection(name="memory"), "the transfer_queue plugin and its settings")
+    transfer_queue: PluginSection = option(PluginSection(name="auto"), "queue backend; auto: memory, or zmq in Ray")
     checkpoint_engine: PluginSection = option(
         PluginSection(name="auto"),
         "the checkpoint_engine plugin and its settings; auto: in_process; nccl with cluster.name: ray; shared if the "
         "rollout server has its own interpreter",
     )
     observe: ObserveSettings = option(factory=ObserveSettings, help="what the run writes and shows")
+    profile: str | None = option(None, "steps to profile, counted from 1: step:5 or step:5,8-9; null: none")
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse steps to profile that the run does not have."""
+        if self.profile is not None and not _PROFILE.fullmatch(self.profile):
+            raise self.refusal("profile", "this does not say which steps to profile", "step:5, or step:5,8-9")
+        if not all(steps and 1 <= steps[0] <= steps[-1] <= self.schedule.steps for steps in self.profiled_steps):
+            expected = f"steps from 1 to {self.schedule.steps} (schedule.steps), ranges upwards"
+            raise self.refusal("profile", "steps are to be profiled that the run does not have", expected)
+
+    @property
+    def profiled_steps(self) -> list[range]:
+        """The steps to profile, counted from 1."""
+        listed = [] if self.profile is None else self.profile.removeprefix("step:").split(",")
+        ends = (each.partition("-") for each in listed)
+        return [range(int(first), int(last or first) + 1) for first, _, last in ends]
 
     def seed_of(self, sampling: SamplingParams) -> int:
         """Return the seed for these sampling parameters, which is the run's unless they have one."""

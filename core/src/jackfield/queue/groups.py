@@ -18,6 +18,7 @@ from jackfield.queue.records import BatchState, Group, Sample, Status, sequence_
 from jackfield.queue.store import Controller
 
 _GONE = "its values are gone from the store, or damaged in it"
+_columns = functools.lru_cache(maxsize=1024)(frozenset[str])  # samples share them
 
 
 @attrs.define(eq=False)
@@ -199,10 +200,7 @@ class Groups:
             batch.require_well()
             group = batch.groups[key.index]
             if group.key != key or group.status != Status.ASSIGNED:
-                message, expected = (
-                    "the group is not this explorer's any more",
-                    f"{group.key}, handed out and not opened",
-                )
+                message, expected = "the group is not this explorer's any more", f"{group.key}, assigned and not opened"
                 raise QueueError(message, where=str(key), expected=expected, found=group.status.name.lower())
             group.status, group.name = Status.OPEN, str(key)
             group.task_id, group.rollouts, group.tags = new.task_id, new.rollouts, new.tags
@@ -211,72 +209,77 @@ class Groups:
     async def end_rollouts(self, reports: Sequence[RolloutReport]) -> tuple[str, ...]:
         """Record that rollouts have ended, after the values of their samples were put into the backend.
 
-        Return the rejected keys, whose group was dropped or whose rollout was reported before. Their values are
-        deleted.
+        Return the rejected keys, whose group was dropped or whose rollout was reported before; they are deleted.
         """
-        stray: list[str] = []
-        for report in reports:
-            group = self.core.state.group(report.group)
+        stray, published = list[str](), dict[Group, dict[str, str]]()
+        groups = [self.core.state.group(report.group) for report in reports]
+        for group, report in zip(groups, reports, strict=True):
             if group is not None and not 0 <= report.rollout < group.rollouts:
                 raise QueueError("the group has no such rollout", where=report.group, found=report.rollout)
+        for group, report in zip(groups, reports, strict=True):
             if group is None or group.is_made or report.rollout in group.ended:
                 known = {} if group is None else group.samples
                 stray += [key for key in report.keys if key not in known]  # dropped, or reported before
                 continue
-            columns, tags = frozenset(report.written.columns), report.written.tags or ({},) * len(report.keys)
-            for key, size, own in zip(report.keys, report.written.sizes, tags, strict=True):
-                if (made := report.lineage.get(key)) is not None:  # tags show the lineage
-                    own = {**own, "operation": made.operation, "parents": list(made.parents)}
-                group.samples[key] = Sample(report.rollout, own, columns, size)
-                self.core.state.count(1, size)
-            group.ended[report.rollout] = report.error
-            if report.error is not None:
-                self.core.fail(f"{group.name}/{report.rollout}", report.error)
-            for key, made in report.lineage.items():
-                self.core.store.derived[key] = made
-                self.core.record("derive", key=key, operation=made.operation, parents=list(made.parents))
-            for partition, feed in self._feeds:
-                if partition == group.batch.partition.name:
-                    feed += report.keys
-            if not group.running():
+            self._end_rollout(group, report)
+            if len(group.ended) == group.rollouts:
                 ordered = sorted(group.samples.items(), key=lambda item: (item[1].rollout, sequence_of(item[0])))
                 group.samples, group.status = dict(ordered), Status.PUBLISHED
-                self._settle(group)
+                published[group] = {}
+        self._settle(published)
         self.core.discard(stray)
         return tuple(stray)
 
-    def _settle(self, group: Group, failed: Mapping[str, str] | None = None) -> None:
-        """Publish a group whose rollouts have ended and have samples, or drop it and retry its index.
+    def _end_rollout(self, group: Group, report: RolloutReport) -> None:
+        """Record the outcome of a rollout."""
+        columns, tags = _columns(tuple(report.written.columns)), report.written.tags or ({},) * len(report.keys)
+        for key, size, own in zip(report.keys, report.written.sizes, tags, strict=True):
+            if (made := report.lineage.get(key)) is not None:  # tags show the lineage
+                own = {**own, "operation": made.operation, "parents": list(made.parents)}
+            group.samples[key] = Sample(report.rollout, own, columns, size)
+        self.core.state.count(len(report.keys), sum(report.written.sizes))
+        group.ended[report.rollout] = report.error
+        if report.error is not None:
+            self.core.fail(f"{group.name}/{report.rollout}", report.error)
+        for key, made in report.lineage.items():
+            self.core.store.derived[key] = made
+            self.core.record("derive", key=key, operation=made.operation, parents=list(made.parents))
+        for partition, feed in self._feeds:
+            if partition == group.batch.partition.name:
+                feed += report.keys
 
-        ``failed`` has the reasons of its samples that are removed first.
+    def _settle(self, groups: Mapping[Group, Mapping[str, str]]) -> None:
+        """Publish groups whose rollouts have ended and have samples, or drop them and retry their indexes.
+
+        The values are the reasons of their samples that are removed first, by key.
         """
-        for key, reason in (failed or {}).items():
-            self.core.fail(key, reason)
-        self.leases.remove(group, list(failed or ()))
-        lost = sorted(set(range(group.rollouts)) - {sample.rollout for sample in group.samples.values()})
-        if group.is_made and not lost:
-            self.leases.changed(group)
-        elif group.is_made:
-            counted = Counter(why for _, why in sorted(group.ended.items()) if why is not None).most_common(3)
-            errors = "; ".join(f"{count} × {why}" for why, count in counted)
-            shortage = errors or f"rollouts without a surviving sample: {', '.join(map(str, lost))}"
-            self._retry(group, [*failed.values()][-1] if failed else shortage)
+        changed = []
+        for group, failed in groups.items():
+            for key, reason in failed.items():
+                self.core.fail(key, reason)
+            self.leases.remove(group, list(failed))
+            lost = sorted(set(range(group.rollouts)) - {sample.rollout for sample in group.samples.values()})
+            if group.is_made and not lost:
+                changed.append(group)
+            elif group.is_made:
+                counted = Counter(why for _, why in sorted(group.ended.items()) if why is not None).most_common(3)
+                errors = "; ".join(f"{count} × {why}" for why, count in counted)
+                shortage = errors or f"rollouts without a surviving sample: {', '.join(map(str, lost))}"
+                self._retry(group, [*failed.values()][-1] if failed else shortage)
+        self.leases.changed(changed)
 
     async def new_samples(self, partition: str) -> AsyncIterator[tuple[str, ...]]:
-        """Yield the keys of existing samples, then of new ones as their rollouts end, without a lease.
+        """Yield the keys of samples as their rollouts end, without a lease, while others of their group still run.
 
-        Samples that have the columns of all stages are skipped. The iteration ends when the queue closes.
+        A published group is skipped: consumers may lease it. The iteration ends when the queue closes.
         """
         batches = self.core.state.partition(partition).batches.values()
         feed = [key for batch in batches for group in batch.groups for key in group.samples]
         self._feeds.append(entry := (partition, feed))
         try:
             while self.core.deletion is not None:
-                consumers = self.core.state.partition(partition).consumers
-                wanted = frozenset[str]().union(*(consumer.writes for consumer in consumers))
                 found = [(key, self.core.state.groups.get(group_of(key))) for key in feed]
-                there = [(key, group.samples[key]) for key, group in found if group and key in group.samples]
-                coming = tuple(key for key, sample in there if not wanted or not wanted <= sample.columns)
+                coming = tuple(key for key, group in found if group and not group.is_made and key in group.samples)
                 feed.clear()
                 if coming:
                     yield coming
@@ -302,8 +305,7 @@ class Groups:
         """
         found = self._by_group(reasons)
         self.leases.require_free(found)
-        for group, failed in found.items():
-            self._settle(group, failed)
+        self._settle(found)
 
     def _by_group(self, reasons: Mapping[str, str]) -> dict[Group, dict[str, str]]:
         """Return the reasons of existing samples by group."""
@@ -331,7 +333,7 @@ class Groups:
                 if group.is_acked():
                     self.leases.consume([group])
                 else:
-                    self._settle(group, gone)
+                    self._settle({group: gone})
         failed = [key for key in there if not self.core.state.knows(key)]
         if failed:
             logging.getLogger("jackfield").warning(
@@ -358,7 +360,7 @@ class Groups:
 
     def _vacate(self, group: Group) -> None:
         """Have a group handed out again."""
-        group.status, group.explorer = Status.VACANT, None
+        group.status, group.explorer, group.batch.is_handed_out = Status.VACANT, None, False
         self.core.touch(group)
         group.batch.offer()
 
@@ -374,24 +376,25 @@ class Groups:
             self.leases.held(target, whole=False)
         if len(set(keys)) != len(keys) or len(written.sizes) != len(keys) or len(tags or keys) != len(keys):
             raise QueueError("something is written of each sample once", expected=f"{len(keys)} distinct samples")
-        groups = [self.core.state.group_with(key) for key in keys]
-        for key, group in () if isinstance(target, BatchMeta) else zip(keys, groups, strict=True):
-            if group is not None and (clash := columns & group.samples[key].columns):
+        names = target.groups if isinstance(target, BatchMeta) else tuple(map(group_of, keys))
+        groups = {name: self.core.state.group(name) for name in dict.fromkeys(names)}
+        known: dict[str, dict[str, Sample]] = {n: {} if group is None else group.samples for n, group in groups.items()}
+        samples = [known[name].get(key) for key, name in zip(keys, names, strict=True)]
+        for key, sample in () if isinstance(target, BatchMeta) else zip(keys, samples, strict=True):
+            if sample is not None and (clash := columns & sample.columns):
                 message = f"column {', '.join(sorted(clash))} of sample {key} is written already"
-                fix = "write each column once, or under a lease"
-                raise QueueError(message, code="queue.column", where=key, fix=fix)
+                raise QueueError(message, code="queue.column", where=key, fix="write a column once, or under a lease")
         wider: dict[frozenset[str], frozenset[str]] = {}  # samples share them
-        for index, (key, group) in enumerate(zip(keys, groups, strict=True)):
-            if group is None:
-                self.core.discard([key])
+        for sample, size, more in zip(samples, written.sizes, tags or ({},) * len(keys), strict=True):
+            if sample is None:
                 continue
-            sample = group.samples[key]
             if not columns <= sample.columns:
-                sample.bytes += written.sizes[index]
-                self.core.state.count(0, written.sizes[index])
+                sample.bytes += size
+                self.core.state.count(0, size)
             sample.columns = wider.setdefault(sample.columns, sample.columns | columns)
-            if tags:
-                sample.tags = {**sample.tags, **tags[index]}
-        for group in dict.fromkeys(group for group in groups if group is not None):
-            self.leases.changed(group)
-        return tuple(key for key, group in zip(keys, groups, strict=True) if group is not None)
+            if more:
+                sample.tags = {**sample.tags, **more}
+        self.core.discard(key for key, sample in zip(keys, samples, strict=True) if sample is None)
+        there = {name for name, sample in zip(names, samples, strict=True) if sample is not None}
+        self.leases.changed([group for name, group in groups.items() if group is not None and name in there])
+        return tuple(key for key, sample in zip(keys, samples, strict=True) if sample is not None)

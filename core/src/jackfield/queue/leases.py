@@ -51,14 +51,18 @@ class Leases:
         consumer.reuse = consumer.reuse if reuse is None else reuse
         consumer.offer_all()
 
-    def changed(self, group: Group) -> None:
-        """Update readiness and completion of a group that was published or has changed samples or columns."""
-        self.core.touch(group)
-        for consumer in group.batch.partition.consumers:
-            consumer.offer(group)
-            if consumer.writes and consumer.name in group.uses and (hold := consumer.held.pop(group, None)):
-                self.core.record("ack", consumer=consumer.name, step=None, epoch=hold.epoch, keys=list(group.samples))
-        self._finish([group])
+    def changed(self, groups: Sequence[Group]) -> None:
+        """Update readiness and completion of groups that were published or have changed samples or columns."""
+        acked: dict[tuple[str, int], list[Group]] = {}  # by stages and their leases
+        for group in groups:
+            self.core.touch(group)
+            for consumer in group.batch.partition.consumers:
+                consumer.offer(group)
+                if consumer.writes and consumer.name in group.uses and (hold := consumer.held.pop(group, None)):
+                    acked.setdefault((consumer.name, hold.epoch), []).append(group)
+        for (name, epoch), done in acked.items():
+            self.core.record("ack", consumer=name, step=None, epoch=epoch, keys=_keys(done))
+        self._finish(groups)
 
     async def lease(
         self,
@@ -106,12 +110,12 @@ class Leases:
             mine.usable.pop(group, None)
             mine.held[group] = hold
             group.batch.moved = self.core.clock.time()
-        samples = [(group, key) for group in found for key in group.samples]
+        keys = tuple(_keys(found))
         return BatchMeta(
-            keys=tuple(key for _, key in samples),
-            tags=tuple(group.tags_of(key) for group, key in samples),
-            groups=tuple(group.name for group, _ in samples),
-            leases=(Lease(mine.partition.name, mine.name, mine.epoch),) * len(samples),
+            keys=keys,
+            tags=tuple(tags for group in found for tags in group.all_tags()),
+            groups=tuple(group.name for group in found for _ in group.samples),
+            leases=(Lease(mine.partition.name, mine.name, mine.epoch),) * len(keys),
         )
 
     def _unused(self, consumer: Consumer, batch: int) -> list[Group] | None:
@@ -124,10 +128,10 @@ class Leases:
         if found is None:
             return None  # no explorer has claimed it
         found.require_well()
-        fresh = [group for group in found.groups if consumer.is_fresh(group)]
-        left = [group for group in found.groups if group.status != Status.CONSUMED]
+        left = (group for group in found.groups if group.status != Status.CONSUMED)
         if not all(consumer.is_fresh(group) or (group.is_made and consumer.has_had(group)) for group in left):
             return None
+        fresh = [group for group in found.groups if consumer.is_fresh(group)]
         if not fresh:
             message = f"consumer {consumer.name!r} has had all groups of the batch already"
             raise QueueError(message, where=name, fix="lease each batch once")
@@ -263,8 +267,8 @@ class Leases:
     def until(self, batches: Sequence[BatchState], since: float, seconds: float) -> float:
         """Return the end of a wait that restarts at each change of a batch, and is infinite while one is leased."""
         held = [consumer.held for batch in batches for consumer in batch.partition.ends() if consumer.held]
-        made = [group for batch in batches if batch.is_complete for group in batch.groups]
-        is_leased = any(group in groups for groups in held for group in made)
+        made = (group for batch in batches if held and batch.is_complete for group in batch.groups)
+        is_leased = any(group in groups for group in made for groups in held)
         return float("inf") if is_leased else max(since, *(batch.moved for batch in batches)) + seconds
 
     def is_demanded(self, batch: BatchState) -> bool:
@@ -293,7 +297,7 @@ class Leases:
         """Remove samples from their group. Their values are deleted."""
         for key in keys:
             self.core.state.count(-1, -group.samples.pop(key).bytes)
-        self.core.discard(keys)
+        self.core.discard(keys, group.batch.partition.name)
 
     def _retire_stale(self, consumer: Consumer, step: int | None, fresh: bool) -> None:
         if step is None or consumer.reuse.max_staleness is None:

@@ -54,16 +54,26 @@ class GroupKey:
 
     def sample(self, rollout: int, sequence: int, restart: int = 0) -> str:
         """Return the key of a sample."""
-        return f"{self.rollout(rollout, restart)}/{sequence}"
+        return sample_key(str(self), rollout, sequence, restart)
 
 
 def _numbered(number: int, again: int) -> str:
     return f"{number}r{again}" if again else str(number)
 
 
+def sample_key(group: str, rollout: int, sequence: int, restart: int = 0) -> str:
+    """Return the key of a sample from the group's key as text."""
+    return f"{group}/{_numbered(rollout, restart)}/{sequence}"
+
+
 def group_of(key: str) -> str:
     """Return the group's key, as text, of a sample's key."""
     return key.rsplit("/", 2)[0]
+
+
+def index_of(group: str) -> int:
+    """Return the index in its batch of a group's key, as text."""
+    return int(group.rsplit("/", 2)[1])
 
 
 def partition_of(key: str) -> str:
@@ -171,11 +181,17 @@ class BatchMeta:
 
     def select(self, indexes: Iterable[int]) -> BatchMeta:
         """Return the samples at ``indexes``, in that order, under the same leases."""
-        chosen, fields = list(indexes), attrs.asdict(self, recurse=False)
-        return BatchMeta(**{name: tuple(values[index] for index in chosen) for name, values in fields.items()})
+        chosen = list(indexes)
+        if chosen == list(range(len(self))):
+            return self
+        every = (self.keys, self.tags, self.groups, self.leases)
+        keys, tags, groups, leases = (tuple(map(values.__getitem__, chosen)) for values in every)
+        return BatchMeta(keys=keys, tags=tags, groups=groups, leases=leases)  # type: ignore[arg-type]
 
     def joined(self, other: BatchMeta) -> BatchMeta:
         """Return these samples followed by those of ``other``."""
+        if not other.keys:
+            return self
         fields = attrs.asdict(self, recurse=False)
         return BatchMeta(**{name: values + getattr(other, name) for name, values in fields.items()})
 
@@ -223,7 +239,7 @@ class Ready:
 
     def tags(self, name: str) -> Mapping[str, Any]:
         """Return the tags of a group's first sample, with the oldest and newest weight version of the group."""
-        tags = [self._groups[name].tags_of(key) for key in self._groups[name].samples]
+        tags = self._groups[name].all_tags()
         bounds = {}
         for bound, choose in (("weight_version_min", min), ("weight_version_max", max)):
             if versions := [each[bound] for each in tags if bound in each]:

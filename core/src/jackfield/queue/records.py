@@ -108,11 +108,11 @@ class Group:
         """Return whether a consumer has acked the group, possibly provisionally."""
         return any(consumer.name in self.uses for consumer in self.batch.partition.ends())
 
-    def tags_of(self, key: str) -> dict[str, Any]:
-        """Return the tags of a sample and of its group, and those that the queue adds."""
-        sample = self.samples[key]
+    def all_tags(self) -> list[dict[str, Any]]:
+        """Return the tags of each sample and of the group, and those that the queue adds."""
         own = {"task_id": self.task_id, "batch": self.batch.number, "group": self.index, "retry": self.retry}
-        return {**own, "rollout": sample.rollout, "sequence": sequence_of(key), **self.tags, **sample.tags}
+        made = [({"rollout": one.rollout, "sequence": sequence_of(key)}, one.tags) for key, one in self.samples.items()]
+        return [{**own, **place, **self.tags, **tags} for place, tags in made]
 
     def running(self) -> list[int]:
         return [rollout for rollout in range(self.rollouts) if rollout not in self.ended]
@@ -158,6 +158,7 @@ class BatchState:
     is_offered: bool = False  #: whether the next claimant gets it
     readers: int = 0  #: number of iterations that hand out its groups
     moved: float = 0.0  #: time of the last change
+    is_handed_out: bool = False  #: whether no group is vacant, so that :meth:`vacant` need not look
 
     @property
     def name(self) -> str:
@@ -168,7 +169,9 @@ class BatchState:
         return all(group.is_made for group in self.groups)
 
     def vacant(self) -> list[Group]:
-        return [group for group in self.groups if group.status == Status.VACANT]
+        found = [] if self.is_handed_out else [group for group in self.groups if group.status == Status.VACANT]
+        self.is_handed_out = not found
+        return found
 
     def is_final(self) -> bool:
         """Return whether each group is acked or consumed, so that none can be dropped any more."""

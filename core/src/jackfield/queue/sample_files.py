@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -169,8 +170,7 @@ def _read_lines(file: Path) -> Iterator[SavedSample]:
                 example = '{"columns": {"prompt_ids": [1, 2], …}, "tags": {…}, "group": …, "task": …}'
                 with _refusing(f"{file}, line {number}", example):
                     record = json.loads(line.decode("utf-8"))
-                    if unknown := record.keys() - _KEYS:
-                        raise ValueError(f"unknown keys {sorted(unknown)}; the known ones are {sorted(_KEYS)}")
+                    _check_known(record)
                     types = record.get("types", {})
                     cells = {name: cell_of(name, each, types.get(name)) for name, each in record["columns"].items()}
                     names = record.keys() - {"columns", "types", "acked_by"}
@@ -185,8 +185,14 @@ def _read_parquet(file: Path) -> Iterator[SavedSample]:
     with _refusing(str(file), "columns.NAME"), parquet.ParquetFile(file) as opened:
         if not any(name.startswith("columns.") for name in opened.schema_arrow.names):
             raise ValueError(f"the columns are {', '.join(opened.schema_arrow.names)}")
+        _check_known(re.sub(r"^(columns|types)\..*", r"\1", name) for name in opened.schema_arrow.names)
         for batch in opened.iter_batches(batch_size=BATCH_ROWS):
             yield from from_arrow(batch, cell_of)
+
+
+def _check_known(names: Iterable[str]) -> None:
+    if unknown := set(names) - _KEYS:
+        raise ValueError(f"unknown keys {sorted(unknown)}; the known ones are {sorted(_KEYS)}")
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from jackfield.abc.transfer_queue import (
 from jackfield.errors import QueueError
 from jackfield.queue.meta import BatchMeta, Written
 from jackfield.sdk.archive import SavedSample, read_archive, write_archive
-from jackfield.sdk.cells import Cell, check_column, join, lacking_column, split, split_request, unknown_sample
+from jackfield.sdk.cells import Cell, check_column, join, lacking_column, layouts, split, unknown_sample
 
 _INLINE_BYTES = 1 << 24  #: checkpoints below this size are written without a thread
 
@@ -115,22 +115,27 @@ class MemoryBackend(TransferQueueBackend):
         return self._kept
 
     async def put(self, request: PutRequest) -> PutResult:
-        samples = split_request(request)
-        for key, cells in zip(request.keys, samples, strict=True):
-            kept = self._cells.setdefault((request.partition, key), {})
-            kept |= {name: (text, bytes(content)) for name, (text, content) in cells.items()}
-        return PutResult(bytes=sum(map(_size, samples)))
+        columns, everything = layouts(request), self._cells
+        samples = [everything.setdefault((request.partition, key), {}) for key in request.keys]
+        for name, (text, content, bounds) in columns.items():
+            for cells, start, end in zip(samples, bounds, bounds[1:], strict=False):
+                cells[name] = text, bytes(content[start:end])
+        return PutResult(bytes=sum(len(content) for _, content, _ in columns.values()))
 
     async def get(self, request: GetRequest) -> GetResult:
+        everything, partition = self._cells, request.partition
         try:
-            samples = [self._cells[request.partition, key] for key in request.keys]
+            samples = [everything[partition, key] for key in request.keys]
         except KeyError as error:
             raise unknown_sample(*error.args[0]) from None
+        columns = {}
         for name in request.columns:
-            lacking = [(key, cells) for key, cells in zip(request.keys, samples, strict=True) if name not in cells]
-            if lacking:
-                raise lacking_column(request.partition, name, [key for key, _ in lacking], lacking[0][1])
-        return GetResult(columns={name: join(name, [sample[name] for sample in samples]) for name in request.columns})
+            try:
+                columns[name] = join(name, [cells[name] for cells in samples])
+            except KeyError:
+                lacking = [(key, cells) for key, cells in zip(request.keys, samples, strict=True) if name not in cells]
+                raise lacking_column(partition, name, [key for key, _ in lacking], lacking[0][1]) from None
+        return GetResult(columns=columns)
 
     async def keys(self, request: KeysRequest) -> KeysResult:
         wanted, found = request.partition, self._cells.items()
@@ -162,4 +167,4 @@ class MemoryBackend(TransferQueueBackend):
 
 
 def _size(cells: Mapping[str, Cell]) -> int:
-    return sum(len(content) for _, content in cells.values())
+    return sum([len(content) for _, content in cells.values()])

@@ -17,6 +17,7 @@ from jackfield.clock import Clock
 from jackfield.errors import EngineError, JackfieldError, WorkerLost
 from jackfield.queue import TransferQueue, Values
 from jackfield.queue.meta import BatchMeta, Written
+from jackfield.runtime.profile import begin_trace, end_trace, labelled
 from jackfield.sdk.cells import from_nested, to_nested
 from jackfield.sdk.jagged import jagged, to_padded
 from jackfield.weights import WeightSender
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 T = TypeVar("T")
+Output: TypeAlias = Literal["log_probs", "values"]
 
 _SAMPLE = ("prompt_ids", "response_ids", "response_mask")
 
@@ -87,12 +89,15 @@ class EngineRank:
         self._work = batch, comparison, TensorDict(values, batch_size=[len(batch)])
 
     async def compute(
-        self, kind: Literal["log_probs", "values"], column: str, *, adapter_off: bool = False
+        self, kind: Output, column: str, batch: BatchMeta | None = None, *, adapter_off: bool = False
     ) -> Written | None:
         """Write the model's log-probs of the responses, or a critic's values, into ``column``.
 
-        Return what was written; None if this is not an output rank.
+        ``batch`` is read first; None: use what :meth:`read` read last. Return what was written; None if this is not an
+        output rank.
         """
+        if batch is not None:
+            await self.read(batch, update=False)
         batch, _, table = self._work
         output = await self._in_thread(self._forward, table, adapter_off)
         if not self._engine.layout.is_output_rank:
@@ -115,13 +120,17 @@ class EngineRank:
             return None
         return [row.tolist() for row in output.log_probs.unbind()]
 
-    async def update(self, loss: LossSpec) -> tuple[dict[str, float], Distances]:
+    async def update(
+        self, loss: LossSpec, batch: BatchMeta | None = None, comparison: Comparison | None = None
+    ) -> tuple[dict[str, float], Distances]:
         """Run this rank's part of an optimizer step; return ``grad_norm``, ``lr`` and metrics.
 
-        With a comparison, also return the :func:`distances` of the training pass.
+        ``batch`` is as for :meth:`compute`. With a comparison, also return the :func:`distances` of the training pass.
         """
         import torch
 
+        if batch is not None:
+            await self.read(batch, update=True, comparison=comparison)
         batch, comparison, table = self._work
         data = table.select(*_SAMPLE, *self._loss_columns)
         data["row"] = torch.arange(len(batch))
@@ -143,8 +152,17 @@ class EngineRank:
         """Move everything to ``device``."""
         await self._in_thread(self._engine.to, device)
 
+    async def begin_trace(self) -> None:
+        """Record what torch does in this process."""
+        begin_trace()
+
+    async def end_trace(self, file: str) -> None:
+        """Write the trace, unless another rank of this process has written it."""
+        await asyncio.to_thread(end_trace, file)
+
     async def close(self) -> None:
         """Release the engine."""
+        await asyncio.to_thread(end_trace)  # of a step that failed
         await self._in_thread(self._engine.close)
 
     def _forward(self, data: TensorDict, adapter_off: bool) -> EngineOutput:
@@ -164,7 +182,7 @@ class EngineRank:
     async def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
         role, rank = self._engine.context.role, self._engine.context.rank
         try:
-            return await asyncio.to_thread(call, *arguments)
+            return await asyncio.to_thread(labelled, f"{role} {rank}: {call.__name__.strip('_')}", call, *arguments)
         except JackfieldError:
             raise
         except Exception as error:
@@ -223,18 +241,17 @@ class EngineGroup:
     #: deadline of one call of a rank: loading a model, a pass, a step or a checkpoint
     _seconds: float = attrs.field(kw_only=True)
     _layouts: list[EngineLayout] = attrs.field(factory=list, init=False)
+    _read: object = attrs.field(default=None, init=False)  #: what several ranks have read last
     reading: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)  #: held while weights are read between steps
 
     async def initialize(self) -> None:
         """Load the model on every rank."""
         self._layouts = await self._all("to load the model", lambda rank, _: rank.initialize())
 
-    async def compute(
-        self, kind: Literal["log_probs", "values"], batch: BatchMeta, column: str, *, adapter_off: bool = False
-    ) -> None:
+    async def compute(self, kind: Output, batch: BatchMeta, column: str, *, adapter_off: bool = False) -> None:
         """Write log-probs of the responses by the model or its base model, or a critic's values, into ``column``."""
-        what = f"to compute {column} of"
-        results = await self._shared(what, batch, lambda rank: rank.compute(kind, column, adapter_off=adapter_off))
+        what, off = f"to compute {column} of", adapter_off
+        results = await self._shared(what, batch, lambda rank, mine: rank.compute(kind, column, mine, adapter_off=off))
         for part, written in results:
             await self._queue.add_columns(part, written)
 
@@ -247,8 +264,9 @@ class EngineGroup:
         self, batch: BatchMeta, loss: LossSpec, comparison: Comparison | None = None
     ) -> tuple[dict[str, float], Distances]:
         """Run one optimizer step; return ``grad_norm``, ``lr`` and metrics of the loss, and what was compared."""
+        reading: Any = {"update": True, "comparison": comparison}
         results = await self._shared(
-            "to train on", batch, lambda rank: rank.update(loss), update=True, comparison=comparison
+            "to train on", batch, lambda rank, mine: rank.update(loss, mine, comparison), **reading
         )
         found: Distances = {}
         for _, (_, distances) in results:
@@ -257,16 +275,23 @@ class EngineGroup:
         return combined([metrics for _, (metrics, _) in results]), found
 
     async def _shared(
-        self, what: str, batch: BatchMeta, work: Callable[[EngineRank], Awaitable[T | None]], **reading: Any
+        self,
+        what: str,
+        batch: BatchMeta,
+        work: Callable[[EngineRank, BatchMeta | None], Awaitable[T | None]],
+        **reading: Any,
     ) -> list[tuple[BatchMeta, T]]:
         """Run work on a batch; return samples and result of one output rank for each data-parallel rank.
 
-        Samples may be lost, and ranks compute together, so no rank starts to compute before all have read.
+        Samples may be lost, and several ranks compute together, so none starts to compute before all have read.
         """
         parts, name = self._split(batch), f"{len(batch)} samples from {batch.keys[0]} to {batch.keys[-1]}"
-        reading = {"update": False, "comparison": None, **reading}
-        await self._all(f"to read {name}", lambda rank, index: rank.read(parts[index], **reading))
-        results = await self._all(f"{what} {name}", lambda rank, _: work(rank))
+        reading, alone = {"update": False, "comparison": None, **reading}, len(parts) == 1
+        if not alone and (wanted := (batch.keys, batch.leases, reading)) != self._read:
+            self._read = None
+            await self._all(f"to read {name}", lambda rank, index: rank.read(parts[index], **reading))
+            self._read = wanted
+        results = await self._all(f"{what} {name}", lambda rank, index: work(rank, parts[index] if alone else None))
         counting: dict[int, tuple[BatchMeta, T]] = {}
         for layout, part, result in zip(self._layouts, parts, results, strict=True):
             if layout.is_output_rank and result is not None:
@@ -281,6 +306,15 @@ class EngineGroup:
     async def load(self, folder: str) -> None:
         """Read a native checkpoint, written by any number of ranks."""
         await self._all(f"to load {folder}", lambda rank, _: rank.load(folder))
+
+    async def begin_trace(self) -> None:
+        """Record what torch does in the processes of all ranks."""
+        await self._all("to begin a trace", lambda rank, _: rank.begin_trace())
+
+    async def end_trace(self, folder: str) -> None:
+        """Write a trace of each rank, or of each process, into ``folder``."""
+        file = f"{folder}/{self._role}"
+        await self._all(f"to write {file}", lambda rank, index: rank.end_trace(f"{file}-{index}.json.gz"))
 
     async def to(self, device: str) -> None:
         """Move everything to ``device``."""
@@ -321,6 +355,8 @@ def shares(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
     Rows are assigned longest first, to the rank with the fewest tokens that has room. One rank gets all, in order.
     """
+    if ranks == 1:
+        return [list(range(len(lengths)))]
     size, larger = divmod(len(lengths), ranks)
     room = [size + (rank < larger) for rank in range(ranks)]
     chosen: list[list[int]] = [[] for _ in range(ranks)]

@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from importlib.metadata import version
@@ -30,22 +30,16 @@ import attrs
 import psutil
 
 from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, GenerateResult
-from jackfield.abc.transfer_queue import GetRequest, GetResult, PutRequest, PutResult, TransferQueueBackend
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RolloutError, WorkerLost
 from jackfield.imports import collection_paused, own_process
 from jackfield.plugins import PluginRecord
 from jackfield.plugins.interpreters import environment_of, introduce, refusals
 from jackfield.routing import Replica
-from jackfield.sdk.archive import batches
-from jackfield.sdk.cells import join, split_request
 from jackfield.sdk.child import ChildProcess
 from jackfield.sdk.rpc import Address, Connection, Contract, Process, Server, Service, caller, connect, stub
 
 _ORPHAN_SECONDS = 10.0  #: for the worker to stop what it has started, once its owner is gone
-_PIECE_BYTES = 16 * 2**20  #: a message is complete once its values reach this size
-
-_Sample: TypeAlias = dict[str, tuple[str, bytes]]  #: encoded cells by column
 
 #: Makes a worker from its description in plain values, and returns its services; the stack is closed when it ends.
 MakeWorker: TypeAlias = Callable[[dict[str, Any], AsyncExitStack], Awaitable[Mapping[str, Service]]]
@@ -234,66 +228,6 @@ def death(name: str, where: str, found: str) -> WorkerLost:
     """Return the error for a worker that died."""
     fix = "look at the worker's log in Ray's session folder; lack of memory is the usual reason"
     return WorkerLost(f"{name} died", where=where, found=found, fix=fix)
-
-
-@attrs.frozen
-class _Samples:
-    """The service that puts and gets samples in pieces of limited size."""
-
-    _backend: TransferQueueBackend
-
-    async def put(self, partition: str, keys: list[str], samples: list[_Sample]) -> int:
-        """Store samples. Return the size of their values in bytes."""
-        columns = {name: join(name, [sample[name] for sample in samples]) for name in samples[0]}
-        stored = await self._backend.put(PutRequest(partition=partition, keys=tuple(keys), columns=columns))
-        return stored.bytes
-
-    async def get(self, request: GetRequest) -> AsyncIterator[list[_Sample]]:
-        """Yield the samples in order, several at a time."""
-        columns = (await self._backend.get(request)).columns
-        numbers = tuple(map(str, range(len(request.keys))))
-        for piece in _pieces(PutRequest(partition=request.partition, keys=numbers, columns=columns)):
-            yield piece
-
-
-_BACKEND = Contract(TransferQueueBackend, without=("put", "get", "close"))
-_SAMPLES = Contract(_Samples)
-
-
-def store_services(backend: TransferQueueBackend) -> dict[str, Service]:
-    """Return the services of a process that holds a backend."""
-    return {
-        "backend": Service(target=backend, contract=_BACKEND),
-        "samples": Service(target=_Samples(backend), contract=_SAMPLES),
-    }
-
-
-def remote_backend(connection: Connection, seconds: float) -> TransferQueueBackend:
-    """Return a stub of the backend at the other end, with a deadline of ``seconds`` per call."""
-    made: TransferQueueBackend = stub(connection, "backend", _BACKEND, TransferQueueBackend, seconds)  # type: ignore[type-abstract]
-    samples = stub(connection, "samples", _SAMPLES, _Samples, seconds)
-
-    async def put(request: PutRequest) -> PutResult:
-        size, first = 0, 0
-        for piece in _pieces(request):
-            size += await samples.put(request.partition, list(request.keys[first : first + len(piece)]), piece)
-            first += len(piece)
-        return PutResult(bytes=size)
-
-    async def get(request: GetRequest) -> GetResult:
-        found = [sample async for piece in samples.get(request) for sample in piece]
-        return GetResult(columns={name: join(name, [sample[name] for sample in found]) for name in request.columns})
-
-    async def close() -> None:
-        """Do nothing: the backend's own process closes it."""
-
-    vars(made).update(put=put, get=get, close=close, durable=False, joins=False)
-    return made
-
-
-def _pieces(request: PutRequest) -> Iterator[list[_Sample]]:
-    samples = cast(Sequence[_Sample], split_request(request))  # of any bytes-like objects
-    return batches(samples, lambda sample: sum(len(content) for _, content in sample.values()), _PIECE_BYTES)
 
 
 async def _serve(make: str, descriptor: int) -> None:

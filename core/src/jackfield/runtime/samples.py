@@ -5,28 +5,41 @@ The advantage worker takes metadata and returns plain numbers, so that it can ru
 
 from __future__ import annotations
 
+import json
 import sys
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from jackfield.abc.agent import AgentSequence
-from jackfield.abc.transfer_queue import Column
+from jackfield.abc.transfer_queue import Column, TransferQueueBackend
 from jackfield.algorithms import advantages, part, prepare
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.algorithms.shaping import kl_in_reward
 from jackfield.algorithms.tensors import naming_rows
 from jackfield.data.tasks import Task
+from jackfield.errors import AgentError
 from jackfield.queue import Values
-from jackfield.queue.meta import BatchMeta, Written
-from jackfield.sdk.cells import column_from_rows, dense_column, from_nested, json_column, to_nested
+from jackfield.queue.meta import BatchMeta, Lease, Written
+from jackfield.sdk.cells import Cell, dense_column, from_nested, join, split, to_nested
 from jackfield.sdk.jagged import from_padded, lengths, to_padded
 
 if TYPE_CHECKING:
     import torch
 
+_INT64, _BOOL, _FLOAT32 = (f'["jagged","{dtype}",[]]' for dtype in ("int64", "bool", "float32"))
+_JSON = '["json","uint8",[]]'
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
 TRAIN = "train"  #: the partition that the trainer consumes
+#: The columns that are written once while a batch is leased. Others are written again for each mini-batch.
+_WRITTEN_ONCE = {
+    *("prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "reward", "reward_dimensions", "rewards"),
+    *("ref_log_probs", "old_log_probs", "values", "advantages", "returns", "rollout_weights", "expert_mask"),
+}
 
 
 def is_expert(tags: Mapping[str, Any]) -> bool:
@@ -65,7 +78,7 @@ def mini_batches(batch: BatchMeta, parts: int, *, whole_groups: bool) -> tuple[B
     Fewer samples (or groups) of the policy than ``parts`` are refused with a ``QueueError``.
     """
     experts = [index for index, tags in enumerate(batch.tags) if is_expert(tags)]
-    split = own(batch).split(parts, whole_groups=whole_groups)
+    split = (own(batch) if experts else batch).split(parts, whole_groups=whole_groups)
     return tuple(each.joined(batch.select(experts[number::parts])) for number, each in enumerate(split))
 
 
@@ -74,28 +87,32 @@ def sampling_seed(*place: object) -> int:
     return int(xxhash.xxh3_64_intdigest("/".join(map(str, place)).encode())) >> 1
 
 
-def sequence_columns(task: Task, sequences: Sequence[AgentSequence], *, supervised: bool = False) -> dict[str, Column]:
-    """Return the columns of samples.
+def sequence_cells(
+    task: Task, sequence: AgentSequence, texts: dict[float | None, bytes], *, supervised: bool = False
+) -> dict[str, Cell]:
+    """Return the values of a sample by column.
 
     ``prompt_ids`` and ``response_ids`` are int64, ``response_mask`` is bool, ``rollout_log_probs`` is float32. ``task``
-    is JSON for the reward pipeline: the task's record, and the reward if the agent has computed it. Samples that are
-    only imitated (``supervised``) have neither log-probs nor a task.
+    is JSON for the reward pipeline: the task's record, and the reward if the agent has computed it. ``texts`` keeps it
+    for further samples of the task, by reward. Samples that are only imitated (``supervised``) have neither log-probs
+    nor a task. Other types raise ``agent.output``.
     """
-    import torch
-
-    def tokens(name: str, dtype: torch.dtype) -> Column:
-        return column_from_rows([torch.tensor(getattr(each, name), dtype=dtype) for each in sequences])
-
-    columns = {
-        "prompt_ids": tokens("prompt_ids", torch.int64),
-        "response_ids": tokens("response_ids", torch.int64),
-        "response_mask": tokens("response_mask", torch.bool),
-    }
-    if not supervised:
-        columns["rollout_log_probs"] = tokens("response_log_probs", torch.float32)
-        fields = {"data_source": task.data_source, "ground_truth": task.ground_truth, "extra_info": dict(task.fields)}
-        columns["task"] = json_column([{**fields, "reward": each.reward} for each in sequences])
-    return columns
+    try:
+        cells: dict[str, Cell] = {
+            "prompt_ids": (_INT64, array("q", sequence.prompt_ids).tobytes()),
+            "response_ids": (_INT64, array("q", sequence.response_ids).tobytes()),
+            "response_mask": (_BOOL, bytes(map(bool, sequence.response_mask))),
+        }
+        if not supervised:
+            cells["rollout_log_probs"] = _FLOAT32, array("f", sequence.response_log_probs).tobytes()
+            if (text := texts.get(sequence.reward)) is None:
+                record = {"data_source": task.data_source, "ground_truth": task.ground_truth, "extra_info": task.fields}
+                text = texts[sequence.reward] = _encode({**record, "reward": sequence.reward}).encode()
+            cells["task"] = _JSON, text
+    except (TypeError, ValueError, OverflowError) as error:
+        what, expected = "an agent loop returned values of another type", "integer ids and mask, float log-probs"
+        raise AgentError(what, code="agent.output", where=f"task {task.id}", expected=expected, found=error) from error
+    return cells
 
 
 def sequence_tags(task: Task, sequence: AgentSequence, rollout: int) -> dict[str, Any]:
@@ -108,7 +125,7 @@ def sequence_tags(task: Task, sequence: AgentSequence, rollout: int) -> dict[str
         "model_tokens": sum(sequence.response_mask),
     }
     if sequence.weight_versions:
-        versions = [version for version in sequence.weight_versions if version >= 0]
+        versions = [version for version in set(sequence.weight_versions) if version >= 0]
         tags |= {"weight_version_min": min(versions, default=0), "weight_version_max": max(versions, default=0)}
         tags |= {"step_id": sequence.step_id, "finish_reason": sequence.finish_reason}
     return tags
@@ -128,18 +145,18 @@ def not_finite(metrics: Mapping[str, object]) -> dict[str, object]:
     }
 
 
-def said(tags: Mapping[str, Any]) -> dict[str, float]:
-    """Return tags of agent loop and reward: ``turns``, ``agent/NAME``, ``reward/NAME``."""
-    return {name: value for name, value in tags.items() if name == "turns" or name.startswith(("agent/", "reward/"))}
+def said(names: Iterable[str]) -> list[str]:
+    """Return the names of tags of agent loop and reward: ``turns``, ``agent/NAME``, ``reward/NAME``."""
+    return [name for name in names if name == "turns" or name.startswith(("agent/", "reward/"))]
 
 
-def said_metrics(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+def said_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return means of tags: ``agent/turns``, ``agent/NAME/mean``, ``reward/NAME/mean``."""
-    values: dict[str, list[float]] = {}
-    for tags in rows:
-        for name, value in said(tags).items():
-            values.setdefault("agent/turns" if name == "turns" else f"{name}/mean", []).append(value)
-    return {name: sum(some) / len(some) for name, some in values.items()}
+    means = {}
+    for name in said(dict.fromkeys(chain.from_iterable(rows))):
+        values = [tags[name] for tags in rows if name in tags]
+        means["agent/turns" if name == "turns" else f"{name}/mean"] = sum(values) / len(values)
+    return means
 
 
 def global_counts(samples: Sequence[Mapping[str, Any]]) -> dict[str, int]:
@@ -147,12 +164,59 @@ def global_counts(samples: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
     These are model tokens and sequences of all samples, of the policy's samples (``usual``), and of an expert's.
     """
-    kinds = {"usual_": [each for each in samples if not is_expert(each)], "expert_": list(filter(is_expert, samples))}
-    counts = {}
-    for kind, some in {"": samples, **kinds}.items():
+    experts, counts = list(filter(is_expert, samples)), {}
+    for kind, some in {"": samples, "expert_": experts}.items():
         counts[f"global_{kind}tokens"] = sum(tags["model_tokens"] for tags in some)
         counts[f"global_{kind}sequences"] = len(some)
+    for what in ("tokens", "sequences"):
+        counts[f"global_usual_{what}"] = counts[f"global_{what}"] - counts[f"global_expert_{what}"]
     return counts
+
+
+class StepValues(Values):
+    """Values of the batch that a trainer works on, for all engines and the advantage worker of one process.
+
+    Each value is read once, and what was written here is not read. A batch under other leases ends what was kept, so
+    samples that are generated or chosen again are read again.
+    """
+
+    def __init__(self, backend: TransferQueueBackend) -> None:
+        super().__init__(backend)
+        self._leases: set[Lease] = set()
+        self._cells: dict[str, dict[str, Cell]] = {}  #: by column and key
+
+    async def read(self, meta: BatchMeta, names: Sequence[str]) -> dict[str, Column]:
+        """Read columns of a batch in its order, those that are not kept from the backend."""
+        self._begin(meta)
+        missing: dict[tuple[int, ...], list[str]] = {}
+        for name in names:
+            kept = self._cells.get(name, {})
+            missing.setdefault(tuple(at for at, key in enumerate(meta.keys) if key not in kept), []).append(name)
+        for rows, some in missing.items():
+            if rows:
+                part = meta.select(rows)
+                self._keep(part, await super().read(part, some))
+        found = {name: join(name, [self._cells[name][key] for key in meta.keys]) for name in names}
+        for name in set(names) - _WRITTEN_ONCE:
+            del self._cells[name]
+        return found
+
+    async def write(self, meta: BatchMeta, columns: Mapping[str, Column]) -> Written:
+        """Write columns of a batch, and keep them; those that are written again until they are read."""
+        written = await super().write(meta, columns)
+        self._begin(meta)
+        self._keep(meta, columns)
+        return written
+
+    def _begin(self, meta: BatchMeta) -> None:
+        if not self._leases.issuperset(meta.leases):
+            self._leases, self._cells = set(meta.leases), {}
+
+    def _keep(self, meta: BatchMeta, columns: Mapping[str, Column]) -> None:
+        for name, column in columns.items():
+            text, contents = split(column)
+            cells = ((text, content) for content in contents)
+            self._cells.setdefault(name, {}).update(zip(meta.keys, cells, strict=True))
 
 
 class AdvantageWorker:

@@ -8,51 +8,127 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from functools import partial
-from typing import Any, Generic, NoReturn, TypeVar
+from itertools import islice
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import attrs
-import xxhash
 
 from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence, ChatTokenizer
-from jackfield.abc.reward import RewardAgent, ScoreRequest, ScoreResult
 from jackfield.abc.rollout import SamplingParams
-from jackfield.algorithms.shaping import fill_failed
-from jackfield.clock import Clock
-from jackfield.config import RunConfig
+from jackfield.clock import Clock, too_late
 from jackfield.data.tasks import Task
 from jackfield.data.tokens import encode_answers, encode_prompt
 from jackfield.errors import (
     AgentError,
-    DeadlineExceeded,
+    ConfigError,
+    DataError,
     JackfieldError,
+    PluginError,
     QueueError,
-    RewardError,
     WorkerLost,
     described,
+    some,
 )
 from jackfield.plugins.hooks import SampleRecord
 from jackfield.queue import Values
-from jackfield.queue.meta import GroupKey, RolloutReport, Written, group_of
-from jackfield.runtime.samples import metric_tags, not_finite, sequence_columns, sequence_tags
-from jackfield.sdk.cells import column_from_rows, rows_of
+from jackfield.queue.meta import GroupKey, RolloutReport, Written, sample_key
+from jackfield.runtime.samples import metric_tags, not_finite, sequence_cells, sequence_tags
+from jackfield.sdk.cells import Cell, join, rows_of
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 _ATTEMPTS = 3  #: how often work is tried in total, if workers die
+_LIST = 512  #: size at which a list of results is reported
 
 
 @attrs.frozen
 class Workers(Generic[T]):
-    """Stateless workers or their stubs. Work on one subject always goes to the same worker."""
+    """Stateless workers or their stubs. Work on one group always goes to the same worker."""
 
     _workers: Sequence[T]
 
-    def of(self, subject: str) -> T:
-        """Return the worker of a subject (a group or a rollout), which is always the same."""
-        return self._workers[xxhash.xxh3_64_intdigest(subject.encode()) % len(self._workers)]
+    def of(self, index: int) -> T:
+        """Return the worker of the groups with an index."""
+        return self._workers[index % len(self._workers)]
+
+    def shares(self, work: Iterable[S], index: Callable[[S], int]) -> list[tuple[T, list[S]]]:
+        """Return each worker's share of work on groups, of which ``index`` returns the index."""
+        if len(self._workers) == 1:
+            return [(self._workers[0], mine)] if (mine := list(work)) else []
+        shares: dict[int, list[S]] = {}
+        for each in work:
+            shares.setdefault(index(each) % len(self._workers), []).append(each)
+        return [(self._workers[number], share) for number, share in shares.items()]
+
+
+def list_seconds(elapsed: float) -> float:
+    """Return how long the first result of a list waits for others, ``elapsed`` seconds after the beginning.
+
+    The wait grows with the age of the work, so that stragglers of a long rollout share few lists.
+    """
+    return max(0.05, 0.05 * elapsed)
+
+
+async def together(
+    work: Iterable[tuple[S, Coroutine[Any, Any, T]]], seconds: float | None = None
+) -> AsyncIterator[list[tuple[S, asyncio.Task[T]]]]:
+    """Run named work concurrently, and yield it in lists as it ends: what ends soon after the first one, up to a size.
+
+    What is still running after ``seconds``, or when the iteration ends, is cancelled.
+    """
+    loop, ended, news = asyncio.get_running_loop(), list[asyncio.Task[T]](), asyncio.Event()
+    began = loop.time()
+    tasks = {loop.create_task(each): name for name, each in work}
+    left = len(tasks)
+
+    def note(task: asyncio.Task[T]) -> None:
+        ended.append(task)
+        if not task.cancelled():
+            task.exception()  # or asyncio would log those that nobody raises
+        if len(ended) >= min(_LIST, left):
+            news.set()
+        elif len(ended) == 1:
+            loop.call_later(list_seconds(loop.time() - began), news.set)
+
+    def cancel() -> None:
+        for task in tasks:
+            task.cancel()
+
+    for task in tasks:
+        task.add_done_callback(note)
+    timer = None if seconds is None else loop.call_later(seconds, cancel)
+    try:
+        while left:
+            await news.wait()
+            news.clear()
+            found, ended[:] = ended[:_LIST], ended[_LIST:]
+            left -= len(found)
+            if ended:
+                news.set()
+            if found:
+                yield [(tasks.pop(task), task) for task in found]
+    finally:
+        if timer is not None:
+            timer.cancel()
+        cancel()
+
+
+async def handle_each(
+    clock: Clock,
+    items: AsyncIterator[T],
+    seconds: float,
+    missing: Callable[[], str],
+    handle: Callable[[T], Awaitable[object]],
+) -> None:
+    """Handle the items of an iteration, ``seconds`` in all; ``missing`` names what has not come by then."""
+    until = clock.time() + seconds
+    async with aclosing(cast(AsyncGenerator[T, None], items)):
+        while (item := await clock.wait_for(anext(items, None), until - clock.time(), missing())) is not None:
+            await handle(item)
 
 
 async def resubmitted(
@@ -88,16 +164,42 @@ def is_lost(error: JackfieldError) -> bool:
 
 @attrs.frozen(kw_only=True)
 class RolloutJob:
-    """One rollout of an agent loop, or answers from the data that replace one."""
+    """Rollouts of one group by agent loops, or answers from the data that replace one."""
 
     group: GroupKey
-    rollout: int = 0
-    restart: int = 0  #: number of workers that died during it
     task: Task
+    rollouts: Mapping[int, int] = {0: 0}  #: sampling seed by number
+    restart: int = 0  #: number of workers that died during them
     sampling: Mapping[str, Any] | None = None  #: None: copy the task's answers instead of generating
-    seconds: float = 600.0  #: the rollout's deadline
+    greedy: int | None = None  #: the rollout without randomness
+    seconds: float = 600.0  #: deadline of each rollout
     expert: bool = False  #: the answer joins samples of the policy, and gets all their columns
-    last: bool = False  #: keep the last sequence only
+    evaluates: bool = False  #: keep the last sequence only, and report whole error texts
+
+    def key(self, rollout: int) -> str:
+        """Return the prefix of a rollout's sample keys."""
+        return self.group.rollout(rollout, self.restart)
+
+    def failed(self, rollout: int, error: JackfieldError) -> RolloutReport:
+        """Report a rollout that failed, or raise an error that every rollout would have."""
+        every = isinstance(error, ConfigError | DataError | PluginError) or error.code == "rollout.stopped"
+        every = every or self.sampling is None or (self.evaluates and is_lost(error))
+        if every and not isinstance(error, WorkerLost):
+            raise error
+        text = str(error) if self.evaluates else one_line(error, located=False)
+        return RolloutReport(group=str(self.group), rollout=rollout, error=text)
+
+
+@attrs.frozen
+class _Made:
+    """The samples of a rollout, which are not written yet."""
+
+    job: RolloutJob
+    group: str
+    rollout: int
+    keys: tuple[str, ...]
+    cells: Sequence[Mapping[str, Cell]]
+    tags: tuple[Mapping[str, Any], ...]
 
 
 @attrs.define(eq=False)
@@ -112,30 +214,75 @@ class AgentWorker:
     #: for samples that copy the data's answers; agents find their limit in their context
     _max_prompt_tokens: int | None = attrs.field(default=None, kw_only=True)
 
-    async def run(self, job: RolloutJob) -> RolloutReport:
-        """Run a rollout, or copy the task's answers, and write the samples to the backend.
+    async def run(self, jobs: Sequence[RolloutJob]) -> AsyncIterator[list[RolloutReport]]:
+        """Run rollouts, or copy answers, write their samples to the backend, and yield reports, several at a time.
 
-        Errors are those of the loop, ``agent.failed``, ``agent.output``, ``deadline``, a ``DataError`` if the task has
-        no answer to copy or its prompt is too long, and ``queue.lost`` if storage units die repeatedly.
+        The report of a rollout that failed has its error: one of the loop, ``agent.failed``, ``agent.output``,
+        ``deadline``, or ``queue.lost`` if storage units die repeatedly. Errors that every rollout would have are
+        raised: a ``ConfigError``, ``DataError`` or ``PluginError``, and any error of answers from the data.
         """
-        sequences, more = await self._sequences(job)
-        tags = tuple({**sequence_tags(job.task, each, job.rollout), **more} for each in sequences)
-        columns = sequence_columns(job.task, sequences, supervised=job.sampling is None and not job.expert)
-        keys = tuple(job.group.sample(job.rollout, number, job.restart) for number in range(len(tags)))
-        put = partial(self._values.put, job.group.partition, keys, columns, tags)
-        written = await resubmitted(put, f"samples {', '.join(keys)}", is_lost)  # on the remaining units
-        return RolloutReport(group=str(job.group), rollout=job.rollout, keys=keys, written=written)
+        work, seconds = list[tuple[tuple[RolloutJob, int], Any]](), max(job.seconds for job in jobs)
+        for job in jobs:
+            name, texts = str(job.group), dict[float | None, bytes]()
+            work += [((job, number), self._rollout(job, name, number, texts)) for number in job.rollouts]
+        async for ended in together(work, seconds):
+            reports, made = list[RolloutReport](), dict[frozenset[str], list[_Made]]()
+            for (job, number), task in ended:
+                if task.cancelled():
+                    reports.append(job.failed(number, too_late(seconds, f"the agent loop on task {job.task.id}")))
+                elif isinstance(each := task.result(), RolloutReport):
+                    reports.append(each)
+                else:
+                    made.setdefault(frozenset(each.cells[0]), []).append(each)
+            for alike in made.values():
+                reports += await self._write(alike)
+            yield reports
 
-    async def _sequences(self, job: RolloutJob) -> tuple[Sequence[AgentSequence], dict[str, Any]]:
+    async def _rollout(
+        self, job: RolloutJob, group: str, rollout: int, texts: dict[float | None, bytes]
+    ) -> _Made | RolloutReport:
+        """Run a rollout, or copy answers; return what is to be written, or the report of a failure."""
+        supervised = job.sampling is None and not job.expert
+        try:
+            sequences, more = await self._sequences(job, rollout)
+            cells = [sequence_cells(job.task, each, texts, supervised=supervised) for each in sequences]
+        except JackfieldError as error:
+            return job.failed(rollout, error)
+        if not sequences:
+            return RolloutReport(group=group, rollout=rollout)
+        tags = tuple({**sequence_tags(job.task, each, rollout), **more} for each in sequences)
+        keys = tuple(sample_key(group, rollout, number, job.restart) for number in range(len(sequences)))
+        return _Made(job, group, rollout, keys, cells, tags)
+
+    async def _write(self, made: Sequence[_Made]) -> list[RolloutReport]:
+        """Write the samples of rollouts at once, on the remaining storage units if some die; return their reports."""
+        keys = [key for each in made for key in each.keys]
+        cells, tags = [cell for each in made for cell in each.cells], [tags for each in made for tags in each.tags]
+        columns = {name: join(name, [each[name] for each in cells]) for name in cells[0]}
+        put = partial(self._values.put, made[0].job.group.partition, keys, columns, tags)
+        try:
+            written = await resubmitted(put, f"the values of samples {some(keys)}", is_lost)
+        except QueueError as error:
+            if not is_lost(error):
+                raise
+            return [each.job.failed(each.rollout, error) for each in made]
+        reports, names, sizes = list[RolloutReport](), written.columns, iter(written.sizes)
+        for each in made:
+            own = Written(columns=names, sizes=tuple(islice(sizes, len(each.keys))), tags=each.tags)
+            reports.append(RolloutReport(group=each.group, rollout=each.rollout, keys=each.keys, written=own))
+        return reports
+
+    async def _sequences(self, job: RolloutJob, rollout: int) -> tuple[Sequence[AgentSequence], dict[str, Any]]:
         """Run an agent loop, or copy answers; return sequences and additional tags for each."""
-        sampling = job.sampling
-        if sampling is None:
+        if job.sampling is None:
             return self._answers(job.task), {}
         assert self._make_agent is not None, "a worker without replicas runs no agents"
+        sampling = {**job.sampling, "seed": job.rollouts[rollout]}
+        if rollout == job.greedy:
+            sampling["temperature"] = 0.0
         asked: list[SamplingParams] = []
         try:
-            running = self._make_agent(asked.append).run(sampling, **job.task.agent_fields())
-            output = await self._clock.wait_for(running, job.seconds, f"the agent loop on task {job.task.id}")
+            output = await self._make_agent(asked.append).run(sampling, **job.task.agent_fields())
         except JackfieldError:
             raise
         except Exception as error:
@@ -147,7 +294,7 @@ class AgentWorker:
         own = {(name, getattr(one, name)) for one in asked for name in names if getattr(one, name) != sampling[name]}
         if own:  # the sampling parameters that the agent changed
             tags["own_sampling"] = ", ".join(sorted(f"{name}: {value}" for name, value in own))
-        return output.sequences[-1:] if job.last else output.sequences, tags
+        return output.sequences[-1:] if job.evaluates else output.sequences, tags
 
     def _answers(self, task: Task) -> list[AgentSequence]:
         """Make sequences from the task's answers: two if the task has a rejected answer, else one.
@@ -205,191 +352,15 @@ def _check(output: AgentLoopOutput, task: Task) -> None:
     if wrong or not isinstance(turns, int) or turns < 1:
         expected = "num_turns of 1 or more, and finite numbers as metrics"
         refuse("metrics that are not numbers", expected, f"num_turns {turns!r}, metrics {wrong}")
-    images = sorted({name for sequence in output.sequences for name in sequence.multi_modal_inputs})
-    if images:
-        found = f"multi_modal_inputs {', '.join(map(str, images))}"
-        what = "multi_modal_inputs, which no engine trains on"
-        refuse(what, "sequences of tokens alone", found, "leave multi_modal_inputs empty")
     for each in output.sequences:
-        names = ("response_ids", "response_mask", "response_log_probs", "weight_versions")
-        lengths = {name: len(getattr(each, name)) for name in names}
-        if len(set(lengths.values())) != 1 or not each.prompt_ids or not each.response_ids:
+        if each.multi_modal_inputs:
+            found = f"multi_modal_inputs {', '.join(sorted(map(str, each.multi_modal_inputs)))}"
+            what = "multi_modal_inputs, which no engine trains on"
+            refuse(what, "sequences of tokens alone", found, "leave multi_modal_inputs empty")
+        parts = (each.response_ids, each.response_mask, each.response_log_probs, each.weight_versions)
+        lengths = [len(part) for part in parts]
+        if len(set(lengths)) != 1 or not each.prompt_ids or not each.response_ids:
+            names = ("response_ids", "response_mask", "response_log_probs", "weight_versions")
             expected = "a prompt, and a response whose ids, mask, log-probs and versions have one length above 0"
-            refuse("a sequence whose parts do not fit", expected, f"prompt {len(each.prompt_ids)}, {lengths}")
-
-
-REWARD_INPUTS = ("prompt_ids", "response_ids", "task")  #: the columns from which a reward agent's request is built
-
-
-@attrs.define(eq=False)
-class RewardWorker:
-    """Scores samples concurrently. All retries of a group go to the same worker."""
-
-    _values: Values
-    _agent: RewardAgent  #: an agent that has been started
-    _tokenizer: ChatTokenizer  #: of the model
-    _clock: Clock
-    _config: RunConfig
-    #: scores that :meth:`reward` will use, by place of the group and key
-    _scores: dict[str, dict[str, asyncio.Task[ScoreResult]]] = attrs.field(factory=dict, init=False)
-    _turns: AbstractAsyncContextManager[Any] = attrs.field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        most = self._agent.concurrency
-        self._turns = nullcontext() if most is None else asyncio.Semaphore(most)
-
-    async def score(self, partition: str, key: str) -> ScoreResult:
-        """Score a sample that is not compared with others; ``queue.unknown-sample`` if it has been deleted."""
-        return _told(await self._score(key, asyncio.ensure_future(self._read(partition, [key]))))
-
-    async def begin(self, partition: str, keys: Sequence[str]) -> None:
-        """Score samples of one group ahead of :meth:`reward`, which then raises what failed here.
-
-        Scores of earlier retries of the group are dropped.
-        """
-        scoring = self._scoring(partition, keys)
-        await asyncio.wait(scoring)
-        for each in scoring:
-            if not each.cancelled():
-                each.exception()  # or asyncio would log that it was not retrieved
-
-    async def reward(
-        self, partition: str, keys: Sequence[str], uncompared: Sequence[str] = ()
-    ) -> tuple[tuple[ScoreResult, ...], Written]:
-        """Score the samples of one group, and write ``reward`` for those that have a score.
-
-        ``keys`` are in the order of the group's rollouts. Post-processing leaves out those that are ``uncompared``:
-        expert samples and greedy rollouts. Return the result of each sample, without token scores, and what was written
-        for the samples with a score, both in order.
-        """
-        algorithm = self._config.algorithm
-        dimensions = algorithm.reward_dimensions  #: metrics in ``reward_dimensions``; ``score`` is the score itself
-        results = dict(zip(keys, await asyncio.gather(*self._scoring(partition, keys)), strict=True))
-        self._scores.pop(_place(keys), None)
-        siblings = [key for key in keys if key not in uncompared]
-        processed = self._agent.post_process_scores([results[key] for key in siblings])
-        if algorithm.shaping.fill_failed:
-            processed = _filled(processed)
-        for key, result in zip(siblings, processed, strict=True):
-            results[key] = _checked(result, key, dimensions)
-        good = {key: result for key, result in results.items() if result.status == "ok"}
-        columns = {"reward": _column([result.token_scores or (result.score,) for result in good.values()])}
-        if dimensions:  # 0 for a sample whose reward the agent loop has computed
-            columns["reward_dimensions"] = _column(
-                [
-                    [_total(each) if name == "score" else each.metrics.get(name, 0.0) for name in dimensions]
-                    for each in good.values()
-                ]
-            )
-        written = await self._values.put(partition, list(good), columns)
-        return tuple(map(_told, results.values())), written
-
-    async def close(self) -> None:
-        """Cancel the scores in progress and close the agent."""
-        for scores in self._scores.values():
-            for scoring in scores.values():
-                scoring.cancel()
-        await self._agent.close()
-
-    def _scoring(self, partition: str, keys: Sequence[str]) -> list[asyncio.Task[ScoreResult]]:
-        """Return the tasks that score samples of a group; start those that are missing or failed."""
-        kept = self._scores.setdefault(_place(keys), {})
-        for key in [key for key in kept if group_of(key) != group_of(keys[0])]:
-            kept.pop(key).cancel()  # of an earlier retry
-
-        def is_missing(scoring: asyncio.Task[ScoreResult] | None) -> bool:
-            return scoring is None or (scoring.done() and (scoring.cancelled() or scoring.exception() is not None))
-
-        if missing := [key for key in keys if is_missing(kept.get(key))]:
-            reading = asyncio.ensure_future(self._read(partition, missing))
-            kept |= {key: asyncio.ensure_future(self._score(key, reading)) for key in missing}
-        return [kept[key] for key in keys]
-
-    async def _read(self, partition: str, keys: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-        columns = await self._values.get(partition, keys, REWARD_INPUTS)
-        rows = zip(*(rows_of(columns[name]) for name in REWARD_INPUTS), strict=True)
-        return dict(zip(keys, rows, strict=True))
-
-    async def _score(self, key: str, reading: asyncio.Future[dict[str, tuple[Any, ...]]]) -> ScoreResult:
-        """Score with a deadline for each try. A failure becomes a status, never a score."""
-        prompt_ids, response_ids, task = (await asyncio.shield(reading))[key]
-        if task["reward"] is not None:
-            return ScoreResult(score=float(task["reward"]))
-        response, seconds = response_ids.tolist(), self._config.deadlines.reward
-        async with self._turns:
-            for retry in range(self._config.schedule.reward_retries + 1):
-                request = ScoreRequest(
-                    data_source=task["data_source"],
-                    solution_str=self._tokenizer.decode(response),
-                    ground_truth=task["ground_truth"],
-                    extra_info=task["extra_info"],
-                    prompt_str=self._tokenizer.decode(prompt_ids.tolist()),
-                    response_ids=tuple(response),
-                    idempotency_key=key,
-                    retry=retry,
-                    deadline_seconds=seconds,
-                )
-                try:
-                    scoring = self._agent.compute_score(request)
-                    result = _checked(await self._clock.wait_for(scoring, seconds, f"the reward of sample {key}"), key)
-                except DeadlineExceeded as error:
-                    result = ScoreResult(status="timeout", error=error.message)
-                except Exception as error:
-                    result = ScoreResult(status="failed", error=described(error))
-                if result.status == "ok":
-                    break
-        return result
-
-
-def _place(keys: Sequence[str]) -> str:
-    """Return the key of the samples' group without its retry."""
-    return group_of(keys[0]).rpartition("/")[0]
-
-
-def _told(result: ScoreResult) -> ScoreResult:
-    """Return what the controller gets of a result."""
-    if result.status != "ok":
-        return ScoreResult(status=result.status, error=f"reward {result.status}: {result.error}")
-    return ScoreResult(score=result.score, metrics=dict(result.metrics))
-
-
-def _checked(result: ScoreResult, key: str, dimensions: Sequence[str] = ()) -> ScoreResult:
-    """Turn a score into a failure if a number is not finite or a dimension is missing."""
-    wrong = not_finite({"score": result.score}) or not_finite(result.metrics)
-    missing = [name for name in dimensions if name != "score" and name not in result.metrics]
-    if result.status != "ok" or not (wrong or missing):
-        return result
-    message = f"a reward agent returned a {', '.join(map(str, wrong))} that is no finite number"
-    expected, found = "a score and metrics that are finite numbers", str(wrong)
-    if not wrong:
-        message = f"a score has no metric {', '.join(missing)}, which algorithm.reward_dimensions names"
-        expected, found = ", ".join(dimensions), ", ".join(result.metrics) or "no metrics"
-    refusal = RewardError(message, code="reward.output", where=key, expected=expected, found=found)
-    return ScoreResult(status="failed", error=str(refusal))
-
-
-def _total(result: ScoreResult) -> float:
-    return sum(result.token_scores) if result.token_scores else float(result.score or 0.0)
-
-
-def _filled(results: Sequence[ScoreResult]) -> list[ScoreResult]:
-    """Replace failed scores of a group by the mean of the others, if there are any."""
-    import torch
-
-    good = [result.metrics for result in results if result.status == "ok"]
-    failed = torch.tensor([result.status != "ok" for result in results], dtype=torch.bool)
-    totals = torch.tensor([_total(result) for result in results])
-    means, still_failed = fill_failed(totals, failed, torch.zeros(len(results), dtype=torch.int64))
-    shared = set(good[0]).intersection(*good) if good else set[str]()
-    metrics = {name: sum(each[name] for each in good) / len(good) for name in sorted(shared)}
-    return [
-        ScoreResult(score=mean, metrics=metrics) if filled else result
-        for result, mean, filled in zip(results, means.tolist(), (failed & ~still_failed).tolist(), strict=True)
-    ]
-
-
-def _column(values: Sequence[Sequence[float | None]]) -> Any:
-    """Make a jagged float32 column from one row of numbers per sample."""
-    import torch
-
-    return column_from_rows([torch.tensor(row, dtype=torch.float32) for row in values])
+            found = f"prompt {len(each.prompt_ids)}, {dict(zip(names, lengths, strict=True))}"
+            refuse("a sequence whose parts do not fit", expected, found)

@@ -10,4 +10,4 @@ from jackfield.settings import option, structure
 
 __all__ = ["abi_version", "option", "replace_file", "structure"]
 
-abi_version = "1.0"
+abi_version = "1.1"

@@ -1,14 +1,19 @@
 """Packing of many tensors into one byte buffer, and digests of tensors.
 
 A model may have tens of thousands of small tensors, so microseconds matter: a small tensor that is in row-major order
-in host memory is copied as bytes, which takes a third of the time of torch's copy.
+in host memory is copied as bytes, which takes a third of the time of torch's copy. What follows from names, dtypes and
+shapes is computed once for a model, not once for a weight version.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
+import operator
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
@@ -22,6 +27,62 @@ Entry: TypeAlias = "list[Any]"
 
 _ALIGNMENT = 64  #: bytes, for each tensor in a buffer: a cache line, and a multiple of every dtype's size
 _SMALL = 1 << 20  #: bytes; torch copies larger tensors with several threads
+
+
+class _Entries(list[Entry]):
+    """The entries of a bucket."""
+
+    @cached_property
+    def plan(self) -> list[tuple[str, torch.dtype, list[int], list[int], int, int, int]]:
+        """Name, dtype, shape, strides, offset in elements, offset and size in bytes of each tensor."""
+        import torch
+
+        found = []
+        for name, dtype_name, shape, offset in self:
+            dtype = getattr(torch, dtype_name)
+            strides = list(itertools.accumulate(shape[:0:-1], operator.mul, initial=1))[::-1] if shape else []
+            start, size = offset // dtype.itemsize, math.prod(shape) * dtype.itemsize
+            found.append((name, dtype, shape, strides, start, offset, size))
+        return found
+
+
+@attrs.define(eq=False)
+class Layout:
+    """The entries of all buckets of a transfer, which both ends keep for the next one.
+
+    A bucket is described to the workers only if it differs from the one at its place in the last complete transfer, or
+    if a worker did not take part in that one.
+    """
+
+    name: str = ""  #: given by the sender; ends whose layouts have the same name have the same layout; empty: none
+    _kept: list[_Entries] = attrs.field(factory=list, init=False)  #: of the last complete transfer
+    _made: list[_Entries] = attrs.field(factory=list, init=False)
+    _shared: bool = attrs.field(default=False, init=False)  #: whether every worker has the kept one
+    _same: bool = attrs.field(default=True, init=False)  #: whether all buckets are as they were
+
+    def begin(self, shared: bool) -> None:
+        """Begin a transfer."""
+        self._made, self._shared, self._same = [], shared, True
+
+    def announced(self, entries: Sequence[Entry]) -> Sequence[Entry] | None:
+        """Return the entries of the sender's next bucket, or None if the workers know them."""
+        place = len(self._made)
+        same = place < len(self._kept) and self._kept[place] == entries
+        self._made.append(self._kept[place] if same else _Entries(entries))
+        self._same &= same
+        return None if same and self._shared else entries
+
+    def learned(self, entries: Sequence[Entry] | None) -> _Entries:
+        """Return the entries of a worker's next bucket, of which the sender has announced these."""
+        self._made.append(self._kept[len(self._made)] if entries is None else _Entries(entries))
+        return self._made[-1]
+
+    def end(self, name: str = "") -> str:
+        """Keep the layout of a complete transfer under the sender's name, which is returned; a sender chooses it."""
+        changed = not self._same or len(self._made) != len(self._kept)
+        self.name = name or (secrets.token_hex(8) if changed else self.name)
+        self._kept, self._made = self._made, []
+        return self.name
 
 
 @attrs.define(eq=False)
@@ -40,7 +101,12 @@ def aligned(size: int) -> int:
 
 def entry_of(name: str, tensor: torch.Tensor, offset: int = 0) -> Entry:
     """Return the entry of a tensor that will be put at ``offset``, in bytes."""
-    return [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset]
+    return [name, _name_of(tensor.dtype), list(tensor.shape), offset]
+
+
+@cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def kept_buffer(buffers: list[torch.Tensor], slot: int, size: int, device: str) -> torch.Tensor:
@@ -72,26 +138,47 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
+@attrs.define(eq=False)
+class Packer:
+    """A bucket that is filled, tensor by tensor."""
+
+    buffer: torch.Tensor | None = None  #: uint8 ``[bytes]``
+    entries: list[Entry] = attrs.field(factory=list, init=False)
+    size: int = attrs.field(default=0, init=False)  #: bytes that are filled
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a tensor behind the others."""
+        assert self.buffer is not None, "there is a buffer"
+        put(self.buffer, entry := entry_of(name, tensor, self.size), tensor)
+        self.entries.append(entry)
+        self.size = aligned(self.size + tensor.nbytes)
+
+    def add_small(self, name: str, tensor: torch.Tensor, limit: int) -> bool:
+        """Add a tensor if it is small and a bucket of ``limit`` bytes has room. It is quick: a model has thousands."""
+        size = tensor.nbytes
+        fits = self.buffer is not None and size < _SMALL and self.size + size <= limit
+        if fits:
+            self.add(name, tensor)
+        return fits
+
+
 def views(buffer: torch.Tensor, entries: Iterable[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the names and views of tensors in a buffer (uint8, ``[bytes]``)."""
-    import torch
-
+    plan = (entries if isinstance(entries, _Entries) else _Entries(entries)).plan
     whole = buffer[: buffer.numel() // _ALIGNMENT * _ALIGNMENT]
-    typed: dict[str, torch.Tensor] = {}  # one view per dtype takes half of the time of one per tensor
-    for name, dtype_name, shape, offset in entries:
-        if dtype_name not in typed:
-            typed[dtype_name] = whole.view(getattr(torch, dtype_name))
-        base, count = typed[dtype_name], math.prod(shape)
-        size, strides = count * base.itemsize, [1]
-        for length in shape[:0:-1]:
-            strides.append(strides[-1] * length)
-        if not count:
+    end = whole.numel()
+    typed: dict[torch.dtype, tuple[torch.Tensor, Any]] = {}  # one view per dtype takes half the time of one per tensor
+    for name, dtype, shape, strides, start, offset, size in plan:
+        if dtype not in typed:
+            view = whole.view(dtype)
+            typed[dtype] = view, view.storage_offset()
+        base, first = typed[dtype]
+        if not size:
             yield name, base.new_empty(shape)
-        elif offset + size <= whole.numel():
-            strides = strides[::-1] if shape else []
-            yield name, base.as_strided(shape, strides, base.storage_offset() + offset // base.itemsize)
+        elif offset + size <= end:
+            yield name, base.as_strided(shape, strides, first + start)
         else:
-            yield name, buffer[offset : offset + size].view(base.dtype).view(shape)
+            yield name, buffer[offset : offset + size].view(dtype).view(shape)
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -112,8 +199,14 @@ def digest(tensor: torch.Tensor) -> str:
     digest detects errors; it is not cryptographic.
     """
     plain = tensor if is_plain(tensor) else tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    state = xxhash.xxh3_128(f"{str(plain.dtype).removeprefix('torch.')}{list(plain.shape)}".encode())
+    state = _begun(plain.dtype, plain.shape).copy()
     if size := plain.nbytes:
         # hash the memory directly: for many small tensors, views of torch and numpy take longer than hashing
         state.update((ctypes.c_char * size).from_address(plain.data_ptr()))
     return state.hexdigest()
+
+
+@lru_cache(maxsize=1024)
+def _begun(dtype: torch.dtype, shape: torch.Size) -> xxhash.xxh3_128:
+    """Return the state of a digest that has read a tensor's dtype and shape."""
+    return xxhash.xxh3_128(f"{_name_of(dtype)}{list(shape)}".encode())

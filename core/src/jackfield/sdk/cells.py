@@ -23,6 +23,8 @@ from jackfield.errors import QueueError, some
 if TYPE_CHECKING:
     import torch
 
+_BYTES = {"bool": 1, "uint8": 1, "int32": 4, "int64": 8, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
 Kind: TypeAlias = Literal["dense", "jagged", "json"]
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Cell: TypeAlias = tuple[str, Buffer]  #: the text of a ColumnType, and the bytes of one sample
@@ -59,28 +61,33 @@ class ColumnType:
         raise QueueError("the type of a value is damaged", code="queue.store", expected=expected, found=text)
 
     @property
+    @functools.lru_cache(maxsize=1024)  # noqa: B019  types are few
     def text(self) -> str:
         """The text that stores keep for the type."""
         return json.dumps([self.kind, self.dtype, self.shape], separators=(",", ":"))
 
     @property
+    @functools.lru_cache(maxsize=1024)  # noqa: B019
     def unit(self) -> int:
         """The bytes of a dense sample, or of each index of a jagged one."""
-        return math.prod(self.shape) * int(dtype_of(self.dtype).itemsize)
+        return math.prod(self.shape) * (_BYTES.get(self.dtype) or int(dtype_of(self.dtype).itemsize))
 
     def length(self, content: Buffer) -> int:
         """Return the length of a jagged sample, or 1 for a dense one; ``queue.store`` if the bytes do not fit."""
-        size = len(content)
+        unit = self._checked_unit((len(content),))
         if self.kind == "dense":
-            length, rest = 1, size - self.unit
-        elif self.unit:
-            length, rest = divmod(size, self.unit)
-        else:
-            length, rest = int.from_bytes(content, "little"), size - 8
-        if rest:
-            message, found = "the bytes of a value do not fit its type", f"{size} bytes"
-            raise QueueError(message, code="queue.store", expected=self.text, found=found)
-        return length
+            return 1
+        return len(content) // unit if unit else int.from_bytes(content, "little")
+
+    def _checked_unit(self, sizes: Iterable[int]) -> int:
+        """Return the unit; raise ``queue.store`` if samples of this type cannot have these sizes in bytes."""
+        unit = self.unit
+        fixed = unit if self.kind == "dense" else None if unit else 8
+        for size in set(sizes):
+            if size % unit if fixed is None else size != fixed:
+                message, found = "the bytes of a value do not fit its type", f"{size} bytes"
+                raise QueueError(message, code="queue.store", expected=self.text, found=found)
+        return unit
 
 
 def content_of(column: Column) -> memoryview:
@@ -93,45 +100,62 @@ def content_of(column: Column) -> memoryview:
     values = column.values
     if column.offsets is not None and not math.prod(values.shape[1:]):
         values = column.offsets.diff()
-    raw: Any = values.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    raw: Any = values.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(raw)
+
+
+def layout(column: Column) -> tuple[str, memoryview, list[int]]:
+    """Return the text of a column's type, the bytes of all samples without a copy, and the samples' bounds in them.
+
+    Sample ``i`` is ``content[bounds[i]:bounds[i + 1]]``.
+    """
+    kind, content = ColumnType.of(column), content_of(column)
+    unit = kind.unit
+    if column.offsets is not None and unit:
+        return kind.text, content, (column.offsets * unit).tolist()
+    size = unit if column.offsets is None else 8
+    return kind.text, content, [number * size for number in range(len(column) + 1)]
 
 
 def split(column: Column) -> tuple[str, list[memoryview]]:
     """Return the text of a column's type and the bytes of each sample, without a copy."""
-    kind, content = ColumnType.of(column), content_of(column)
-    if column.offsets is not None and kind.unit:
-        bounds = (column.offsets * kind.unit).tolist()
-    else:
-        unit = kind.unit if column.offsets is None else 8
-        bounds = [number * unit for number in range(len(column) + 1)]
-    return kind.text, [content[start:end] for start, end in pairwise(bounds)]
+    text, content, bounds = layout(column)
+    return text, [content[start:end] for start, end in pairwise(bounds)]
 
 
 def join(name: str, cells: Sequence[Cell], memory: Callable[[int], torch.Tensor | None] | None = None) -> Column:
     """Return cells as one column; ``name`` is the column's name for errors.
 
     ``memory`` returns uint8 ``[bytes]`` that already has the cells' bytes in order, or None if there is none. Without
-    it, or if it returns None, the bytes are copied. Cells of different types raise ``queue.column``, no cells
-    ``queue.invalid``, and damaged cells ``queue.store``.
+    it, or if it returns None, the bytes are copied. Errors are those of :func:`column_of`.
     """
-    if not cells:
+    contents = [content for _, content in cells]
+    sizes = [len(content) for content in contents]
+    there = None if memory is None else memory(sum(sizes))
+    if there is None:
+        there = tensor_of(bytearray().join(contents))
+    return column_of(name, [text for text, _ in cells], sizes, there)
+
+
+def column_of(name: str, types: Iterable[str], sizes: Sequence[int], content: torch.Tensor) -> Column:
+    """Return samples with these texts of types and sizes in bytes as one column; ``name`` is its name for errors.
+
+    ``content``, uint8 ``[bytes]``, has the bytes of the samples in order, and becomes the memory of the column. Samples
+    of different types raise ``queue.column``, no samples ``queue.invalid``, and sizes that do not fit ``queue.store``.
+    """
+    texts = set(types)
+    if not texts:
         raise QueueError("no rows are named", expected="one key at least")
-    types = {text for text, _ in cells}
-    if len(types) > 1:
+    if len(texts) > 1:
         message = f"rows of column {name!r} do not fit together"
         expected = "one dtype, encoding and trailing shape, all jagged or all dense"
-        raise QueueError(message, code="queue.column", where=name, expected=expected, found=sorted(types))
-    kind = ColumnType.parse(cells[0][0])
-    contents = [content for _, content in cells]
-    lengths = [kind.length(content) for content in contents]
-    shape = (sum(lengths), *kind.shape)
-    there = memory(sum(map(len, contents))) if memory is not None and kind.unit else None
-    if there is None:
-        there = tensor_of(bytearray().join(contents if kind.unit else ()))
-    values = there.view(dtype_of(kind.dtype)).reshape(shape)
+        raise QueueError(message, code="queue.column", where=name, expected=expected, found=sorted(texts))
+    kind = ColumnType.parse(texts.pop())
+    unit, dtype = kind._checked_unit(sizes), dtype_of(kind.dtype)
     if kind.kind == "dense":
-        return Column(values=values)
+        return Column(values=content.view(dtype).reshape(len(sizes), *kind.shape))
+    lengths = [size // unit for size in sizes] if unit else content.view(dtype_of("int64")).tolist()
+    values = (content if unit else content[:0]).view(dtype).reshape(sum(lengths), *kind.shape)
     return Column(values=values, offsets=offsets_of(lengths), encoding="json" if kind.kind == "json" else "tensor")
 
 
@@ -145,21 +169,26 @@ def cell_digest(partition: str, key: str, name: str, kind: str, content: Buffer)
     return hashed.hexdigest()
 
 
-def split_request(request: PutRequest) -> list[dict[str, Cell]]:
-    """Return the cells of each sample of a put by column, without a copy.
+def layouts(request: PutRequest) -> dict[str, tuple[str, memoryview, list[int]]]:
+    """Return the :func:`layout` of each column of a put.
 
     Duplicate keys, and columns whose length is not the number of keys, raise ``queue.invalid``.
     """
     keys = request.keys
     if len(set(keys)) != len(keys):
         raise QueueError("a row is named twice", expected="distinct keys", found=list(keys)[:4])
-    samples: list[dict[str, Cell]] = [{} for _ in keys]
     for name, column in request.columns.items():
         if len(column) != len(keys):
             raise QueueError(f"column {name!r} has {len(column)} rows", expected=len(keys), where=name)
-        text, contents = split(column)
-        for sample, content in zip(samples, contents, strict=True):
-            sample[name] = text, content
+    return {name: layout(column) for name, column in request.columns.items()}
+
+
+def split_request(request: PutRequest) -> list[dict[str, Cell]]:
+    """Return the cells of each sample of a put by column, without a copy; errors are those of :func:`layouts`."""
+    samples: list[dict[str, Cell]] = [{} for _ in request.keys]
+    for name, (text, content, bounds) in layouts(request).items():
+        for sample, start, end in zip(samples, bounds, bounds[1:], strict=False):
+            sample[name] = text, content[start:end]
     return samples
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from jackfield.abc.rollout import UpdateWeightsRequest
 
-__all__ = ["PREFIX", "HeldWeights", "WeightReceiver", "check_base", "open_receiver"]
+__all__ = ["PREFIX", "HeldWeights", "WeightReceiver", "check_base", "open_receiver", "reopen_receiver"]
 
 PREFIX = "delta:"  #: prefix of the name of a tensor of changed blocks
 _HEAD = 16  #: bytes before the indexes
@@ -58,6 +58,21 @@ def open_receiver(
         held.forget()
         held = None
     return WeightReceiver(engine, held)
+
+
+def reopen_receiver(
+    last: WeightReceiver | None, request: UpdateWeightsRequest, worker: int = 0, **options: Any
+) -> WeightReceiver:
+    """Call :func:`open_receiver` with further ``options`` after the worker's ``last`` receiver, if any.
+
+    What its checkpoint engine has kept (buffers, groups, registrations) is used again, unless settings or the number of
+    workers have changed.
+    """
+    receiver = open_receiver(request, worker, **options)
+    kept, made = None if last is None else last._engine, receiver._engine
+    if kept is not None and (type(kept), kept.config, kept.context) == (type(made), made.config, made.context):
+        receiver._engine = kept
+    return receiver
 
 
 @attrs.define(eq=False)

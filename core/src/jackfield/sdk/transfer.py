@@ -1,9 +1,9 @@
 """A base checkpoint engine in which one rank sends buckets of tensors to every worker.
 
-The sender serves :data:`TRANSFER` and each worker connects to it: this is the transfer session. Both ends then post
-named plain values, and waits are conditions on the last values. Three names have a meaning for every engine:
-``broken``, a reason; ``got``, the number of buckets that a worker has received; ``done``, after which a peer may leave.
-A peer that dies, leaves or fails ends every wait at once; a wait that reaches the deadline names the late peers.
+Each worker connects to the sender: this is the transfer session. Both ends then post named plain values, and waits are
+conditions on the last values. Three names have a meaning for every engine: ``broken``, a reason; ``got``, the number of
+buckets that a worker has received; ``done``, after which a peer may leave. A peer that dies, leaves or fails ends every
+wait at once; a wait that reaches the deadline names the late peers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jackfield.abc.checkpoint_engine import (
 )
 from jackfield.clock import Clock, too_late
 from jackfield.errors import DeadlineExceeded, JackfieldError, RpcError, WeightsError
-from jackfield.sdk.buckets import Bucket, Entry, aligned, entry_of, kept_buffer, put, views
+from jackfield.sdk.buckets import Bucket, Entry, Layout, Packer, kept_buffer, views
 from jackfield.sdk.rpc import Address, Connection, Contract, Server, Service, caller, connect
 from jackfield.settings import option
 
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     import torch
 
 _T = TypeVar("_T")
-
 _SENDER_FIRST = 1.0  #: seconds by which the deadline of the sender, which knows the late peers, precedes the workers'
 _LEFT = "left before everything was taken"  #: reason of an end that leaves before it has finished
 _BROKE = "broke off: "
@@ -77,6 +76,7 @@ class OneSenderEngine(CheckpointEngine):
     def __init__(self, config: Any, context: CheckpointEngineContext) -> None:
         super().__init__(config, context)
         self.buffers: list[torch.Tensor] = []  #: uint8 ``[bytes]``; kept from one transfer to the next
+        self.layout = Layout()  #: likewise
         self._clock, self._changed, self._ends = Clock(), asyncio.Event(), 0.0  #: the deadline is in loop time
         self._services: dict[str, Service] = {}
         self._server: Server | None = None
@@ -85,13 +85,11 @@ class OneSenderEngine(CheckpointEngine):
 
     def _reset(self) -> None:
         self.connected = self.whole = False  #: whole: everything was sent or received
-        self.made = 0  #: buckets that were sent
+        self.made = self._filled = 0  #: buckets that were sent; buffers that were given out
         self.arrived: deque[Bucket] = deque()  #: buckets that this worker has not read
         self._expected = self.version = -1  #: unknown before this end is connected
         self._why: str | None = None  #: why this end ended the transfer
-        self._entries: list[Entry] = []  #: of the bucket that is filled
-        self._bucket: Any = None  #: its buffer
-        self._used = self._filled = 0  #: bytes in it; buffers that were given out
+        self._packer = Packer()  #: of the bucket that is filled
         self._free_at = [0] * self.slots  #: by slot: the number of received buckets with which it is free
         self.lent = 0  #: buckets up to the last one in the memory of the last tensor; 0: that tensor was copied
 
@@ -128,7 +126,7 @@ class OneSenderEngine(CheckpointEngine):
     def announce(self, entries: Sequence[Entry], place: Any) -> None:
         """Count a bucket, and tell the workers of it, to whom it arrives with its ``place``."""
         self.made += 1
-        self.tell({"bucket": [self.made, entries, place]})
+        self.tell({"bucket": [self.made, self.layout.announced(entries), place]})
 
     async def content(self, bucket: Bucket) -> torch.Tensor:
         """Return the bytes of an arrived bucket, uint8 ``[bytes]``, once they are complete."""
@@ -141,10 +139,10 @@ class OneSenderEngine(CheckpointEngine):
 
     async def complete(self) -> None:
         """Tell the workers that everything was sent and taken."""
-        self.tell({"done": True})
+        self.tell({"done": True, "layout": self.layout.end()})
 
     async def close(self) -> None:
-        """Release what this end holds of a transfer whose session it has left. Idempotent."""
+        """Release what this end holds; what the next transfer can use may stay if this one was :attr:`whole`."""
 
     async def prepare(self) -> PrepareResult:
         """Listen if this is rank 0, on loopback unless the context names another interface."""
@@ -162,6 +160,7 @@ class OneSenderEngine(CheckpointEngine):
     async def _begin(self) -> None:
         await self.finalize()  # an earlier prepare may not have been followed by a transfer
         self._services = {"transfer": Service(target=self, contract=TRANSFER)}
+        self.notify()  # the last transfer may have been on another loop
 
     async def _serve(self) -> dict[str, Any]:
         server = Server("the sender", self._services, self._clock, self.context.deadline_seconds + _SENDER_FIRST)
@@ -197,6 +196,8 @@ class OneSenderEngine(CheckpointEngine):
             self.notify()
             numbers = range(place["workers"])
             await self._wait(lambda: [f"worker {number} to connect" for number in numbers if number not in self.peers])
+            await self.until(lambda peer: "layout" in peer.said, "say which tensors it knows")
+            self.layout.begin(all(peer.said["layout"] == self.layout.name for peer in self.peers.values()))
             await self.meet_workers(place["workers"])
         self.connected = True
 
@@ -216,6 +217,7 @@ class OneSenderEngine(CheckpointEngine):
 
     async def _join(self, place: Mapping[str, Any], version: int) -> None:
         self._start_clock()
+        self.layout.begin(shared=True)
         try:
             connection = await self._dial(place["session"], place["worker"])
             self._add_peer("the sender", connection)  # it may post before its reply is read
@@ -226,6 +228,7 @@ class OneSenderEngine(CheckpointEngine):
             raise WeightsError(f"the sender cannot be reached: {error.message}", **details) from error
         if found != version:
             raise WeightsError("weights of another version came", code="weights.version", expected=version, found=found)
+        self.tell({"layout": self.layout.name})
         self._start_clock(_SENDER_FIRST)
 
     async def _dial(self, address: Mapping[str, Any], worker: int) -> Connection:
@@ -256,7 +259,8 @@ class OneSenderEngine(CheckpointEngine):
         peer.said.update(values)
         peer.got, peer.broken = values.get("got", peer.got), peer.broken or values.get("broken")
         if "bucket" in values:
-            self.arrived.append(Bucket(*values["bucket"]))
+            number, told, place = values["bucket"]
+            self.arrived.append(Bucket(number, self.layout.learned(told), place))
         self.heard(peer, values)
         self.notify()
 
@@ -322,7 +326,8 @@ class OneSenderEngine(CheckpointEngine):
         self._require(self.connected, "the sender is not connected")
         try:
             for name, tensor in weights:
-                if self.peers or self.retains:
+                wanted = self.peers or self.retains
+                if wanted and (self.lent or not self._packer.add_small(name, tensor, self.config.bucket_bytes)):
                     before, self.lent = self.lent, 0
                     await self._add(name, tensor)
                     await self.taken(before)
@@ -341,21 +346,17 @@ class OneSenderEngine(CheckpointEngine):
     async def _add(self, name: str, tensor: torch.Tensor) -> None:
         if await self.send_alone(name, tensor):
             return
-        if self._used + tensor.nbytes > self.config.bucket_bytes:
+        if self._packer.size + tensor.nbytes > self.config.bucket_bytes:
             await self.flush()
-        if not self._entries:
-            self._bucket = await self.room(tensor.nbytes)
-        entry = entry_of(name, tensor, self._used)
-        put(self._bucket, entry, tensor)
-        self._entries.append(entry)
-        self._used = aligned(self._used + tensor.nbytes)
+        if not self._packer.entries:
+            self._packer.buffer = await self.room(tensor.nbytes)
+        self._packer.add(name, tensor)
 
     async def flush(self) -> None:
         """Send the bucket that is filled."""
-        entries, size = self._entries, self._used
-        self._entries, self._used = [], 0
-        if entries:
-            await self.launch(self._bucket[:size], entries)
+        packer, self._packer = self._packer, Packer()
+        if packer.buffer is not None:
+            await self.launch(packer.buffer[: packer.size], packer.entries)
 
     async def receive_weights(self) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """Yield every tensor, then tell the sender that this worker has received all."""
@@ -374,23 +375,25 @@ class OneSenderEngine(CheckpointEngine):
         """Tell the sender that this worker has received everything."""
         self.whole = True
         for peer in list(self.peers.values()):
+            self.layout.end(peer.said.get("layout", ""))
             with suppress(RpcError):  # the sender has ended
                 await peer.connection.call("transfer.post", [{"done": True}], self.remaining(), None, "finish")
         await self.until(lambda _: True, "finish")
 
     async def finalize(self) -> None:
-        """Leave the session, where a peer that still needs this end is notified, and release everything. Idempotent."""
+        """Leave the session, where a peer that still needs this end is notified, and release it. Idempotent."""
+        if not self._services:
+            return
         peers, self.peers = list(self.peers.values()), {}
-        server, self._server = self._server, None
-        self.connected = False
+        server, self._server, self.connected = self._server, None, False
         try:
             for peer in peers:
                 await peer.connection.close(self._why or ("" if self.whole else _LEFT))
             if server is not None:
                 await server.close()
         finally:
-            self._services.clear()  # connections that are not collected yet do not keep this end's memory
             await self.close()
+            self._services.clear()  # connections that are not collected yet do not keep this end's memory
             self._reset()
 
 

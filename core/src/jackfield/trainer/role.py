@@ -20,8 +20,9 @@ from jackfield.errors import QueueError, RunError
 from jackfield.plugins.hooks import HookManager, SampleRecord, StageEnded
 from jackfield.queue import BatchMeta, TransferQueue
 from jackfield.runtime.engine import EngineRank
+from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.samples import AdvantageWorker
-from jackfield.runtime.workers import AgentWorker, RewardWorker, Workers, is_lost, resubmitted
+from jackfield.runtime.workers import AgentWorker, Workers, is_lost, resubmitted
 
 WEIGHTS, FINISHED = "weights", "finished"  #: topics of the queue: the newest weights, and the end of the last step
 
@@ -113,7 +114,7 @@ class RunWorkers:
     replicas: int = 0  #: initial number of replicas
     places: Places  #: where the replicas run
     shares_devices: bool = True  #: whether the engines and the replicas use the same devices in turns
-    watch: Callable[[], Coroutine[Any, Any, None]] | None = None  #: raises as soon as a rank or the storage dies
+    watch: Callable[[], Coroutine[Any, Any, None]] | None = None  #: raises as soon as a rank dies
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -193,7 +194,7 @@ class Role:
         seconds, who = self.config.deadlines.batch, f"an agent worker to read {len(keys)} samples, {keys[:1]} first"
 
         def read() -> Awaitable[tuple[SampleRecord, ...]]:
-            reading = self.workers.agents.of("".join(keys[:1])).records(partition, keys, tags, with_reward=with_reward)
+            reading = self.workers.agents.of(0).records(partition, keys, tags, with_reward=with_reward)
             return self.clock.wait_for(reading, seconds, who)
 
         try:

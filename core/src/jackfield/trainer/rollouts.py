@@ -1,4 +1,4 @@
-"""The explorer, the reward pipeline, and the evaluation of held-out tasks."""
+"""The explorer and the reward pipeline."""
 
 from __future__ import annotations
 
@@ -6,34 +6,23 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import attrs
 
-from jackfield.abc.reward import ScoreResult
-from jackfield.abc.transfer_queue import DeleteRequest
 from jackfield.data.tasks import SeededOrder, Task
-from jackfield.errors import (
-    ConfigError,
-    DataError,
-    DeadlineExceeded,
-    JackfieldError,
-    PluginError,
-    QueueError,
-    RewardError,
-    WorkerLost,
-)
-from jackfield.plugins.hooks import EvaluationEnded, SampleRecord, SamplesRecorded
-from jackfield.queue.meta import Batch, BatchMeta, GroupKey, NewGroup, RolloutReport, group_of
-from jackfield.runtime.samples import TRAIN, is_baseline, is_expert, metric_tags, said, said_metrics, sampling_seed
-from jackfield.runtime.workers import REWARD_INPUTS, RewardWorker, RolloutJob, is_lost, one_line, resubmitted
+from jackfield.errors import DeadlineExceeded, QueueError, RewardError, WorkerLost, some
+from jackfield.queue.meta import Batch, BatchMeta, GroupKey, NewGroup, RolloutReport, group_of, index_of
+from jackfield.runtime.rewards import REWARD_INPUTS, RewardJob, RewardReport, RewardWorker
+from jackfield.runtime.samples import TRAIN, is_baseline, is_expert, metric_tags, sampling_seed
+from jackfield.runtime.workers import AgentWorker, RolloutJob, handle_each, one_line, resubmitted
 from jackfield.trainer.role import Role
 
 REWARD = "reward"  #: the name under which the reward pipeline leases groups
-EVAL = "eval"  #: the partition of an evaluation's samples; they are deleted with it, and the controller never sees them
+_EARLY_SECONDS = 0.5  #: samples of unfinished groups that end within this time start to be scored together
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -73,11 +62,10 @@ class Explorer:
 
     async def _fill(self, batch: Batch) -> None:
         """Generate the groups of a batch, and again those that are dropped without a reward."""
-        async with asyncio.TaskGroup() as groups:
+        async with asyncio.TaskGroup() as lists:
             async for keys in self.role.queue.groups_to_fill(batch, self.role.config.deadlines.batch):
-                self._running += len(keys)
-                for key in keys:
-                    groups.create_task(self._make_group(key))
+                self._running += 1
+                lists.create_task(self._make_groups(keys))
 
     def task_of(self, key: GroupKey) -> Task:
         """Return the task of a group, independent of the number of explorers and of resumes.
@@ -94,57 +82,101 @@ class Explorer:
         task: Task = tasks[SeededOrder(size=len(tasks), seed=seed).index(position)]
         return task
 
-    async def _make_group(self, key: GroupKey) -> None:
-        copies, task = key.index >= self._groups, self.task_of(key)
-        rollouts, tags = 1 if copies else self._rollouts, dict[str, Any]()
-        if copies and self._groups:
-            tags = {"expert": True}
-        elif not copies and self.role.algorithm.greedy_baseline:
-            tags = {"greedy_rollout": rollouts - 1}
+    async def _make_groups(self, keys: Sequence[GroupKey]) -> None:
+        """Open groups, run their rollouts on the workers, and report their outcomes."""
+        jobs = list(map(self._job, keys))
+        greedy = [{} if job.greedy is None else {"greedy_rollout": job.greedy} for job in jobs]
+        tags = [{"expert": True} if job.expert else more for job, more in zip(jobs, greedy, strict=True)]
+        opened = [
+            NewGroup(key=job.group, task_id=job.task.id, rollouts=len(job.rollouts), tags=own)
+            for job, own in zip(jobs, tags, strict=True)
+        ]
         try:
-            await self.role.queue.open_groups([NewGroup(key=key, task_id=task.id, rollouts=rollouts, tags=tags)])
-            await asyncio.gather(*(self._roll_out(key, task, number, not copies) for number in range(rollouts)))
+            await self.role.queue.open_groups(opened)
+            await run_rollouts(self.role, jobs, self.role.queue.end_rollouts)
         finally:
             self._running -= 1
             if not self._running:
                 self._idle.set()
 
-    async def _roll_out(self, key: GroupKey, task: Task, rollout: int, generates: bool) -> None:
-        """Run a rollout on a worker, and report its outcome."""
-        config, sampling = self.role.config, None
-        if generates:
-            seed = sampling_seed(config.seed_of(config.sampling), key.batch, key.index, key.retry, rollout)
-            sampling = {**attrs.asdict(config.sampling, recurse=False), "seed": seed}
-            if self.role.algorithm.greedy_baseline and rollout == self._rollouts - 1:
-                sampling["temperature"] = 0.0
-        seconds, expert = config.deadlines.rollout, bool(self._groups)
-        job = RolloutJob(group=key, rollout=rollout, task=task, sampling=sampling, seconds=seconds, expert=expert)
-        await self.role.queue.end_rollouts([await _run(self.role, job)])
+    def _job(self, key: GroupKey) -> RolloutJob:
+        """Return the rollouts of a group; groups beyond those that agents generate copy answers."""
+        config, task, copies = self.role.config, self.task_of(key), key.index >= self._groups
+        if copies:
+            return RolloutJob(group=key, task=task, expert=bool(self._groups), seconds=config.deadlines.rollout)
+        seed = partial(sampling_seed, config.seed_of(config.sampling), key.batch, key.index, key.retry)
+        return RolloutJob(
+            group=key,
+            task=task,
+            rollouts={number: seed(number) for number in range(self._rollouts)},
+            sampling=attrs.asdict(config.sampling, recurse=False),
+            greedy=self._rollouts - 1 if self.role.algorithm.greedy_baseline else None,
+            seconds=config.deadlines.rollout,
+        )
 
 
-async def _run(role: Role, job: RolloutJob) -> RolloutReport:
-    """Run a job on an agent worker, again if workers die; return errors of this rollout only in the report."""
-    restarts, generates, evaluates = itertools.count(), job.sampling is not None, job.group.partition == EVAL
+async def run_rollouts(
+    role: Role, jobs: Sequence[RolloutJob], report: Callable[[Sequence[RolloutReport]], Awaitable[object]]
+) -> None:
+    """Run the rollouts of groups on the agent workers, again if workers die, and pass on reports as they come."""
+    shares = role.workers.agents.shares(jobs, lambda job: job.group.index)
+    await asyncio.gather(*(_Rollouts(role, worker, mine, report).run() for worker, mine in shares))
 
-    async def run() -> RolloutReport:
-        again = attrs.evolve(job, restart=next(restarts))
-        worker = role.workers.agents.of(f"{job.group}/{job.rollout}")
-        # the worker enforces the rollout's deadline; this one adds slack for the RPC
-        seconds, sample = 1.1 * job.seconds + 10, job.group.rollout(job.rollout, again.restart)
-        who = f"the agent worker of sample {sample}, task {job.task.id}"
+
+@attrs.define(eq=False)
+class _Rollouts:
+    """The rollouts that one agent worker runs."""
+
+    role: Role
+    worker: AgentWorker
+    jobs: Sequence[RolloutJob]
+    report: Callable[[Sequence[RolloutReport]], Awaitable[object]]
+    #: the rollouts that have not been reported, with their jobs, by group and number
+    left: dict[tuple[str, int], RolloutJob] = attrs.field(init=False)
+
+    async def run(self) -> None:
+        """Run all rollouts. Those that no worker could end, or not in time, are reported as failed."""
+        one = self.jobs[0]
+        self.left = {(str(job.group), number): job for job in self.jobs for number in job.rollouts}
+        try:
+            what = f"what is missing of {len(self.jobs)} groups from sample {one.key(min(one.rollouts))}"
+            await resubmitted(self._run, what)
+        except (WorkerLost, DeadlineExceeded) as error:
+            await self.report([job.failed(rollout, error) for (_, rollout), job in self.left.items()])
+
+    async def _run(self) -> None:
+        generates = any(job.sampling is not None for job in self.jobs)
+        # the worker enforces the deadline of each rollout; this one adds slack for the RPC
+        seconds = 1.1 * max(job.seconds for job in self.jobs) + 10
         # an evaluation holds the devices from its beginning to its end
-        async with role.rollout_devices.hold("rollout") if generates and not evaluates else nullcontext():
-            return await role.clock.wait_for(worker.run(again), seconds, who)
+        holds = generates and not self.jobs[0].evaluates
+        async with self.role.rollout_devices.hold("rollout") if holds else nullcontext():
+            try:
+                await handle_each(self.role.clock, self.worker.run(self.jobs), seconds, self._missing, self._report)
+            except WorkerLost:
+                if not self.left:
+                    return
+                self.jobs = [again for job in self.jobs if (again := self._again(job)).rollouts]
+                self.left = {(str(job.group), number): job for job in self.jobs for number in job.rollouts}
+                raise
 
-    try:
-        return await resubmitted(run, f"sample {job.group.rollout(job.rollout)}")
-    except JackfieldError as error:
-        every = isinstance(error, ConfigError | DataError | PluginError) or error.code == "rollout.stopped"
-        lost = evaluates and is_lost(error)
-        if not isinstance(error, WorkerLost) and (every or lost or not generates):  # it would fail every rollout
-            raise
-        text = str(error) if evaluates else one_line(error, located=False)
-        return RolloutReport(group=str(job.group), rollout=job.rollout, error=text)
+    def _again(self, job: RolloutJob) -> RolloutJob:
+        """Return the rollouts of a job that have not been reported, for another worker."""
+        name = str(job.group)
+        rollouts = {number: seed for number, seed in job.rollouts.items() if (name, number) in self.left}
+        return attrs.evolve(job, rollouts=rollouts, restart=job.restart + 1)
+
+    def _missing(self) -> str:
+        samples = [
+            f"{job.key(number)}, task {job.task.id}" for (_, number), job in itertools.islice(self.left.items(), 4)
+        ]
+        return f"the agent worker of samples {some(samples)}; {len(self.left)} rollouts are not complete"
+
+    async def _report(self, reports: Sequence[RolloutReport]) -> None:
+        """Pass on reports and forget their rollouts."""
+        await self.report(reports)
+        for each in reports:
+            self.left.pop((each.group, each.rollout), None)
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -172,8 +204,9 @@ class RewardPipeline:
 
             async def score_early() -> None:  # before groups are complete
                 async for keys in queue.new_samples(TRAIN):
-                    for _, mine in itertools.groupby(sorted(keys, key=group_of), group_of):
-                        tasks.create_task(self._begin(list(mine)))
+                    for worker, mine in self._shares(keys, group_of):
+                        tasks.create_task(self._begin(worker, mine))
+                    await self.role.clock.sleep(_EARLY_SECONDS)
 
             tasks.create_task(score_early())
             while True:
@@ -181,71 +214,101 @@ class RewardPipeline:
                     batch = await queue.lease(REWARD, deadline_seconds=seconds)
                 except DeadlineExceeded:
                     continue  # an idle queue is no failure; consumers of rewards have their own deadlines
-                for indexes in batch.by_group().values():
-                    tasks.create_task(self._finish(batch.select(indexes)))
+                for worker, names in self._shares(batch.by_group(), str):
+                    tasks.create_task(self._finish(worker, batch, names))
 
-    def _worker(self, key: str) -> RewardWorker:
-        """Return the worker of a sample, which is that of all retries of its group."""
+    def _shares(self, names: Iterable[str], group: Callable[[str], str]) -> list[tuple[RewardWorker, list[str]]]:
+        """Return the share of each worker; all retries of a group go to the same one."""
         assert self.role.workers.rewards is not None
-        return self.role.workers.rewards.of(group_of(key).rpartition("/")[0])
+        return self.role.workers.rewards.shares(names, lambda name: index_of(group(name)))
 
-    async def _begin(self, keys: list[str]) -> None:
-        """Start the scores of a group. Errors surface when the group is rewarded."""
+    async def _begin(self, worker: RewardWorker, keys: list[str]) -> None:
+        """Start the scores of samples. Errors surface when their groups are rewarded."""
         try:
-            await self._worker(keys[0]).begin(TRAIN, keys)
+            await worker.begin(TRAIN, keys)
         except WorkerLost as error:
-            lost = f"{one_line(error)}; the score of samples {', '.join(keys)} is made again"
+            lost = f"{one_line(error)}; the scores of samples {some(keys)} are made again"
             logging.getLogger("jackfield").warning(lost)
 
-    async def _finish(self, group: BatchMeta) -> None:
-        """Write the rewards of a whole group."""
-        async with self.role.measure("reward", "reward", group.tags[0]["batch"]):
+    async def _finish(self, worker: RewardWorker, batch: BatchMeta, names: list[str]) -> None:
+        """Write the rewards of whole groups."""
+        places = batch.by_group()
+        left = dict.fromkeys(names)  # groups that have no reward yet
+
+        def some_groups(names: Iterable[str]) -> BatchMeta:
+            return batch.select(itertools.chain.from_iterable(places[name] for name in names))
+
+        async def record(report: RewardReport) -> None:
+            ended = dict.fromkeys(map(group_of, report.results))
+            await self._record(some_groups(ended), report)
+            for name in ended:
+                del left[name]
+
+        async def reward() -> None:
+            jobs = [_reward_job(batch, places[name]) for name in left]
+            # the reward worker enforces the deadline of each score; this one adds the time around it
+            seconds = 2 * self.role.score_seconds + self.role.config.deadlines.batch
+            who, reports = "the reward worker of groups", worker.reward(TRAIN, jobs)
+            await handle_each(self.role.clock, reports, seconds, lambda: f"{who} {some(list(left))}", record)
+
+        async with self.role.measure("reward", "reward", batch.tags[places[names[0]][0]]["batch"]):
             try:
-                await resubmitted(lambda: self._reward(group), f"the reward of samples {', '.join(group.keys)}")
+                await resubmitted(reward, f"the rewards of groups {some(names)}")
             except WorkerLost as error:
-                await self.role.queue.fail_samples(dict.fromkeys(group.keys, f"reward failed: {error}"))
+                await self.role.queue.fail_samples(dict.fromkeys(some_groups(left).keys, f"reward failed: {error}"))
             except QueueError as error:
-                if not await self.role.give_back_lost(group, error):
+                if not await self.role.give_back_lost(some_groups(left), error):
                     raise
-                return  # it is leased again if enough samples are left
-        self.groups += 1
+                return  # they are leased again if enough samples are left
 
-    async def _reward(self, group: BatchMeta) -> None:
-        # the reward worker enforces the deadline of each score; this one adds the time around it
-        seconds, name = 2 * self.role.score_seconds + self.role.config.deadlines.batch, group.groups[0]
-        tagged = zip(group.keys, group.tags, strict=True)
-        uncompared = sorted(key for key, tags in tagged if is_expert(tags) or is_baseline(tags))
-        who = f"the reward worker of group {name}, samples {', '.join(group.keys)}"
-        rewarding = self._worker(group.keys[0]).reward(TRAIN, group.keys, uncompared)
-        results, written = await self.role.clock.wait_for(rewarding, seconds, who)
-        found = dict(zip(group.keys, results, strict=True))
-        failed = {key: str(result.error) for key, result in found.items() if result.status != "ok"}
-        if len(failed) < len(group):
-            self._unscored.clear()
-        else:
-            self._unscored.append(failed.values())
-        most, groups = self.role.config.schedule.max_retries, len(self._unscored)
-        if groups > most:  # the reward itself is at fault
-            what, where = (
-                "groups in a row ended without a single score",
-                f"group {name}, task {group.tags[0]['task_id']}",
+    async def _record(self, batch: BatchMeta, report: RewardReport) -> None:
+        """Report the rewards of whole groups to the queue, and the samples without a score; drop equal groups."""
+        results, most = report.results, self.role.config.schedule.max_retries
+        failed = {key: str(result.error) for key, result in results.items() if result.status != "ok"}
+        dropped, groups = list[str](), batch.by_group()
+        for name, indexes in groups.items():
+            keys, first = [batch.keys[at] for at in indexes], batch.tags[indexes[0]]
+            if not all(key in failed for key in keys):
+                self._unscored.clear()
+            else:
+                self._unscored.append([failed[key] for key in keys])
+            if (unscored := len(self._unscored)) > most:  # the reward itself is at fault
+                what, where = "groups in a row ended without a single score", f"group {name}, task {first['task_id']}"
+                expected, errors = f"at most {most} (schedule.max_retries)", itertools.chain(*self._unscored)
+                raise without_scores(f"{unscored} {what}", where, expected, errors)
+            if self.role.algorithm.dynamic_sampling and first["retry"] < most:  # else it is used as it is
+                compared = {results[batch.keys[at]].score for at in indexes if _is_compared(batch.tags[at])}
+                if len(compared) == 1 and None not in compared:  # no gradient (DAPO, eq. 11)
+                    dropped.append(name)
+        if dropped:
+            await self.role.queue.drop_groups(dropped, "all rewards of the group are equal")
+        sizes = dict(zip((key for key in results if key not in failed), report.written.sizes, strict=True))
+        good = batch
+        if failed or dropped:
+            kept = (
+                key not in failed and name not in dropped for key, name in zip(batch.keys, batch.groups, strict=True)
             )
-            expected, errors = f"at most {most} (schedule.max_retries)", itertools.chain(*self._unscored)
-            raise _without_scores(f"{groups} {what}", where, expected, errors)
-        compared = [result.score for key, result in found.items() if key not in uncompared]
-        last = group.tags[0]["retry"] >= most  # it is used as it is
-        equal = len(set(compared)) == 1 and None not in compared  # no gradient (DAPO, eq. 11)
-        if self.role.algorithm.dynamic_sampling and equal and not last:
-            await self.role.queue.drop_groups([name], "all rewards of the group are equal")
-            return
-        tags = tuple(metric_tags("reward", result.metrics) for key, result in found.items() if key not in failed)
-        good = group.select(index for index, key in enumerate(group.keys) if key not in failed)
-        await self.role.queue.add_columns(good, attrs.evolve(written, tags=tags))
-        if failed:
-            await self.role.queue.fail_samples(failed)
+            good = batch.select(at for at, each in enumerate(kept) if each)
+        tags = tuple(metric_tags("reward", results[key].metrics) for key in good.keys)
+        written = attrs.evolve(report.written, sizes=tuple(map(sizes.__getitem__, good.keys)), tags=tags)
+        await self.role.queue.add_columns(good, written)
+        gone = {key: why for key, why in failed.items() if group_of(key) not in dropped}
+        if gone:
+            await self.role.queue.fail_samples(gone)
+        self.groups += len(groups)
 
 
-def _without_scores(what: str, where: str, expected: str, errors: Iterable[str]) -> RewardError:
+def _is_compared(tags: Mapping[str, Any]) -> bool:
+    return not (is_expert(tags) or is_baseline(tags))
+
+
+def _reward_job(batch: BatchMeta, indexes: Iterable[int]) -> RewardJob:
+    keys, tags = batch.keys, batch.tags
+    uncompared = sorted(keys[at] for at in indexes if not _is_compared(tags[at]))
+    return RewardJob(tuple(keys[at] for at in indexes), tuple(uncompared))
+
+
+def without_scores(what: str, where: str, expected: str, errors: Iterable[str]) -> RewardError:
     """Return the error for scoring that always fails, with its most frequent errors."""
     texts = [error.removeprefix("reward failed: ") for error in errors]
     counted = Counter(text.partition("\n")[0] for text in texts).most_common(5)
@@ -254,76 +317,3 @@ def _without_scores(what: str, where: str, expected: str, errors: Iterable[str])
     fix = "correct what the errors name; if the reward needs longer, raise deadlines.reward or its number of workers"
     details = {"where": where, "expected": expected, "found": found, "fix": fix}
     return RewardError(f"{most}: {what}", code="reward.too-many-failures", **details)
-
-
-@attrs.define(kw_only=True, eq=False)
-class Evaluator:
-    """Runs every held-out task once and reports the mean score to the hooks."""
-
-    role: Role
-
-    def is_due(self, steps_done: int) -> bool:
-        """Return whether to evaluate, if there are tasks: at both ends of the run and at due weight syncs."""
-        schedule, every = self.role.schedule, self.role.config.evaluation.every
-        return "eval" in self.role.tasks and (steps_done in (0, schedule.steps) or schedule.is_due(every, steps_done))
-
-    async def evaluate(self, version: int) -> None:
-        """Evaluate the weights that the replicas serve now, which are those of ``version``, and report it.
-
-        The metrics are ``score``, the mean over the tasks that have one, ``failed``, the fraction of tasks without one,
-        and ``response_tokens``, the mean length of the responses. An error that every task would have is raised; so is
-        ``reward.too-many-failures`` if no task has a score.
-        """
-        tasks = self.role.tasks["eval"]
-        async with self.role.measure("evaluate", "trainer", version), self.role.rollout_devices.hold("rollout"):
-            groups = (GroupKey(EVAL, version, number) for number in range(len(tasks)))
-            records = await asyncio.gather(*map(self._evaluate, tasks, groups))
-        scores = [record.reward for record in records if record.reward is not None]
-        if not scores:
-            where, errors = f"evaluation of weights {version}", (str(record.tags["error"]) for record in records)
-            raise _without_scores("no task has a score", where, "a score for one task at least", errors)
-        tokens = {each.key: each.tags["response_tokens"] for each in records if "response_tokens" in each.tags}
-        metrics = {
-            "score": sum(scores) / len(scores),
-            "failed": 1.0 - len(scores) / len(records),
-            "response_tokens": sum(tokens.values()) / len(records),
-            "tasks": float(len(records)),
-            **said_metrics(record.tags for record in records),
-        }
-        shown = records[: self.role.config.observe.samples_per_evaluation]
-        keys = [record.key for record in shown if record.key in tokens]
-        texts = {text.key: text for text in await self.role.records(EVAL, keys, [{}] * len(keys))}
-        samples = [
-            attrs.evolve(texts.get(record.key, record), key=f"{EVAL}/{task.id}", reward=record.reward, tags=record.tags)
-            for task, record in zip(tasks, shown, strict=False)
-        ]
-        await self.role.workers.backend.delete(DeleteRequest(partition=EVAL, keys=tuple(tokens)))
-        hooks = self.role.hooks
-        hooks.emit(SamplesRecorded(step=version, partition=EVAL, samples=tuple(samples)))
-        hooks.emit(EvaluationEnded(step=version, metrics=metrics))
-
-    async def _evaluate(self, task: Task, group: GroupKey) -> SampleRecord:
-        """Run and score a task; return its sample without the text. An error of this task only becomes a tag."""
-        config, rewards = self.role.config, self.role.workers.rewards
-        assert rewards is not None
-        seed = sampling_seed(config.seed_of(config.evaluation.sampling), "evaluation", group.batch, task.id)
-        sampling = {**attrs.asdict(config.evaluation.sampling, recurse=False), "seed": seed}
-        job = RolloutJob(group=group, task=task, sampling=sampling, seconds=config.deadlines.rollout, last=True)
-        report = await _run(self.role, job)
-        result = ScoreResult(status="failed", error=report.error or "the agent loop returned no sequence")
-        told: dict[str, Any] = {"task": task.id, "ground_truth": task.ground_truth}
-        if report.keys:
-            key, tags = report.keys[0], report.written.tags[0]
-            longest = 2 * self.role.score_seconds * len(self.role.tasks["eval"])  # if scored in turn
-            wait, who = self.role.clock.wait_for, f"the reward worker of held-out task {task.id}"
-            try:
-                result = await resubmitted(
-                    lambda: wait(rewards.of(key).score(EVAL, key), longest, who), f"the score of sample {key}"
-                )
-            except WorkerLost as error:
-                result = ScoreResult(status="failed", error=str(error))
-            told |= {"response_tokens": tags["response_tokens"], **said(tags), **metric_tags("reward", result.metrics)}
-        if result.error is not None:
-            told["error"] = result.error
-        key, score = "".join(report.keys), result.score
-        return SampleRecord(key=key, prompt="", response="", reward=score, response_ids=(), response_mask=(), tags=told)

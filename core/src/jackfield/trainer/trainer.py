@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager
 from fractions import Fraction
 from math import floor, isfinite
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -19,11 +20,12 @@ from jackfield.plugins.hooks import SamplesFailed, SamplesRecorded, StepEnded, W
 from jackfield.queue.meta import BatchMeta, Reuse
 from jackfield.queue.sample_files import ImportedSamples
 from jackfield.runtime.engine import EngineGroup
+from jackfield.runtime.profile import flame_graph
 from jackfield.runtime.samples import TRAIN, global_counts, mini_batches, oldest_version, own, said_metrics, trained
 from jackfield.runtime.workers import is_lost
 from jackfield.trainer.checkpoint import Checkpoint, Checkpointer, random_state
+from jackfield.trainer.evaluation import Evaluator
 from jackfield.trainer.role import Role
-from jackfield.trainer.rollouts import Evaluator
 from jackfield.trainer.weights import LogProbCheck, publish
 
 CONSUMER = "trainer"  #: the name under which the trainer leases samples
@@ -37,15 +39,11 @@ class Step:
     number: int
     started: float
     batch: BatchMeta = attrs.field(init=False)
+    rows: BatchMeta = attrs.field(init=False)  #: the samples of the batch that models are trained on
     leased: bool = False  #: whether the trainer holds the lease on ``batch``
     metrics: dict[str, float] = attrs.field(factory=dict)
     updates: dict[tuple[str, int], Mapping[str, float]] = attrs.field(factory=dict)  #: by role and mini-batch
     trained: bool = False
-
-    @property
-    def rows(self) -> BatchMeta:
-        """The samples of the batch that models are trained on."""
-        return trained(self.batch)
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -108,22 +106,23 @@ class Trainer:
     async def run(self, first_step: int = 0) -> int:
         """Train until the schedule ends or a stop is requested; return the completed steps."""
         for number in range(first_step, self.role.schedule.steps):
-            step = Step(number=number, started=self.role.clock.time())
-            while not step.trained:
-                async with self.recover_lost_samples(step):
-                    if not await self.next_batch(step):
-                        return await self.checkpoint_before(step)
-                    async with self.role.train_devices.hold("train"):
-                        await self.reference_log_probs(step)
-                        await self.old_log_probs(step)
-                        await self.values(step)
-                        await self.advantages(step)
-                        await self.update_critic(step)
-                        await self.update_actor(step)
-                        await self.publish_weights(step)
-            await self.acknowledge(step)
-            await self.evaluate(number + 1)
-            await self.checkpoint(number + 1)
+            async with self.profile(number + 1):
+                step = Step(number=number, started=self.role.clock.time())
+                while not step.trained:
+                    async with self.recover_lost_samples(step):
+                        if not await self.next_batch(step):
+                            return await self.checkpoint_before(step)
+                        async with self.role.train_devices.hold("train"):
+                            await self.reference_log_probs(step)
+                            await self.old_log_probs(step)
+                            await self.values(step)
+                            await self.advantages(step)
+                            await self.update_critic(step)
+                            await self.update_actor(step)
+                            await self.publish_weights(step)
+                await self.acknowledge(step)
+                await self.evaluate(number + 1)
+                await self.checkpoint(number + 1)
             await self.release_explorers(number + 1)
         return self.role.schedule.steps
 
@@ -138,6 +137,21 @@ class Trainer:
             step.leased = False
         else:
             step.trained = step.leased
+
+    @asynccontextmanager
+    async def profile(self, step: int) -> AsyncIterator[None]:
+        """Profile the ranks and this process's event loop in a step, counted from 1, if the configuration names it."""
+        if not any(step in steps for steps in self.role.config.profiled_steps):
+            yield
+            return
+        folder = Path(self.role.config.folder, "profile", f"step-{step}")
+        engines = [each for each in (self.actor, self.critic, self.reference) if each is not None]
+        for engine in engines:
+            await engine.begin_trace()
+        with flame_graph(folder / "controller.html", f"step {step}"):
+            yield
+        for engine in engines:
+            await engine.end_trace(str(folder))
 
     # -- the stages of a step, in order
 
@@ -171,7 +185,7 @@ class Trainer:
                 schedule.check(step.number, oldest_version(batch.tags))
             for added in filter(None, mixed):
                 batch = batch.joined(added)
-        step.batch, step.leased = batch, True
+        step.batch, step.rows, step.leased = batch, trained(batch), True
         return True
 
     async def reference_log_probs(self, step: Step) -> None:

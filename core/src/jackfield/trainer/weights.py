@@ -147,7 +147,7 @@ class WeightSubscriber:
         )
         who = f"replica {replica.number} to take weights {published.version}"
         receipt = await self.role.clock.wait_for(replica.server.update_weights(request), seconds, who)
-        verify(replica.info, receipt, published.version, published.digests)
+        verify(replica.info, receipt, published.version, [published.digests] * replica.info.workers)
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -354,7 +354,7 @@ class ReplicaProbe:
         """Let every replica generate; one with older weights refuses."""
         config, agents, task = self.role.config, self.role.workers.agents, self.role.tasks["train"][0]
         if not self._prompt_ids:
-            ask = lambda: agents.of("probe").prompt_ids(task, _PROBE_PROMPT)  # noqa: E731
+            ask = lambda: agents.of(0).prompt_ids(task, _PROBE_PROMPT)  # noqa: E731
             self._prompt_ids = tuple(await resubmitted(ask, "the probe's prompt"))
         tokens, temperature = config.log_prob_check.probe_tokens, config.engine_temperature
         sampling = SamplingParams(max_new_tokens=tokens, temperature=temperature, seed=0, ignore_eos=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import ChainMap
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -15,21 +16,23 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import attrs
 
 from jackfield.abc.checkpoint_engine import CheckpointEngine, ConnectRequest, Topology, TopologyRequest
+from jackfield.abc.engine import Box
 from jackfield.abc.rollout import ServerInfo, UpdateWeightsRequest, WeightReceipt
-from jackfield.clock import Clock, too_late
-from jackfield.errors import DeadlineExceeded, JackfieldError, WeightsError, some
+from jackfield.clock import Clock
+from jackfield.errors import WeightsError, some
 from jackfield.plugins.hooks import WeightsSynced
 from jackfield.routing import Replica
 from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import Blocks, delta_of
+from jackfield.sdk.slices import Link, plan_links
+from jackfield.weights.ends import GRACE_SECONDS, run_together
+from jackfield.weights.links import LinkSender, connect_links, sent_over
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["Replica", "WeightSender", "WeightSynchronizer", "WeightsSynced", "verify"]
 
-_GRACE_SECONDS = 10.0  #: for a cancelled end to finish
-_CAUSE_SECONDS = 1.0  #: to wait for the failure of the end that broke the transfer, if another end fails first
 _LARGE = 1 << 20  #: bytes from which a tensor's digest is computed in a thread
 _VERSIONS = 2  #: versions that a sender remembers: the one that every worker holds, and the one in transfer
 
@@ -48,7 +51,7 @@ class PreparedSender:
 
 
 @attrs.define(eq=False)
-class WeightSender:
+class WeightSender(LinkSender):
     """The sender of one trainer rank. Each transfer starts with :meth:`prepare`."""
 
     _engine: CheckpointEngine  #: this rank's checkpoint engine, for the end ``sender``
@@ -154,6 +157,8 @@ class WeightSender:
         if opened is not None:
             opened.close()
         await self._engine.finalize()
+        for sender in self._links.values():
+            await sender.finalize()
 
 
 @attrs.define(eq=False)
@@ -172,6 +177,9 @@ class WeightSynchronizer:
     #: if that version is not held everywhere: "full" sends everything, "stop" raises ``weights.base``
     on_missing_base: Literal["full", "stop"] = "full"
     last: WeightsSynced | None = attrs.field(default=None, init=False)
+    _layouts: list[tuple[Box, ...] | None] | None = attrs.field(default=None, init=False)  #: of senders, once known
+    #: the links of the last transfer, and the workers' layouts from which they follow
+    _plan: tuple[list[tuple[Box, ...]], tuple[Link, ...]] = attrs.field(factory=lambda: ([], ()), init=False)
 
     @property
     def version(self) -> int | None:
@@ -206,10 +214,11 @@ class WeightSynchronizer:
         base = await self._base(replicas) if delta else None
         try:
             try:
-                report = await self._transfer(replicas, version, base)
+                links = await self._linked(replicas)
+                report, sent = await self._transfer(replicas, version, base, links)
             finally:
                 for rank, sender in enumerate(self.senders):
-                    await self.clock.wait_for(sender.finalize(), _GRACE_SECONDS, f"sender {rank} to finalize")
+                    await self.clock.wait_for(sender.finalize(), GRACE_SECONDS, f"sender {rank} to finalize")
         except WeightsError as error:
             if error.code == "weights.base" and base is not None:
                 self._without(error.message, error)
@@ -218,8 +227,10 @@ class WeightSynchronizer:
                 raise
             logging.getLogger("jackfield").warning("the transfer is repeated: %s", error.message)
             return await self._proved(replicas, version, delta=delta, again=False)
+        first = 0
         for replica, receipt in zip(replicas, report.receipts, strict=True):
-            verify(replica.info, receipt, version, report.digests)
+            verify(replica.info, receipt, version, sent[first : first + replica.info.workers])
+            first += replica.info.workers
         if self.check is not None and replicas:
             await self.check(replicas, version)
         return attrs.evolve(report, seconds=self.clock.time() - start)
@@ -248,45 +259,83 @@ class WeightSynchronizer:
             raise WeightsError(message, code="weights.base", expected=expected, fix=fix) from error
         logging.getLogger("jackfield").info("weights are sent as a whole, not as a delta: %s", why)
 
-    async def _transfer(self, replicas: Sequence[Replica], version: int, base: int | None) -> WeightsSynced:
+    async def _linked(self, replicas: Sequence[Replica]) -> tuple[Link, ...]:
+        """Return the links by which every rank sends workers their parts; empty: rank 0 sends whole tensors."""
+        layouts = [layout for replica in replicas for layout in replica.info.weight_layouts]
+        if self.kind == "delta" or not layouts or len(layouts) != sum(replica.info.workers for replica in replicas):
+            return ()
+        if self._layouts is None:
+            self._layouts = [await sender.layout() for sender in self.senders]
+        ranks = [layout for layout in self._layouts if layout is not None]
+        if len(ranks) < len(self.senders):
+            return ()
+        if self._plan[0] != layouts:
+            links = plan_links(ranks, layouts)
+            for rank, sender in enumerate(self.senders):
+                await sender.open_links(tuple(link for link in links if link.rank == rank))
+            self._plan = layouts, links
+        return self._plan[1]
+
+    async def _transfer(
+        self, replicas: Sequence[Replica], version: int, base: int | None, links: tuple[Link, ...]
+    ) -> tuple[WeightsSynced, list[dict[str, str]]]:
+        """Transfer a version; return the report, and by worker the digests of what was sent to it."""
+        update = UpdateWeightsRequest(
+            version=version,
+            checkpoint_engine=self.name,
+            checkpoint_engine_config=self.settings,
+            total_workers=sum(replica.info.workers for replica in replicas),
+            deltas_follow=self.kind == "delta",
+            deadline_seconds=self.deadline_seconds,
+        )
+        sending: list[Coroutine[Any, Any, Any]]
+        more: dict[str, Any] = {}
+        if links:
+            update = attrs.evolve(update, connect=await connect_links(self.senders, links, update.total_workers))
+            sending = [sender.transfer_links(version) for sender in self.senders]
+        else:
+            topology, update = await self._prepare(update, base)
+            places, more["retained"] = zip(self.senders, topology.trainer, strict=True), topology.retained
+            sending = [sender.transfer(place, version, update.base_version) for sender, place in places]
+        results = await self._run(sending, replicas, update)
+        if links:
+            sent, more["link_bytes"] = sent_over(links, results[: len(sending)], update.total_workers)
+            digests, sent_bytes = dict(ChainMap(*sent)), sum(more["link_bytes"].values())
+        else:
+            digests, sent_bytes = results[0]
+            sent = [digests] * update.total_workers
+        more |= {"digests": digests, "sent_bytes": sent_bytes, "kind": update.kind, "peft_config": update.peft_config}
+        return WeightsSynced(version=version, receipts=tuple(results[len(sending) :]), **more), sent
+
+    async def _prepare(self, update: UpdateWeightsRequest, base: int | None) -> tuple[Topology, UpdateWeightsRequest]:
+        """Prepare a transfer from rank 0; return its topology and the replicas' request."""
         prepared = [await sender.prepare() for sender in self.senders]
         peft_config = prepared[0].peft_config
         kind: Literal["full", "adapter", "delta"] = "full" if base is None else "delta"
         if peft_config is not None:
             kind, base = "adapter", None  # an adapter is always sent in full
-        metadata, workers = tuple(each.metadata for each in prepared), sum(replica.info.workers for replica in replicas)
-        request = TopologyRequest(trainer_metadata=metadata, rollout_workers=workers)
+        metadata = tuple(each.metadata for each in prepared)
+        request = TopologyRequest(trainer_metadata=metadata, rollout_workers=update.total_workers)
         topology = await self.senders[0].build_topology(request)
-        update = UpdateWeightsRequest(
-            version=version,
-            checkpoint_engine=self.name,
-            checkpoint_engine_config=self.settings,
-            connect=topology.rollout,
-            total_workers=workers,
-            kind=kind,
-            peft_config=peft_config,
-            base_version=base,
-            deltas_follow=self.kind == "delta",
-            deadline_seconds=self.deadline_seconds,
-        )
-        ends: dict[str, Coroutine[Any, Any, Any]] = {
-            f"sender {rank}": sender.transfer(topology.trainer[rank], version, base)
-            for rank, sender in enumerate(self.senders)
-        }
+        fields: dict[str, Any] = {"kind": kind, "peft_config": peft_config, "base_version": base}
+        return topology, attrs.evolve(update, connect=topology.rollout, **fields)
+
+    async def _run(
+        self, sending: Sequence[Coroutine[Any, Any, Any]], replicas: Sequence[Replica], update: UpdateWeightsRequest
+    ) -> list[Any]:
+        """Run senders and replicas; return their results in this order."""
+        ends = {f"sender {rank}": each for rank, each in enumerate(sending)}
         first = 0
         for replica in replicas:
-            connect = topology.rollout[first : first + replica.info.workers]
+            connect = update.connect[first : first + replica.info.workers]
             own = attrs.evolve(update, connect=connect, first_worker=first)
             ends[f"replica {replica.number}"] = replica.server.update_weights(own)
             first += replica.info.workers
-        results = await run_together(ends, self.clock, self.deadline_seconds, f"weight version {version}")
-        (digests, sent_bytes), receipts = results[0], tuple(results[len(self.senders) :])
-        further = {"digests": digests, "peft_config": peft_config, "retained": topology.retained}
-        return WeightsSynced(version=version, receipts=receipts, sent_bytes=sent_bytes, kind=kind, **further)
+        return await run_together(ends, self.clock, self.deadline_seconds, f"weight version {update.version}")
 
 
-def verify(info: ServerInfo, receipt: WeightReceipt, version: int, sent: Mapping[str, str]) -> None:
-    """Refuse a receipt unless every worker loaded exactly the tensors that were sent."""
+def verify(info: ServerInfo, receipt: WeightReceipt, version: int, digests: Sequence[Mapping[str, str]]) -> None:
+    """Refuse a receipt unless every worker loaded exactly what was sent to it; ``digests`` are by worker."""
     where = f"replica {info.replica}"
 
     def refuse(code: str, message: str, expected: Any, found: Any) -> None:
@@ -300,6 +349,7 @@ def verify(info: ServerInfo, receipt: WeightReceipt, version: int, sent: Mapping
         refuse("weights.missing", "sent a receipt that does not cover its workers", expected, found)
     for worker in receipt.workers:
         where, loaded = f"replica {info.replica}, worker {worker.worker}", worker.digests
+        sent = digests[worker.worker]
         missing = [name for name in sent if name not in loaded]
         unknown = [name for name in loaded if name not in sent]
         if missing or unknown:
@@ -309,48 +359,3 @@ def verify(info: ServerInfo, receipt: WeightReceipt, version: int, sent: Mapping
         for name in (different := [name for name in sent if loaded[name] != sent[name]])[:1]:
             message = f"has loaded other bytes than were sent: {some(different)}"
             refuse("weights.digest", message, sent[name], loaded[name])
-
-
-async def run_together(
-    ends: Mapping[str, Coroutine[Any, Any, Any]], clock: Clock, seconds: float, what: str
-) -> list[Any]:
-    """Run all ends of a transfer by name; a failure or the deadline cancels the others.
-
-    The ``WeightsError`` names the end that failed first, though the end that caused it may fail later;
-    ``DeadlineExceeded`` names the unfinished ends.
-    """
-    failures: dict[str, BaseException] = {}  #: in order: the first is the cause, the others are consequences
-
-    async def run(name: str, end: Coroutine[Any, Any, Any]) -> Any:
-        try:
-            return await end
-        except BaseException as error:
-            if isinstance(error, WeightsError) and error.code == "weights.transfer":
-                await clock.sleep(_CAUSE_SECONDS)
-            failures[name] = error
-            raise
-
-    tasks, first = {asyncio.ensure_future(run(name, end)): name for name, end in ends.items()}, None
-    try:
-        _, late = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
-        first = next(iter(failures.items()), None)
-    finally:
-        for task in tasks:
-            task.cancel()
-        ended, deaf = await asyncio.wait(tasks, timeout=_GRACE_SECONDS)
-        for task in ended:
-            if not task.cancelled():
-                task.exception()  # a consequence, or the cause that is raised
-    stuck = f" (and {', '.join(map(tasks.__getitem__, deaf))} cannot be cancelled)" if deaf else ""
-    if first is None and late:
-        names = ", ".join(name for task, name in tasks.items() if task in late)
-        raise too_late(seconds, f"{what}; not finished: {names}{stuck}")
-    if first is None:
-        return [task.result() for task in tasks]
-    name, error = first
-    code = error.code if isinstance(error, WeightsError | DeadlineExceeded) else "weights.transfer"
-    text = error.message if isinstance(error, JackfieldError) else repr(error)
-    kind = DeadlineExceeded if isinstance(error, DeadlineExceeded) else WeightsError
-    details = {key: getattr(error, key, None) for key in ("expected", "found", "fix")}
-    message = f"{name} failed while {what} was synchronised: {text}{stuck}"
-    raise kind(message, code=code, where=name, **details) from error

@@ -19,7 +19,6 @@ from jackfield.compose.workers import CONTRACTS, WorkerFactory
 from jackfield.config import make_config
 from jackfield.errors import EngineError, RunError, WorkerLost
 from jackfield.plugins import installed
-from jackfield.runtime import process as store
 from jackfield.runtime.process import ROLLOUT
 from jackfield.runtime.ray_cluster import Actor, Cluster, WorkerSpec
 from jackfield.runtime.workers import resubmitted
@@ -211,43 +210,5 @@ def test_what_the_cluster_has_no_room_for_is_refused_and_places_are_given_back(c
         cluster.give_back("the engine")
         await cluster.places(2, {"CPU": 1.0}, "somebody else")
         cluster.give_back("somebody else")
-
-    run(main())
-
-
-def test_values_cross_bit_by_bit(hosted: Hosted, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
-    """Values of any dtype and shape are sent in pieces, and the results are writable."""
-    torch = pytest.importorskip("torch")
-    from jackfield.queue import Values
-    from jackfield.sdk.cells import column_from_rows, dense_column, json_column
-
-    monkeypatch.setattr(store, "_PIECE_BYTES", 100)
-    columns = {
-        "half": dense_column(torch.randn(3, 2).to(torch.bfloat16)),
-        "mask": column_from_rows(
-            [torch.ones(2, dtype=torch.bool), torch.zeros(0, dtype=torch.bool), torch.ones(1) > 0]
-        ),
-        "large": column_from_rows([torch.arange(100_000), torch.arange(3), torch.arange(0)]),
-        "none": dense_column(torch.empty(3, 0)),
-        "complex": dense_column(torch.randn(3, dtype=torch.complex64)),
-        "task": json_column([{"a": 1}, None, "ü"]),
-    }
-
-    async def main() -> None:
-        actor = await hosted("the storage worker", "memory")
-        backend = store.remote_backend(actor.connection, 60.0)
-        await backend.start()
-        rows = Values(backend)
-        await rows.put("train", ["a", "b", "c"], columns)
-        found = await rows.get("train", ["a", "b", "c"], tuple(columns))
-        for name, column in columns.items():
-            assert column.values.dtype == found[name].values.dtype
-            assert torch.equal(column.values, found[name].values), name
-            assert column.encoding == found[name].encoding
-            assert (column.offsets is None) == (found[name].offsets is None)
-            if column.offsets is not None:
-                assert torch.equal(column.offsets, found[name].offsets)
-        found["large"].values.add_(1)
-        assert 3 == (await backend.stats()).samples
 
     run(main())

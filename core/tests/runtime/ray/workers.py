@@ -9,10 +9,8 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from jackfield.abc.rollout import GenerateRequest, GenerateResult, HealthReport
-from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.errors import EngineError
-from jackfield.queue.values import MemoryBackend, MemoryConfig
-from jackfield.runtime.process import ROLLOUT, rollout_service, store_services
+from jackfield.runtime.process import ROLLOUT, rollout_service
 from jackfield.sdk.rpc import Contract, Service
 
 
@@ -87,8 +85,6 @@ class Replica:
 async def make(worker: dict[str, Any], stack: AsyncExitStack) -> Mapping[str, Service]:
     """Make a worker of a kind."""
     match worker["kind"]:
-        case "memory":
-            return store_services(MemoryBackend(MemoryConfig(), TransferQueueContext()))
         case "replica":
             return {"worker": rollout_service(Replica(), 0)}  # type: ignore[arg-type]
         case "counter":

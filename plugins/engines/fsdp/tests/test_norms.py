@@ -1,13 +1,16 @@
-"""The faster root-mean-square norm computes what the library's does, and replaces nothing else."""
+"""Faster norms and linear layers compute what the library's do, and replace nothing else."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from jackfield_engine_fsdp.model import speed_up_norms
+from jackfield_engine_fsdp.operators import _Linear, speed_up_norms, speed_up_products
 
 
 def norm(kind: type[nn.Module], size: int = 24) -> nn.Module:
@@ -70,3 +73,28 @@ def test_norms_of_other_kinds_stay() -> None:
     others = [norm(GemmaRMSNorm), norm(CentredRMSNorm), norm(Qwen3RMSNorm).bfloat16(), nn.LayerNorm(24)]
     assert speed_up_norms(nn.Sequential(*others)) == 0
     assert all("forward" not in vars(other) for other in others)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_products_equal_those_in_float64(frozen: bool) -> None:
+    """Linear layers of the kind that is used on CPUs of AMD, on any CPU; an adapter's layer has a frozen weight."""
+    generator = torch.Generator().manual_seed(3)
+    x, weight, upstream = (torch.randn(*shape, generator=generator) for shape in ((2, 7, 24), (9, 24), (2, 7, 9)))
+    inputs = [x.clone().requires_grad_(), weight.clone().requires_grad_(not frozen)]
+    found = _Linear.apply(*inputs)
+    found.backward(upstream)
+    torch.testing.assert_close(found.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(inputs[0].grad.double(), upstream.double() @ weight.double(), rtol=1e-5, atol=1e-5)
+    expected = torch.einsum("abm,abk->mk", upstream.double(), x.double())
+    assert frozen == (inputs[1].grad is None)
+    if not frozen:
+        torch.testing.assert_close(inputs[1].grad.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_products_of_amd_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers without a bias, in float32, and only where the CPU says that it is AMD's."""
+    layers = [nn.Linear(4, 4, bias=False), nn.Linear(4, 4), nn.Linear(4, 4, bias=False).bfloat16()]
+    for vendor, expected in (("GenuineIntel", [False] * 3), ("AuthenticAMD", [True, False, False])):
+        monkeypatch.setattr(Path, "read_text", lambda *_, name=vendor: f"vendor_id : {name}")
+        speed_up_products(nn.Sequential(*layers))
+        assert expected == ["forward" in vars(layer) for layer in layers]

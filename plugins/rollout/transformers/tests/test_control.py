@@ -37,16 +37,15 @@ def endless(make_request: Any, name: object, **sampling: Any) -> GenerateRequest
     return request
 
 
-async def passes(server: TransformersServer) -> list[int]:
-    """A counter of forward passes, updated while the server runs."""
-    counter = [0]
-    original = server._model.module.forward
+def visits(server: TransformersServer) -> list[int]:
+    """A counter of the visits to the worker thread, in which passes run, updated while the server runs."""
+    counter, run = [0], server._loop.decoder.run
 
-    def counting(*args: Any, **kwargs: Any) -> Any:
+    def counting(*args: Any) -> Any:
         counter[0] += 1
-        return original(*args, **kwargs)
+        return run(*args)
 
-    server._model.module.forward = counting
+    server._loop.decoder.run = counting  # type: ignore[method-assign]
     return counter
 
 
@@ -78,7 +77,7 @@ def test_abort_takes_effect_after_the_pass_that_runs(serve: Any, make_request: A
     """Even in the middle of a hop of many steps."""
 
     async def main() -> None:
-        async with serve(steps_per_hop=1000) as server:
+        async with serve(steps_per_hop=1000, attention="eager") as server:
             module, forward = server._model.module, server._model.module.forward
             loop, third_pass, abort_is_in = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
             count = [0]
@@ -156,7 +155,7 @@ def test_pause_keeps_and_resume_goes_on(serve: Any, make_request: Any) -> None:
             stream = server.generate_stream(endless(make_request, "x", seed=5))
             first = await take(stream, 5)
             assert (await server.pause(PauseRequest(mode="keep"))).running == 1
-            counter = await passes(server)
+            counter = visits(server)
             late = asyncio.create_task(server.generate(make_request("late", seed=1, max_new_tokens=2)))
             await asyncio.sleep(0)
             health = await server.health()
@@ -166,6 +165,7 @@ def test_pause_keeps_and_resume_goes_on(serve: Any, make_request: Any) -> None:
             assert len((await late).token_ids) == 2
             rest = [chunk async for chunk in stream]
             assert whole.token_ids == tuple(token for chunk in first + rest for token in chunk.token_ids)
+            assert counter[0] > 0
 
     asyncio.run(main())
 
@@ -223,13 +223,14 @@ def test_sleep_frees_and_kept_requests_go_on(serve: Any, make_request: Any) -> N
             assert freed >= 3 * 2 * 2 * 8 * 8 * 4  # layers, keys and values, heads, positions, dimension, bytes
             assert all(layer.keys is None for layer in server._loop.decoder._cache.layers)
             await server.resume(ResumeRequest())
-            counter = await passes(server)
+            counter = visits(server)
             assert (await server.wake_up(WakeUpRequest(tags=("weights",)))).awake == ("weights",)
             await asyncio.sleep(0)
             assert counter[0] == 0
             assert (await server.wake_up(WakeUpRequest(tags=("kv_cache",)))).awake == ("weights", "kv_cache")
             rest = [chunk async for chunk in stream]
             assert whole.token_ids == tuple(token for chunk in first + rest for token in chunk.token_ids)
+            assert counter[0] > 0
 
     asyncio.run(main())
 
@@ -313,7 +314,7 @@ def test_a_failing_pass_fails_the_requests(
     """All unfinished requests name the cause; the server is unhealthy; a full update starts it again."""
 
     async def main() -> None:
-        async with serve(max_batch_size=1) as server:
+        async with serve(max_batch_size=1, attention="eager") as server:
             module, forward = server._model.module, server._model.module.forward
 
             def broken(*args: Any, **kwargs: Any) -> Any:

@@ -58,6 +58,63 @@ def test_the_default_group_of_a_training_engine_stays_as_it_is(tmp_path: Path) -
         distributed.destroy_process_group()
 
 
+async def moved(sender: Any, receivers: list[Any], version: int) -> None:
+    """One transfer, by which each of these ends gets the same tensors."""
+    sending, loading = WeightSender(sender), [WeightReceiver(receiver) for receiver in receivers]
+    request = TopologyRequest(trainer_metadata=((await sending.prepare()).metadata,), rollout_workers=len(receivers))
+    topology = sender.build_topology(request)
+
+    async def send() -> dict[str, str]:
+        await sending.connect(topology.trainer[0], version)
+        return await sending.send((f"{number}", torch.full((5000,), float(number))) for number in range(4))
+
+    async def load(number: int) -> None:
+        async for _ in loading[number].tensors(topology.rollout[number], version):
+            pass
+
+    digests, *_ = await asyncio.gather(send(), *map(load, range(len(receivers))))
+    await sending.finalize()
+    assert [digests] * len(receivers) == [each.digests for each in loading]
+
+
+@in_loop
+async def test_a_group_is_kept_until_its_members_change() -> None:
+    sender, receivers = build("sender"), [build("receiver"), build("receiver")]
+    groups = []
+    for version in range(1, 6):
+        if version == 3:
+            receivers[1] = build("receiver")  # one of them was started again
+        if version == 5:
+            receivers.pop()
+        await moved(sender, receivers, version)
+        groups.append([end._group for end in (sender, *receivers)])
+    assert groups[0] == groups[1]
+    assert groups[2] == groups[3]
+    assert 0 == len(set(groups[0]) & set(groups[2]))
+    assert 0 == len(set(groups[3]) & set(groups[4]))
+
+
+@in_loop
+async def test_a_bucket_arrives_while_the_one_before_is_loaded() -> None:
+    sender, receiver = build("sender", bucket_bytes=4096), build("receiver")
+    request = TopologyRequest(trainer_metadata=((await sender.prepare()).metadata,), rollout_workers=1)
+    topology = sender.build_topology(request)
+    weights = ((f"{number}", torch.full((1000,), float(number))) for number in range(4))
+
+    async def send() -> None:
+        await sender.connect(ConnectRequest(arguments=topology.trainer[0], version=1))
+        await sender.send_weights(weights)
+
+    sending = asyncio.ensure_future(send())
+    async for name, tensor in WeightReceiver(receiver).tensors(topology.rollout[0], 1):
+        if name != "3":
+            await receiver.until(lambda _: bool(receiver.arrived), "send the next bucket")
+            await asyncio.wrap_future(receiver.arrived[0].place[1])
+        assert [float(name)] * 1000 == tensor.tolist()
+    await sending
+    await sender.finalize()
+
+
 def test_a_taken_port_is_refused_by_name() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -94,3 +94,36 @@ async def test_a_taken_port_is_refused_by_name() -> None:
     await sender.prepare()
     await sender.prepare()  # as after a synchronisation that failed before a worker came
     await sender.finalize()
+
+
+@in_loop
+async def test_agents_are_kept_until_a_transfer_breaks_off() -> None:
+    """With their registered memory; a worker that is new meets the sender's agent."""
+    sender, receiver, agents = engine("sender", bucket_bytes=1 << 16), engine("receiver"), []
+    for version in range(1, 5):
+        if version == 3:
+            receiver = engine("receiver")
+        sending, receiving = WeightSender(sender), WeightReceiver(receiver)
+        request = TopologyRequest(trainer_metadata=((await sending.prepare()).metadata,), rollout_workers=1)
+        topology = NIXLCheckpointEngine.build_topology(request)
+
+        async def send(sending: WeightSender = sending, topology: Any = topology, version: int = version) -> Any:
+            await sending.connect(topology.trainer[0], version)
+            return await sending.send(pair for pair in TENSORS.items())
+
+        task = asyncio.ensure_future(send())
+        if version == 4:
+            stream = receiving.tensors(topology.rollout[0], version)
+            await anext(stream)
+            await stream.aclose()  # before everything has come
+            with pytest.raises(WeightsError):
+                await task
+        else:
+            async for _ in receiving.tensors(topology.rollout[0], version):
+                pass
+            assert await task == receiving.digests
+        await sending.finalize()
+        agents.append((sender._agent, receiver._agent))
+    assert agents[0] == agents[1]
+    assert (agents[0][0], True) == (agents[2][0], agents[2][1] is not agents[0][1])
+    assert (None, None) == agents[3]

@@ -17,7 +17,8 @@ from jackfield.abc.transfer_queue import DeleteRequest, GetRequest, PutRequest, 
 from jackfield.errors import QueueError
 from jackfield.sdk.cells import dense_column
 from jackfield.sdk.rpc import Address
-from jackfield_testing import in_loop
+from jackfield_joining import check_values_go_straight
+from jackfield_testing import in_loop, refused
 from jackfield_transport_nixl.backend import FILE, NIXLBackend
 from jackfield_transport_nixl.config import QueueConfig
 
@@ -28,7 +29,7 @@ WIDTH = 1 << 17  #: float32 of a large row: 512 KiB
 async def opened(folder: Path | None = None, **settings: Any) -> AsyncIterator[NIXLBackend]:
     """A started backend, closed at the end."""
     context = TransferQueueContext(folder=None if folder is None else str(folder))
-    backend = NIXLBackend(QueueConfig(**settings), context)
+    backend = NIXLBackend(QueueConfig(**{"inline": True, **settings}), context)
     await backend.start()
     try:
         yield backend
@@ -117,7 +118,7 @@ async def test_strangers_are_refused_and_counted(tmp_path: Path) -> None:
 async def test_kill_9_of_who_puts_and_of_who_keeps(tmp_path: Path) -> None:
     """What a killed producer put is there, and memory that it had asked for is free again; when the process is killed
     that keeps the rows, whoever reads is told at once, by name."""
-    async with opened(tmp_path / "ours", max_bytes=1 << 22, region_bytes=1 << 22) as backend:
+    async with opened(tmp_path / "ours", inline=False, max_bytes=1 << 22, region_bytes=1 << 22) as backend:
         await put(backend, {"a": 1, "b": 2}, WIDTH // 4)
         command = [sys.executable, str(Path(__file__).with_name("ends.py")), str(tmp_path / "ours" / FILE)]
         with subprocess.Popen([*command, str(tmp_path / "theirs")], stdout=subprocess.PIPE, text=True) as process:
@@ -135,3 +136,18 @@ async def test_kill_9_of_who_puts_and_of_who_keeps(tmp_path: Path) -> None:
         assert [1, 2, 2, 3] == await values(backend, "a", "b", "c", "d")
         await put(backend, {"e": 5}, 3 << 18)  # 3 MiB, in the room that was meant for the dead
         assert [5] == await values(backend, "e")
+
+
+@pytest.mark.timeout(180)
+def test_workers_read_each_other_while_the_controllers_process_stands_still(tmp_path: Path) -> None:
+    check_values_go_straight(NIXLBackend, QueueConfig(), tmp_path)
+
+
+@in_loop
+async def test_a_store_that_cannot_listen_says_so(tmp_path: Path) -> None:
+    """The error of the process of the store is raised in the one that starts it, and nothing is left of either."""
+    for inline in (True, False):
+        with refused("queue.store", "192.0.2.1"):
+            async with opened(tmp_path, host="192.0.2.1", inline=inline):
+                pass
+        assert [] == list(tmp_path.iterdir())

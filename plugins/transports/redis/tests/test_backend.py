@@ -17,6 +17,7 @@ from jackfield.errors import ConfigError, QueueError
 from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.sdk import structure
 from jackfield.sdk.cells import column_from_rows, dense_column, json_column
+from jackfield_joining import check_values_go_straight
 from jackfield_servers import RedisServer
 from jackfield_testing import in_loop
 from jackfield_transport_redis import backend as backend_module
@@ -166,3 +167,10 @@ def test_settings_that_cannot_be(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError) as caught:
         structure(Config, settings)
     assert named == caught.value.where
+
+
+@pytest.mark.timeout(180)
+def test_workers_read_each_other_while_the_controllers_process_stands_still(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    check_values_go_straight(RedisBackend, Config(url=redis_server.url), tmp_path / "queue")

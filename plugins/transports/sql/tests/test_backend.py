@@ -25,6 +25,7 @@ from jackfield.errors import ConfigError, QueueError
 from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.sdk import structure
 from jackfield.sdk.cells import column_from_rows, dense_column, json_column, rows_of
+from jackfield_joining import check_values_go_straight
 from jackfield_testing import in_loop, refused
 from jackfield_transport_sql import rows as rows_module
 from jackfield_transport_sql.backend import SQLBackend
@@ -245,3 +246,8 @@ def test_a_tokenizer_that_is_not_there_is_told(opened: Any, tmp_path: Path) -> N
 
     with refused("config.invalid-value", "tokenizer.json"):
         asyncio.run(start())
+
+
+@pytest.mark.timeout(180)
+def test_workers_read_each_other_while_the_controllers_process_stands_still(url: str, tmp_path: Path) -> None:
+    check_values_go_straight(SQLBackend, Config(url=url), tmp_path / "queue")

@@ -6,18 +6,19 @@ import asyncio
 import socket
 from typing import Any
 
-import attrs
 import pytest
 import torch
 import zmq
 
-from jackfield.abc.checkpoint_engine import CheckpointEngineContext, TopologyRequest
+from jackfield.abc.checkpoint_engine import CheckpointEngineContext, ConnectRequest, TopologyRequest
 from jackfield.errors import WeightsError
 from jackfield.sdk.receiver import WeightReceiver
 from jackfield.weights import WeightSender
+from jackfield_proxy import Proxy
 from jackfield_testing import in_loop
 from jackfield_transport_zmq.config import EngineConfig
 from jackfield_transport_zmq.engine import ZMQCheckpointEngine
+from jackfield_transport_zmq.sockets import Gate, listening
 
 TENSORS = {
     **{f"layer.{number}": torch.full((5000,), float(number)) for number in range(8)},
@@ -57,70 +58,6 @@ async def moved(settings: dict[str, Any], proxies: list[Proxy | None]) -> list[d
     sent, *_ = await asyncio.gather(send(), *(receive(number) for number in range(len(proxies))))
     await sender.finalize()
     return [sent, *(receiver.digests for receiver in receivers)]
-
-
-@attrs.define(eq=False)
-class Proxy:
-    """A TCP proxy of the address where tensors leave, which cuts all connections when one has carried so much."""
-
-    after_bytes: int  #: from the sender, of tensors
-    times: int
-    carried: list[int] = attrs.field(factory=list)  #: by connection for tensors
-    _tasks: set[asyncio.Task[None]] = attrs.field(factory=set)
-    _ends: set[asyncio.StreamWriter] = attrs.field(factory=set)
-    _servers: list[asyncio.Server] = attrs.field(factory=list)
-
-    async def before(self, place: dict[str, Any]) -> dict[str, Any]:
-        """Stand before a sender; what a worker is told of it then."""
-        host, _, port = place["data"].removeprefix("tcp://").rpartition(":")
-
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.current_task()
-            assert task is not None
-            self._tasks.add(task)
-            await self._serve(reader, writer, host, int(port))
-
-        self._servers.append(await asyncio.start_server(serve, "127.0.0.1", 0))
-        return {"data": f"tcp://127.0.0.1:{self._servers[-1].sockets[0].getsockname()[1]}"}
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, port: int) -> None:
-        try:
-            back, forth = await asyncio.open_connection(host, port)
-        except BaseException:
-            writer.transport.abort()
-            raise
-        self._ends |= {writer, forth}
-        self.carried.append(0)
-        ways = [asyncio.ensure_future(self._pump(back, writer, len(self.carried) - 1))]
-        ways.append(asyncio.ensure_future(self._pump(reader, forth, None)))
-        try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for end in (writer, forth):
-                end.transport.abort()
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
-
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int | None) -> None:
-        while content := await reader.read(1 << 14):
-            if number is not None:
-                self.carried[number] += len(content)
-                if number < self.times and self.carried[number] > self.after_bytes:
-                    for end in self._ends:
-                        end.transport.abort()
-                    self._ends.clear()
-                    break
-            writer.write(content)
-            await writer.drain()
-
-    async def close(self) -> None:
-        """End everything."""
-        for server in self._servers:
-            server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
@@ -170,3 +107,35 @@ async def test_strangers_at_the_data_port_change_nothing(unused_port: int) -> No
             stranger.send_multipart([content, b"more"])
         sent, *received = await moved({"transport": "tcp", "data_port": unused_port}, [None])
         assert [sent] == received
+
+
+@in_loop
+async def test_a_stranger_in_the_place_of_the_sender_cannot_fill_a_workers_memory() -> None:
+    """It gets the worker's connection and sends a frame above the largest message: the worker closes the connection."""
+    settings = {"transport": "tcp", "bucket_bytes": 1 << 14}
+    sender, worker = engine("sender", **settings), engine("receiver", **settings)
+    metadata = (await sender.prepare()).metadata
+    topology = ZMQCheckpointEngine.build_topology(TopologyRequest(trainer_metadata=(metadata,), rollout_workers=1))
+    with zmq.Context() as context:
+        gate, place = Gate(context, None, bytes.fromhex(metadata["session"]["secret"])), dict(topology.rollout[0])
+        stranger, place["data"] = listening(context, "127.0.0.1", None, tcp=True)
+        connecting = [
+            asyncio.ensure_future(end.connect(ConnectRequest(arguments=arguments, version=1)))
+            for end, arguments in ((sender, topology.trainer[0]), (worker, place))
+        ]
+        try:
+            assert await asyncio.to_thread(gate.socket.poll, 20_000)
+            gate.answer()
+            assert await asyncio.to_thread(stranger.poll, 20_000)
+            identity, *_ = stranger.recv_multipart()
+            with stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+                stranger.send_multipart([identity, bytes(place["largest"] + 1)])
+                assert await asyncio.to_thread(monitor.poll, 20_000)
+        finally:
+            for end in connecting:
+                end.cancel()
+            await asyncio.gather(*connecting, return_exceptions=True)
+            stranger.close(0)
+            gate.socket.close(0)
+            await worker.finalize()
+            await sender.finalize()

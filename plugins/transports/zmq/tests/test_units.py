@@ -27,6 +27,7 @@ from jackfield.abc.transfer_queue import (
 from jackfield.errors import QueueError
 from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.sdk.cells import dense_column
+from jackfield_joining import check_values_go_straight
 from jackfield_testing import in_loop, refused
 from jackfield_transport_zmq.backend import ZMQBackend
 from jackfield_transport_zmq.config import QueueConfig
@@ -177,7 +178,7 @@ async def test_a_unit_that_dies_between_its_answer_and_the_look_at_its_memory(
     async with opened(units=2) as backend:
         await put(backend, ["a", "b", "c", "d"], wide(1.0, 2.0, 3.0, 4.0))
         unit = home(backend, "a")
-        slots = backend._reader.slots
+        found = backend._reader.found
 
         def killed_first(*arguments: Any) -> Any:
             with suppress(ProcessLookupError):
@@ -185,17 +186,21 @@ async def test_a_unit_that_dies_between_its_answer_and_the_look_at_its_memory(
                 ended = os.pidfd_open(units(backend)[unit])
                 select.select([ended], [], [])
                 os.close(ended)
-            return slots(*arguments)
+            return found(*arguments)
 
-        monkeypatch.setattr(backend._reader, "slots", killed_first)
+        monkeypatch.setattr(backend._reader, "found", killed_first)
         with pytest.raises(QueueError) as caught:
             await get(backend, ["a"])
         assert ("queue.lost", ["a"]) == (caught.value.code, caught.value.found)
 
 
 @in_loop
-async def test_when_all_units_are_dead_it_is_said(opened: Any) -> None:
+async def test_the_last_unit_is_replaced_when_it_dies(opened: Any) -> None:
+    """Its rows are lost, by name; new ones go into the unit that takes its place, from who joined as well."""
     async with opened() as backend:
+        joined = ZMQBackend(QueueConfig(), TransferQueueContext(folder=backend.context.folder, joins=True))
+        await joined.start()
+        await put(backend, ["old"], wide(1))
         os.kill(units(backend)[0], signal.SIGSTOP)
         waiting = asyncio.ensure_future(put(backend, ["a"], wide(1)))
         await asyncio.sleep(0)
@@ -204,9 +209,35 @@ async def test_when_all_units_are_dead_it_is_said(opened: Any) -> None:
             await waiting
         assert "a" in str(caught.value.where)
         assert "queue.lost" == caught.value.code
-        with refused("queue.unreachable", "storage units") as caught:
+        await asyncio.gather(put(joined, ["b"], wide(2)), put(backend, ["a"], wide(1)))
+        for one in (backend, joined):
+            assert [1.0, 2.0] == (await get(one, ["a", "b"]))[:, -1].tolist()
+            with refused("queue.lost", "old"):
+                await get(one, ["old"])
+        assert {("p", "a"), ("p", "b")} == (await joined.keys(KeysRequest())).samples.keys()
+        os.kill(units(backend)[1], signal.SIGKILL)
+        with suppress(QueueError):  # it may have been on its way into the unit
+            await put(joined, ["c"], wide(3))
+        await put(joined, ["c"], wide(3))
+        assert 3.0 == (await get(backend, ["c"]))[0, -1]
+        assert 3 == len(units(backend))
+        await joined.close()
+
+
+@in_loop
+async def test_when_all_units_are_dead_and_none_can_be_started_it_is_said(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise QueueError("no process can be started")
+
+    async with opened(seconds=0.2) as backend:
+        monkeypatch.setattr("jackfield_transport_zmq.backend.started", fail)
+        os.kill(units(backend)[0], signal.SIGKILL)
+        with refused(("queue.lost", "queue.unreachable")):
             await put(backend, ["a"], wide(1))
-        assert "queue.unreachable" == caught.value.code
+        with refused("queue.unreachable", "storage units"):
+            await put(backend, ["a"], wide(1))
 
 
 @in_loop
@@ -405,3 +436,8 @@ async def test_a_queue_that_is_not_there_cannot_be_joined(opened: Any, tmp_path:
         async with opened(host="192.0.2.1"):
             pass
     assert "queue.store" == caught.value.code
+
+
+@pytest.mark.timeout(180)
+def test_workers_read_each_other_while_the_controllers_process_stands_still(tmp_path: Path) -> None:
+    check_values_go_straight(ZMQBackend, QueueConfig(units=2), tmp_path / "queue")

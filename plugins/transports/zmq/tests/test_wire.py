@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jackfield.errors import RpcError
-from jackfield_transport_zmq.wire import VERSION, Buffer, Limits, Message, Wire
+from jackfield_transport_zmq.wire import VERSION, Buffer, Limits, Message, Wire, packed, unpacked
 
 pack = msgspec.msgpack.encode
 
@@ -73,7 +73,7 @@ def test_a_message_comes_back_and_its_buffers_are_not_copied(wire: Wire, kind: s
             "rpc.malformed", lambda frames: [b"GET / HTTP/1.1\r\nHost: example\r\n\r\n"], id="another_protocol"
         ),
         pytest.param("rpc.malformed", lambda frames: [frames[0][:10], *frames[1:]], id="cut_in_the_prefix"),
-        pytest.param("rpc.version", lambda frames: [b"JKF\x02" + frames[0][4:], *frames[1:]], id="another_version"),
+        pytest.param("rpc.version", lambda frames: [b"JKF\x09" + frames[0][4:], *frames[1:]], id="another_version"),
         pytest.param("rpc.authentication", lambda frames: [frames[0][:-1], *frames[1:]], id="cut_head"),
         pytest.param(
             "rpc.authentication", lambda frames: [signed(frames[0][20:], b"a guess"), *frames[1:]], id="wrong_secret"
@@ -212,3 +212,20 @@ def test_anything_at_all(body: bytes, buffers: list[bytes], inside: bool) -> Non
 @given(kind=st.sampled_from(list(MESSAGES)), name=st.sampled_from(["id", "keys", "cells", "names", "raw"]), value=plain)
 def test_any_value_of_a_field(kind: str, name: str, value: Any) -> None:
     check(Wire(MESSAGES, SECRET), [signed(pack([kind, FIELDS[kind] | {name: value}, []]))])
+
+
+CELLS = st.tuples(st.sampled_from(["a", "b"]), st.integers(-3, 3), st.integers(0, 40), st.integers(0, 40))
+
+
+@settings(deadline=None, database=None)
+@given(st.lists(CELLS, max_size=6))
+def test_cells_come_back_from_their_entry(cells: list[tuple[str, int, int, int]]) -> None:
+    entry = packed(*(list(items) for items in zip(*cells, strict=True))) if cells else packed([], [], [], [])
+    assert cells == list(zip(*unpacked(entry, len(cells), lambda _: (0, 80)), strict=True))
+
+
+def test_what_cells_share_is_in_their_entry_once() -> None:
+    """A put's column goes as one type, source and offset, however many samples there are."""
+    offsets, sizes = list(range(7, 8007, 8)), [8] * 1000
+    assert (["a"], [-1], [7], [8]) == packed(["a"] * 1000, [-1] * 1000, offsets, sizes)
+    assert (["a"], [-1], [*offsets[::-1]], [8]) == packed(["a"] * 1000, [-1] * 1000, offsets[::-1], sizes)

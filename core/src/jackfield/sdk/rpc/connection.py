@@ -247,7 +247,7 @@ class Connection(asyncio.Protocol):
         work = getattr(service.target, member)(**msgspec.structs.asdict(arguments))
         if method.streams:
             self.iterations[call.id] = work
-            work = asyncio.sleep(0)
+            work = self._next(call.id)
         return work, f"{call.method} {wire.subject(msgspec.structs.astuple(arguments))}".rstrip()
 
     async def _next(self, number: int) -> list[Any]:
@@ -255,6 +255,7 @@ class Connection(asyncio.Protocol):
         try:
             return [await anext(self.iterations[number])]
         except (KeyError, StopAsyncIteration):
+            self.iterations.pop(number, None)
             return []
 
     async def _close(self, number: int) -> None:
@@ -321,13 +322,17 @@ class Connection(asyncio.Protocol):
     ) -> AsyncGenerator[Any, None]:
         """Iterate over the items that ``service.method`` yields, each fetched when it is requested."""
         number = secrets.randbits(62) + 1
+        items: list[Any] | None = None
         try:
-            await self.call(method, arguments, seconds, None, what, number=number)
-            while items := await self.call("next", [number], seconds, list[kind], what):
+            items = await self.call(method, arguments, seconds, list[kind], what, number=number)
+            while items:
                 yield items[0]
+                items = None
+                items = await self.call("next", [number], seconds, list[kind], what)
         finally:
-            with suppress(JackfieldError):
-                await self.call("leave", [number], _LEAVE_SECONDS, None, what)
+            if items != []:  # it has not ended
+                with suppress(JackfieldError):
+                    await self.call("leave", [number], _LEAVE_SECONDS, None, what)
 
 
 def stub(connection: Connection, service: str, contract: Contract, cls: type[T], seconds: float) -> T:

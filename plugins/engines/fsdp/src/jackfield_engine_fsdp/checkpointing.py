@@ -162,7 +162,7 @@ Place = tuple[slice, ...]
 
 
 @attrs.frozen(eq=False)
-class _Part:
+class Part:
     """A rank's part of a tensor."""
 
     values: torch.Tensor  #: shares the tensor's memory
@@ -182,7 +182,7 @@ class _Saved:
 
 def write_tensors(folder: Path, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write this rank's parts; rank 0 also writes tensors that every rank has."""
-    parts = {name: _part(tensor) for name, tensor in tensors.items()}
+    parts = {name: own_part(tensor) for name, tensor in tensors.items()}
     parts = {name: part for name, part in parts.items() if part.values.numel() and (rank == 0 or not part.replicated)}
     index: dict[str, dict[str, Any]] = {}
     for number, names in enumerate(_batches(parts)):
@@ -192,7 +192,7 @@ def write_tensors(folder: Path, rank: int, tensors: Mapping[str, torch.Tensor]) 
     (folder / f"tensors_{rank}.json").write_text(json.dumps(index), encoding="utf-8")
 
 
-def _batches(parts: Mapping[str, _Part]) -> Iterator[list[str]]:
+def _batches(parts: Mapping[str, Part]) -> Iterator[list[str]]:
     batch: list[str] = []
     size = 0
     for name, part in parts.items():
@@ -211,7 +211,7 @@ def read_tensors(folder: Path, ranks: int, tensors: Mapping[str, torch.Tensor]) 
     It raises an ``EngineError`` for tensors of another engine, and one of :data:`_UNREADABLE` for a damaged file.
     """
     saved = _saved(folder, ranks)
-    parts = {name: _part(tensor) for name, tensor in tensors.items()}
+    parts = {name: own_part(tensor) for name, tensor in tensors.items()}
     for name in sorted({*parts, *(name for name in saved if name.startswith("model."))}):
         expected = parts[name].shape if name in parts else "no such tensor"
         found = saved[name][0].shape if name in saved else "no such tensor"
@@ -264,11 +264,11 @@ def _common(
     return tuple(theirs), tuple(ours)
 
 
-def _part(tensor: torch.Tensor) -> _Part:
+def own_part(tensor: torch.Tensor) -> Part:
     """Return this rank's part; shards lie on one mesh dimension, cut as by ``torch.chunk``."""
     start = [0] * tensor.dim()
     if not isinstance(tensor, DTensor):
-        return _Part(tensor.detach(), tuple(tensor.shape), tuple(start), replicated=True)
+        return Part(tensor.detach(), tuple(tensor.shape), tuple(start), replicated=True)
     (placement,) = tensor.placements
     if placement.is_shard():
         dimension = placement.dim  # type: ignore[attr-defined]
@@ -276,4 +276,4 @@ def _part(tensor: torch.Tensor) -> _Part:
         chunk = -(-length // tensor.device_mesh.size())
         start[dimension] = min(tensor.device_mesh.get_local_rank() * chunk, length)
     values = tensor.to_local().detach()
-    return _Part(values, tuple(tensor.shape), tuple(start), replicated=not placement.is_shard())
+    return Part(values, tuple(tensor.shape), tuple(start), replicated=not placement.is_shard())

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from jackfield.abc.engine import (
     BaseEngine,
+    Box,
     EngineContext,
     EngineLayout,
     EngineOutput,
@@ -28,8 +29,10 @@ from jackfield.abc.engine import (
 from jackfield.errors import EngineError
 from jackfield_engine_fsdp import checkpointing, folders, passes
 from jackfield_engine_fsdp.config import Config
-from jackfield_engine_fsdp.model import Dropout, TokenModel, has_adapter, shard, speed_up_norms
+from jackfield_engine_fsdp.model import Dropout, Rotary, TokenModel, has_adapter, shard
+from jackfield_engine_fsdp.operators import keep_freed_memory, speed_up_norms, speed_up_products
 from jackfield_engine_fsdp.optimization import Optimization, Placement
+from jackfield_engine_fsdp.packing import speed_up_attention
 from jackfield_engine_fsdp.process_group import RandomStreams, Ranks
 from jackfield_huggingface.adapters import merge_folder
 from jackfield_huggingface.names import CheckpointNames
@@ -63,6 +66,8 @@ class FSDPEngine(BaseEngine):
         context, config = self.context, self.config
         self._check(context)
         device = _device(context)
+        if device.type == "cpu":
+            keep_freed_memory()
         model = self._build()
         self._ranks = Ranks(context, device, config.collective_timeout)
         try:
@@ -96,10 +101,13 @@ class FSDPEngine(BaseEngine):
         spec, seed = self.context.model, self.context.seed
         causal_lm = folders.load_causal_lm(spec, self.config.attention, seed)
         self._names = CheckpointNames(causal_lm, Path(spec.path))
+        dropout = Dropout(causal_lm, spec.dropout)
+        packs = False
         if self.context.device == "cpu" and self.config.mixed_precision == "none":
             speed_up_norms(causal_lm)
+            speed_up_products(causal_lm)
+            packs = self._packs(causal_lm) and speed_up_attention(causal_lm)
         dtype, published = causal_lm.dtype, self._masters(causal_lm)
-        dropout = Dropout(causal_lm, spec.dropout)
         language_model = causal_lm if spec.lora is None else folders.add_lora(causal_lm, spec.lora, seed)
         head = None
         if spec.value_head:
@@ -108,10 +116,15 @@ class FSDPEngine(BaseEngine):
             head_dtype = torch.float32 if spec.lora is not None or published else dtype
             head = folders.make_value_head(hidden_size, head_dtype, seed)
         dtypes: dict[str, Any] = {"dtype": dtype, "published_dtypes": published}
-        model = TokenModel(language_model, head, self.config, self.context, dropout=dropout, **dtypes)
+        model = TokenModel(language_model, head, self.config, self.context, dropout=dropout, packs=packs, **dtypes)
         if self.context.optimizer is None:
             model.requires_grad_(False)
         return model.eval()
+
+    def _packs(self, causal_lm: PreTrainedModel) -> bool:
+        """Return whether rows of a pass may share their prompts' tokens."""
+        plain = self.config.attention == "sdpa" and causal_lm.dtype == torch.float32
+        return plain and self.context.model.dropout == 0.0 and not Rotary(causal_lm).limits
 
     def _masters(self, causal_lm: PreTrainedModel) -> dict[str, torch.dtype]:
         """Cast trained weights to float32, or warn; return the previous dtypes (``published_dtypes``).
@@ -207,7 +220,7 @@ class FSDPEngine(BaseEngine):
         self._check_pass(loss_function, forward_only)
         assert self._ranks is not None, "initialized"
         vocabulary = model.causal_lm.get_input_embeddings().num_embeddings
-        batch = passes.RowBatch(data, vocabulary, self._ranks.device, model.rotary)
+        batch = passes.RowBatch(data, vocabulary, self._ranks.device, model.rotary, packs=model.packs)
         run = passes.Pass(model, batch, loss_function, backward=not forward_only)
         micro_batches = batch.plan(self.context.micro_batch_tokens)
         count = self._ranks.maximum(len(micro_batches))
@@ -281,6 +294,10 @@ class FSDPEngine(BaseEngine):
             yield from folders.published_tensors(model, names)
 
         return tensors(), folders.adapter_config(model)
+
+    def get_local_param(self) -> Generator[tuple[Box, torch.Tensor], None, None] | None:
+        """Return this rank's rows of each tensor, in checkpoint form; None with an adapter, or stacked experts."""
+        return folders.local_tensors(self._ready(), self._names)
 
     def get_per_tensor_grad(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield full gradients in the order of the parameters; zeros if a parameter got none."""

@@ -6,7 +6,7 @@ import enum
 import functools
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
-from jackfield.abc.engine import LoraSpec, ModelSpec
+from jackfield.abc.engine import Box, LoraSpec, ModelSpec
 from jackfield.errors import EngineError
+from jackfield_engine_fsdp.checkpointing import own_part
 from jackfield_engine_fsdp.model import TokenModel, has_adapter, is_of_adapter
 from jackfield_huggingface.names import CheckpointNames, auto_class
 
@@ -254,6 +255,28 @@ def published_tensors(model: TokenModel, names: CheckpointNames) -> Iterator[tup
     for group in names.groups:
         parts = [full(tensors[part].detach().to(dtypes.get(part, tensors[part].dtype))) for part in group.parts]
         yield from names.to_checkpoint(group, parts).items()
+
+
+def local_tensors(model: TokenModel, names: CheckpointNames) -> Generator[tuple[Box, torch.Tensor], None, None] | None:
+    """Return an iterator of what this rank has of the model's published tensors; None if that is not rows of each.
+
+    So it is with an adapter, and where the checkpoint's form needs whole tensors (stacked experts). What every rank has
+    whole, such as a buffer, every rank yields.
+    """
+    if has_adapter(model.language_model) or not all(group.only_renamed for group in names.groups):
+        return None
+    module, dtypes = model.causal_lm, model.published_dtypes
+    tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+
+    def local() -> Generator[tuple[Box, torch.Tensor], None, None]:
+        for group in names.groups:
+            (name,), (part,) = group.shapes, group.parts
+            own = own_part(tensors[part])
+            if own.values.numel() or not tensors[part].numel():  # there may be fewer rows than ranks
+                values = own.values.to(dtypes.get(part, own.values.dtype))
+                yield Box(name=name, shape=own.shape, start=own.start, length=tuple(values.shape)), values
+
+    return local()
 
 
 def adapter_config(model: TokenModel) -> dict[str, Any] | None:

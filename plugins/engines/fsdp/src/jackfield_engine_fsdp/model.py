@@ -1,11 +1,8 @@
-"""The module that is sharded: a language model that returns log-probabilities of given tokens; its dropout and norms.
+"""The module that is sharded: a language model that returns log-probabilities of given tokens; its dropout.
 
 Hugging Face configs name dropout in many ways (``attention_dropout``, ``resid_pdrop``, ``layerdrop``,
 ``router_jitter_noise``, …), and modules hold it as layers or as numbers. Losses compare training passes with inference
 passes of the same weights, so all of it is off; ``ModelSpec.dropout`` sets the dropout probability.
-
-The library's norm is a chain of operations, each with a pass over memory, its own backward pass and saved tensors.
-Ours makes three forward passes over memory and saves only its input.
 
 Shapes: ``B`` rows, ``S`` padded positions, ``N`` response tokens, ``H`` hidden size, ``V`` vocabulary.
 """
@@ -19,18 +16,17 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from jackfield.abc.engine import EngineContext
 from jackfield.errors import EngineError
 from jackfield.sdk.jagged import length_limits
 from jackfield_engine_fsdp.config import Config
-from jackfield_huggingface.norms import replace_norms
+from jackfield_engine_fsdp.operators import token_statistics
+from jackfield_engine_fsdp.packing import Packing, packed_inputs
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -128,45 +124,6 @@ class Rotary:
                     setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
 
 
-_NORM_TOLERANCE = 1e-5
-
-
-class _RMSNorm(torch.autograd.Function):
-    """``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension, in the dtype of ``x``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
-        scale = squares.div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        result: torch.Tensor = (x * scale).mul_(weight)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        (gradient,) = gradients
-        x, weight, scale = ctx.saved_tensors
-        normed = x * scale
-        of_weight = of_x = None
-        if ctx.needs_input_grad[1]:
-            of_weight = (gradient * normed).flatten(0, -2).sum(0)
-        if ctx.needs_input_grad[0]:
-            of_normed = gradient * weight
-            along = torch.linalg.vecdot(of_normed, normed).unsqueeze(-1).div_(x.shape[-1])
-            of_x = of_normed.sub_(normed.mul_(along)).mul_(scale)
-        return of_x, of_weight, None
-
-
-def _forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)  # type: ignore[no-untyped-call]
-    return result
-
-
-def speed_up_norms(model: nn.Module) -> int:
-    """Replace the forward of the model's norms by a faster equivalent; return how many were replaced."""
-    return replace_norms(model, _forward, _NORM_TOLERANCE)
-
-
 def has_adapter(model: PreTrainedModel | PeftModel) -> TypeGuard[PeftModel]:
     """Return whether a model is PEFT's. Without an adapter PEFT, which imports slowly, is not imported."""
     peft = sys.modules.get("peft")
@@ -188,7 +145,8 @@ class TokenModel(nn.Module):
     No attention mask is passed: with causal attention a token never sees the padding to its right.
 
     Passes compute in ``dtype``, the model's own, whatever the dtype of its parameters. ``published_dtypes`` has the
-    dtypes in which parameters that are kept in float32 are published, by their names in the language model.
+    dtypes in which parameters that are kept in float32 are published, by their names in the language model. ``packs``
+    says whether its attention takes packed tokens.
     """
 
     def __init__(
@@ -201,9 +159,10 @@ class TokenModel(nn.Module):
         dtype: torch.dtype,
         published_dtypes: Mapping[str, torch.dtype],
         dropout: Dropout,
+        packs: bool,
     ) -> None:
         super().__init__()
-        self.dtype, self.published_dtypes, self.dropout = dtype, published_dtypes, dropout
+        self.dtype, self.published_dtypes, self.dropout, self.packs = dtype, published_dtypes, dropout, packs
         self.language_model, self.value_head = language_model, value_head
         self.with_log_probs = context.role != "critic"
         self.temperature, self.logits_chunk = context.temperature, config.logits_chunk
@@ -232,25 +191,34 @@ class TokenModel(nn.Module):
         return (self._hidden, *rest)
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor, want_entropy: bool
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        labels: torch.Tensor,
+        want_entropy: bool,
+        packed: tuple[torch.Tensor, Packing] | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Return log-probabilities, entropy and values of ``N`` tokens: float32 ``[N]``, None if not computed.
 
         ``input_ids`` are int64 ``[B, S]``, ``labels`` int64 ``[N]``; ``positions``, int64 ``[N]``, are the indices into
-        the flattened ``[B * S]`` where each label is predicted.
+        the flattened ``[B * S]`` where each label is predicted. ``packed`` tokens, ``[1, S]``, have positions in their
+        rows, int64 ``[1, S]``, and a packing.
         """
         log_probs = entropy = None
+        inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
+        if packed is not None:
+            inputs |= packed_inputs(*packed)
         self.rotary.reset()
         self._positions = positions
         try:
             if self.with_log_probs:
-                logits_NV = self.causal_lm(input_ids=input_ids, use_cache=False).logits
+                logits_NV = self.causal_lm(**inputs).logits
                 hidden_NH = self._hidden
                 log_probs, entropy = token_statistics(
                     logits_NV, labels, self.temperature, want_entropy, self.logits_chunk
                 )
             else:
-                hidden_BSH = self.causal_lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+                hidden_BSH = self.causal_lm.base_model(**inputs).last_hidden_state
                 hidden_NH = hidden_BSH.flatten(0, 1).index_select(0, positions)
         finally:
             self._positions = self._hidden = None
@@ -259,41 +227,6 @@ class TokenModel(nn.Module):
         assert hidden_NH is not None, "the output layer has run"
         values = self.value_head(hidden_NH.to(self.value_head.weight.dtype)).float().sum(-1)  # FSDP warns of views
         return log_probs, entropy, values
-
-
-def token_statistics(
-    logits: torch.Tensor, labels: torch.Tensor, temperature: float, want_entropy: bool, chunk: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return float32 log-probabilities of ``labels`` int64 ``[N]``, and entropies.
-
-    The distribution is ``softmax(logits / temperature)``; ``logits`` are ``[N, V]`` of any float dtype. At most
-    ``chunk`` of them (at least one row) are in float32 at once; pieces are recomputed in the backward pass.
-    """
-    rows = max(1, chunk // logits.shape[-1])
-    if logits.shape[0] <= rows:
-        return _statistics(logits, labels, temperature, want_entropy)
-    pieces = []
-    for piece, piece_labels in zip(torch.split(logits, rows), torch.split(labels, rows), strict=True):
-        arguments = (piece, piece_labels, temperature, want_entropy)
-        if torch.is_grad_enabled():
-            pieces.append(checkpoint(_statistics, *arguments, use_reentrant=False, preserve_rng_state=False))
-        else:
-            pieces.append(_statistics(*arguments))
-    entropy = torch.cat([piece[1] for piece in pieces]) if want_entropy else None
-    return torch.cat([piece[0] for piece in pieces]), entropy
-
-
-def _statistics(
-    logits: torch.Tensor, labels: torch.Tensor, temperature: float, want_entropy: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    logits = logits.float()
-    if temperature != 1.0:
-        logits = logits / temperature
-    if not want_entropy:
-        return -F.cross_entropy(logits, labels, reduction="none"), None
-    all_log_probs = logits.log_softmax(-1)
-    log_probs = -F.nll_loss(all_log_probs, labels, reduction="none")
-    return log_probs, -(all_log_probs.exp() * all_log_probs).sum(-1)
 
 
 def shard(model: TokenModel, mesh: DeviceMesh, config: Config) -> FSDPModule:

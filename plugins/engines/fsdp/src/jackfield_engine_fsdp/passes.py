@@ -19,6 +19,7 @@ from jackfield.errors import EngineError
 from jackfield.sdk.jagged import jagged
 from jackfield.sdk.jagged import lengths as jagged_lengths
 from jackfield_engine_fsdp.model import Rotary, TokenModel
+from jackfield_engine_fsdp.packing import Packing
 
 
 @attrs.frozen(eq=False)
@@ -28,6 +29,13 @@ class Jagged:
     values: torch.Tensor  #: ``[total, ...]``
     starts: torch.Tensor  #: int64 ``[B]``
     lengths: torch.Tensor  #: int64 ``[B]``
+
+    def alike(self) -> torch.Tensor:
+        """Return for each row the first row that is equal to it, int64 ``[B]``."""
+        values, found = self.values.numpy(), dict[bytes, int]()
+        bounds = zip(self.starts.tolist(), (self.starts + self.lengths).tolist(), strict=True)
+        rows = [found.setdefault(values[start:end].tobytes(), row) for row, (start, end) in enumerate(bounds)]
+        return torch.tensor(rows, dtype=torch.int64)
 
     @classmethod
     def of(cls, nested: torch.Tensor) -> Jagged:
@@ -51,12 +59,14 @@ class MicroBatch:
     """The inputs of one forward pass, on the engine's device."""
 
     rows: torch.Tensor  #: int64 ``[b]``, on the CPU: which rows of the batch these are
-    input_ids: torch.Tensor  #: int64 ``[b, S]``, ``prompt | response but its last token | 0``
-    positions: torch.Tensor  #: int64 ``[N]``: indices into ``[b * S]`` of the predictions of response tokens
+    #: int64 ``[b, S]``, ``prompt | response but its last token | 0``; or ``[1, S]``, these tokens without padding
+    input_ids: torch.Tensor
+    positions: torch.Tensor  #: int64 ``[N]``: indices into ``input_ids`` of the predictions of response tokens
     labels: torch.Tensor  #: int64 ``[N]``: the response tokens, row after row
     cells: torch.Tensor  #: int64 ``[N]``: indices into ``[b * T]`` of the response tokens
     length: int  #: ``T``
     columns: Mapping[str, torch.Tensor]  #: ``[b, T]`` response columns and ``[b]`` row columns
+    packed: tuple[torch.Tensor, Packing] | None = None  #: positions of tokens without padding, ``[1, S]``
 
     def data(self) -> TensorDict:
         """Return the columns for the loss function."""
@@ -75,7 +85,9 @@ class RowBatch:
     model does not have (``data.vocabulary``).
     """
 
-    def __init__(self, data: TensorDict, vocabulary: int, device: torch.device, rotary: Rotary) -> None:
+    def __init__(
+        self, data: TensorDict, vocabulary: int, device: torch.device, rotary: Rotary, *, packs: bool = False
+    ) -> None:
         columns = {str(name): value for name, value in data.items() if isinstance(value, torch.Tensor)}
         self.size = int(data.batch_size[0])
         self.device = device
@@ -93,6 +105,8 @@ class RowBatch:
                 self._response_columns[name] = jagged
         if bool(((self.prompts.lengths == 0) & (self.responses.lengths > 0)).any()):
             raise EngineError("a row has a response but no prompt", expected="at least one prompt token", where="data")
+        self._packs = packs
+        self._groups = self.prompts.alike() if packs else torch.arange(self.size)
 
     def _tokens(self, value: torch.Tensor | None, name: str, vocabulary: int) -> Jagged:
         if self.size == 0:
@@ -124,7 +138,7 @@ class RowBatch:
         for row, length in enumerate(lengths.tolist()):
             sides.setdefault(self._rotary.side(length), []).append(row)
         groups = [torch.tensor(rows) for rows in sides.values()]
-        return [rows[chosen] for rows in groups for chosen in plan(lengths[rows], max_tokens)]
+        return [rows[chosen] for rows in groups for chosen in plan(lengths[rows], self._groups[rows], max_tokens)]
 
     def micro_batch(self, rows: torch.Tensor) -> MicroBatch:
         """Cut the given rows out, on the engine's device.
@@ -132,27 +146,65 @@ class RowBatch:
         The last token of a response is a label only: nothing is predicted from it. If rotary frequencies depend on
         the length, it still gets a position, so that the length is the row's.
         """
-        prompt, response = self.prompts.lengths[rows].unsqueeze(1), self.responses.lengths[rows].unsqueeze(1)
-        size = max(1, int((prompt + response).max()) - (0 if self._rotary.limits else 1))
+        response = self.responses.lengths[rows].unsqueeze(1)
         length = max(1, int(response.max()))  # at least 1: a loss may take the largest of its tokens
-        places, steps = torch.arange(size), torch.arange(length)
-        in_response = steps < response
+        in_response = torch.arange(length) < response
         columns = {name: column.padded(rows, length) for name, column in self._response_columns.items()}
-        input_ids = self.prompts.padded(rows, size)
         labels = columns["response_ids"][in_response]
-        continued = columns["response_ids"][steps < response - 1]
-        input_ids[(places >= prompt) & (places < prompt + response - 1)] = continued
-        positions = torch.arange(len(rows)).unsqueeze(1) * size + prompt - 1 + steps
         columns |= {name: column[rows] for name, column in self._row_columns.items()}
+        packs = self._packs and bool(self.prompts.lengths[rows].any())
+        input_ids, positions, packed = (self._packed if packs else self._padded)(rows)
         return MicroBatch(
             rows=rows,
             input_ids=input_ids.to(self.device),
-            positions=positions[in_response].to(self.device),
+            positions=positions.to(self.device),
             labels=labels.to(self.device),
             cells=in_response.flatten().nonzero().squeeze(1).to(self.device),
             length=length,
             columns={name: column.to(self.device) for name, column in columns.items()},
+            packed=packed,
         )
+
+    def _padded(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        """Return tokens ``[b, S]`` and the indices of predictions."""
+        prompt, response = self.prompts.lengths[rows].unsqueeze(1), self.responses.lengths[rows].unsqueeze(1)
+        size = max(1, int((prompt + response).max()) - (0 if self._rotary.limits else 1))
+        places = torch.arange(size)
+        input_ids = self.prompts.padded(rows, size)
+        continued = (places >= prompt) & (places < prompt + response - 1)
+        steps, _ = _steps(self.responses.lengths[rows] - 1)
+        input_ids[continued] = self.responses.values[self.responses.starts[rows][steps[0]] + steps[1]]
+        steps, _ = _steps(self.responses.lengths[rows])
+        return input_ids, steps[0] * size + prompt.squeeze(1)[steps[0]] - 1 + steps[1], None
+
+    def _packed(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, Packing]]:
+        """Return tokens ``[1, S]``, prompts first, the indices of predictions, and positions and packing."""
+        prompts, responses = self.prompts, self.responses
+        groups, of_row = self._groups[rows].unique(return_inverse=True)
+        lengths = prompts.lengths[rows]
+        (owner, step), starts = _steps(prompts.lengths[groups])
+        (row, more), continued = _steps(responses.lengths[rows] - 1)
+        continued = continued + len(owner)
+        first = torch.full_like(groups, len(rows)).scatter_reduce_(0, of_row, torch.arange(len(rows)), "amin")
+        tokens = torch.cat(
+            [prompts.values[prompts.starts[groups][owner] + step], responses.values[responses.starts[rows][row] + more]]
+        )
+        positions = torch.cat([step, lengths[row] + more])
+        size = int(positions.max()) + 1
+        place = torch.cat([first[owner], row]) * size + positions
+        # every row again, with its prompt: where each of its places is in the pass
+        places = torch.arange(size).expand(len(rows), size)
+        in_prompt = places < lengths[:, None]
+        source = torch.where(in_prompt, starts[of_row][:, None] + places, 0)
+        source.view(-1)[place[len(owner) :]] = torch.arange(len(owner), len(tokens))
+        again = in_prompt & (first[of_row] != torch.arange(len(rows)))[:, None]
+        unused = torch.ones(len(rows) * size, dtype=torch.bool).index_fill_(0, place, False)
+        again, unused = (each.flatten().nonzero().squeeze(1) for each in (again, unused))
+        packing = Packing(rows=len(rows), source=source.flatten(), place=place, again=again, unused=unused)
+        (row, step), _ = _steps(responses.lengths[rows])
+        last = starts[of_row] + lengths - 1
+        predicted = torch.where(step == 0, last[row], continued[row] + step - 1)
+        return tokens[None], predicted, (positions[None].to(self.device), packing.to(self.device))
 
     def idle_micro_batch(self) -> MicroBatch:
         """Return a dummy row of two tokens, for a rank with fewer micro-batches than the others."""
@@ -168,19 +220,36 @@ class RowBatch:
         )
 
 
-def plan(lengths: torch.Tensor, max_tokens: int) -> list[torch.Tensor]:
+def _steps(lengths: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return the row and the step of each token of rows back to back, and where each row starts; below 0 is 0."""
+    lengths = lengths.clamp(min=0)
+    starts = lengths.cumsum(0) - lengths
+    rows = torch.arange(len(lengths)).repeat_interleave(lengths)
+    return (rows, torch.arange(len(rows)) - starts[rows]), starts
+
+
+def plan(lengths: torch.Tensor, groups: torch.Tensor, max_tokens: int) -> list[torch.Tensor]:
     """Split rows of ``lengths`` int64 ``[B]`` into micro-batches of at most ``max_tokens`` padded tokens.
 
-    The longest rows come first, so lengths within a micro-batch are similar. A row above the limit goes alone.
+    The longest rows come first, so lengths within a micro-batch are similar; rows of one of the ``groups`` int64
+    ``[B]`` stay together where they can. A row above the limit goes alone.
     """
+    _, of_row = groups.unique(return_inverse=True)
+    longest = torch.zeros_like(lengths).scatter_reduce_(0, of_row, lengths, "amax")[of_row]
     order = torch.argsort(lengths, descending=True, stable=True)
-    groups: list[torch.Tensor] = []
+    for key, descending in ((of_row, False), (longest, True)):
+        order = order[torch.argsort(key[order], descending=descending, stable=True)]
+    found = of_row[order].tolist()
+    micro_batches: list[torch.Tensor] = []
     start = 0
     while start < len(order):
-        longest = max(1, int(lengths[order[start]]))
-        groups.append(order[start : start + max(1, max_tokens // longest)])
-        start += len(groups[-1])
-    return groups
+        most = min(len(order), start + max(1, max_tokens // max(1, int(lengths[order[start]]))))
+        end = most
+        while end > start and end < len(order) and found[end - 1] == found[end]:
+            end -= 1
+        micro_batches.append(order[start : end if end > start else most])
+        start += len(micro_batches[-1])
+    return micro_batches
 
 
 class TokenBuffer:
@@ -193,9 +262,8 @@ class TokenBuffer:
 
     def add(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
         """Add the results ``[N]`` of a micro-batch's rows."""
-        lengths = self._lengths[rows]
-        within = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-        self._values[self._offsets[rows].repeat_interleave(lengths) + within] = tokens.detach().float().cpu()
+        (row, step), _ = _steps(self._lengths[rows])
+        self._values[self._offsets[rows][row] + step] = tokens.detach().float().cpu()
 
     def nested(self) -> torch.Tensor:
         """Return the results, jagged float32 ``[B, j]``, in the order of the rows."""
@@ -257,7 +325,7 @@ class Pass:
             _nothing(*outputs).backward()
 
     def _forward(self, micro: MicroBatch) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        result = self._model(micro.input_ids, micro.positions, micro.labels, self._want_entropy)
+        result = self._model(micro.input_ids, micro.positions, micro.labels, self._want_entropy, micro.packed)
         return result  # type: ignore[no-any-return]
 
     def _add(self, loss: Any, metrics: Any) -> None:

@@ -28,7 +28,7 @@ from jackfield.abc.rollout import (
     WorkerReceipt,
 )
 from jackfield.errors import ConfigError, JackfieldError, PluginError, WeightsError
-from jackfield.sdk.receiver import WeightReceiver, open_receiver
+from jackfield.sdk.receiver import WeightReceiver, reopen_receiver
 from jackfield.sdk.relay import MEMORY, RelayServer, Running
 from jackfield_huggingface.names import shapes_of
 
@@ -63,6 +63,7 @@ class WeightFolder:
         self._model = Path(context.model.path)
         self.expected: Mapping[str, tuple[int, ...]] = tensors_of(self._model)  #: shapes by name
         self._tied = bool(_described(self._model).get("tie_word_embeddings"))
+        self._last: WeightReceiver | None = None  #: of the last update, which keeps connections and buffers
 
     async def receive(self, request: UpdateWeightsRequest) -> ReceivedWeights:
         """Receive a version, whole or not at all."""
@@ -78,7 +79,7 @@ class WeightFolder:
                 found=self._where,
             )
         folder = Path(tempfile.mkdtemp(prefix=f"jackfield-weights-{request.version}-", dir=self._where))
-        receiver = open_receiver(request, host=self._host)
+        receiver = self._last = reopen_receiver(self._last, request, host=self._host)
         try:
             if request.kind == "adapter":
                 await self._write_adapter(receiver, request, folder)

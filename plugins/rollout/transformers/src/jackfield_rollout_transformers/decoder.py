@@ -21,6 +21,7 @@ from jackfield.errors import JackfieldError, RolloutError
 from jackfield.sdk.relay import Running
 from jackfield_rollout_transformers.cache import BatchCache
 from jackfield_rollout_transformers.config import Config
+from jackfield_rollout_transformers.direct import DirectDecode, supports
 from jackfield_rollout_transformers.model import LoadedModel, unusable
 from jackfield_rollout_transformers.sampling import LAST_TOKEN, POSITION, RowTable, draw, modes_of
 
@@ -136,6 +137,7 @@ class Decoder:
         self._rows: list[Sequence | None] = []
         self._holes: list[int] = []
         self._modes = Counter[str]()
+        self._direct = DirectDecode(model) if supports(model) else None
         self._prefill_tokens = config.max_prefill_tokens or (2048 if model.device.type == "cpu" else 16384)
 
     @property
@@ -244,17 +246,21 @@ class Decoder:
         attended = max(sequence.length for sequence in sequences) + 1
         positions = table.integers[:, POSITION]
         self._cache.begin_decode(positions, attended)
-        output = self._model.module(
-            input_ids=table.integers[:, LAST_TOKEN, None],
-            attention_mask=self._length_mask(positions, attended),
-            position_ids=positions[:, None],
-            past_key_values=self._cache,
-            use_cache=True,
-        )
+        tokens, mask = table.integers[:, LAST_TOKEN], self._length_mask(positions, attended)
+        if self._direct is not None:
+            logits = self._direct(tokens, positions, mask, self._cache)
+        else:
+            logits = self._model.module(
+                input_ids=tokens[:, None],
+                attention_mask=mask,
+                position_ids=positions[:, None],
+                past_key_values=self._cache,
+                use_cache=True,
+            ).logits[:, -1]
         positions += 1
         for sequence in sequences:
             sequence.length += 1
-        return self._sample(output.logits[:, -1], table, sequences, self._modes)
+        return self._sample(logits, table, sequences, self._modes)
 
     def _length_mask(self, positions: Tensor, attended: int) -> Tensor:
         """Return the additive mask ``[B, 1, 1, L]``: a row attends up to its own position."""

@@ -64,13 +64,18 @@ def decode_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return output, None
-    batch, heads, _, dimension = query.shape
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attend(query.squeeze(2), key, value, attention_mask, scale)[:, None], None
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attend one query per row, ``[B, Q, D]``, to ``[B, H, L, D]``, with an additive mask ``[B, 1, 1, L]``."""
+    batch, heads, dimension = query.shape
     groups = key.shape[1]
-    scale = dimension**-0.5 if scaling is None else scaling
     grouped = (query * scale).view(batch, groups, heads // groups, dimension)
-    scores = torch.matmul(grouped, key.transpose(2, 3)).add_(attention_mask)
+    scores = torch.matmul(grouped, key.transpose(2, 3)).add_(mask)
     weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-    return torch.matmul(weights, value).view(batch, 1, heads, value.shape[3]), None
+    return torch.matmul(weights, value).view(batch, heads, value.shape[3])
 
 
 AttentionInterface.register(DECODE_ATTENTION, decode_attention)

@@ -28,7 +28,7 @@ from jackfield.abc.rollout import (
     WorkerReceipt,
 )
 from jackfield.errors import JackfieldError, RolloutError, WeightsError
-from jackfield.sdk.receiver import open_receiver
+from jackfield.sdk.receiver import WeightReceiver, reopen_receiver
 from jackfield.sdk.relay import MEMORY, Running
 from jackfield_huggingface.serving import SleepingServer
 from jackfield_rollout_transformers.config import Config
@@ -58,6 +58,7 @@ class TransformersServer(SleepingServer):
         self._failure: Exception | None = None  #: of the decode loop
         self._sequences: dict[str, Sequence] = {}
         self._updating: asyncio.Task[Any] | None = None
+        self._receiver: WeightReceiver | None = None  #: of the last update, which keeps connections and buffers
         self._endpoint: OpenAIEndpoint | None = None
         self._decode_text: Callable[[list[int]], str] | None = None
         self._pieces: dict[int, str] = {}
@@ -102,7 +103,7 @@ class TransformersServer(SleepingServer):
             await self._endpoint.close()
         if self._updating is not None:
             self._updating.cancel()
-        task, self._task = self._task, None
+        task, self._task, self._receiver = self._task, None, None
         if task is not None:
             await task  # waits for at most the running pass
             del self._model, self._loop.decoder, self._weights
@@ -260,7 +261,8 @@ class TransformersServer(SleepingServer):
             message = "connect arguments do not fit the replica's workers"
             raise WeightsError(message, expected="1 (one worker)", found=len(request.connect))
         held = self._weights.held
-        receiver = open_receiver(request, device=self.context.device, host=self.context.host, held=held)
+        place: dict[str, Any] = {"device": self.context.device, "host": self.context.host}
+        receiver = self._receiver = reopen_receiver(self._receiver, request, **place, held=held)
         if request.kind == "delta":
             changes = await receiver.changes(request.connect[0], request.version, request.base_version)
             return changes, await asyncio.to_thread(held.unchanged, changes)

@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 from jackfield.abc.rollout import UpdateWeightsRequest
 from jackfield.errors import error_fields
 from jackfield.sdk.buckets import digest
-from jackfield.sdk.receiver import HeldWeights, WeightReceiver, open_receiver
+from jackfield.sdk.receiver import HeldWeights, WeightReceiver, reopen_receiver
 from jackfield_huggingface.adapters import MergedAdapter
 from jackfield_huggingface.serving import check_complete, check_tensor, tensors_of
 from jackfield_rollout_vllm.sampling import RawLogProbs
@@ -62,6 +62,7 @@ class CheckpointEngineReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.digests: dict[str, str] = {}  #: of the last update
         self._expected: dict[str, tuple[int, ...]] = {}
         self._held = HeldWeights(self._loaded)
+        self._last: WeightReceiver | None = None  #: of the last update, which keeps connections and buffers
         self._adapter = MergedAdapter(
             lambda module: self._loaded(f"{module}.weight"),
             lambda: (name.removesuffix(".weight") for name in self._expected if name.endswith(".weight")),
@@ -77,7 +78,8 @@ class CheckpointEngineReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Nothing to do: weights are loaded in place."""
 
     def shutdown(self) -> None:
-        """Nothing to do."""
+        """Release what the checkpoint engine keeps."""
+        self._last = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive all weights of one version."""
@@ -91,7 +93,8 @@ class CheckpointEngineReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     async def _receive(self, info: UpdateInfo) -> None:
         request, worker = UpdateWeightsRequest(**info.request), self.parallel_config.rank
-        receiver = open_receiver(request, worker, device=str(self.device), host=info.host, held=self._held)
+        place: dict[str, Any] = {"device": str(self.device), "host": info.host}
+        receiver = self._last = reopen_receiver(self._last, request, worker, **place, held=self._held)
         self._expected, self.digests = tensors_of(Path(self.model_config.model)), {}
         if request.kind == "delta":
             await self._receive_delta(receiver, request)

@@ -20,7 +20,7 @@ class Config(SessionSettings):
         "auto", "nccl needs a GPU of its own for the sender and each worker; auto: nccl where the trainer has one."
     )
     bucket_bytes: int = option(
-        32 * 2**20, "Tensors are sent in buckets of this size, two at a time; larger ones alone.", gt(0)
+        16 * 2**20, "Tensors are sent in buckets of this size, two at a time; larger ones alone.", gt(0)
     )
 
 

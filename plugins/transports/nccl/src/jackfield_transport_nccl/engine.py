@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -17,6 +18,7 @@ from jackfield.sdk.transfer import OneSenderEngine, Peer
 from jackfield_transport_nccl.config import Config
 from jackfield_transport_nccl.group import Group, SessionStore
 
+_ROOM = 3  #: buckets of a worker: one is read, one arrives, and the sender may begin the next without being asked
 _DIRECT = 4  #: a tensor of this part of a bucket, or larger, is sent without a copy, which would cost more than waiting
 
 
@@ -31,8 +33,9 @@ class NCCLCheckpointEngine(OneSenderEngine):
 
     def __init__(self, config: Config, context: CheckpointEngineContext) -> None:
         super().__init__(config, context)
-        self._store: SessionStore | None = None
-        self._group: Group | None = None
+        self._store: SessionStore | None = None  #: of the group that is formed
+        self._group: Group | None = None  #: kept from one transfer to the next
+        self._place: tuple[str, int, int] = ("", 0, 0)  #: name and size of the group, and this end's rank there
         self._flights: deque[tuple[int, Future[None]]] = deque()  #: broadcasts of the sender by number of the bucket
         self._closing: asyncio.Future[None] | None = None
 
@@ -59,20 +62,28 @@ class NCCLCheckpointEngine(OneSenderEngine):
         await super().connect(request)
 
     async def meet_workers(self, workers: int) -> None:
-        """Form a group with the workers."""
+        """Form a group with the workers, unless the last one has the same members."""
         if workers:
-            self._store = self._make_store()
-            self.tell({"form": True})
-            await self._form(self._backend(), 0, workers + 1, self.context.host)
+            await self.until(lambda peer: "member" in peer.said, "say of which group it is a member")
+            name, size = self._place[0], workers + 1
+            members = [[name, size, number + 1] for number in range(workers)]
+            if self._place[1] != size or members != [self.peers[number].said["member"] for number in range(workers)]:
+                await self._leave()
+                name, self._store = secrets.token_hex(8), self._make_store()
+            self.tell({"form": name})
+            await self._form((name, size, 0), self._backend(), self.context.host)
             # a member that leaves early (say, after an empty transfer) would break those that are still connecting
             await self.until(lambda peer: "formed" in peer.said, "join the broadcast group")
 
     async def meet_sender(self, place: Mapping[str, Any]) -> None:
-        """Form a group with all others."""
+        """Form a group with all others, unless the sender keeps the last one."""
+        self.tell({"member": self._place})
         await self.until(lambda peer: "form" in peer.said, "meet all inference workers")
-        host = self.peers[0].connection.local_host
-        await self._form(place["backend"], place["worker"] + 1, place["workers"] + 1, host)
-        self.tell({"formed": True, "room": self.slots})
+        member = self.peers[0].said["form"], place["workers"] + 1, place["worker"] + 1
+        if member != self._place:
+            await self._leave()
+        await self._form(member, place["backend"], self.peers[0].connection.local_host)
+        self.tell({"formed": True})
 
     def _make_store(self) -> SessionStore:
         loop = asyncio.get_running_loop()
@@ -82,25 +93,27 @@ class NCCLCheckpointEngine(OneSenderEngine):
 
         return SessionStore(self.context.deadline_seconds, publish)
 
-    async def _form(self, backend: str, rank: int, size: int, host: str) -> None:
-        if self._store is None:
-            self._store = self._make_store()
-        self._group = Group(backend, rank, size, host, self._store, self.remaining())
-        self.device = self.context.device if backend == "nccl" else "cpu"
-        await self.finished(self._group.made, "everybody to join the broadcast group")
+    async def _form(self, member: tuple[str, int, int], backend: str, host: str) -> None:
+        if self._group is None:
+            assert self._store is not None, "it was made before anybody could publish"
+            self._group = Group(backend, member[2], member[1], host, self._store, self.remaining())
+            self.device = self.context.device if backend == "nccl" else "cpu"
+            await self.finished(self._group.made, "everybody to join the broadcast group")
+            self._place = member
+        self._group.until(self.remaining())
 
     def heard(self, peer: Peer, values: Mapping[str, Any]) -> None:
         """Handle an address for the group, or a bucket, whose broadcast is joined at once."""
-        if "store" in values:
-            if self._store is None:
-                self._store = self._make_store()
+        if values.get("form", self._place[0]) != self._place[0]:
+            self._store = self._make_store()  # others may publish before this worker has left its last group
+        if "store" in values and self._store is not None:
             self._store.put(*values["store"])
             if self.context.end == "sender":
                 self.tell({"store": values["store"]})
         if "bucket" in values and self._group is not None:
             bucket = self.arrived[-1]
             size: int = bucket.place
-            content = kept_buffer(self.buffers, bucket.number % self.slots, size, self.device)[:size]
+            content = kept_buffer(self.buffers, bucket.number % _ROOM, size, self.device)[:size]
             bucket.place = content, self._group.broadcast(content)
 
     async def send_alone(self, name: str, tensor: torch.Tensor) -> bool:
@@ -116,7 +129,7 @@ class NCCLCheckpointEngine(OneSenderEngine):
         """Broadcast a bucket, once all workers have room for it."""
         assert self._group is not None, "there are workers"
         number = self.made + 1
-        await self.until(lambda peer: peer.said["room"] >= number, f"have room for bucket {number - 1}")
+        await self.until(lambda peer: peer.got + _ROOM >= number, f"have room for bucket {number - 1}")
         self.announce(entries, content.numel())
         self._flights.append((number, self._group.broadcast(content)))
 
@@ -131,21 +144,20 @@ class NCCLCheckpointEngine(OneSenderEngine):
         """Return the buffer of a bucket after its broadcast."""
         content, flight = bucket.place
         await self.finished(flight, f"the sender to send bucket {bucket.number - 1}")
-        self.tell({"got": bucket.number})
         result: torch.Tensor = content
         return result
 
-    def was_read(self, bucket: Bucket) -> None:
-        """Tell the sender that there is room for another bucket."""
-        self.tell({"room": bucket.number + self.slots})
-
     async def close(self) -> None:
-        """Leave the group, even if the caller is cancelled. A second call waits for the first."""
+        """Leave the group after a transfer that broke off."""
         self._flights.clear()
-        store, self._store = self._store, None
-        group, self._group = self._group, None
-        if store is not None:
-            store.close()
+        if self.device != "cpu":
+            self.buffers.clear()  # a GPU's memory is needed elsewhere, and can be had again at once
+        if not self.whole:
+            await self._leave()
+
+    async def _leave(self) -> None:
+        """Leave the group, even if the caller is cancelled. A second call waits for the first."""
+        self._place, group, self._group = ("", 0, 0), self._group, None
         if group is not None:
             self._closing = asyncio.ensure_future(group.close())
         closing = self._closing

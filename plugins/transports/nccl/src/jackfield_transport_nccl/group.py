@@ -84,11 +84,15 @@ class Group:
     def __init__(self, backend: str, rank: int, size: int, host: str, store: SessionStore, seconds: float) -> None:
         """Join the group until the deadline; rank 0 is the sender, and ``host`` is this machine's address for gloo."""
         self.backend = backend
-        self._ends = time.monotonic() + seconds
+        self.until(seconds)
         self._store = store
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights-broadcast")
         self._group: Any = None
         self.made = self._thread.submit(self._make, rank, size, host)  #: done when all members have connected
+
+    def until(self, seconds: float) -> None:
+        """Set the deadline of all further broadcasts, in ``seconds`` from now."""
+        self._ends = time.monotonic() + seconds
 
     def _make(self, rank: int, size: int, host: str) -> None:
         seconds = timedelta(seconds=max(self._ends - time.monotonic(), 0.001))

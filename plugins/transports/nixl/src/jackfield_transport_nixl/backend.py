@@ -1,11 +1,12 @@
-"""The backend: a client of the store and, in the process that started the queue, the store."""
+"""The backend: a client of the store, and its start in the process that opens the queue."""
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,18 +32,19 @@ from jackfield.abc.transfer_queue import (
 from jackfield.errors import QueueError
 from jackfield.sdk.buckets import aligned
 from jackfield.sdk.cells import Cell, content_of, join, lacking_column, split_request, unknown_sample
-from jackfield_transport_nixl.agents import Agent, Place, Regions, devices_of, place_of, shown
+from jackfield_transport_nixl.agents import Agent, Place, Regions, place_of, shown
 from jackfield_transport_nixl.client import Client
 from jackfield_transport_nixl.config import QueueConfig
-from jackfield_transport_nixl.store import CellEntry, Found, Store
+from jackfield_transport_nixl.serve import agent_of, end, listening, started
+from jackfield_transport_nixl.store import CellEntry, Found
 
 FILE = "store.json"
 _LANDING_BYTES = 2 * 2**30  #: registered memory for gets, which is reused; more while tensors still show it
 
 
 class NIXLBackend(TransferQueueBackend):
-    """A backend in registered memory of the process that started the queue, with which its rows end. Producers and
-    consumers access the memory directly; only small values and metadata are messages."""
+    """A backend in registered memory of a process beside the one that started the queue, with which it ends. Producers
+    and consumers access the memory directly; only small values and metadata are messages."""
 
     durable: ClassVar[bool] = False
     joins: ClassVar[bool] = True
@@ -51,8 +53,8 @@ class NIXLBackend(TransferQueueBackend):
         super().__init__(config, context)
         self._settings = config
         self._client: Client | None = None
-        self._store: Store | None = None
-        self._agents: list[Agent] = []
+        self._end_store: Callable[[], Awaitable[None]] | None = None  #: of the process that started it
+        self._agent: Agent | None = None
         self._landing: Regions | None = None
 
     async def start(self) -> None:
@@ -66,7 +68,7 @@ class NIXLBackend(TransferQueueBackend):
                 if joined is None and self.context.folder is None:
                     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
                 file = await self._started(host, folder) if joined is None else Path(joined)
-                agent = await self._agent(host)
+                agent = self._agent = await agent_of(self._settings, host)
                 self._client = Client(self._settings, agent)
                 self._landing = Regions(agent, "cpu", self._settings.region_bytes, _LANDING_BYTES, waits=False)
                 await self._client.connect(file)
@@ -74,34 +76,28 @@ class NIXLBackend(TransferQueueBackend):
             await self.close()
             raise
 
-    async def _agent(self, host: str) -> Agent:
-        agent = Agent(devices_of(self._settings.devices, host))
-        self._agents.append(agent)
-        try:
-            await asyncio.wrap_future(agent.start())
-        except OSError as error:
-            where = f"UCX on {agent.devices or 'all devices'}"
-            raise QueueError(f"NIXL cannot start: {error}", code="queue.store", where=where) from error
-        return agent
-
     async def _started(self, host: str, folder: Path) -> Path:
-        self._store = Store(self._settings, await self._agent(host), self.context.heartbeat_seconds)
-        address = await self._store.listen(host, self._settings.port)
-        address.write(folder / FILE)
-        return folder / FILE
+        file = folder / FILE
+        folder.mkdir(parents=True, exist_ok=True)
+        order = self._settings, host, file, self.context.heartbeat_seconds
+        if self._settings.inline:
+            self._end_store = (await listening(*order)).close
+        else:
+            self._end_store = partial(asyncio.to_thread, end, await started(*order))
+        return file
 
     async def close(self) -> None:
         """Disconnect; the store's end deletes all rows."""
         client, self._client = self._client, None
-        store, self._store = self._store, None
-        agents, self._agents = self._agents, []
+        end_store, self._end_store = self._end_store, None
+        agent, self._agent = self._agent, None
         if client is not None:
             await client.close()
-        if store is not None:
-            await store.close()
+        if end_store is not None:
+            await end_store()
             if self.context.folder is not None:
                 (Path(self.context.folder) / FILE).unlink(missing_ok=True)
-        for agent in agents:
+        if agent is not None:
             await asyncio.to_thread(agent.close)
         self._landing = None
 

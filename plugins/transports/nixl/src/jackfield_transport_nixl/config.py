@@ -32,7 +32,11 @@ class QueueConfig:
     """Settings of the queue backend."""
 
     join: str | None = option(
-        None, "The store.json of a queue that another process has started; null: keep values in this process."
+        None, "The store.json of a queue that another process has started; null: start one of its own."
+    )
+    inline: bool = option(
+        False,
+        "Keep values in the process that starts the queue, which they all enter then; false: beside it.",
     )
     host: str | None = option(
         None, "An address of this host where the store listens; null: as the run's other servers do."
@@ -64,5 +68,5 @@ def patient(folder: Path) -> dict[str, Any]:
 
 
 def by_transfers(folder: Path) -> dict[str, Any]:
-    """Return settings with which NIXL moves even small values."""
-    return {"settings": {"inline_bytes": 64, "region_bytes": 1 << 20}}
+    """Return settings with which NIXL moves even small values, without a process that imports torch for each check."""
+    return {"settings": {"inline": True, "inline_bytes": 64, "region_bytes": 1 << 20}}

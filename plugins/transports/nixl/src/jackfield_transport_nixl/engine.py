@@ -40,7 +40,8 @@ class NIXLCheckpointEngine(OneSenderEngine):
     def __init__(self, config: EngineConfig, context: CheckpointEngineContext) -> None:
         super().__init__(config, context)
         self.device = context.device
-        self._agent: Agent | None = None
+        self._agent: Agent | None = None  #: kept with its registered memory from one transfer to the next
+        self._known = ""  #: name of the last sender's agent
         self._forget()
 
     def _forget(self) -> None:
@@ -49,13 +50,17 @@ class NIXLCheckpointEngine(OneSenderEngine):
         self._name = ""  #: of the sender's agent; empty: a worker cannot read yet
         self._slots = [_Slot(number) for number in range(_WORKER_SLOTS)]
         self._filling: _Slot | None = None  #: the slot with pieces of a tensor
-
         self._shown: deque[Mapping[str, Any]] = deque()  #: buckets that this worker has not begun to read
         self._last: Future[None] | None = None  #: the newest reading
         self._read = 0  #: buckets that this worker has read
+        self._described: Sequence[Entry] = []  #: entries of the bucket that is read
 
     async def _open(self, host: str) -> Agent:
-        agent = self._agent = Agent(devices_of(self.config.devices, host))
+        devices = devices_of(self.config.devices, host)
+        if self._agent is not None and self._agent.devices == devices:
+            return self._agent
+        await self._drop()
+        agent = self._agent = Agent(devices)
         try:
             await self.finished(agent.start(), "NIXL to start")
         except WeightsError as error:
@@ -84,7 +89,9 @@ class NIXLCheckpointEngine(OneSenderEngine):
         await self.until(lambda peer: "agent" in peer.said, "show its memory")
         said = self.peers[0].said
         name = await self.finished(agent.run(agent.meet, b64decode(said["agent"])), "the sender's agent")
-        theirs = Place(*said["slot"])
+        if self._known not in ("", name):
+            await self.finished(agent.run(agent.forget, self._known), "the last sender's agent to be forgotten")
+        self._known, theirs = name, Place(*said["slot"])
 
         def first() -> None:
             for slot in self._slots:
@@ -116,7 +123,7 @@ class NIXLCheckpointEngine(OneSenderEngine):
             piece = content[start : start + limit]
             bucket = (await self.room(limit))[: len(piece)]
             bucket.copy_(piece)
-            self._show(place_of(bucket), [entry], start, size)
+            self._show(place_of(bucket), None if start else [entry], start, size)
         return True
 
     async def _lend(self, content: torch.Tensor, entry: Entry) -> None:
@@ -146,13 +153,15 @@ class NIXLCheckpointEngine(OneSenderEngine):
         self._show(place_of(content), entries, 0, content.numel())
         await asyncio.sleep(0)
 
-    def _show(self, place: Place, entries: Sequence[Entry], start: int, size: int, agent: str | None = None) -> None:
+    def _show(
+        self, place: Place, entries: Sequence[Entry] | None, start: int, size: int, agent: str | None = None
+    ) -> None:
         """Announce a piece of ``size`` bytes; ``agent`` has the metadata of newly registered memory."""
         if place.memory == "VRAM":
             torch.cuda.current_stream(place.device).synchronize()
         self.made += 1
         shown = {"piece": self.made, "place": attrs.astuple(place), "start": start, "size": size, "agent": agent}
-        self.tell({**shown, "tensors": list(entries)})
+        self.tell({**shown, "tensors": None if entries is None else self.layout.announced(entries)})
 
     def _pump(self) -> None:
         while self._shown and self._name:
@@ -161,11 +170,13 @@ class NIXLCheckpointEngine(OneSenderEngine):
                 return
             piece = self._shown.popleft()
             slot.free, self._filling = False, slot
+            if not piece["start"]:
+                self._described = self.layout.learned(piece["tensors"])
             self._last = self._agent.run(self._reading(self._agent, slot, piece, self._last))
             asyncio.wrap_future(self._last).add_done_callback(self._was_received)
             if piece["start"] + piece["place"][1] == piece["size"]:
                 self._filling = None
-                self.arrived.append(Bucket(piece["piece"], piece["tensors"], (slot, piece["size"], self._last)))
+                self.arrived.append(Bucket(piece["piece"], self._described, (slot, piece["size"], self._last)))
 
     def _reading(
         self, agent: Agent, slot: _Slot, piece: Mapping[str, Any], last: Future[None] | None
@@ -207,8 +218,14 @@ class NIXLCheckpointEngine(OneSenderEngine):
         self._pump()
 
     async def close(self) -> None:
-        """Close the agent."""
-        agent, self._agent = self._agent, None
+        """Close the agent after a transfer that broke off; otherwise it stays for the next one."""
         self._forget()
+        if not self.whole:
+            await self._drop()
+        elif self._agent is not None:
+            self._agent.progress(False)
+
+    async def _drop(self) -> None:
+        agent, self._agent, self._known = self._agent, None, ""
         if agent is not None:
             await asyncio.to_thread(agent.close)

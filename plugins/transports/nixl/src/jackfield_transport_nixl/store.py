@@ -369,9 +369,10 @@ class Store:
         self._release([block])
 
     async def close(self) -> None:
-        """End all connections, and forget everything."""
+        """End all connections and the agent, and forget everything."""
         await self._server.close()
         self._rows.clear()
+        await asyncio.to_thread(self._agent.close)
 
 
 STORE = Contract(Store, without=("listen", "close"), undo={"room": "let_go", "get": "done"})

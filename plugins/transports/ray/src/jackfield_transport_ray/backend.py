@@ -33,6 +33,7 @@ from jackfield.abc.transfer_queue import (
     TransferQueueContext,
 )
 from jackfield.errors import QueueError
+from jackfield.sdk import replace_file
 from jackfield.sdk.archive import SavedSample, batches, read_archive, write_archive
 from jackfield.sdk.cells import Cell, content_of, join, lacking_column, split_request, unknown_sample
 from jackfield.sdk.ray_loopback import HOST, enter
@@ -41,6 +42,7 @@ from jackfield_transport_ray.index import Entry, Found, Index
 
 T = TypeVar("T")
 
+FILE = "index.txt"  #: in the queue's folder: the name of the index, for processes that join
 _NAMESPACE = "jackfield"
 _THREADS = 4  #: concurrent requests to Ray
 _SHOWN = 1 << 16  #: bytes; smaller columns are copied, so that they do not keep an object
@@ -51,6 +53,7 @@ class RayBackend(TransferQueueBackend):
     put them, or with the index."""
 
     durable: ClassVar[bool] = False
+    joins: ClassVar[bool] = True
 
     def __init__(self, config: Config, context: TransferQueueContext) -> None:
         super().__init__(config, context)
@@ -59,23 +62,37 @@ class RayBackend(TransferQueueBackend):
         self._index: Any = None  #: of this process, or an actor
         self._threads: ThreadPoolExecutor | None = None
         self._own_cluster = False
+        self._file: Path | None = None  #: of this process, if others may join
 
     async def start(self) -> None:
-        """Join or start a cluster, and open the index; ``queue.unreachable`` if that fails."""
+        """Join or start a cluster, and open or join the index; ``queue.unreachable`` if that fails."""
         settings = self._settings
         # in this thread: Ray's child processes would end with another one
         self._own_cluster = joined(settings.address, settings.object_store_bytes)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="jackfield-ray")
-        if settings.queue is None:
+        name = settings.queue
+        if name is None and self.context.joins:
+            self._index = await self._in_thread(lambda: _joined_index(Path(str(self.context.folder), FILE)))
+            return
+        if name is None and self.context.folder and (settings.address or not self._own_cluster):  # others can be there
+            name, self._file = self._owner, Path(self.context.folder, FILE)
+        if name is None:
             self._index = Index()
             return
-        options = {"name": f"queue {settings.queue}", "namespace": _NAMESPACE, "get_if_exists": True, "num_cpus": 0}
+        options = {"name": f"queue {name}", "namespace": _NAMESPACE, "get_if_exists": True, "num_cpus": 0}
         self._index = await self._in_thread(lambda: ray.remote(Index).options(**options).remote())
+        if self._file is not None:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(self._file, name, durable=False)
 
     async def close(self) -> None:
         """Forget all samples; idempotent."""
         threads, self._threads = self._threads, None
-        self._index = None
+        index, self._index = self._index, None
+        file, self._file = self._file, None
+        if file is not None:
+            file.unlink(missing_ok=True)
+            ray.kill(index)
         if threads is not None:
             threads.shutdown()
         if self._own_cluster:
@@ -184,6 +201,20 @@ class RayBackend(TransferQueueBackend):
         rows, objects = await self._in_thread(lambda: _staged(Path(request.folder)))
         count, size = await self._ask("replace", rows, objects, self._owner)
         return SnapshotResult(samples=count, bytes=size)
+
+
+def _joined_index(file: Path) -> Any:
+    """Return the index of another process of the cluster; ``queue.unreachable`` if there is none."""
+    try:
+        return ray.get_actor(f"queue {file.read_text(encoding='utf-8')}", namespace=_NAMESPACE)
+    except (OSError, ValueError) as error:
+        raise QueueError(
+            "no queue of this cluster can be joined",
+            code="queue.unreachable",
+            where=str(file),
+            found=error,
+            fix="have both processes in one cluster (transfer_queue.address), and the one with the queue start first",
+        ) from error
 
 
 def _cell(entry: Entry, arrays: Mapping[str, Sequence[Any]]) -> Cell:

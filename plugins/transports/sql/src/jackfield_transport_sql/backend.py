@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,6 +36,7 @@ from jackfield_transport_sql.rows import Reader, Rows
 from jackfield_transport_sql.schema import prepare
 
 _FILE = "samples.sqlite"
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  #: different on every host and after every start
 
 
 class SQLBackend(TransferQueueBackend):
@@ -66,9 +68,24 @@ class SQLBackend(TransferQueueBackend):
     def _file(self) -> str:
         """Return SQLite's file in the queue's folder, or a temporary one that ends with the backend."""
         if self.context.folder is not None:
+            self._check_host(Path(self.context.folder, f"{_FILE}.host"))
             return f"sqlite:///{Path(self.context.folder).absolute() / _FILE}"
         self._temporary = tempfile.TemporaryDirectory(prefix="jackfield-sql-")
         return f"sqlite:///{Path(self._temporary.name) / _FILE}"
+
+    def _check_host(self, mark: Path) -> None:
+        """Refuse to join SQLite's file from another host: its processes share memory beside it."""
+        host = _BOOT.read_text(encoding="ascii") if _BOOT.is_file() else socket.gethostname()
+        if not self.context.joins:
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.write_text(host, encoding="ascii")
+        elif mark.is_file() and mark.read_text(encoding="ascii") != host:
+            raise QueueError(
+                "SQLite's file is open on another host, and its processes have to share memory",
+                code="queue.unreachable",
+                where=str(mark.parent / _FILE),
+                fix="use a PostgreSQL server (transfer_queue.url), or another backend",
+            )
 
     async def put(self, request: PutRequest) -> PutResult:
         """Write all columns of all rows in one transaction: a reader sees all of them or none."""

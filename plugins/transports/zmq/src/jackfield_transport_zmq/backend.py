@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,18 +28,20 @@ from jackfield.abc.transfer_queue import (
     TransferQueueContext,
 )
 from jackfield.errors import QueueError
-from jackfield.sdk.cells import split_request
+from jackfield.sdk.cells import layouts
 from jackfield.sdk.rpc import Process, is_loopback
+from jackfield_transport_zmq.arenas import Block
 from jackfield_transport_zmq.client import Client, all_of
 from jackfield_transport_zmq.config import QueueConfig
 from jackfield_transport_zmq.directory import FILE, Directory, UnitAddress, UnitProcess, started
 from jackfield_transport_zmq.line import Lost, Stale
 from jackfield_transport_zmq.reading import Reading, lost_rows, restored, written
-from jackfield_transport_zmq.values import COPIERS, Outgoing, Reader, copied_columns
+from jackfield_transport_zmq.values import COPIERS, Outgoing, Reader
 
 T = TypeVar("T")
 
 _LOOKS = 4  #: checks of a unit per deadline
+_PAUSE = 0.05  #: seconds between two looks for a unit in the place of the last one
 
 
 class ZMQBackend(TransferQueueBackend):
@@ -55,6 +58,7 @@ class ZMQBackend(TransferQueueBackend):
         self._children: list[UnitProcess] = []  #: of the owner
         self._watching: list[asyncio.Task[None]] = []  #: them
         self._growing = asyncio.Lock()
+        self._replacing: asyncio.Task[None] | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._reader = Reader(config.shared_max_bytes)
 
@@ -122,6 +126,27 @@ class ZMQBackend(TransferQueueBackend):
         if self._children and self._client is not None:
             self._client.tell_all("lose", {"units": [unit.number]})
             self._publish()
+            if not self._client.living():
+                self._replacing = asyncio.create_task(self._replace())
+
+    async def _replace(self) -> None:
+        """Start a unit in the place of the last one, so that lost rows can be made again."""
+        try:
+            await self.add_unit()
+        except (Lost, QueueError) as error:
+            logging.getLogger("jackfield").warning("no storage unit could be started in its place: %s", error)
+
+    async def _another(self, client: Client) -> None:
+        """Wait for the unit in the place of the last one; ``queue.unreachable`` at the deadline."""
+        ends = time.monotonic() + self._settings.seconds
+        while not client.living():
+            if time.monotonic() > ends:
+                raise client.nobody_left()
+            await asyncio.sleep(_PAUSE)
+            if self._joined is not None:  # there is no unit that could tell of it
+                news = Directory.read(self._joined)
+                client.directory.lost |= news.lost
+                client.added(news.entries())
 
     async def add_unit(self) -> int:
         """Start another unit, which gets its share of new rows; return its number. Existing rows stay.
@@ -149,6 +174,8 @@ class ZMQBackend(TransferQueueBackend):
 
     async def close(self) -> None:
         """Disconnect; the owner's units end, and with them their rows."""
+        if self._replacing is not None:
+            await self._replacing
         client, self._client = self._client, None
         children, self._children = self._children, []
         watching, self._watching = self._watching, []
@@ -176,33 +203,34 @@ class ZMQBackend(TransferQueueBackend):
 
         If a unit dies meanwhile, ``queue.lost`` names the rows.
         """
-        client = self._open()
-        made = Outgoing([list(cells.values()) for cells in split_request(request)])
-        size = sum(len(content) for row in made.rows for _, content in row)
+        client, made = self._open(), Outgoing(layouts(request))
         threshold = self._settings.shared_from_bytes
         block = None
-        if threshold is not None and size >= threshold and client.shares:
-            block = await client.room(size + 64 * len(request.columns))
+        if threshold is not None and made.bytes >= threshold and client.shares:
+            block = await client.room(made.room)
         try:
             if block is not None:
                 assert self._threads is not None
-                made = await copied_columns(request, made, block, self._threads)
-            await self._again(lambda known: self._put(client, request, made, known))
+                await made.copy(block, self._threads)
+            await self._again(lambda known: self._put(client, request, made, block, known))
         finally:
             if block is not None:
                 client.sent(block)
-        return PutResult(bytes=size)
+        return PutResult(bytes=made.bytes)
 
     async def _again(self, attempt: Callable[[int], Awaitable[T]]) -> T:
         """Run an attempt that is planned with a number of units; plan it again if there are more."""
         while True:
+            client = self._open()
+            if not client.living():
+                await self._another(client)
             try:
-                return await attempt(len(self._open().directory.units))
+                return await attempt(len(client.directory.units))
             except Stale:
                 continue
 
     @staticmethod
-    async def _put(client: Client, request: PutRequest, made: Outgoing, known: int) -> None:
+    async def _put(client: Client, request: PutRequest, made: Outgoing, block: Block | None, known: int) -> None:
         columns = list(request.columns)
 
         async def put(unit: int, rows: Sequence[int]) -> None:
@@ -210,7 +238,7 @@ class ZMQBackend(TransferQueueBackend):
             values, buffers = made.message(rows)
             fields = {"units": known, "partition": request.partition, "keys": keys, "columns": columns, **values}
             try:
-                await client.ask(unit, "put", fields, buffers, made.block)
+                await client.ask(unit, "put", fields, buffers, block)
             except Lost:
                 raise lost_rows(unit, request.partition, keys) from None
 

@@ -101,6 +101,8 @@ class Client:
     def places(self, partition: str, keys: Iterable[str]) -> dict[str, list[int]]:
         """Return the units where each row may be, the unit for new rows first."""
         places = self.directory.places
+        if len(self.directory.units) == 1:
+            return dict.fromkeys(keys, places(partition, ""))
         return {key: places(partition, key) for key in keys}
 
     def living(self) -> list[int]:
@@ -122,6 +124,8 @@ class Client:
             Stale: If there are more units.
             QueueError: ``queue.unreachable`` if no unit is left.
         """
+        if len(self.directory.units) == 1 and not self.directory.lost:
+            return {0: [*range(len(keys))]} if keys else {}
         places = self.places(partition, keys)
         homes = {key: units[0] for key, units in places.items() if units}
         if len(homes) < len(places):
@@ -200,10 +204,12 @@ class Client:
         return Lease(give_back)
 
     def _release(self) -> None:
+        leases: defaultdict[int, list[int]] = defaultdict(list)
         while self._given_back:
             unit, number = self._given_back.popleft()
-            if unit in self._lines:
-                self._lines[unit].tell("release", {"leases": [number]})
+            leases[unit].append(number)
+        for unit in leases.keys() & self._lines.keys():
+            self._lines[unit].tell("release", {"leases": leases[unit]})
 
     async def room(self, size: int) -> Block:
         """Wait for a block of ``size`` bytes; ``queue.full`` if there is none until the deadline."""

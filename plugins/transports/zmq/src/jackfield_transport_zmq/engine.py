@@ -18,6 +18,7 @@ from jackfield_transport_zmq.sending import Receiving, Sending
 from jackfield_transport_zmq.sockets import Keys
 
 _WHOLE = 4  #: buckets; a tensor up to this size is one message, which is not copied; larger ones are put together
+_MORE = 1 << 20  #: bytes, for the description of a bucket's tensors, and for encryption
 
 
 class ZMQCheckpointEngine(OneSenderEngine):
@@ -47,7 +48,8 @@ class ZMQCheckpointEngine(OneSenderEngine):
                 fix="choose another data_port, or 0 for any that is free",
             ) from error
         known = None if keys is None else keys.of_clients()
-        return {"data": self._sending.address, "keys": known}
+        largest = _WHOLE * config.bucket_bytes + _MORE
+        return {"data": self._sending.address, "keys": known, "largest": largest}
 
     async def meet_workers(self, workers: int) -> None:
         """Start to handle workers' requests."""
@@ -73,7 +75,7 @@ class ZMQCheckpointEngine(OneSenderEngine):
         if size <= _WHOLE * piece:
             piece = size
         for start in range(0, size, piece):
-            self._launch(content[start : start + piece], [] if start else [entry], start, size)
+            self._launch(content[start : start + piece], None if start else [entry], start, size)
         self.lent = self.made
         return True
 
@@ -81,9 +83,10 @@ class ZMQCheckpointEngine(OneSenderEngine):
         """Send a bucket."""
         self._launch(content, entries, 0, content.numel())
 
-    def _launch(self, content: torch.Tensor, entries: Sequence[Entry], start: int, size: int) -> None:
+    def _launch(self, content: torch.Tensor, entries: Sequence[Entry] | None, start: int, size: int) -> None:
         assert self._sending is not None, "it is connected"
-        fields = {"number": self.made, "start": start, "size": size, "tensors": entries}
+        tensors = None if entries is None else self.layout.announced(entries)
+        fields = {"number": self.made, "start": start, "size": size, "tensors": tensors}
         self.made += 1
         self._sending.send(fields, content)
 

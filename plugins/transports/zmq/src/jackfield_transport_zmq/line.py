@@ -14,14 +14,12 @@ import zmq
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, QueueError, RpcError
 from jackfield_transport_zmq.arenas import has_ended, place_of_this_process
+from jackfield_transport_zmq.channels import Far, Near, opened
 from jackfield_transport_zmq.config import QueueConfig
 from jackfield_transport_zmq.directory import Directory, UnitAddress
-from jackfield_transport_zmq.sockets import dealer, pieces, readable, whole
 from jackfield_transport_zmq.wire import REPLIES, Buffer, Message, Wire
 
-_GOODBYE_MS = 200  #: for the last words to leave
 _DEATH_MS = 1000  #: from the end of a process's memory to its own
-_LARGE = 1 << 16  #: bytes; such buffers are sent from where they lie
 
 
 class Lost(Exception):
@@ -61,41 +59,36 @@ class Line:
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
         self._asked: dict[int, tuple[asyncio.Future[Message], Callable[[], object] | None]] = {}
-        self._socket: zmq.Socket[Any] | None = dealer(context, directory.keys, directory.secret)
-        self._socket.connect(unit.address)
-        self._file = int(self._socket.getsockopt(zmq.FD))
         self._process: int | None = None
-        self._loop.add_reader(self._file, self._read)
-        if near:
-            self._watch()
+        self._closed = False
+        self._channel: Near | Far | None = None
+        try:
+            self._channel = opened(context, unit.address, directory, self._received, self._died)
+            if near:
+                self._watch()
+        except (ConnectionError, ProcessLookupError):
+            self._loop.call_soon(self._died)
         self.tell("hello", {"pid": os.getpid(), "place": place if shares else ""})
 
     def _watch(self) -> None:
-        try:
-            self._process = os.pidfd_open(self.unit.pid)
-        except ProcessLookupError:
-            self._loop.call_soon(self._died)
-            return
+        self._process = os.pidfd_open(self.unit.pid)
         self._loop.add_reader(self._process, self._died)
 
     def notice_death(self) -> bool:
         """Return whether the unit has died, where that can be seen; its memory is dropped before ``died`` is called."""
         if self._process is not None and has_ended(self._process, _DEATH_MS):
             self._died()
-        return self._socket is None
+        return self._closed
 
     def _died(self) -> None:
-        if self._socket is not None:
+        if not self._closed:
             self.close(Lost())
             self._lost(self.unit)
 
     def tell(self, kind: str, fields: Mapping[str, Any], buffers: Sequence[Buffer] = ()) -> None:
         """Send a message without an answer."""
-        if self._socket is None:
-            return
-        frames = self._wire.encode(kind, fields, buffers)
-        self._socket.send_multipart(pieces(frames), copy=max(map(len, frames)) < _LARGE)
-        self._read()  # sending may have swallowed the socket's notice that something is there to be read
+        if self._channel is not None:
+            self._channel.send(self._wire.encode(kind, fields, buffers))
 
     async def ask(
         self,
@@ -113,7 +106,7 @@ class Line:
             Stale: If the unit knows of more units than the request.
             QueueError: ``queue.unreachable`` at the deadline, naming the unit; or the unit's error.
         """
-        if self._socket is None:
+        if self._closed:
             if refused is not None:
                 refused()
             raise Lost
@@ -131,11 +124,9 @@ class Line:
                 fix="look at why it does not answer, or raise the setting seconds",
             ) from None
 
-    def _read(self) -> None:
-        while self._socket is not None and readable(self._socket):
-            frames = self._socket.recv_multipart(copy=False)
-            with suppress(RpcError):  # counted by the wire
-                self._take(self._wire.decode(whole(frames)))
+    def _received(self, frames: list[Buffer]) -> None:
+        with suppress(RpcError):  # counted by the wire
+            self._take(self._wire.decode(frames))
 
     def _take(self, message: Message) -> None:
         self._heard(self.unit, message)
@@ -156,11 +147,12 @@ class Line:
 
     def close(self, reason: Exception | None = None) -> None:
         """Close the connection; all waits end with ``reason``."""
-        socket, self._socket = self._socket, None
-        if socket is None:
+        if self._closed:
             return
-        self._loop.remove_reader(self._file)
-        socket.close(0 if reason is not None else _GOODBYE_MS)
+        self._closed = True
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close(at_once=reason is not None)
         process, self._process = self._process, None
         if process is not None:
             self._loop.remove_reader(process)

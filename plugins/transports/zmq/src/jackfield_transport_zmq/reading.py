@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,8 +16,8 @@ from jackfield.sdk.archive import ArchiveWriter, SavedSample, batches, read_arch
 from jackfield.sdk.cells import lacking_column, unknown_sample
 from jackfield_transport_zmq.client import Client, all_of
 from jackfield_transport_zmq.line import Lost
-from jackfield_transport_zmq.values import Lease, Reader, Slot, packed_cells
-from jackfield_transport_zmq.wire import Message
+from jackfield_transport_zmq.values import Found, Lease, Reader
+from jackfield_transport_zmq.wire import Message, Packer
 
 
 class Reading:
@@ -27,7 +28,8 @@ class Reading:
         self._reader = reader
         self._request = request
         self._keys = list(dict.fromkeys(request.keys))
-        self._found: dict[str, list[Slot]] = {}  #: by key: the columns' cells; none where a column is lacking
+        self._found: dict[str, int] = {}  #: by key: the row's number in the columns; -1 where it lacks one
+        self._columns, self._count = [Found() for _ in request.columns], 0
         self._lacking: dict[str, tuple[str, list[str]]] = {}  #: by key: a column, and those that are there
         self._leases: list[Lease] = []
 
@@ -67,16 +69,18 @@ class Reading:
         for number, name, others in reply["lacking"]:
             self._lacking.setdefault(keys[number], (name, others))
         if reply["lacking"]:
-            self._found.update((key, []) for key in there)
+            self._found.update(dict.fromkeys(there, -1))
             return
         try:
-            slots = self._reader.slots(reply["cells"], reply["blocks"], reply.buffers, lease)
+            found = self._reader.found(reply, len(there), lease)
         except QueueError:
             if not self._client.notice_death(unit):
                 raise
             return  # with its memory, after it had answered
-        for number, key in enumerate(there):
-            self._found[key] = slots[number * len(columns) : (number + 1) * len(columns)]
+        self._found.update(zip(there, itertools.count(self._count)))
+        self._count += len(there)
+        for column, more in zip(self._columns, found, strict=True):
+            column.add(more)
 
     def _unknown(self, keys: Sequence[str]) -> QueueError:
         partition, directory = self._request.partition, self._client.directory
@@ -97,9 +101,9 @@ class Reading:
     def columns(self) -> dict[str, Column]:
         """The columns, in the order of the keys; ``queue.column`` for rows that do not fit together."""
         rows = [self._found[key] for key in self._request.keys]
+        columns = self._columns if rows == [*range(self._count)] else [each.chosen(rows) for each in self._columns]
         return {
-            name: self._reader.column(name, [row[number] for row in rows])
-            for number, name in enumerate(self._request.columns)
+            name: self._reader.column(name, found) for name, found in zip(self._request.columns, columns, strict=True)
         }
 
     def close(self) -> None:
@@ -157,10 +161,13 @@ async def restored(client: Client, folder: Path, in_thread: InThread) -> Snapsho
     try:
         while batch := await in_thread(next, archive, None):
             for (unit, partition, columns), rows in _by_unit(client, batch).items():
-                values, buffers = packed_cells([row.cells[name] for row in rows for name in columns])
+                packer = Packer()
+                parts = [[row.cells[name] for row in rows] for name in columns]
+                cells = [packer.cells([text for text, _ in part], [content for _, content in part]) for part in parts]
                 keys = [row.key for row in rows]
-                fields = {"mark": mark, "partition": partition, "keys": keys, "columns": list(columns), **values}
-                await _asked(client, unit, "stage", fields, buffers)
+                place: dict[str, Any] = {"mark": mark, "partition": partition, "keys": keys, "columns": list(columns)}
+                fields = {**place, "cells": cells, "blocks": []}
+                await _asked(client, unit, "stage", fields, packer.buffers())
         return await _at_once(client, units, mark, "swap")
     finally:
         await _end(client, units, mark)
@@ -194,10 +201,12 @@ async def _asked(client: Client, unit: int, kind: str, fields: dict[str, Any], b
 
 
 def _rows(reader: Reader, reply: Message, lease: Lease | None) -> list[SavedSample]:
-    slots = iter(reader.slots(reply["cells"], reply["blocks"], reply.buffers, lease))
+    rows = reply["rows"]
+    (found,) = reader.found(reply, sum(len(columns) for _, _, columns in rows), lease)
+    cells = iter(found.cells())
     return [
-        SavedSample(partition=partition, key=key, cells={name: next(slots).cell for name in columns})
-        for partition, key, columns in reply["rows"]
+        SavedSample(partition=partition, key=key, cells={name: next(cells) for name in columns})
+        for partition, key, columns in rows
     ]
 
 

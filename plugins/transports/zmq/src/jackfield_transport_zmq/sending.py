@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,15 +20,16 @@ import zmq
 from jackfield.errors import RpcError
 from jackfield.sdk.buckets import Bucket, Entry
 from jackfield.sdk.transfer import OneSenderEngine, Peer
-from jackfield_transport_zmq.sockets import Gate, Keys, dealer, listening, pieces, readable, whole
+from jackfield_transport_zmq.sockets import Gate, Keys, dealer, listening, readable, whole
 from jackfield_transport_zmq.wire import Buffer, Message, Schema, Wire
 
 _WINDOW = 6  #: chunks that a worker takes ahead of what it has read
 
 MESSAGES: dict[str, Schema] = {
     "want": {"worker": int, "chunk": int},
-    # start and size: of the bytes in the message, among those of the tensors; tensors: none but in the first piece
-    "chunk": {"number": int, "start": int, "size": int, "tensors": list[Entry]},
+    # start and size: of the bytes in the message, among those of the tensors; tensors: of the first piece, unless the
+    # worker knows them from the last transfer
+    "chunk": {"number": int, "start": int, "size": int, "tensors": list[Entry] | None},
 }
 
 
@@ -100,7 +101,7 @@ class Sending:
             room = self._peers[number].said.get("room", 0) if number in self._peers else 0
             while worker.chunk < min(room, self._first + len(self._chunks)):
                 frames = self._chunks[worker.chunk - self._first]
-                self._router.send_multipart([worker.identity, *pieces(frames)], copy=False)
+                self._router.send_multipart([worker.identity, *frames], copy=False)
                 worker.chunk += 1
         for attached in self._attached:
             attached.read()
@@ -138,11 +139,12 @@ class Receiving:
         self._pool = pool
         self._chunks = 0  #: chunks that have come
         self._room = self._told = _WINDOW  #: chunks that may come; and the number that the sender knows
-        self._pieces: list[Entry] = []  #: entry of the large tensor that is coming
+        self._pieces: Sequence[Entry] = []  #: entry of the large tensor that is coming
         self._buffer: torch.Tensor | None = None  #: of that tensor
         keys = None if place["keys"] is None else Keys(**place["keys"])
         self._context = zmq.Context[Any]()
-        socket = dealer(self._context, keys, secret)
+        # whoever listens there is known by its messages alone, which are in memory by then
+        socket = dealer(self._context, keys, secret, place["largest"])
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._attached = _Attached(socket, self._take)
         self._monitor = _Attached(monitor, self._connected)
@@ -159,7 +161,7 @@ class Receiving:
     def _take(self, socket: zmq.Socket[Any]) -> None:
         frames = socket.recv_multipart(copy=False)
         with suppress(RpcError):
-            message = self._wire.decode(whole(frames))
+            message = self._wire.decode([frame.buffer for frame in frames])
             if message.kind == "chunk" and message["number"] == self._chunks and len(message.buffers) == 1:
                 self._chunks += 1
                 self._told = self._room
@@ -171,10 +173,11 @@ class Receiving:
         content = torch.from_numpy(np.frombuffer(message.buffers[0], dtype=np.uint8))
         start, size, buffer = message["start"], message["size"], self._buffer
         if size == len(content) and content.data_ptr() % 8 == 0:
-            self._engine.arrived.append(Bucket(self._chunks, message["tensors"], (content, False)))
+            entries = self._engine.layout.learned(message["tensors"])
+            self._engine.arrived.append(Bucket(self._chunks, entries, (content, False)))
             return
         if start == 0 or buffer is None:
-            self._pieces, buffer = message["tensors"], self._free(size)
+            self._pieces, buffer = self._engine.layout.learned(message["tensors"]), self._free(size)
             self._buffer = buffer
         buffer[start : start + len(content)] = content
         if start + len(content) == size:

@@ -7,8 +7,11 @@ the process that started it has ended in any way.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import json
 import os
+import selectors
 import signal
 import sys
 from collections.abc import Mapping
@@ -17,6 +20,7 @@ from typing import Any
 import zmq
 
 from jackfield.errors import QueueError
+from jackfield_transport_zmq import near
 from jackfield_transport_zmq.arenas import place_of_this_process
 from jackfield_transport_zmq.sockets import Gate, Keys, listening, pieces, readable, whole
 from jackfield_transport_zmq.unit import Unit
@@ -27,7 +31,8 @@ _LARGE = 1 << 16  #: bytes; such buffers are sent from where they lie
 
 def main() -> None:
     """Run a storage unit."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; the owner decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a scheduler, to all processes; the owner decides
+        signal.signal(number, signal.SIG_IGN)
     order: dict[str, Any] = json.loads(sys.stdin.readline())
     with contextlib.suppress(ProcessLookupError):
         owner = os.pidfd_open(order["owner"])
@@ -39,65 +44,142 @@ def main() -> None:
 
 
 def _serve(order: Mapping[str, Any], owner: int) -> None:
-    context = zmq.Context[Any]()
-    keys = None if order["keys"] is None else Keys(**order["keys"])
-    gate = Gate(context, keys, bytes.fromhex(order["secret"]))
-    try:
-        router, address = listening(context, order["host"], keys, tcp=keys is not None)
-    except zmq.ZMQError as error:
-        raise QueueError(
-            f"a storage unit cannot listen: {error}",
-            code="queue.store",
-            where=order["host"],
-            fix="name an address of this host",
-        ) from error
+    secret = bytes.fromhex(order["secret"])
+    with selectors.DefaultSelector() as selector:
+        server: _Near | _Far
+        if order["keys"] is None:
+            server = _Near(selector, secret)
+        else:
+            server = _Far(selector, secret, Keys(**order["keys"]), order["host"])
+        place = place_of_this_process()
+        unit = server.unit = Unit(order["number"], Wire(REQUESTS, secret), server.send, place)
+        print(json.dumps({"address": server.address, "place": place}), flush=True)
+        selector.register(owner, selectors.EVENT_READ)
+        watched: dict[int, bytes] = {}
+        while True:
+            for key, events in selector.select(unit.wait_seconds()):
+                if key.fd == owner:
+                    return
+                key.data(events)
+                _watch(unit, watched, selector)  # before somebody else has a descriptor that was closed
+            unit.tick()
+            server.look()
 
-    def send(identity: bytes, frames: list[Buffer]) -> None:
-        # a client that has gone is none of our concern: ZeroMQ drops what is for it
-        router.send_multipart([identity, *pieces(frames)], copy=max(map(len, frames)) < _LARGE)
 
-    place = place_of_this_process()
-    unit = Unit(order["number"], Wire(REQUESTS, bytes.fromhex(order["secret"])), send, place)
-    print(json.dumps({"address": address, "place": place}), flush=True)
-    poller = zmq.Poller()
-    for source in (owner, router, gate.socket):
-        poller.register(source, zmq.POLLIN)
-    watched: dict[int, bytes] = {}
-    while True:
-        wait = unit.wait_seconds()
-        for source, _ in poller.poll(None if wait is None else int(wait * 1000) + 1):
-            if source is router:
-                _receive(router, unit)
-            elif source is gate.socket:
-                gate.answer()
-                unit.refused_keys = gate.refused
-            elif source == owner:
+class _Near:
+    """Clients of this host, over Unix sockets."""
+
+    unit: Unit
+
+    def __init__(self, selector: selectors.BaseSelector, secret: bytes) -> None:
+        self._selector, self._secret = selector, secret
+        self._listener, self.address = near.listening()
+        self._streams: dict[bytes, near.Stream] = {}
+        self._numbers = itertools.count()
+        selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def send(self, identity: bytes, frames: list[Buffer]) -> None:
+        """Send a message to a client, which may have gone."""
+        if identity in self._streams:
+            self._streams[identity].send(frames)
+
+    def look(self) -> None:
+        """Nothing is hidden."""
+
+    def _accept(self, _: int) -> None:
+        with contextlib.suppress(OSError):  # it has gone already
+            connection = self._listener.accept()[0]
+            if not near.is_ours(connection):
+                connection.close()
+                self.unit.refused_keys += 1
                 return
-            else:
-                poller.unregister(source)
-                if unit.clients.get(watched[source]) is not None:
-                    unit.gone(watched[source])
-                del watched[source]
-        unit.tick()
-        _watch(unit, watched, poller)
+            guest = near.Guest(connection, self._secret)
+            self._selector.register(guest.socket, selectors.EVENT_READ, lambda _: self._admit(guest))
+
+    def _admit(self, guest: near.Guest) -> None:
+        known = guest.is_known()
+        if known is None:
+            return
+        self._selector.unregister(guest.socket)
+        if not known:
+            guest.socket.close()
+            self.unit.refused_keys += 1
+            return
+        identity = b"%d" % next(self._numbers)
+
+        def blocked(waits: bool) -> None:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if waits else 0)
+            self._selector.modify(guest.socket, events, serve)
+
+        def serve(events: int) -> None:
+            if events & selectors.EVENT_WRITE:
+                stream.flush()
+            if events & selectors.EVENT_READ:
+                self._receive(identity, stream)
+
+        stream = self._streams[identity] = near.Stream(guest.socket, blocked)
+        self._selector.register(guest.socket, selectors.EVENT_READ, serve)
+
+    def _receive(self, identity: bytes, stream: near.Stream) -> None:
+        for frames in stream.receive():
+            self.unit.receive(identity, frames)
+        if stream.ended:
+            del self._streams[identity]
+            self._selector.unregister(stream.socket)
+            stream.socket.close()
+            self.unit.left(identity)
 
 
-def _receive(router: zmq.Socket[Any], unit: Unit) -> None:
-    while readable(router):
-        identity, *frames = router.recv_multipart(copy=False)
-        unit.receive(bytes(identity.buffer), whole(frames))
+class _Far:
+    """Clients of any host, over ZeroMQ."""
+
+    unit: Unit
+
+    def __init__(self, selector: selectors.BaseSelector, secret: bytes, keys: Keys, host: str) -> None:
+        context = zmq.Context[Any]()
+        self._gate = Gate(context, keys, secret)
+        try:
+            self._router, self.address = listening(context, host, keys, tcp=True)
+        except zmq.ZMQError as error:
+            raise QueueError(
+                f"a storage unit cannot listen: {error}",
+                code="queue.store",
+                where=host,
+                fix="name an address of this host",
+            ) from error
+        for source in (self._router, self._gate.socket):
+            selector.register(int(source.getsockopt(zmq.FD)), selectors.EVENT_READ, lambda _: self.look())
+
+    def send(self, identity: bytes, frames: list[Buffer]) -> None:
+        """Send a message to a client; ZeroMQ drops it where that has gone."""
+        self._router.send_multipart([identity, *pieces(frames)], copy=max(map(len, frames)) < _LARGE)
+
+    def look(self) -> None:
+        """Take what has come. The descriptors tell of it once, and sending may have swallowed that."""
+        while readable(self._gate.socket):
+            self._gate.answer()
+            self.unit.refused_keys = self._gate.refused
+        while readable(self._router):
+            identity, *frames = self._router.recv_multipart(copy=False)
+            self.unit.receive(bytes(identity.buffer), whole(frames))
 
 
-def _watch(unit: Unit, watched: dict[int, bytes], poller: zmq.Poller) -> None:
+def _watch(unit: Unit, watched: dict[int, bytes], selector: selectors.BaseSelector) -> None:
+    """Have the end of each client's process noticed."""
     now = {client.process: identity for identity, client in unit.clients.items() if client.process is not None}
     if now == watched:
         return
     for descriptor in watched.keys() - now.keys():
-        poller.unregister(descriptor)
+        selector.unregister(descriptor)
     for descriptor in now.keys() - watched.keys():
-        poller.register(descriptor, zmq.POLLIN)
+        selector.register(descriptor, selectors.EVENT_READ, functools.partial(_end, unit, now[descriptor]))
     watched.clear()
     watched.update(now)
+
+
+def _end(unit: Unit, identity: bytes, _: int) -> None:
+    if identity in unit.clients:
+        unit.gone(identity)
 
 
 if __name__ == "__main__":

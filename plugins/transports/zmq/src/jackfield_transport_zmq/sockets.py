@@ -86,19 +86,19 @@ def listening(
     return socket, address
 
 
-def dealer(context: zmq.Context[Any], keys: Keys | None, secret: bytes) -> zmq.Socket[Any]:
-    """A client's socket, which is not connected yet."""
+def dealer(context: zmq.Context[Any], keys: Keys | None, secret: bytes, largest: int = _LARGEST) -> zmq.Socket[Any]:
+    """A client's socket, which is not connected yet. ``largest``: bytes of a frame of its server."""
     socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.IDENTITY, b"c" + secrets.token_bytes(15))
-    _tune(socket)
+    _tune(socket, largest)
     if keys is not None:
         socket.curve_serverkey = keys.server_public.encode()
         socket.curve_publickey = keys.client_public.encode()
         socket.curve_secretkey = keys.client_secret.encode()
     else:
         socket.plain_username = _USER
-        socket.plain_password = _password(secret)
+        socket.plain_password = password(secret)
     return socket
 
 
@@ -132,11 +132,11 @@ def whole(frames: Sequence[zmq.Frame]) -> list[Buffer]:
         if len(content) < _PIECE:
             found.append(bytearray().join(parts))
             parts = []
-    return [*found, *parts]  # what is left over is of no message of ours; whoever reads it refuses it
+    return [*found, *parts]  # what is left over is of no message of ours; the reader refuses it
 
 
-def _password(secret: bytes) -> bytes:
-    """What a client shows: of the secret, which it does not tell."""
+def password(secret: bytes) -> bytes:
+    """Return what a client shows: it is made of the secret, which stays unknown."""
     return blake2b(_USER, digest_size=32, key=secret).hexdigest().encode()
 
 
@@ -146,12 +146,12 @@ def readable(socket: zmq.Socket[Any]) -> bool:
     return bool(events & _POLLIN)
 
 
-def _tune(socket: zmq.Socket[Any]) -> None:
+def _tune(socket: zmq.Socket[Any], largest: int = _LARGEST) -> None:
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    socket.setsockopt(zmq.MAXMSGSIZE, _LARGEST)
+    socket.setsockopt(zmq.MAXMSGSIZE, largest)
 
 
 class Gate:
@@ -159,7 +159,7 @@ class Gate:
 
     def __init__(self, context: zmq.Context[Any], keys: Keys | None, secret: bytes) -> None:
         self._mechanism = b"PLAIN" if keys is None else b"CURVE"
-        self._known = [_USER, _password(secret)] if keys is None else [z85.decode(keys.client_public.encode())]
+        self._known = [_USER, password(secret)] if keys is None else [z85.decode(keys.client_public.encode())]
         self.refused = 0
         self.socket = context.socket(zmq.REP)
         self.socket.bind("inproc://zeromq.zap.01")

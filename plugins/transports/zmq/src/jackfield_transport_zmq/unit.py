@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 from jackfield.errors import RpcError
-from jackfield_transport_zmq.keeping import Client, Kept, Memory
+from jackfield_transport_zmq.keeping import Client, Kept, Memory, size_of
 from jackfield_transport_zmq.wire import Buffer, Message, Wire
 
 _HOLD_SECONDS = 10.0  #: after which a hold is over whose holder does not end it
@@ -123,6 +123,10 @@ class Unit:
         self._tell_freed()
 
     def _do_bye(self, identity: bytes, _: Message) -> None:
+        self.left(identity)
+
+    def left(self, identity: bytes) -> None:
+        """A client has closed its connection."""
         client = self.clients.get(identity)
         if client is not None and not client.leases:  # tensors that are still read go with its process
             self.gone(identity)
@@ -150,41 +154,36 @@ class Unit:
 
     def _write(self, rows: Rows, identity: bytes, message: Message) -> tuple[int, int]:
         """Bytes that were stored, and that they replaced. All or nothing: cells are looked at before any is stored."""
-        keys, columns, partition = message["keys"], message["columns"], message["partition"]
-        if len(message["cells"]) != len(keys) * len(columns):
-            raise ValueError(f"{len(message['cells'])} cells for {len(keys)} rows of {len(columns)} columns")
-        blocks = self._memory.opened(identity, message["blocks"])
+        keys, names, partition = message["keys"], message["columns"], message["partition"]
+        if len(message["cells"]) != len(names):
+            raise ValueError(f"cells of {len(message['cells'])} columns for {len(names)}")
+        memory, replaced, stored = self._memory, list[Kept](), 0
+        blocks = memory.opened(identity, message["blocks"])
         try:
-            cells = [self._memory.kept(entry, message.buffers, blocks) for entry in message["cells"]]
-            self._memory.use(cells)
+            columns = [memory.kept(entry, len(keys), message.buffers, blocks) for entry in message["cells"]]
+            for cells in columns:
+                stored += size_of(cells)
+                if blocks:
+                    memory.use(cells)
         finally:
-            self._memory.drop(blocks)
-        replaced = 0
-        for number, key in enumerate(keys):
-            row = rows.setdefault((partition, key), {})
-            for column, cell in zip(columns, cells[number * len(columns) :], strict=False):
-                if column in row:
-                    replaced += self._memory.let_go((row[column],))
-                row[column] = cell
-        return sum(cell.size for cell in cells), replaced
+            memory.drop(blocks)
+        into = [rows.setdefault((partition, key), {}) for key in keys]
+        for name, cells in zip(names, columns, strict=True):
+            for row, cell in zip(into, cells, strict=True):
+                if name in row:
+                    replaced.append(row[name])
+                row[name] = cell
+        return stored, memory.let_go(replaced) if replaced else 0
 
     def _do_get(self, identity: bytes, message: Message) -> None:
-        partition, columns = message["partition"], message["columns"]
-        unknown: list[int] = []
-        lacking: list[tuple[int, str, list[str]]] = []
-        cells: list[Kept] = []
-        for number, key in enumerate(message["keys"]):
-            row = self._rows.get((partition, key))
-            if row is None:
-                unknown.append(number)
-                continue
-            for column in columns:
-                if column in row:
-                    cells.append(row[column])
-                else:
-                    lacking.append((number, column, sorted(row)))
-        packed, buffers = self._memory.packed([] if lacking else cells, self.clients.get(identity))
-        self._reply(identity, message, "cells", {"unknown": unknown, "lacking": lacking, **packed}, buffers)
+        partition, names = message["partition"], message["columns"]
+        rows = [self._rows.get((partition, key)) for key in message["keys"]]
+        there = [(number, row) for number, row in enumerate(rows) if row is not None]
+        lacking = [(number, name, sorted(row)) for number, row in there for name in names if name not in row]
+        columns = [] if lacking else [[row[name] for _, row in there] for name in names]
+        unknown = [number for number, row in enumerate(rows) if row is None]
+        values, buffers = self._memory.packed(columns, self.clients.get(identity))
+        self._reply(identity, message, "cells", {"unknown": unknown, "lacking": lacking, **values}, buffers)
 
     def _do_has(self, identity: bytes, message: Message) -> None:
         known = [number for number, key in enumerate(message["keys"]) if (message["partition"], key) in self._rows]
@@ -195,14 +194,11 @@ class Unit:
         self._reply(identity, message, "samples", {"samples": samples})
 
     def _do_delete(self, identity: bytes, message: Message) -> None:
-        count = size = 0
-        for key in message["keys"]:
-            row = self._rows.pop((message["partition"], key), None)
-            if row is not None:
-                count += 1
-                size += self._memory.let_go(row.values())
+        rows = [self._rows.pop((message["partition"], key), None) for key in message["keys"]]
+        there = [row for row in rows if row is not None]
+        size = self._memory.let_go([cell for row in there for cell in row.values()])
         self._bytes -= size
-        self._counted(identity, message, count, size)
+        self._counted(identity, message, len(there), size)
 
     def _do_stats(self, identity: bytes, message: Message) -> None:
         refused = {f"refused {code}": count for code, count in self._wire.refused.items()}
@@ -245,10 +241,10 @@ class Unit:
             row = moment.rows.pop((partition, key))
             names.append((partition, key, list(row)))
             cells.extend(row.values())
-            size += sum(cell.size for cell in row.values())
-        packed, buffers = self._memory.packed(cells, self.clients.get(identity))
+            size += size_of(row.values())
+        values, buffers = self._memory.packed([cells], self.clients.get(identity))
         self._memory.let_go(cells)
-        self._reply(identity, message, "batch", {"rows": names, **packed}, buffers)
+        self._reply(identity, message, "batch", {"rows": names, **values}, buffers)
 
     def _do_stage(self, identity: bytes, message: Message) -> None:
         moment = self._moments.setdefault(message["mark"], _Moment())
@@ -261,7 +257,7 @@ class Unit:
         for row in self._rows.values():
             self._memory.let_go(row.values())
         self._rows = staged
-        self._bytes = sum(cell.size for row in staged.values() for cell in row.values())
+        self._bytes = sum(size_of(row.values()) for row in staged.values())
         self._counted(identity, message, len(staged), self._bytes)
         self._go_on()
 

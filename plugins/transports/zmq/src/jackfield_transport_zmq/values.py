@@ -6,20 +6,19 @@ import asyncio
 import ctypes
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import attrs
-import torch
 
-from jackfield.abc.transfer_queue import Column, PutRequest
+from jackfield.abc.transfer_queue import Column
 from jackfield.errors import QueueError
 from jackfield.sdk.buckets import aligned
-from jackfield.sdk.cells import Buffer, Cell, content_of, join
+from jackfield.sdk.cells import Buffer, Cell, column_of, tensor_of
 from jackfield_transport_zmq.arenas import Arenas, Block, ForeignArena, Held
-from jackfield_transport_zmq.wire import Packer, bytes_of
+from jackfield_transport_zmq.wire import Cells, Message, Packer, back_to_back, packed, unpacked
 
 COPIERS = min(4, os.cpu_count() or 1)  #: threads; one alone does not use all of the memory's rate
 _IN_THREADS = 1 << 23  #: bytes; copying so much would hold the event loop up for milliseconds
@@ -28,60 +27,65 @@ _SHOWN = 1 << 16  #: bytes; smaller columns are copied rather than shown where t
 _MAPPINGS = 64  #: arenas of others that are kept open
 
 
-@attrs.frozen(eq=False)
 class Outgoing:
-    """The cells of a put, by row and column."""
+    """The columns of a put, and the block of shared memory that they are copied into, if there is one."""
 
-    rows: list[list[Cell]]
-    block: Block | None = None
-    offsets: list[list[int]] = attrs.field(factory=list)  #: in the block's arena
+    def __init__(self, columns: Mapping[str, tuple[str, memoryview, list[int]]]) -> None:
+        """``columns`` are those of :func:`jackfield.sdk.cells.layouts`."""
+        self._columns = list(columns.values())
+        self._block: Block | None = None
+        self._begins = [0] * len(columns)  #: of the columns in the block's arena
+        self.bytes = sum(len(content) for _, content, _ in self._columns)
 
-    def message(self, numbers: Sequence[int]) -> tuple[dict[str, Any], list[Buffer]]:
+    @property
+    def room(self) -> int:
+        """Return the bytes that all columns need in shared memory."""
+        return sum(aligned(len(content)) for _, content, _ in self._columns)
+
+    def message(self, rows: Sequence[int]) -> tuple[dict[str, Any], list[Buffer]]:
         """Fields ``cells`` and ``blocks`` for these rows, and buffers."""
-        if self.block is not None:
-            entries = [
-                [text, -1, offset, len(content)]
-                for number in numbers
-                for (text, content), offset in zip(self.rows[number], self.offsets[number], strict=True)
+        packer, entries = Packer(), list[Cells]()
+        for (text, content, bounds), begin in zip(self._columns, self._begins, strict=True):
+            places = [(bounds[row], bounds[row + 1]) for row in rows]
+            if self._block is None:
+                entries.append(packer.cells([text], [content[start:end] for start, end in places]))
+            else:
+                offsets, sizes = [begin + start for start, _ in places], [end - start for start, end in places]
+                entries.append(packed([text], [-1], offsets, sizes))
+        blocks = [] if self._block is None else [self._block.entry]
+        return {"cells": entries, "blocks": blocks}, packer.buffers()
+
+    async def copy(self, block: Block, threads: ThreadPoolExecutor) -> None:
+        """Copy all values into a block of shared memory, column after column."""
+        import numpy as np
+
+        self._block, start, jobs = block, block.start, list[tuple[int, int, int]]()
+        for number, (_, content, _) in enumerate(self._columns):
+            self._begins[number] = start
+            if content:
+                jobs.append((block.arena.address + start, np.frombuffer(content, np.uint8).ctypes.data, len(content)))
+            start = aligned(start + len(content))
+        pieces = iter(
+            [
+                (target + done, source + done, min(_PIECE, size - done))
+                for target, source, size in jobs
+                for done in range(0, size, _PIECE)
             ]
-            return {"cells": entries, "blocks": [self.block.entry]}, []
-        return packed_cells([cell for number in numbers for cell in self.rows[number]])
+        )
 
+        def work() -> None:
+            for piece in pieces:
+                ctypes.memmove(*piece)
 
-def packed_cells(cells: Sequence[Cell]) -> tuple[dict[str, Any], list[Buffer]]:
-    """Fields ``cells`` and ``blocks`` with the values in the message's buffers."""
-    packer = Packer()
-    entries = [[text, *packer.add(content), len(content)] for text, content in cells]
-    return {"cells": entries, "blocks": []}, packer.buffers()
-
-
-async def copied_columns(request: PutRequest, made: Outgoing, block: Block, threads: ThreadPoolExecutor) -> Outgoing:
-    """Return the same with all values in a block of shared memory, column after column."""
-    start, jobs = block.start, list[tuple[int, Any, int]]()
-    offsets: list[list[int]] = [[] for _ in made.rows]
-    for number, column in enumerate(request.columns.values()):
-        size = 0
-        for row, cells in enumerate(made.rows):
-            offsets[row].append(start + size)
-            size += len(cells[number][1])
-        values = torch.frombuffer(content_of(column), dtype=torch.uint8) if size else torch.empty(0)
-        jobs.append((block.arena.address + start, values, size))
-        start = aligned(start + size)
-
-    if block.size < _IN_THREADS:
-        for address, values, size in jobs:
-            ctypes.memmove(address, values.data_ptr(), size)
-    else:
-        pieces = [
-            threads.submit(ctypes.memmove, address + done, values.data_ptr() + done, min(_PIECE, size - done))
-            for address, values, size in jobs
-            for done in range(0, size, _PIECE)
-        ]
+        if self.bytes < _IN_THREADS:
+            work()
+            return
+        workers = [threads.submit(work) for _ in range(COPIERS)]
         try:
-            await asyncio.gather(*map(asyncio.wrap_future, pieces))
+            await asyncio.gather(*map(asyncio.wrap_future, workers))
         finally:
-            wait(pieces)  # where nobody wants them any more, those that are under way still end before the block does
-    return Outgoing(made.rows, block, offsets)
+            deque(pieces, maxlen=0)  # where nobody wants them any more
+            wait(workers)  # those that are under way still end before the block does
 
 
 class Lease:
@@ -108,13 +112,46 @@ class Lease:
 
 
 @attrs.frozen(eq=False)
-class Slot:
-    """A cell that was read, and where it lies."""
+class Source:
+    """Where cells of a reply lie: in a buffer of its own, or in shared memory."""
 
-    cell: Cell
+    view: memoryview
     mapping: ForeignArena | None = None
-    offset: int = 0
     lease: Lease | None = None
+
+
+@attrs.frozen(eq=False)
+class Found:
+    """Cells of a column that were read: one item of each list for each of them."""
+
+    types: list[str] = attrs.field(factory=list)
+    sources: list[Source] = attrs.field(factory=list)
+    offsets: list[int] = attrs.field(factory=list)
+    sizes: list[int] = attrs.field(factory=list)
+
+    def add(self, other: Found) -> None:
+        """Append further cells."""
+        for ours, theirs in zip(self._lists, other._lists, strict=True):
+            ours += theirs
+
+    def chosen(self, numbers: Sequence[int]) -> Found:
+        """Return the cells of these numbers, in this order."""
+        return Found(*([each[number] for number in numbers] for each in self._lists))
+
+    def cells(self) -> list[Cell]:
+        """Return types and bytes."""
+        places = zip(*self._lists, strict=True)
+        return [(text, source.view[offset : offset + size]) for text, source, offset, size in places]
+
+    @property
+    def _lists(self) -> tuple[list[Any], ...]:
+        return self.types, self.sources, self.offsets, self.sizes
+
+    @property
+    def together(self) -> bool:
+        """Return whether cells lie back to back in one mapping, or in one buffer."""
+        places = {source.mapping or source for source in set(self.sources)}
+        return len(places) == 1 and self.offsets == back_to_back(self.offsets[0], self.sizes)
 
 
 class Reader:
@@ -125,14 +162,26 @@ class Reader:
         self._mappings: OrderedDict[tuple[int, int], ForeignArena] = OrderedDict()
         self._own = Arenas(gathered_max_bytes)
 
-    def slots(
-        self, cells: Sequence[Any], blocks: Sequence[Any], buffers: Sequence[Buffer], lease: Lease | None
-    ) -> list[Slot]:
-        """The cells of a reply; ``queue.store`` where they are damaged, or their memory cannot be opened."""
+    def found(self, reply: Message, count: int, lease: Lease | None) -> list[Found]:
+        """The cells of a reply, ``count`` of each entry.
+
+        Raises ``queue.store`` where they are damaged, or their memory cannot be opened.
+        """
         try:
-            mappings = [self._mapping(block) for block in blocks]
-            return [self._slot(entry, mappings, buffers, lease) for entry in cells]
-        except (ValueError, IndexError, OSError) as error:
+            sources = {number: Source(memoryview(buffer)) for number, buffer in enumerate(reply.buffers)}
+            for number, block in enumerate(reply["blocks"]):
+                mapping = self._mapping(block)
+                sources[-1 - number] = Source(mapping.view, mapping, lease)
+
+            def room(number: int) -> tuple[int, int]:
+                return 0, len(sources[number].view)
+
+            cells = [unpacked(entry, count, room) for entry in reply["cells"]]
+            return [
+                Found(types, [sources[number] for number in numbers], offsets, sizes)
+                for types, numbers, offsets, sizes in cells
+            ]
+        except (ValueError, KeyError, OSError) as error:
             raise QueueError(f"values cannot be read: {error}", code="queue.store") from error
 
     def _mapping(self, block: Sequence[int]) -> ForeignArena:
@@ -145,41 +194,35 @@ class Reader:
         self._mappings.move_to_end(name)
         return mapping
 
-    @staticmethod
-    def _slot(entry: Any, mappings: Sequence[ForeignArena], buffers: Sequence[Buffer], lease: Lease | None) -> Slot:
-        text, source, offset, size = entry
-        if source >= 0:
-            return Slot((text, bytes_of(entry, buffers)))
-        mapping = mappings[-1 - source]
-        return Slot((text, mapping.view[offset : offset + size]), mapping, offset, lease)
-
-    def column(self, name: str, slots: Sequence[Slot]) -> Column:
+    def column(self, name: str, found: Found) -> Column:
         """Rows as one column: shown where they lie in shared memory, if they are large and lie together."""
-
-        def memory(size: int) -> Any:
-            if size < _SHOWN:
-                return None
-            return self._shown(slots, size) if _together(slots) else self._gathered(slots, size)
-
-        return join(name, [slot.cell for slot in slots], memory)
+        total, together = sum(found.sizes), found.together
+        if together and total >= _SHOWN and found.sources[0].mapping is not None:
+            content = self._shown(found, total)
+        elif together:
+            start = found.offsets[0]
+            content = self._gathered([found.sources[0].view[start : start + total]], total)
+        else:
+            content = self._gathered([content for _, content in found.cells()], total)
+        return column_of(name, found.types, found.sizes, content)
 
     @staticmethod
-    def _shown(slots: Sequence[Slot], size: int) -> Any:
-        first = slots[0]
-        assert first.mapping is not None
-        leases = {id(slot.lease): slot.lease for slot in slots if slot.lease is not None}
-        readers = [lease.reader() for lease in leases.values()]
+    def _shown(found: Found, size: int) -> Any:
+        mapping = found.sources[0].mapping
+        assert mapping is not None
+        leases = {source.lease for source in found.sources}
+        readers = [lease.reader() for lease in leases if lease is not None]
         gone = readers[0] if len(readers) == 1 else lambda: [done() for done in readers]
-        return Held(first.mapping, first.mapping.address + first.offset, size, gone).tensor()
+        return Held(mapping, mapping.address + found.offsets[0], size, gone).tensor()
 
-    def _gathered(self, slots: Sequence[Slot], size: int) -> Any:
-        block = self._own.take(size)
+    def _gathered(self, contents: Sequence[Buffer], size: int) -> Any:
+        block = self._own.take(size) if size >= _SHOWN else None
         if block is None:
-            return None
+            return tensor_of(bytearray().join(contents))
         target, start = memoryview(block.arena.memory), block.start
-        for slot in slots:
-            end = start + len(slot.cell[1])
-            target[start:end] = slot.cell[1]
+        for content in contents:
+            end = start + len(content)
+            target[start:end] = content
             start = end
         own = self._own
         return Held(block, block.address, size, lambda: own.give(block)).tensor()
@@ -187,12 +230,3 @@ class Reader:
     def close(self) -> None:
         """Let go of the memory of others; tensors that show it keep it."""
         self._mappings.clear()
-
-
-def _together(slots: Sequence[Slot]) -> bool:
-    mapping, end = slots[0].mapping, slots[0].offset
-    for slot in slots:
-        if slot.mapping is not mapping or slot.offset != end:
-            return False
-        end += len(slot.cell[1])
-    return mapping is not None

@@ -19,16 +19,20 @@ import hmac
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, TypeAlias
+from itertools import accumulate
+from operator import add
+from typing import Any, TypeAlias, TypeVar
 
 import attrs
 import msgspec
 
 from jackfield.errors import RpcError
 
-VERSION = 1
+_T = TypeVar("_T")
+
+VERSION = 2
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -159,17 +163,17 @@ class Wire:
             )
 
 
-#: A value is a *cell* as :mod:`jackfield.sdk.cells` has it: type, source, offset, size. Its bytes are in the message's
-#: buffer ``source``, or, where that is negative, in shared memory: in block ``-1 - source`` of the message.
-CellEntry: TypeAlias = tuple[str, int, int, int]
-Cells: TypeAlias = list[CellEntry]
+#: Several values, *cells* as :mod:`jackfield.sdk.cells` has them: their types, sources, offsets and sizes. The bytes of
+#: one are in the message's buffer ``source``, or, where that is negative, in shared memory: in block ``-1 - source`` of
+#: the message. What all have in common is there once; a single offset says that they lie back to back.
+Cells: TypeAlias = tuple[list[str], list[int], list[int], list[int]]
 #: A block is a piece of an arena, a ``memfd`` that its maker keeps open: pid, descriptor, bytes, device, inode, start.
 #: Offsets are those in the arena. ``inode`` and ``start`` are the block's name.
 Blocks: TypeAlias = list[tuple[int, int, int, int, int, int]]
 Units: TypeAlias = list[tuple[int, int, str, str]]  #: number, pid, address, where it runs
 Samples: TypeAlias = list[tuple[str, str, list[str]]]  #: partition, key, columns
 
-_VALUES = {"cells": Cells, "blocks": Blocks}
+_VALUES = {"cells": list[Cells], "blocks": Blocks}  # cells by column
 _MARK = {"id": int, "mark": str}
 _ROWS = {"id": int, "units": int, "partition": str, "keys": list[str]}
 
@@ -201,7 +205,7 @@ REPLIES: dict[str, Schema] = {
     "known": {**_REPLY, "known": list[int]},
     "samples": {**_REPLY, "samples": Samples},
     "state": {**_REPLY, "rows": int, "bytes": int, "details": dict[str, int]},
-    "batch": {**_REPLY, "rows": Samples, **_VALUES, "lease": int},
+    "batch": {**_REPLY, "rows": Samples, **_VALUES, "lease": int},  # cells of all rows and columns together
     "stale": {**_REPLY, "units": Units},
     "refused": {**_REPLY, "code": str, "message": str},
     "freed": {"blocks": list[tuple[int, int]]},  # of the client that is told; no reply
@@ -217,24 +221,68 @@ class Packer:
         self._small = bytearray()
         self._large: list[Buffer] = []
 
-    def add(self, content: Buffer) -> tuple[int, int]:
-        """Source and offset of these bytes."""
-        if len(content) < _SMALL:
-            start = len(self._small)
-            self._small += content
-            return 0, start
-        self._large.append(content)
-        return len(self._large), 0
+    def add(self, contents: Sequence[Buffer]) -> tuple[list[int], list[int]]:
+        """Source and offset of each of these bytes."""
+        sources, sizes = [0] * len(contents), list(map(len, contents))
+        small = [size if size < _SMALL else 0 for size in sizes]
+        offsets = back_to_back(len(self._small), small)
+        if small != sizes:
+            for number, content in enumerate(contents):
+                if len(content) >= _SMALL:
+                    self._large.append(content)
+                    sources[number], offsets[number] = len(self._large), 0
+            contents = [content for content in contents if len(content) < _SMALL]
+        self._small += b"".join(contents)
+        return sources, offsets
+
+    def cells(self, types: list[str], contents: Sequence[Buffer]) -> Cells:
+        """The entry of these cells."""
+        return packed(types, *self.add(contents), list(map(len, contents)))
 
     def buffers(self) -> list[Buffer]:
         """Return the buffers of the message."""
         return [bytes(self._small), *self._large]
 
 
-def bytes_of(entry: CellEntry, buffers: Sequence[Buffer]) -> memoryview:
-    """The bytes of a cell that is not in shared memory. Raises ``ValueError``: it points beyond its message."""
-    _, source, offset, size = entry
-    buffer = memoryview(buffers[source]) if 0 <= source < len(buffers) else memoryview(b"")
-    if offset < 0 or size < 0 or offset + size > len(buffer):
-        raise ValueError("a cell lies outside of its message")
-    return buffer[offset : offset + size]
+def packed(types: list[str], sources: list[int], offsets: list[int], sizes: list[int]) -> Cells:
+    """The entry of cells: one item of each list for each cell, or for all."""
+    if not sizes:
+        return [], [], [], []
+    together = offsets == back_to_back(offsets[0], sizes)
+    return _once(types), _once(sources), offsets[:1] if together else offsets, _once(sizes)
+
+
+def unpacked(entry: Cells, count: int, room: Callable[[int], tuple[int, int]]) -> Cells:
+    """Types, sources, offsets and sizes of ``count`` cells, one item for each; ``room`` returns the bounds of a source.
+
+    Raises ``ValueError`` for a cell beyond these, and for another number of cells.
+    """
+    if not count:
+        return [], [], [], []
+    types, sources, sizes = _each(entry[0], count), _each(entry[1], count), _each(entry[3], count)
+    offsets = back_to_back(entry[2][0], sizes) if len(entry[2]) == 1 else entry[2]
+    if {count} != {len(types), len(sources), len(offsets), len(sizes)}:
+        raise ValueError(f"other cells than those of {count} rows")
+    ends, rooms = list(map(add, offsets, sizes)), {source: room(source) for source in set(sources)}
+    if len(rooms) == 1:
+        start, end = rooms[sources[0]]
+        fits = start <= min(offsets) and max(ends) <= end
+    else:
+        places = zip(map(rooms.__getitem__, sources), offsets, ends, strict=True)
+        fits = all(start <= first and last <= end for (start, end), first, last in places)
+    if not fits or min(sizes) < 0:
+        raise ValueError("a cell lies outside of its message or block")
+    return types, sources, offsets, sizes
+
+
+def _once(items: list[_T]) -> list[_T]:
+    return items[:1] if items.count(items[0]) == len(items) else items
+
+
+def _each(items: list[_T], count: int) -> list[_T]:
+    return items * count if len(items) == 1 else items
+
+
+def back_to_back(start: int, sizes: Sequence[int]) -> list[int]:
+    """The offsets of cells of these sizes that lie back to back."""
+    return list(accumulate(sizes[:-1], initial=start))[: len(sizes)]

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import msgspec
 import torch
 
+from jackfield.abc.engine import Box
 from jackfield_conformance.registry import Subject
 from jackfield_conformance.support import engine as support
 from jackfield_conformance.support import expecting
@@ -40,6 +42,12 @@ class Played:
 
         kept = load_file(self.folder / f"rank-{rank}.safetensors")
         return {name.removeprefix(f"{kind}:"): t for name, t in kept.items() if name.startswith(f"{kind}:")}
+
+    def local(self, rank: int) -> list[tuple[Box, torch.Tensor]]:
+        """Return what a rank has of the weights."""
+        boxes = [msgspec.convert(box, Box) for box in self.facts[rank]["boxes"]]
+        tensors = self.tensors(rank, "local")
+        return [(box, tensors[str(number)]) for number, box in enumerate(boxes)]
 
     def log_probs(self) -> list[torch.Tensor]:
         """Return log-probabilities by row, from the ranks whose results count."""
@@ -108,8 +116,15 @@ def _play(settings: Mapping[str, Any]) -> None:
         results = zip(chosen, output.log_probs.unbind(), strict=True)
         tensors |= {f"log_probs:{index}": row.clone() for index, row in results}
         tensors |= {f"weight:{name}": tensor for name, tensor in support.weights(engine).items()}
+        boxes = []
+        for number, (box, tensor) in enumerate(engine.get_local_param() or ()):
+            boxes.append(attrs.asdict(box))
+            tensors[f"local:{number}"] = tensor.detach().cpu().clone()
+        again = [attrs.asdict(box) for box, _ in engine.get_local_param() or ()]
         engine.save_checkpoint(SaveCheckpointRequest(folder=str(folder / "native")))
     facts = {
+        "boxes": boxes,
+        "boxes_change": boxes != again,
         "norm": norm,
         "loss": output.loss,
         "data_parallel_rank": layout.data_parallel_rank,

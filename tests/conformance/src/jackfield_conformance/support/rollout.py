@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext, TopologyRequest
-from jackfield.abc.engine import ModelSpec
+from jackfield.abc.engine import Box, ModelSpec
 from jackfield.abc.rollout import (
     BaseRolloutServer,
     GenerateChunk,
@@ -225,12 +225,25 @@ def checkpoint_engine(subject: Subject) -> tuple[str, Mapping[str, Any]]:
     return subject.fixture.get("checkpoint_engine", "in_process"), subject.fixture.get("checkpoint_engine_config", {})
 
 
-def make_sender(subject: Subject, block_bytes: int = 64, source: Any = None) -> WeightSender:
+def make_sender(subject: Subject, block_bytes: int = 64, source: Any = None, **more: Any) -> WeightSender:
     """Make a sender, by default one of deltas: keep it for several updates."""
     name, settings = checkpoint_engine(subject)
     context = CheckpointEngineContext(end="sender", deadline_seconds=20.0)
     engine: Any = load_plugin("checkpoint_engine", name).build(settings, context)
-    return WeightSender(engine, source, block_bytes=block_bytes)
+    return WeightSender(engine, source, block_bytes=block_bytes, **more)
+
+
+def make_rank(subject: Subject, rank: int, ranks: int) -> WeightSender:
+    """Make the sender of a rank that has rows of each of the other model's tensors."""
+
+    def local() -> Generator[tuple[Box, torch.Tensor], None, None]:
+        for name, tensor in named_weights().items():
+            rows, shape = tensor.shape[0], tuple(tensor.shape)
+            start, end = rows * rank // ranks, rows * (rank + 1) // ranks
+            box = Box(name=name, shape=shape, start=(start, *[0] * (len(shape) - 1)), length=(end - start, *shape[1:]))
+            yield box, tensor[start:end]
+
+    return make_sender(subject, 0, local=local, make=lambda source: make_sender(subject, 0, source))
 
 
 async def push(

@@ -7,11 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from safetensors.torch import load_file
 
 from jackfield.abc.engine import BaseEngine, LoadCheckpointRequest, SaveCheckpointRequest
 from jackfield.errors import EngineError, JackfieldError
+from jackfield.sdk.slices import part_of
 from jackfield_conformance.registry import Skipped, Subject, check
 from jackfield_conformance.support import engine as support
 from jackfield_conformance.support import engine_ranks
@@ -270,6 +272,30 @@ def checkpoints_of_other_numbers_of_ranks_load(subject: Subject) -> None:
     wanted = {name: second[name].double() - first[name].double() for name in first}
     found = {name: stepped[name].double() - loaded[name].double() for name in first}
     support.assert_close(wanted, found, 1e-2, "what the step after a checkpoint of two ranks changes")
+
+
+@check("ENG-112", capability="multi_rank", page=_EXPORT, deadline_seconds=120.0)
+def what_ranks_have_makes_up_the_weights(subject: Subject) -> None:
+    """If ``get_local_param`` returns what a rank has of the weights, all ranks together have all of them, bit for bit,
+    each name at most once and in the same boxes every time."""
+    played = engine_ranks.play(subject)
+    ranks = [played.local(rank) for rank in range(engine_ranks.RANKS)]
+    if not any(ranks):
+        return
+    wanted = played.tensors(0, "weight")
+    seen = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in wanted.items()}
+    for rank, parts in enumerate(ranks):
+        names = [box.name for box, _ in parts]
+        assert len(names) == len(set(names)), f"rank {rank} has a name twice: {sorted(names)}"
+        assert not set(names) - set(wanted), f"rank {rank} has what is not exported: {sorted(set(names) - set(wanted))}"
+        assert not played.facts[rank]["boxes_change"], f"rank {rank} has other boxes in the second call"
+        for box, tensor in parts:
+            whole = attrs.evolve(box, start=(0,) * len(box.shape), length=box.shape)
+            assert tuple(wanted[box.name].shape) == box.shape, f"{box} of rank {rank} is of another shape"
+            support.assert_same_tensors({str(box): part_of(wanted[box.name], whole, box)}, {str(box): tensor}, "a part")
+            part_of(seen[box.name], whole, box).fill_(True)
+    lacking = [name for name, there in seen.items() if not there.all()]
+    assert not lacking, f"no rank has all of {lacking[:4]}"
 
 
 @check("ENG-120", tier="gpu", capability="gpu", page="docs/plugins/engine.md#devices", deadline_seconds=120.0)

@@ -23,6 +23,7 @@ from jackfield_conformance.support.rollout import (
     checkpoint_engine,
     ended,
     greedy,
+    make_rank,
     make_sender,
     push,
     reading,
@@ -91,6 +92,22 @@ async def receipts_prove(subject: Subject) -> None:
     assert 0 <= receipt.paused_seconds <= receipt.seconds, (
         f"an update of {receipt.seconds} s cannot have paused for {receipt.paused_seconds} s"
     )
+
+
+@check("ROL-086", page=PAGE + "receipts")
+async def parts_of_every_rank_are_loaded(subject: Subject) -> None:
+    """A server that says what its workers have of each tensor gets it from two ranks at once: the next token comes from
+    these weights, and the receipt has the digest of each piece."""
+    async with started(subject) as (server, info):
+        if not info.weight_layouts:
+            return
+        assert info.workers == len(info.weight_layouts), f"{len(info.weight_layouts)} layouts, {info.workers} workers"
+        name, settings = checkpoint_engine(subject)
+        senders, replicas = [make_rank(subject, rank, 2) for rank in range(2)], [Replica(server, info)]
+        synchronizer = WeightSynchronizer(senders, replicas, name, Clock(), settings=settings, deadline_seconds=20.0)
+        await synchronizer.sync(2)  # compares every digest, and raises
+        new = greedy("new", 8)
+        _assert_version(await checked(subject, server, new, "other"), 2)
 
 
 @check("ROL-072", page=PAGE + "weights", using=serving)
