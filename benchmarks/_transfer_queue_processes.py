@@ -18,11 +18,13 @@ from _transfer_queue_stores import ROWS, Backend, batch, read
 SCRIPT = str(Path(__file__).with_name("transfer_queue.py"))
 BATCH_MB = 64  #: of the batch that another process reads
 PAIRS, PAIR_MB, AHEAD = 4, 8, 2  #: producers and consumers, a batch of one, and batches that are not consumed yet
+#: pairs, and of how many pairs each has the memory: one pair, four, and one whose batches lie where those of four would
+SETTINGS = ((1, 1), (PAIRS, 1), (1, PAIRS))
 BATCHES = 128  #: of all producers together, in one round
 TEXT = (
     "zmq, between processes: {put_mb_per_s:,.0f} MB/s, memcpy {memcpy_mb_per_s:,.0f}, fraction {memcpy_fraction:.2f}\n"
     "zmq, one producer and one consumer: {one_pair_mb_per_s:,.0f} MB/s, four of each at once {mb_per_s:,.0f}, fraction "
-    "{fraction:.2f}"
+    "{fraction:.2f}; one of each in the memory of four {spread_pair_mb_per_s:,.0f}, fraction {fraction_of_spread:.2f}"
 )
 
 
@@ -132,8 +134,12 @@ async def reader(join: str) -> None:
 
 
 async def at_once(folder: str, repeats: int) -> dict[str, float]:
-    """MB/s that all consumers together have read, of one producer and one consumer, and of four of each, in turns."""
-    join, rates = f"{folder}/units.json", {1: list[float](), PAIRS: list[float]()}
+    """MB/s that all consumers together have read, of one producer and one consumer, and of four of each, in turns.
+
+    Three batches and the producer's own fit into a large cache, and those of four pairs do not. So one pair takes its
+    turn in the memory of four, too: the difference to it is what the others cost beside the cache.
+    """
+    join, rates = f"{folder}/units.json", {setting: list[float]() for setting in SETTINGS}
     with contextlib.ExitStack() as stack:
         processes = []
         for number in range(PAIRS):
@@ -146,41 +152,55 @@ async def at_once(folder: str, repeats: int) -> dict[str, float]:
         for process in processes:
             await hear(process)
         for repeat in range(1 + repeats):
-            for pairs in rates:
+            for pairs, spread in rates:
                 began = time.perf_counter()
                 for process in processes[: 2 * pairs]:
-                    tell(process, BATCHES // pairs)
+                    tell(process, f"{BATCHES // pairs} {spread}")
                 for process in processes[: 2 * pairs]:
                     await hear(process)
                 if repeat:
-                    rates[pairs].append(BATCHES * PAIR_MB / (time.perf_counter() - began))
-    alone, together = (statistics.median(each) for each in rates.values())
-    return {"one_pair_mb_per_s": alone, "mb_per_s": together, "fraction": together / alone}
+                    rates[pairs, spread].append(BATCHES * PAIR_MB / (time.perf_counter() - began))
+    alone, together, spread = (statistics.median(each) for each in rates.values())
+    fractions = {"fraction": together / alone, "fraction_of_spread": together / spread}
+    return {"one_pair_mb_per_s": alone, "mb_per_s": together, "spread_pair_mb_per_s": spread, **fractions}
 
 
 async def side(role: str, number: str, source: int, target: int, join: str) -> None:
     """A producer, or the consumer of what it puts; each tells the other of every batch by a byte."""
     store = await joined(join)
-    queue, values, loop = Backend(store), batch(PAIR_MB), asyncio.get_running_loop()
-    expected, steps = read(values), asyncio.StreamReader()
+    steps, loop = asyncio.StreamReader(), asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(steps), os.fdopen(source, "rb"))
+    values = [batch(PAIR_MB) for _ in range(PAIRS)]
+    act = produce if role == "producer" else consume
     print("ready", flush=True)
-    async for count in lines():
-        for step in range(int(count)):
-            keys = [f"{number}-{step}-{row}" for row in range(ROWS)]
-            if role == "producer":
-                if step >= AHEAD:
-                    await steps.readexactly(1)
-                await queue.put(queue.request(keys, {"x": values}))
-                os.write(target, b"x")
-                continue
-            await steps.readexactly(1)
-            found = await queue.get(keys, ("x",))
-            assert expected == read(found), "other bytes came to a consumer"
-            del found
-            await queue.delete(keys)
-            os.write(target, b"x")
-        if role == "producer":
-            await steps.readexactly(min(AHEAD, int(count)))
+    async for line in lines():
+        count, spread = map(int, line.split())
+        keys = [[f"{number}-{step}-{row}" for row in range(ROWS)] for step in range(count)]
+        await act(Backend(store), keys, values[:spread], steps, target)
         print("done", flush=True)
     await store.close()
+
+
+async def produce(queue: Backend, batches: list[list[str]], values: list[Any], steps: Any, target: int) -> None:
+    """Put each batch, at most two before they are consumed; the values take turns."""
+    for step, keys in enumerate(batches):
+        if step >= AHEAD:
+            await steps.readexactly(1)
+        await queue.put(queue.request(keys, {"x": values[step % len(values)]}))
+        os.write(target, b"x")
+    await steps.readexactly(min(AHEAD, len(batches)))
+
+
+async def consume(queue: Backend, batches: list[list[str]], values: list[Any], steps: Any, target: int) -> None:
+    """Get, read and delete each batch; with several values, so much later that others lie where theirs would."""
+    expected, kept = read(values[0]), (len(values) - 1) * (AHEAD + 1)
+    for step, keys in enumerate(batches):
+        await steps.readexactly(1)
+        found = await queue.get(keys, ("x",))
+        assert expected == read(found), "other bytes came to a consumer"
+        del found
+        if step >= kept:
+            await queue.delete(batches[step - kept])
+        os.write(target, b"x")
+    for keys in batches[len(batches) - kept :] if kept else []:
+        await queue.delete(keys)
