@@ -46,8 +46,17 @@ def test_the_backend_follows_from_the_cluster_unless_it_is_named(file: Path) -> 
         (["cluster.name=ray", "transfer_queue={units: 2}"], "zmq"),
         (["cluster.name=ray", "transfer_queue=sql"], "sql"),
         (["transfer_queue=zmq"], "zmq"),
+        (["queue.address=shared/address.json"], "zmq"),
+        (["queue.address=shared/address.json", "transfer_queue=redis"], "redis"),
     ):
         assert expected == load_config(file, overrides).transfer_queue.name
+
+
+def test_the_backend_of_a_served_queue_is_one_that_is_joined(file: Path) -> None:
+    """For ``queue serve`` and each role, which share a file without ``queue.address``."""
+    found = load_config(file, ["folder=/runs/shared"], served=True)
+    assert ("zmq", "/runs/shared/queue/address.json") == (found.transfer_queue.name, found.queue.address)
+    assert "memory" == load_config(file, ["transfer_queue=memory"], served=True).transfer_queue.name
 
 
 def test_plain_values_are_those_that_json_reads_back(file: Path) -> None:
