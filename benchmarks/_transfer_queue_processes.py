@@ -18,13 +18,13 @@ from _transfer_queue_stores import ROWS, Backend, batch, read
 SCRIPT = str(Path(__file__).with_name("transfer_queue.py"))
 BATCH_MB = 64  #: of the batch that another process reads
 PAIRS, PAIR_MB, AHEAD = 4, 8, 2  #: producers and consumers, a batch of one, and batches that are not consumed yet
-#: pairs, and of how many pairs each has the memory: one pair, four, and one whose batches lie where those of four would
+#: pairs, and the pairs whose batches one of them has in flight: one, four, and one with the batches of four
 SETTINGS = ((1, 1), (PAIRS, 1), (1, PAIRS))
 BATCHES = 128  #: of all producers together, in one round
 TEXT = (
     "zmq, between processes: {put_mb_per_s:,.0f} MB/s, memcpy {memcpy_mb_per_s:,.0f}, fraction {memcpy_fraction:.2f}\n"
     "zmq, one producer and one consumer: {one_pair_mb_per_s:,.0f} MB/s, four of each at once {mb_per_s:,.0f}, fraction "
-    "{fraction:.2f}; one of each in the memory of four {spread_pair_mb_per_s:,.0f}, fraction {fraction_of_spread:.2f}"
+    "{fraction:.2f}; one with the batches of four {spread_pair_mb_per_s:,.0f}, fraction {fraction_of_spread:.2f}"
 )
 
 
@@ -137,7 +137,7 @@ async def at_once(folder: str, repeats: int) -> dict[str, float]:
     """MB/s that all consumers together have read, of one producer and one consumer, and of four of each, in turns.
 
     Three batches and the producer's own fit into a large cache, and those of four pairs do not. So one pair takes its
-    turn in the memory of four, too: the difference to it is what the others cost beside the cache.
+    turn with as many batches between put and read as four pairs have: what is left are the costs of four pairs at once.
     """
     join, rates = f"{folder}/units.json", {setting: list[float]() for setting in SETTINGS}
     with contextlib.ExitStack() as stack:
@@ -182,25 +182,30 @@ async def side(role: str, number: str, source: int, target: int, join: str) -> N
 
 
 async def produce(queue: Backend, batches: list[list[str]], values: list[Any], steps: Any, target: int) -> None:
-    """Put each batch, at most two before they are consumed; the values take turns."""
+    """Put each batch, two ahead of the consumer, or as many as several pairs would; the values take turns."""
+    ahead = _behind(values) + AHEAD
     for step, keys in enumerate(batches):
-        if step >= AHEAD:
+        if step >= ahead:
             await steps.readexactly(1)
         await queue.put(queue.request(keys, {"x": values[step % len(values)]}))
         os.write(target, b"x")
-    await steps.readexactly(min(AHEAD, len(batches)))
+    await steps.readexactly(min(ahead, len(batches)))
 
 
 async def consume(queue: Backend, batches: list[list[str]], values: list[Any], steps: Any, target: int) -> None:
-    """Get, read and delete each batch; with several values, so much later that others lie where theirs would."""
-    expected, kept = read(values[0]), (len(values) - 1) * (AHEAD + 1)
+    """Get, read and delete each batch; with several values not before as many are there as several pairs would have."""
+    expected, behind = read(values[0]), min(_behind(values), len(batches))
+    await steps.readexactly(behind)
     for step, keys in enumerate(batches):
-        await steps.readexactly(1)
+        if step < len(batches) - behind:
+            await steps.readexactly(1)
         found = await queue.get(keys, ("x",))
         assert expected == read(found), "other bytes came to a consumer"
         del found
-        if step >= kept:
-            await queue.delete(batches[step - kept])
-        os.write(target, b"x")
-    for keys in batches[len(batches) - kept :] if kept else []:
         await queue.delete(keys)
+        os.write(target, b"x")
+
+
+def _behind(values: list[Any]) -> int:
+    """Return the batches that the other pairs would have."""
+    return (len(values) - 1) * (AHEAD + 1)

@@ -7,8 +7,8 @@ new keys each time; the median counts, after a first time that touches the memor
 every byte and the sum is right. Then 1,024 short samples of 5 jagged columns are put, got and deleted with one call
 each. The backend zmq is measured between processes, too: from the beginning of a put until a second process, which is
 then told, has got the batch (both messages, through pipes, included); a memcpy takes turns. At last four producers and
-four consumers move batches of 8 MB at once, each in a process; one of each takes turns, and one of each whose batches lie in
-as much memory as those of four.
+four consumers move batches of 8 MB at once, each in a process; one of each takes turns, and one of each with as
+many batches between put and read as those four have.
 
 Beside them: a memcpy of the same bytes into memory that was touched before, Ray's object store alone (an object for a
 batch), and the PyPI package TransferQueue 0.1.11, where it is installed (make benchmark-transfer-queue). PostgreSQL and

@@ -99,7 +99,7 @@ _CHECKPOINT_ENGINES = {"this process": "in_process", "a process of this machine"
 
 
 def resolve_defaults(config: RunConfig) -> RunConfig:
-    """Resolve defaults by where workers and the queue's controller run; refuse an engine that does not reach workers."""
+    """Resolve defaults by where workers and the controller run; refuse an engine that does not reach them."""
     chosen, cluster = config.checkpoint_engine, config.cluster
     reached = "a process of this machine" if "rollout" in cluster.interpreters else "this process"
     if cluster.name == "ray":

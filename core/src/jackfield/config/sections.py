@@ -276,7 +276,7 @@ class RunConfig:
     rollout: PluginSection = option(PluginSection(name="transformers"), "the rollout plugin and its settings")
     agent: PluginSection = option(PluginSection(name="single_turn"), "the agent plugin and its settings")
     reward: PluginSection = option(PluginSection(name="rules"), "the reward plugin and its settings")
-    transfer_queue: PluginSection = option(PluginSection(name="auto"), "queue backend; auto: memory, or zmq where processes join")
+    transfer_queue: PluginSection = option(PluginSection(name="auto"), "queue backend; auto: memory, zmq where joined")
     checkpoint_engine: PluginSection = option(
         PluginSection(name="auto"),
         "the checkpoint_engine plugin and its settings; auto: in_process; nccl with cluster.name: ray; shared if the "

@@ -1,7 +1,7 @@
 """Reusable pieces of shared memory: the first touch of a page costs many times a copy into it.
 
-Where the system can, an arena consists of huge pages, mapped as such by producer and readers: the first touch then costs
-a sixth, and copies and reads are faster, because the processor looks up fewer addresses.
+Where the system can, an arena consists of huge pages, mapped as such by producer and readers: the first touch then
+costs less, and copies and reads are faster, because the processor looks up fewer addresses.
 
 An arena is a ``memfd``: it has no name that could be left behind when processes are killed. Others open it through
 ``/proc/PID/fd``, which the system allows to processes of the same user, and keep it while they need it, also when its
