@@ -7,8 +7,8 @@ new keys each time; the median counts, after a first time that touches the memor
 every byte and the sum is right. Then 1,024 short samples of 5 jagged columns are put, got and deleted with one call
 each. The backend zmq is measured between processes, too: from the beginning of a put until a second process, which is
 then told, has got the batch (both messages, through pipes, included); a memcpy takes turns. At last four producers and
-four consumers move batches of 8 MB at once, each in a process; one of each takes turns, and one of each with as
-many batches between put and read as those four have.
+four consumers move batches of 8 MB at once, each in a process; one of each takes turns, and so do the same processes
+without a store, which copy into shared memory and read there: what the machine loses by four pairs.
 
 Beside them: a memcpy of the same bytes into memory that was touched before, Ray's object store alone (an object for a
 batch), and the PyPI package TransferQueue 0.1.11, where it is installed (make benchmark-transfer-queue). PostgreSQL and
@@ -154,7 +154,7 @@ def headline(found: dict[str, Any], reasons: dict[str, str]) -> dict[str, Any]:
         "many_put_us_per_sample": None if ours is None else ours["many_put_us_per_sample"],
         "many_get_us_per_sample": None if ours is None else ours["many_get_us_per_sample"],
         "at_once_fraction": found.get("clients_at_once", {}).get("fraction"),
-        "at_once_fraction_of_spread": found.get("clients_at_once", {}).get("fraction_of_spread"),
+        "at_once_raw_fraction": found.get("clients_at_once", {}).get("raw_fraction"),
         "bytes_per_row": None if largest is None else largest["bytes_per_row"],
         "reasons": reasons,
     }
