@@ -385,15 +385,17 @@ class Groups:
                 message = f"column {', '.join(sorted(clash))} of sample {key} is written already"
                 raise QueueError(message, code="queue.column", where=key, fix="write a column once, or under a lease")
         wider: dict[frozenset[str], frozenset[str]] = {}  # samples share them
+        added = 0
         for sample, size, more in zip(samples, written.sizes, tags or ({},) * len(keys), strict=True):
             if sample is None:
                 continue
             if not columns <= sample.columns:
                 sample.bytes += size
-                self.core.state.count(0, size)
-            sample.columns = wider.setdefault(sample.columns, sample.columns | columns)
+                added += size
+            sample.columns = wider.get(sample.columns) or wider.setdefault(sample.columns, sample.columns | columns)
             if more:
                 sample.tags = {**sample.tags, **more}
+        self.core.state.count(0, added)
         self.core.discard(key for key, sample in zip(keys, samples, strict=True) if sample is None)
         there = {name for name, sample in zip(names, samples, strict=True) if sample is not None}
         self.leases.changed([group for name, group in groups.items() if group is not None and name in there])

@@ -295,8 +295,7 @@ class Leases:
 
     def remove(self, group: Group, keys: Sequence[str]) -> None:
         """Remove samples from their group. Their values are deleted."""
-        for key in keys:
-            self.core.state.count(-1, -group.samples.pop(key).bytes)
+        self.core.state.count(-len(keys), -sum([group.samples.pop(key).bytes for key in keys]))
         self.core.discard(keys, group.batch.partition.name)
 
     def _retire_stale(self, consumer: Consumer, step: int | None, fresh: bool) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
 import attrs
+import msgspec
 
 from jackfield.abc.agent import ChatTokenizer
 from jackfield.abc.reward import RewardAgent, ScoreRequest, ScoreResult
@@ -21,7 +21,7 @@ from jackfield.errors import DeadlineExceeded, RewardError, described
 from jackfield.queue import Values
 from jackfield.queue.meta import Written, group_of
 from jackfield.runtime.samples import not_finite
-from jackfield.runtime.workers import together
+from jackfield.runtime.workers import Work, start, together
 from jackfield.sdk.cells import offsets_of, split
 
 REWARD_INPUTS = ("prompt_ids", "response_ids", "task")  #: the columns from which a reward agent's request is built
@@ -53,7 +53,7 @@ class RewardWorker:
     _clock: Clock
     _config: RunConfig
     #: scores that :meth:`reward` will use, by key, and their group, by the group's key without its retry
-    _scores: dict[str, tuple[str, dict[str, asyncio.Task[ScoreResult]]]] = attrs.field(factory=dict, init=False)
+    _scores: dict[str, tuple[str, dict[str, Work[ScoreResult]]]] = attrs.field(factory=dict, init=False)
     _turns: AbstractAsyncContextManager[Any] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -88,7 +88,7 @@ class RewardWorker:
             written = await self._values.put(partition, list(good), self._columns(list(good.values())))
             yield RewardReport(results={key: _told(result) for key, result in results.items()}, written=written)
 
-    async def _group(self, job: RewardJob, scoring: Sequence[asyncio.Task[ScoreResult]]) -> dict[str, ScoreResult]:
+    async def _group(self, job: RewardJob, scoring: Sequence[Work[ScoreResult]]) -> dict[str, ScoreResult]:
         """Wait for the scores of a group, post-process them together, and check them; return them by key."""
         if running := [each for each in scoring if not each.done()]:
             await asyncio.wait(running)
@@ -124,10 +124,10 @@ class RewardWorker:
                 scoring.cancel()
         await self._agent.close()
 
-    def _scoring(self, partition: str, keys: Sequence[str]) -> list[asyncio.Task[ScoreResult]]:
+    def _scoring(self, partition: str, keys: Sequence[str]) -> list[Work[ScoreResult]]:
         """Return the tasks that score samples; start those that are missing or failed."""
 
-        found, missing = dict[str, asyncio.Task[ScoreResult] | None](), list[str]()
+        found, missing = dict[str, Work[ScoreResult] | None](), list[str]()
         for key in keys:
             scores = self._scores_of(group_of(key))
             found[key] = scoring = scores.get(key)
@@ -135,12 +135,12 @@ class RewardWorker:
                 missing.append(key)
         if missing:
             reading = asyncio.ensure_future(self._read(partition, missing))
-            for key in missing:
-                scores = self._scores_of(group_of(key))
-                found[key] = scores[key] = asyncio.ensure_future(self._score(key, reading))
+            scores = start([self._score(key, reading) for key in missing], after=reading)
+            for key, scoring in zip(missing, scores, strict=True):
+                found[key] = self._scores_of(group_of(key))[key] = scoring
         return [scoring for scoring in found.values() if scoring is not None]
 
-    def _scores_of(self, group: str) -> dict[str, asyncio.Task[ScoreResult]]:
+    def _scores_of(self, group: str) -> dict[str, Work[ScoreResult]]:
         """Return the scores of a group. Those of earlier retries are cancelled and forgotten."""
         name, scores = self._scores.get(_place(group), ("", {}))
         if name != group:
@@ -152,7 +152,7 @@ class RewardWorker:
     async def _read(self, partition: str, keys: Sequence[str]) -> dict[str, tuple[list[int], list[int], Any]]:
         columns = await self._values.get(partition, keys, REWARD_INPUTS)
         prompts, responses = (_lists(columns[name]) for name in REWARD_INPUTS[:2])
-        tasks = (json.loads(str(text, "utf-8")) for text in split(columns["task"])[1])
+        tasks = map(msgspec.json.decode, split(columns["task"])[1])
         return dict(zip(keys, zip(prompts, responses, tasks, strict=True), strict=True))
 
     async def _score(
@@ -189,7 +189,7 @@ class RewardWorker:
         return result
 
 
-def _retrieve(scoring: Iterable[asyncio.Task[ScoreResult]]) -> None:
+def _retrieve(scoring: Iterable[Work[ScoreResult]]) -> None:
     """Retrieve the errors of scores that have ended, or asyncio would log those that are not raised."""
     for each in scoring:
         if not each.cancelled():

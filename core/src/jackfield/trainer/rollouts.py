@@ -104,11 +104,11 @@ class Explorer:
         config, task, copies = self.role.config, self.task_of(key), key.index >= self._groups
         if copies:
             return RolloutJob(group=key, task=task, expert=bool(self._groups), seconds=config.deadlines.rollout)
-        seed = partial(sampling_seed, config.seed_of(config.sampling), key.batch, key.index, key.retry)
+        seed = f"{config.seed_of(config.sampling)}/{key.batch}/{key.index}/{key.retry}"
         return RolloutJob(
             group=key,
             task=task,
-            rollouts={number: seed(number) for number in range(self._rollouts)},
+            rollouts={number: sampling_seed(seed, number) for number in range(self._rollouts)},
             sampling=attrs.asdict(config.sampling, recurse=False),
             greedy=self._rollouts - 1 if self.role.algorithm.greedy_baseline else None,
             seconds=config.deadlines.rollout,
