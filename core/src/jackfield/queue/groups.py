@@ -396,7 +396,10 @@ class Groups:
             if more:
                 sample.tags = {**sample.tags, **more}
         self.core.state.count(0, added)
-        self.core.discard(key for key, sample in zip(keys, samples, strict=True) if sample is None)
-        there = {name for name, sample in zip(names, samples, strict=True) if sample is not None}
-        self.leases.changed([group for name, group in groups.items() if group is not None and name in there])
-        return tuple(key for key, sample in zip(keys, samples, strict=True) if sample is not None)
+        there = [at for at, sample in enumerate(samples) if sample is not None]
+        living = keys if len(there) == len(keys) else tuple(map(keys.__getitem__, there))
+        if len(living) < len(keys):
+            self.core.discard(set(keys).difference(living))
+        changed = dict.fromkeys(map(names.__getitem__, there))
+        self.leases.changed([group for name in changed if (group := groups[name]) is not None])
+        return living

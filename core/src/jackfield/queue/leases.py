@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, repeat
 
 import attrs
 
@@ -113,8 +114,8 @@ class Leases:
         keys = tuple(_keys(found))
         return BatchMeta(
             keys=keys,
-            tags=tuple(tags for group in found for tags in group.all_tags()),
-            groups=tuple(group.name for group in found for _ in group.samples),
+            tags=tuple(chain.from_iterable([group.all_tags() for group in found])),
+            groups=tuple(chain.from_iterable([repeat(group.name, len(group.samples)) for group in found])),
             leases=(Lease(mine.partition.name, mine.name, mine.epoch),) * len(keys),
         )
 
@@ -319,7 +320,7 @@ class Leases:
 
 
 def _keys(groups: Iterable[Group]) -> list[str]:
-    return [key for group in groups for key in group.samples]
+    return list(chain.from_iterable([group.samples for group in groups]))
 
 
 def _drawn(consumer: Consumer, groups: Sequence[Group], step: int | None, count: int | None) -> list[Group]:

@@ -111,8 +111,10 @@ class Group:
     def all_tags(self) -> list[dict[str, Any]]:
         """Return the tags of each sample and of the group, and those that the queue adds."""
         own = {"task_id": self.task_id, "batch": self.batch.number, "group": self.index, "retry": self.retry}
-        made = [({"rollout": one.rollout, "sequence": sequence_of(key)}, one.tags) for key, one in self.samples.items()]
-        return [{**own, **place, **self.tags, **tags} for place, tags in made]
+        return [
+            {**own, "rollout": one.rollout, "sequence": sequence_of(key), **self.tags, **one.tags}
+            for key, one in self.samples.items()
+        ]
 
     def running(self) -> list[int]:
         return [rollout for rollout in range(self.rollouts) if rollout not in self.ended]
@@ -142,7 +144,7 @@ _GroupRow = tuple[Status, int, int, str | None, list[str], _Made | None]
 
 
 def sequence_of(key: str) -> int:
-    return int(key.rsplit("/", 1)[1])
+    return int(key[key.rindex("/") + 1 :])
 
 
 @attrs.define(eq=False, repr=False)

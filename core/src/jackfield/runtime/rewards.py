@@ -126,19 +126,18 @@ class RewardWorker:
 
     def _scoring(self, partition: str, keys: Sequence[str]) -> list[Work[ScoreResult]]:
         """Return the tasks that score samples; start those that are missing or failed."""
-
-        found, missing = dict[str, Work[ScoreResult] | None](), list[str]()
+        found, missing = list[dict[str, Work[ScoreResult]]](), dict[str, dict[str, Work[ScoreResult]]]()
         for key in keys:
-            scores = self._scores_of(group_of(key))
-            found[key] = scoring = scores.get(key)
+            found.append(scores := self._scores_of(group_of(key)))
+            scoring = scores.get(key)
             if scoring is None or (scoring.done() and (scoring.cancelled() or scoring.exception() is not None)):
-                missing.append(key)
+                missing[key] = scores
         if missing:
-            reading = asyncio.ensure_future(self._read(partition, missing))
-            scores = start([self._score(key, reading) for key in missing], after=reading)
-            for key, scoring in zip(missing, scores, strict=True):
-                found[key] = self._scores_of(group_of(key))[key] = scoring
-        return [scoring for scoring in found.values() if scoring is not None]
+            reading = asyncio.ensure_future(self._read(partition, list(missing)))
+            started = start([self._score(key, reading) for key in missing], after=reading)
+            for (key, scores), scoring in zip(missing.items(), started, strict=True):
+                scores[key] = scoring
+        return [scores[key] for key, scores in zip(keys, found, strict=True)]
 
     def _scores_of(self, group: str) -> dict[str, Work[ScoreResult]]:
         """Return the scores of a group. Those of earlier retries are cancelled and forgotten."""
