@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 
 _LARGE = 200  #: modules
-_THRESHOLDS = 20_000, 20, 20  #: see docs/decisions/0021-collection-in-own-processes.md
+_THRESHOLDS = 50_000, 20, 50  #: of the three generations; see docs/decisions/0021-collection-in-own-processes.md
 _own = False
 
 

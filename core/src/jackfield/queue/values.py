@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -169,4 +171,4 @@ class MemoryBackend(TransferQueueBackend):
 
 
 def _size(samples: Iterable[Mapping[str, Cell]]) -> int:
-    return sum([len(content) for cells in samples for _, content in cells.values()])
+    return sum(map(len, map(itemgetter(1), chain.from_iterable([cells.values() for cells in samples]))))

@@ -90,8 +90,9 @@ class RewardWorker:
 
     async def _group(self, job: RewardJob, scoring: Sequence[Work[ScoreResult]]) -> dict[str, ScoreResult]:
         """Wait for the scores of a group, post-process them together, and check them; return them by key."""
-        if running := [each for each in scoring if not each.done()]:
-            await asyncio.wait(running)
+        for each in reversed(scoring):  # the last to end is most likely the last to begin, and one wait is enough
+            if not each.done():
+                await asyncio.wait([each])
         _retrieve(scoring)
         results = dict(zip(job.keys, (each.result() for each in scoring), strict=True))
         self._scores.pop(_place(group_of(job.keys[0])), None)

@@ -89,17 +89,17 @@ def start(
     note: Callable[[Work[T]], object] = lambda _: None,
     after: asyncio.Future[Any] | None = None,
 ) -> list[Work[T]]:
-    """Run work concurrently, once ``after`` is done. What ends without waiting shares one task; the rest has its own.
+    """Run work concurrently, once ``after`` is done. What ends without waiting shares a task; the rest has its own.
 
     ``note`` is called at the end of each.
     """
     loop = asyncio.get_running_loop()
-    made = [(each, Work(loop=loop)) for each in work]
+    made = [(each, Work[T](loop=loop)) for each in work]
     coming = iter(made)
 
-    async def run(mine: Iterable[tuple[Coroutine[Any, Any, T], Work[T]]]) -> None:
+    async def run(some: Iterable[tuple[Coroutine[Any, Any, T], Work[T]]]) -> None:
         task = asyncio.current_task()
-        for each, result in mine:
+        for each, result in some:
             if result.cancelled():
                 each.close()
                 continue
@@ -113,13 +113,14 @@ def start(
                 result.exception()  # or asyncio would log those that nobody asks for
             note(result)
 
-    async def share() -> None:
-        if after is not None:
-            await asyncio.wait([after])
-        loop.call_soon(lambda: [loop.create_task(run([each])) for each in coming])  # when this task waits or ends
-        await run(coming)
+    def share(_: object = None) -> None:
+        loop.create_task(run(coming))  # the rest begins when this task waits or has ended
+        loop.call_soon(lambda: [loop.create_task(run([each])) for each in coming])
 
-    loop.create_task(share())
+    if after is None:
+        share()
+    else:
+        after.add_done_callback(share)
     return [result for _, result in made]
 
 
