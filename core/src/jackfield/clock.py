@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-import types
-from collections.abc import Awaitable, Generator
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Awaitable
+from typing import TypeVar
 
 from jackfield.errors import DeadlineExceeded
 
@@ -28,15 +26,10 @@ class Clock:
     async def wait_for(self, awaitable: Awaitable[T], seconds: float, waiting_for: str) -> T:
         """Await ``awaitable`` for at most ``seconds`` from now; then cancel it.
 
-        A passed deadline raises ``DeadlineExceeded``, which names ``waiting_for``. What ends at once needs no timer.
+        A passed deadline raises ``DeadlineExceeded``, which names ``waiting_for``.
         """
         if isinstance(awaitable, asyncio.Future) and not isinstance(awaitable, asyncio.Task):
             return await _future(awaitable, seconds, waiting_for)
-        steps = awaitable.__await__()
-        try:
-            waited = next(steps)
-        except StopIteration as ended:
-            return ended.value
         task, late = asyncio.current_task(), False
         assert task is not None
         before = task.cancelling()
@@ -48,7 +41,7 @@ class Clock:
 
         timer = task.get_loop().call_later(seconds, expire)
         try:
-            return await _resumed(steps, waited)
+            return await awaitable
         except asyncio.CancelledError as error:
             if late and task.cancelling() == before + 1:
                 raise too_late(seconds, waiting_for) from error
@@ -57,20 +50,6 @@ class Clock:
             timer.cancel()
             if late:
                 task.uncancel()
-
-
-@types.coroutine
-def _resumed(steps: Generator[Any, Any, T], waited: Any) -> Generator[Any, Any, T]:
-    """Go on with an awaitable that waits for ``waited`` after its first step."""
-    while True:
-        try:
-            resume = partial(steps.send, (yield waited))
-        except BaseException as error:
-            resume = partial(steps.throw, error)
-        try:
-            waited = resume()
-        except StopIteration as ended:
-            return ended.value
 
 
 async def _future(future: asyncio.Future[T], seconds: float, waiting_for: str) -> T:

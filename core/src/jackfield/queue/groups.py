@@ -385,21 +385,16 @@ class Groups:
                 message = f"column {', '.join(sorted(clash))} of sample {key} is written already"
                 raise QueueError(message, code="queue.column", where=key, fix="write a column once, or under a lease")
         wider: dict[frozenset[str], frozenset[str]] = {}  # samples share them
-        added = 0
         for sample, size, more in zip(samples, written.sizes, tags or ({},) * len(keys), strict=True):
             if sample is None:
                 continue
             if not columns <= sample.columns:
                 sample.bytes += size
-                added += size
+                self.core.state.count(0, size)
             sample.columns = wider.get(sample.columns) or wider.setdefault(sample.columns, sample.columns | columns)
             if more:
                 sample.tags = {**sample.tags, **more}
-        self.core.state.count(0, added)
-        there = [at for at, sample in enumerate(samples) if sample is not None]
-        living = keys if len(there) == len(keys) else tuple(map(keys.__getitem__, there))
-        if len(living) < len(keys):
-            self.core.discard(set(keys).difference(living))
-        changed = dict.fromkeys(map(names.__getitem__, there))
-        self.leases.changed([group for name in changed if (group := groups[name]) is not None])
-        return living
+        living = {key: name for key, name, sample in zip(keys, names, samples, strict=True) if sample is not None}
+        self.core.discard(key for key in keys if key not in living)
+        self.leases.changed(list(filter(None, map(groups.get, dict.fromkeys(living.values())))))
+        return tuple(living)

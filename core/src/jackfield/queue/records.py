@@ -111,10 +111,8 @@ class Group:
     def all_tags(self) -> list[dict[str, Any]]:
         """Return the tags of each sample and of the group, and those that the queue adds."""
         own = {"task_id": self.task_id, "batch": self.batch.number, "group": self.index, "retry": self.retry}
-        return [
-            {**own, "rollout": one.rollout, "sequence": sequence_of(key), **self.tags, **one.tags}
-            for key, one in self.samples.items()
-        ]
+        made = [({"rollout": one.rollout, "sequence": sequence_of(key)}, one.tags) for key, one in self.samples.items()]
+        return [{**own, **place, **self.tags, **tags} for place, tags in made]
 
     def running(self) -> list[int]:
         return [rollout for rollout in range(self.rollouts) if rollout not in self.ended]

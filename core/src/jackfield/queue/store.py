@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import msgspec
 import xxhash
 
 from jackfield.abc.transfer_queue import TransferQueueBackend
@@ -42,6 +41,7 @@ with recursive found(key) as (select value from json_each(?) union
 select key, operation, parents from lineage join found using(key)
 """
 _KEPT_FAILURES = 10_000
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 @attrs.define(eq=False)
@@ -256,10 +256,6 @@ class Controller:
         """Schedule the deletion of values from the backend."""
         for key in keys:
             self.discarded.setdefault(partition or partition_of(key), []).append(key)
-
-
-def _encode(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from jackfield.errors import DeadlineExceeded, RewardError, described
 from jackfield.queue import Values
 from jackfield.queue.meta import Written, group_of
 from jackfield.runtime.samples import not_finite
-from jackfield.runtime.workers import Work, start, together
+from jackfield.runtime.workers import together
 from jackfield.sdk.cells import offsets_of, split
 
 REWARD_INPUTS = ("prompt_ids", "response_ids", "task")  #: the columns from which a reward agent's request is built
@@ -53,7 +53,7 @@ class RewardWorker:
     _clock: Clock
     _config: RunConfig
     #: scores that :meth:`reward` will use, by key, and their group, by the group's key without its retry
-    _scores: dict[str, tuple[str, dict[str, Work[ScoreResult]]]] = attrs.field(factory=dict, init=False)
+    _scores: dict[str, tuple[str, dict[str, asyncio.Task[ScoreResult]]]] = attrs.field(factory=dict, init=False)
     _turns: AbstractAsyncContextManager[Any] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -88,7 +88,7 @@ class RewardWorker:
             written = await self._values.put(partition, list(good), self._columns(list(good.values())))
             yield RewardReport(results={key: _told(result) for key, result in results.items()}, written=written)
 
-    async def _group(self, job: RewardJob, scoring: Sequence[Work[ScoreResult]]) -> dict[str, ScoreResult]:
+    async def _group(self, job: RewardJob, scoring: Sequence[asyncio.Task[ScoreResult]]) -> dict[str, ScoreResult]:
         """Wait for the scores of a group, post-process them together, and check them; return them by key."""
         for each in reversed(scoring):  # the last to end is most likely the last to begin, and one wait is enough
             if not each.done():
@@ -125,9 +125,9 @@ class RewardWorker:
                 scoring.cancel()
         await self._agent.close()
 
-    def _scoring(self, partition: str, keys: Sequence[str]) -> list[Work[ScoreResult]]:
+    def _scoring(self, partition: str, keys: Sequence[str]) -> list[asyncio.Task[ScoreResult]]:
         """Return the tasks that score samples; start those that are missing or failed."""
-        found, missing = list[dict[str, Work[ScoreResult]]](), dict[str, dict[str, Work[ScoreResult]]]()
+        found, missing = list[dict[str, asyncio.Task[ScoreResult]]](), dict[str, dict[str, asyncio.Task[ScoreResult]]]()
         for key in keys:
             found.append(scores := self._scores_of(group_of(key)))
             scoring = scores.get(key)
@@ -135,12 +135,11 @@ class RewardWorker:
                 missing[key] = scores
         if missing:
             reading = asyncio.ensure_future(self._read(partition, list(missing)))
-            started = start([self._score(key, reading) for key in missing], after=reading)
-            for (key, scores), scoring in zip(missing.items(), started, strict=True):
-                scores[key] = scoring
+            for key, scores in missing.items():
+                scores[key] = asyncio.ensure_future(self._score(key, reading))
         return [scores[key] for key, scores in zip(keys, found, strict=True)]
 
-    def _scores_of(self, group: str) -> dict[str, Work[ScoreResult]]:
+    def _scores_of(self, group: str) -> dict[str, asyncio.Task[ScoreResult]]:
         """Return the scores of a group. Those of earlier retries are cancelled and forgotten."""
         name, scores = self._scores.get(_place(group), ("", {}))
         if name != group:
@@ -189,7 +188,7 @@ class RewardWorker:
         return result
 
 
-def _retrieve(scoring: Iterable[Work[ScoreResult]]) -> None:
+def _retrieve(scoring: Iterable[asyncio.Task[ScoreResult]]) -> None:
     """Retrieve the errors of scores that have ended, or asyncio would log those that are not raised."""
     for each in scoring:
         if not each.cancelled():

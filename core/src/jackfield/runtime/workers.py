@@ -74,78 +74,33 @@ def list_seconds(elapsed: float) -> float:
     return min(max(0.05, 0.1 * elapsed), 2.0)
 
 
-class Work(asyncio.Future[T]):
-    """The result of work that :func:`start` has started. Like a task's, its cancellation cancels the work."""
-
-    task: asyncio.Task[None] | None = None  #: that runs the work; None: it has not begun
-
-    def cancel(self, msg: Any = None) -> bool:
-        """Request the cancellation of the work."""
-        return super().cancel(msg) if self.task is None or self.done() else self.task.cancel(msg)
-
-
-def start(
-    work: Iterable[Coroutine[Any, Any, T]],
-    note: Callable[[Work[T]], object] = lambda _: None,
-    after: asyncio.Future[Any] | None = None,
-) -> list[Work[T]]:
-    """Run work concurrently, once ``after`` is done. What ends without waiting shares a task; the rest has its own.
-
-    ``note`` is called at the end of each.
-    """
-    loop = asyncio.get_running_loop()
-    made = [(each, Work[T](loop=loop)) for each in work]
-    coming = iter(made)
-
-    async def run(some: Iterable[tuple[Coroutine[Any, Any, T], Work[T]]]) -> None:
-        task = asyncio.current_task()
-        for each, result in some:
-            if result.cancelled():
-                each.close()
-                continue
-            result.task = task
-            try:
-                result.set_result(await each)
-            except asyncio.CancelledError:
-                super(Work, result).cancel()
-            except BaseException as error:  # it is raised to who asks for the result
-                result.set_exception(error)
-                result.exception()  # or asyncio would log those that nobody asks for
-            note(result)
-
-    def share(_: object = None) -> None:
-        loop.create_task(run(coming))  # the rest begins when this task waits or has ended
-        loop.call_soon(lambda: [loop.create_task(run([each])) for each in coming])
-
-    if after is None:
-        share()
-    else:
-        after.add_done_callback(share)
-    return [result for _, result in made]
-
-
 async def together(
     work: Iterable[tuple[S, Coroutine[Any, Any, T]]], seconds: float | None = None
-) -> AsyncIterator[list[tuple[S, Work[T]]]]:
+) -> AsyncIterator[list[tuple[S, asyncio.Task[T]]]]:
     """Run named work concurrently, and yield it in lists as it ends: what ends soon after the first one, up to a size.
 
     What is still running after ``seconds``, or when the iteration ends, is cancelled.
     """
-    loop, ended, news, named = asyncio.get_running_loop(), list[Work[T]](), asyncio.Event(), list(work)
-    began, left = loop.time(), len(named)
+    loop, ended, news = asyncio.get_running_loop(), list[asyncio.Task[T]](), asyncio.Event()
+    began = loop.time()
+    tasks = {loop.create_task(each): name for name, each in work}
+    left = len(tasks)
 
-    def note(result: Work[T]) -> None:
-        ended.append(result)
+    def note(task: asyncio.Task[T]) -> None:
+        ended.append(task)
+        if not task.cancelled():
+            task.exception()  # or asyncio would log those that nobody raises
         if len(ended) >= min(_LIST, left):
             news.set()
         elif len(ended) == 1:
             loop.call_later(list_seconds(loop.time() - began), news.set)
 
     def cancel() -> None:
-        for result in names:
-            result.cancel()
+        for task in tasks:
+            task.cancel()
 
-    names = dict(zip(start((each for _, each in named), note), (name for name, _ in named), strict=True))
+    for task in tasks:
+        task.add_done_callback(note)
     timer = None if seconds is None else loop.call_later(seconds, cancel)
     try:
         while left:
@@ -156,7 +111,7 @@ async def together(
             if ended:
                 news.set()
             if found:
-                yield [(names.pop(result), result) for result in found]
+                yield [(tasks.pop(task), task) for task in found]
     finally:
         if timer is not None:
             timer.cancel()
