@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import attrs
+import msgspec
 import pytest
 
 from jackfield.errors import DeadlineExceeded, QueueError
@@ -304,7 +304,7 @@ def test_what_samples_were_made_of_is_remembered(run: Run) -> None:
         written = await bench.values.put("train", [sample], bench.columns(1))
         lineage = {sample: Lineage("rewrite", ("file:1",)), "file:1": Lineage("import", ("file",))}
         report = RolloutReport(group=group, rollout=0, keys=(sample,), written=written)
-        await bench.queue.end_rollouts([attrs.evolve(report, lineage=lineage)])
+        await bench.queue.end_rollouts([msgspec.structs.replace(report, lineage=lineage)])
         meta = await bench.lease(0)
         assert ("rewrite", ["file:1"]) == (meta.tags[0]["operation"], meta.tags[0]["parents"])
         assert [sample, "file:1"] == [entry["key"] for entry in bench.queue.ledger if entry["event"] == "derive"]

@@ -391,10 +391,10 @@ class Groups:
             if not columns <= sample.columns:
                 sample.bytes += size
                 self.core.state.count(0, size)
-            sample.columns = wider.setdefault(sample.columns, sample.columns | columns)
+            sample.columns = wider.get(sample.columns) or wider.setdefault(sample.columns, sample.columns | columns)
             if more:
                 sample.tags = {**sample.tags, **more}
-        self.core.discard(key for key, sample in zip(keys, samples, strict=True) if sample is None)
-        there = {name for name, sample in zip(names, samples, strict=True) if sample is not None}
-        self.leases.changed([group for name, group in groups.items() if group is not None and name in there])
-        return tuple(key for key, sample in zip(keys, samples, strict=True) if sample is not None)
+        living = {key: name for key, name, sample in zip(keys, names, samples, strict=True) if sample is not None}
+        self.core.discard(key for key in keys if key not in living)
+        self.leases.changed(list(filter(None, map(groups.get, dict.fromkeys(living.values())))))
+        return tuple(living)

@@ -14,6 +14,7 @@ from itertools import chain, islice, pairwise
 from typing import Any, cast
 
 import attrs
+import msgspec
 from attrs.validators import ge, gt, optional
 
 from jackfield.errors import QueueError
@@ -110,8 +111,7 @@ class NewGroup:
     tags: Mapping[str, Any] = attrs.field(factory=dict)  #: tags of all its samples
 
 
-@attrs.frozen(kw_only=True)
-class Written:
+class Written(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The columns of samples that a worker has written to the backend, without the values."""
 
     columns: tuple[str, ...] = ()
@@ -119,8 +119,7 @@ class Written:
     tags: tuple[Mapping[str, Any], ...] = ()  #: tags of each sample; empty: none
 
 
-@attrs.frozen(kw_only=True)
-class RolloutReport:
+class RolloutReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The end of a rollout. The values of its samples are already in the backend."""
 
     group: str
@@ -128,11 +127,10 @@ class RolloutReport:
     keys: tuple[str, ...] = ()
     written: Written = Written()
     error: str | None = None  #: why it failed; a failed rollout has no samples
-    lineage: Mapping[str, Lineage] = attrs.field(factory=dict)  #: of its samples, and of parents in other queues
+    lineage: Mapping[str, Lineage] = {}  #: of its samples, and of parents in other queues
 
 
-@attrs.frozen
-class Lease:
+class Lease(msgspec.Struct, frozen=True, gc=False):
     """The lease under which a consumer holds a sample."""
 
     partition: str

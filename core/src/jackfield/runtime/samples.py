@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _INT64, _BOOL, _FLOAT32 = (f'["jagged","{dtype}",[]]' for dtype in ("int64", "bool", "float32"))
 _JSON = '["json","uint8",[]]'
+_ONES = bytes([0, *[1] * 255])  #: every true value as 1
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 TRAIN = "train"  #: the partition that the trainer consumes
@@ -101,7 +102,7 @@ def sequence_cells(
         cells: dict[str, Cell] = {
             "prompt_ids": (_INT64, array("q", sequence.prompt_ids).tobytes()),
             "response_ids": (_INT64, array("q", sequence.response_ids).tobytes()),
-            "response_mask": (_BOOL, bytes(map(bool, sequence.response_mask))),
+            "response_mask": (_BOOL, bytes(sequence.response_mask).translate(_ONES)),
         }
         if not supervised:
             cells["rollout_log_probs"] = _FLOAT32, array("f", sequence.response_log_probs).tobytes()
@@ -125,9 +126,9 @@ def sequence_tags(task: Task, sequence: AgentSequence, rollout: int) -> dict[str
         "model_tokens": sum(sequence.response_mask),
     }
     if sequence.weight_versions:
-        versions = [version for version in set(sequence.weight_versions) if version >= 0]
-        tags |= {"weight_version_min": min(versions, default=0), "weight_version_max": max(versions, default=0)}
-        tags |= {"step_id": sequence.step_id, "finish_reason": sequence.finish_reason}
+        versions = {version for version in set(sequence.weight_versions) if version >= 0} or {0}
+        tags["weight_version_min"], tags["weight_version_max"] = min(versions), max(versions)
+        tags["step_id"], tags["finish_reason"] = sequence.step_id, sequence.finish_reason
     return tags
 
 

@@ -43,6 +43,7 @@ T = TypeVar("T")
 
 _ATTEMPTS = 3  #: how often work is tried in total, if workers die
 _LIST = 512  #: size at which a list of results is reported
+_CHOSEN = ("temperature", "top_p", "top_k", "min_p", "log_probs")  #: sampling parameters that agents may change
 
 
 @attrs.frozen
@@ -68,9 +69,9 @@ class Workers(Generic[T]):
 def list_seconds(elapsed: float) -> float:
     """Return how long the first result of a list waits for others, ``elapsed`` seconds after the beginning.
 
-    The wait grows with the age of the work, so that stragglers of a long rollout share few lists.
+    The wait grows with the age of the work up to 2 s, so that stragglers of a long rollout share few lists.
     """
-    return max(0.05, 0.05 * elapsed)
+    return min(max(0.05, 0.1 * elapsed), 2.0)
 
 
 async def together(
@@ -190,7 +191,7 @@ class RolloutJob:
         return RolloutReport(group=str(self.group), rollout=rollout, error=text)
 
 
-@attrs.frozen
+@attrs.define(eq=False)
 class _Made:
     """The samples of a rollout, which are not written yet."""
 
@@ -250,8 +251,8 @@ class AgentWorker:
             return job.failed(rollout, error)
         if not sequences:
             return RolloutReport(group=group, rollout=rollout)
-        tags = tuple({**sequence_tags(job.task, each, rollout), **more} for each in sequences)
-        keys = tuple(sample_key(group, rollout, number, job.restart) for number in range(len(sequences)))
+        tags = tuple([{**sequence_tags(job.task, each, rollout), **more} for each in sequences])
+        keys = tuple([sample_key(group, rollout, number, job.restart) for number in range(len(sequences))])
         return _Made(job, group, rollout, keys, cells, tags)
 
     async def _write(self, made: Sequence[_Made]) -> list[RolloutReport]:
@@ -290,7 +291,7 @@ class AgentWorker:
             raise AgentError(message, where=f"task {job.task.id}") from error
         _check(output, job.task)
         tags: dict[str, Any] = {"turns": output.num_turns, **metric_tags("agent", output.metrics)}
-        names = [name for name in ("temperature", "top_p", "top_k", "min_p", "log_probs") if name in sampling]
+        names = [name for name in _CHOSEN if name in sampling] if asked else []
         own = {(name, getattr(one, name)) for one in asked for name in names if getattr(one, name) != sampling[name]}
         if own:  # the sampling parameters that the agent changed
             tags["own_sampling"] = ", ".join(sorted(f"{name}: {value}" for name, value in own))
@@ -358,8 +359,8 @@ def _check(output: AgentLoopOutput, task: Task) -> None:
             what = "multi_modal_inputs, which no engine trains on"
             refuse(what, "sequences of tokens alone", found, "leave multi_modal_inputs empty")
         parts = (each.response_ids, each.response_mask, each.response_log_probs, each.weight_versions)
-        lengths = [len(part) for part in parts]
-        if len(set(lengths)) != 1 or not each.prompt_ids or not each.response_ids:
+        lengths = list(map(len, parts))
+        if lengths.count(lengths[0]) != 4 or not each.prompt_ids or not each.response_ids:
             names = ("response_ids", "response_mask", "response_log_probs", "weight_versions")
             expected = "a prompt, and a response whose ids, mask, log-probs and versions have one length above 0"
             found = f"prompt {len(each.prompt_ids)}, {dict(zip(names, lengths, strict=True))}"

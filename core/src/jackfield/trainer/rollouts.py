@@ -15,7 +15,7 @@ import attrs
 
 from jackfield.data.tasks import SeededOrder, Task
 from jackfield.errors import DeadlineExceeded, QueueError, RewardError, WorkerLost, some
-from jackfield.queue.meta import Batch, BatchMeta, GroupKey, NewGroup, RolloutReport, group_of, index_of
+from jackfield.queue.meta import Batch, BatchMeta, GroupKey, NewGroup, RolloutReport, Written, group_of, index_of
 from jackfield.runtime.rewards import REWARD_INPUTS, RewardJob, RewardReport, RewardWorker
 from jackfield.runtime.samples import TRAIN, is_baseline, is_expert, metric_tags, sampling_seed
 from jackfield.runtime.workers import AgentWorker, RolloutJob, handle_each, one_line, resubmitted
@@ -104,11 +104,11 @@ class Explorer:
         config, task, copies = self.role.config, self.task_of(key), key.index >= self._groups
         if copies:
             return RolloutJob(group=key, task=task, expert=bool(self._groups), seconds=config.deadlines.rollout)
-        seed = partial(sampling_seed, config.seed_of(config.sampling), key.batch, key.index, key.retry)
+        seed = f"{config.seed_of(config.sampling)}/{key.batch}/{key.index}/{key.retry}"
         return RolloutJob(
             group=key,
             task=task,
-            rollouts={number: seed(number) for number in range(self._rollouts)},
+            rollouts={number: sampling_seed(seed, number) for number in range(self._rollouts)},
             sampling=attrs.asdict(config.sampling, recurse=False),
             greedy=self._rollouts - 1 if self.role.algorithm.greedy_baseline else None,
             seconds=config.deadlines.rollout,
@@ -268,7 +268,7 @@ class RewardPipeline:
         dropped, groups = list[str](), batch.by_group()
         for name, indexes in groups.items():
             keys, first = [batch.keys[at] for at in indexes], batch.tags[indexes[0]]
-            if not all(key in failed for key in keys):
+            if not failed or not all(key in failed for key in keys):
                 self._unscored.clear()
             else:
                 self._unscored.append([failed[key] for key in keys])
@@ -282,15 +282,15 @@ class RewardPipeline:
                     dropped.append(name)
         if dropped:
             await self.role.queue.drop_groups(dropped, "all rewards of the group are equal")
-        sizes = dict(zip((key for key in results if key not in failed), report.written.sizes, strict=True))
+        sizes = dict(zip([key for key in results if key not in failed], report.written.sizes, strict=True))
         good = batch
         if failed or dropped:
             kept = (
                 key not in failed and name not in dropped for key, name in zip(batch.keys, batch.groups, strict=True)
             )
             good = batch.select(at for at, each in enumerate(kept) if each)
-        tags = tuple(metric_tags("reward", results[key].metrics) for key in good.keys)
-        written = attrs.evolve(report.written, sizes=tuple(map(sizes.__getitem__, good.keys)), tags=tags)
+        tags = tuple([metric_tags("reward", results[key].metrics) for key in good.keys])
+        written = Written(columns=report.written.columns, sizes=tuple(map(sizes.__getitem__, good.keys)), tags=tags)
         await self.role.queue.add_columns(good, written)
         gone = {key: why for key, why in failed.items() if group_of(key) not in dropped}
         if gone:
@@ -302,10 +302,10 @@ def _is_compared(tags: Mapping[str, Any]) -> bool:
     return not (is_expert(tags) or is_baseline(tags))
 
 
-def _reward_job(batch: BatchMeta, indexes: Iterable[int]) -> RewardJob:
+def _reward_job(batch: BatchMeta, indexes: Sequence[int]) -> RewardJob:
     keys, tags = batch.keys, batch.tags
-    uncompared = sorted(keys[at] for at in indexes if not _is_compared(tags[at]))
-    return RewardJob(tuple(keys[at] for at in indexes), tuple(uncompared))
+    uncompared = sorted([keys[at] for at in indexes if not _is_compared(tags[at])])
+    return RewardJob(tuple(map(keys.__getitem__, indexes)), tuple(uncompared))
 
 
 def without_scores(what: str, where: str, expected: str, errors: Iterable[str]) -> RewardError:

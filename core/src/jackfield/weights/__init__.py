@@ -309,7 +309,8 @@ class WeightSynchronizer:
 
     async def _prepare(self, update: UpdateWeightsRequest, base: int | None) -> tuple[Topology, UpdateWeightsRequest]:
         """Prepare a transfer from rank 0; return its topology and the replicas' request."""
-        prepared = [await sender.prepare() for sender in self.senders]
+        ends = {f"sender {rank}": sender.prepare() for rank, sender in enumerate(self.senders)}
+        prepared = await run_together(ends, self.clock, self.deadline_seconds, f"weight version {update.version}")
         peft_config = prepared[0].peft_config
         kind: Literal["full", "adapter", "delta"] = "full" if base is None else "delta"
         if peft_config is not None:
