@@ -264,6 +264,8 @@ class WeightSynchronizer:
         layouts = [layout for replica in replicas for layout in replica.info.weight_layouts]
         if self.kind == "delta" or not layouts or len(layouts) != sum(replica.info.workers for replica in replicas):
             return ()
+        if len(self.senders) == 1 and len(set(layouts)) == 1:
+            return ()  # one link would have everything
         if self._layouts is None:
             self._layouts = [await sender.layout() for sender in self.senders]
         ranks = [layout for layout in self._layouts if layout is not None]
