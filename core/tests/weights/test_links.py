@@ -152,6 +152,7 @@ async def test_workers_with_the_same_parts_share_transfers() -> None:
     report = await synchronize(replica, Rank(0), Rank(1))
     assert_loaded(replica, 1)
     assert report.link_bytes["0-0"] == report.link_bytes["0-1"]
+    assert report.sent_bytes == sum(size for link, size in report.link_bytes.items() if not link.endswith("-1"))
 
 
 @pytest.mark.parametrize(("declares", "sharded"), [(False, True), (True, False)])

@@ -302,7 +302,10 @@ class WeightSynchronizer:
         results = await self._run(sending, replicas, update)
         if links:
             sent, more["link_bytes"] = sent_over(links, results[: len(sending)], update.total_workers)
-            digests, sent_bytes = dict(ChainMap(*sent)), sum(more["link_bytes"].values())
+            digests, sent_bytes = (
+                dict(ChainMap(*sent)),
+                sum(size for rank in results[: len(sending)] for _, size in rank),
+            )
         else:
             digests, sent_bytes = results[0]
             sent = [digests] * update.total_workers
