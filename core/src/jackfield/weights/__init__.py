@@ -301,11 +301,9 @@ class WeightSynchronizer:
             sending = [sender.transfer(place, version, update.base_version) for sender, place in places]
         results = await self._run(sending, replicas, update)
         if links:
-            sent, more["link_bytes"] = sent_over(links, results[: len(sending)], update.total_workers)
-            digests, sent_bytes = (
-                dict(ChainMap(*sent)),
-                sum(size for rank in results[: len(sending)] for _, size in rank),
-            )
+            own = results[: len(sending)]
+            sent, more["link_bytes"] = sent_over(links, own, update.total_workers)
+            digests, sent_bytes = dict(ChainMap(*sent)), sum(size for rank in own for _, size in rank)
         else:
             digests, sent_bytes = results[0]
             sent = [digests] * update.total_workers
