@@ -15,15 +15,16 @@ load      of `shared`: from the end of publishing until all receivers have copie
 digests   xxh3 of each tensor at both ends, as a run has them; without: the bare engine
 
 `shared_memcpy_fraction`: publish of `shared` over a warm memcpy of the same bytes by as many threads.
-`nccl_raw_fraction`: total of `nccl` over the best of gloo's own broadcast, in pieces of 4 and 32 MB, two under way, and
-as a whole, in buffers that were touched before. `zmq_raw_fraction`: total of `zmq` over the best of ZeroMQ itself, from
+Raw transports move the same memory: from the sender's tensors to those of each receiver; of small tensors, from one
+buffer to another. `nccl_raw_fraction`: total of `nccl` over the best of gloo's own broadcast, in pieces of 4 and 32 MB
+and tensor by tensor, two under way. `zmq_raw_fraction`: total of `zmq` over the best of ZeroMQ itself, from
 a ROUTER to a DEALER for each receiver, within the host as the engine, without copies at the sender: in messages of
-4 MB, each copied to its place in a buffer that was touched before, and of 12.5 and 32 MB, each held until the next one
-is there, as a tensor is. `zmq_dropped_fraction`: over messages of 4 and 32 MB that the receiver drops at once, so that
-the same memory takes them all, and no tensor ever is there. `nixl_raw_fraction`: total of `nixl` over the best of NIXL
-itself, over UCX: each receiver reads the sender's registered memory into its own, in pieces of 4 and 32 MB, one at a
-time, and as a whole. All are of large tensors without digests at the largest size, and the smallest over the numbers
-of receivers. The best is the way with the highest median. `nccl_small_raw_fraction`, …: the same of tensors of 16 KB.
+4 MB, each copied to its place in a tensor, and of 12.5 and 32 MB, each held until the next one is there, as a tensor
+is. `zmq_dropped_fraction`: over messages of 4 and 32 MB that the receiver drops at once, so that the same memory takes
+them all, and no tensor ever is there. `nixl_raw_fraction`: total of `nixl` over the best of NIXL itself, over UCX: each
+receiver reads the sender's registered memory into its own, in pieces of 4 and 32 MB and tensor by tensor, one at a
+time. All are of large tensors without digests at the largest size, and the smallest over the numbers of receivers. The
+best is the way with the highest median. `nccl_small_raw_fraction`, …: the same of tensors of 16 KB.
 `raw_fractions`: each of them by engine, size and tensors, for each number of receivers.
 deltas: by the first of `zmq`, `shared`, `nccl`, `nixl` that is there, to one receiver, large tensors, with digests. Of
 so many of the 4096-byte blocks one number each is changed: the bytes that are sent for it, of those of all weights,

@@ -152,6 +152,7 @@ async def test_workers_with_the_same_parts_share_transfers() -> None:
     report = await synchronize(replica, Rank(0), Rank(1))
     assert_loaded(replica, 1)
     assert report.link_bytes["0-0"] == report.link_bytes["0-1"]
+    assert report.sent_bytes == sum(size for link, size in report.link_bytes.items() if not link.endswith("-1"))
 
 
 @pytest.mark.parametrize(("declares", "sharded"), [(False, True), (True, False)])
@@ -163,6 +164,17 @@ async def test_whole_tensors_come_from_rank_0_if_one_side_has_no_parts(declares:
     assert [0, 0] == replica.links
     assert {} == report.link_bytes
     assert set(SHAPES) == set(report.digests)
+
+
+@in_loop
+async def test_a_single_rank_sends_whole_tensors_to_workers_that_have_the_same() -> None:
+    """One link would carry the same, under other names."""
+    everything = tuple(box(name, None, 0) for name in SHAPES)
+    replica = SlicedReplica((everything, everything))
+    report = await synchronize(replica, Rank(0))
+    assert [0, 0] == replica.links
+    assert set(SHAPES) == set(report.digests)
+    assert_loaded(replica, 1)
 
 
 def dropped(own: Box, tensor: Any) -> list[tuple[Box, Any]]:

@@ -171,9 +171,10 @@ class WorkerFactory:
                 return WeightSender(self._plugin("checkpoint_engine", alone), source)
 
             transport = self._plugin("checkpoint_engine", sending)
-            sender = WeightSender(
-                transport, engine.get_per_tensor_param, block_bytes=blocks, local=engine.get_local_param, make=make
-            )
+            declared = self.registry.resolve(config.checkpoint_engine.name, "checkpoint_engine").usable().capabilities
+            own: dict[str, Any] = {"local": engine.get_local_param, "make": make}
+            own = {} if "retains_weights" in declared else own  # what is kept has to be whole
+            sender = WeightSender(transport, engine.get_per_tensor_param, block_bytes=blocks, **own)
         of_critic = {name: name for name in ("returns", "values")}
         columns = {"actor": algorithm.loss_columns, "critic": of_critic}.get(role, {})
         rank = EngineRank(engine, values, loss_columns=columns, sender=sender)

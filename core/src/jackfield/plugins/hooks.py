@@ -139,7 +139,8 @@ class WeightsSynced(Event):
     version: int
     receipts: tuple[WeightReceipt, ...] = ()  #: by replica
     seconds: float = 0.0
-    sent_bytes: int = 0  #: bytes of weights sent to a worker, fewer for a delta; over links, to all
+    #: bytes of weights sent to a worker, fewer for a delta; over links, by all, once for workers with the same parts
+    sent_bytes: int = 0
     #: if parts came from every rank: bytes by link, such as ``0-1`` from rank 0 to worker 1 of all replicas'
     link_bytes: Mapping[str, int] = attrs.field(factory=dict)
     kind: Literal["full", "adapter", "delta"] = "full"

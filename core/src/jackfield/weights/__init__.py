@@ -264,6 +264,8 @@ class WeightSynchronizer:
         layouts = [layout for replica in replicas for layout in replica.info.weight_layouts]
         if self.kind == "delta" or not layouts or len(layouts) != sum(replica.info.workers for replica in replicas):
             return ()
+        if len(self.senders) == 1 and len(set(layouts)) == 1:
+            return ()  # one link would have everything
         if self._layouts is None:
             self._layouts = [await sender.layout() for sender in self.senders]
         ranks = [layout for layout in self._layouts if layout is not None]
@@ -299,8 +301,9 @@ class WeightSynchronizer:
             sending = [sender.transfer(place, version, update.base_version) for sender, place in places]
         results = await self._run(sending, replicas, update)
         if links:
-            sent, more["link_bytes"] = sent_over(links, results[: len(sending)], update.total_workers)
-            digests, sent_bytes = dict(ChainMap(*sent)), sum(more["link_bytes"].values())
+            own = results[: len(sending)]
+            sent, more["link_bytes"] = sent_over(links, own, update.total_workers)
+            digests, sent_bytes = dict(ChainMap(*sent)), sum(size for rank in own for _, size in rank)
         else:
             digests, sent_bytes = results[0]
             sent = [digests] * update.total_workers
