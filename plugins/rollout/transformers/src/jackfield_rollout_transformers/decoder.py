@@ -188,15 +188,21 @@ class Decoder:
         return self._cache.release()
 
     @torch.inference_mode()
-    def run(self, joiners: list[Sequence], steps: int, interrupted: Callable[[], bool]) -> list[Sequence]:
+    def run(
+        self, joiners: list[Sequence], steps: int, interrupted: Callable[[], bool], held: Callable[[], bool] = bool
+    ) -> list[Sequence]:
         """Run up to ``steps`` passes, the first with the joiners; remove and return sequences that ended.
 
-        It returns early once a sequence ends or when ``interrupted()``. A sequence whose logits are not finite ends
-        with an ``error``; the others continue.
+        It returns early once a sequence ends or when ``interrupted()``. When ``held()``, joiners whose prompts were not
+        computed yet leave the batch again. A sequence whose logits are not finite ends with an ``error``; the others
+        continue.
         """
         self._arrange(joiners)
         finished = [] if joiners else self._decode()
-        for prompts in self._split(joiners):
+        for number, prompts in enumerate(self._split(joiners)):
+            if number and held():
+                self.remove(sequence for sequence in joiners if not sequence.length)
+                break
             finished += self._prefill(prompts)
         for _ in range(steps - 1):
             if finished or interrupted():
