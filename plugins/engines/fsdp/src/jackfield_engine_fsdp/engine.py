@@ -29,11 +29,12 @@ from jackfield.abc.engine import (
 from jackfield.errors import EngineError
 from jackfield_engine_fsdp import checkpointing, folders, passes
 from jackfield_engine_fsdp.config import Config
-from jackfield_engine_fsdp.model import Dropout, Rotary, TokenModel, has_adapter, shard
+from jackfield_engine_fsdp.model import Dropout, Rotary, TokenModel, decoder_layers, has_adapter, shard
 from jackfield_engine_fsdp.operators import keep_freed_memory, speed_up_norms, speed_up_products
 from jackfield_engine_fsdp.optimization import Optimization, Placement
 from jackfield_engine_fsdp.packing import speed_up_attention
 from jackfield_engine_fsdp.process_group import RandomStreams, Ranks
+from jackfield_engine_fsdp.threads import Threads
 from jackfield_huggingface.adapters import merge_folder
 from jackfield_huggingface.names import CheckpointNames
 
@@ -55,6 +56,7 @@ class FSDPEngine(BaseEngine):
         self._model: TokenModel | None = None
         self._optimization: Optimization | None = None
         self._mode: str | None = None
+        self._threads = Threads(config.extra_threads)
         self._damaged = False  # a pass failed and its leftovers cannot be cleared
 
     # ---- life
@@ -107,6 +109,7 @@ class FSDPEngine(BaseEngine):
             speed_up_norms(causal_lm)
             speed_up_products(causal_lm)
             packs = self._packs(causal_lm) and speed_up_attention(causal_lm)
+        self._threads.watch(decoder_layers(causal_lm))
         dtype, published = causal_lm.dtype, self._masters(causal_lm)
         language_model = causal_lm if spec.lora is None else folders.add_lora(causal_lm, spec.lora, seed)
         head = None
@@ -226,7 +229,7 @@ class FSDPEngine(BaseEngine):
         count = self._ranks.maximum(len(micro_batches))
         streams = self._streams.active() if self._mode == "train" else nullcontext()
         try:
-            with torch.set_grad_enabled(not forward_only), streams:
+            with torch.set_grad_enabled(not forward_only), streams, self._threads.adapting():
                 for index in range(count):
                     if self._unsharded_accumulation and not forward_only:
                         last = index == count - 1

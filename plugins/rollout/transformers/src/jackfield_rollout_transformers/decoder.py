@@ -138,7 +138,7 @@ class Decoder:
         self._holes: list[int] = []
         self._modes = Counter[str]()
         self._direct = DirectDecode(model) if supports(model) else None
-        self._prefill_tokens = config.max_prefill_tokens or (2048 if model.device.type == "cpu" else 16384)
+        self._prefill_tokens = config.max_prefill_tokens or (512 if model.device.type == "cpu" else 16384)
 
     @property
     def sequences(self) -> list[Sequence]:
