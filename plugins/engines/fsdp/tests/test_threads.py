@@ -27,7 +27,8 @@ def test_threads_follow_replicas_within_a_pass(
     with ExitStack() as replica, engine.train_mode():
 
         def loss(output: Any, data: Any) -> Any:
-            replica.enter_context(generating(object()))
+            generating.add(replica)
+            replica.callback(generating.discard, replica)
             counts.append(0)
             return inner(output, data)
 

@@ -22,7 +22,7 @@ from jackfield.abc.rollout import (
     WakeUpRequest,
 )
 from jackfield.errors import RolloutError
-from jackfield_huggingface.generating import is_idle
+from jackfield_huggingface.generating import generating
 from jackfield_rollout_transformers import model as model_module
 from jackfield_rollout_transformers.config import Config
 from jackfield_rollout_transformers.server import TransformersServer
@@ -490,15 +490,15 @@ def test_a_missing_folder(home: str) -> None:
 def test_a_replica_generates_from_the_first_pass_to_the_last(serve: Any, make_request: Any) -> None:
     async def main() -> None:
         async with serve() as server:
-            assert is_idle()
+            assert not generating
             stream = server.generate_stream(endless(make_request, "a"))
             await take(stream, 1)
-            assert not is_idle()
+            assert {server._loop} == generating
             await server.abort(AbortRequest())
-            while not is_idle():
+            while generating:
                 await asyncio.sleep(0)
             stream = server.generate_stream(endless(make_request, "b"))
             await take(stream, 1)
-        assert is_idle()  # stopped
+        assert not generating  # stopped
 
     asyncio.run(main())

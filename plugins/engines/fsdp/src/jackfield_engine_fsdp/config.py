@@ -61,9 +61,8 @@ class Config:
     )
     extra_threads: int = option(
         0,
-        "On a CPU, threads of torch that a pass uses beyond cluster.threads while no replica in this process "
-        "generates, with schedule.sync_offset: 1 as many as the replicas have. The last bits of results then depend on "
-        "when a replica was idle.",
+        "On a CPU, threads that a pass uses beyond cluster.threads while no replica in this process generates. "
+        "The last bits of results then depend on when replicas were idle.",
         ge(0),
     )
     collective_timeout: float = option(

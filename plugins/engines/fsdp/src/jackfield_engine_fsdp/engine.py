@@ -56,7 +56,6 @@ class FSDPEngine(BaseEngine):
         self._model: TokenModel | None = None
         self._optimization: Optimization | None = None
         self._mode: str | None = None
-        self._threads = Threads(config.extra_threads)
         self._damaged = False  # a pass failed and its leftovers cannot be cleared
 
     # ---- life
@@ -109,7 +108,7 @@ class FSDPEngine(BaseEngine):
             speed_up_norms(causal_lm)
             speed_up_products(causal_lm)
             packs = self._packs(causal_lm) and speed_up_attention(causal_lm)
-        self._threads.watch(decoder_layers(causal_lm))
+        self._threads = Threads(self.config.extra_threads, decoder_layers(causal_lm))
         dtype, published = causal_lm.dtype, self._masters(causal_lm)
         language_model = causal_lm if spec.lora is None else folders.add_lora(causal_lm, spec.lora, seed)
         head = None
@@ -228,8 +227,9 @@ class FSDPEngine(BaseEngine):
         micro_batches = batch.plan(self.context.micro_batch_tokens)
         count = self._ranks.maximum(len(micro_batches))
         streams = self._streams.active() if self._mode == "train" else nullcontext()
+        threads = self._threads.adapting() if self.config.extra_threads else nullcontext()
         try:
-            with torch.set_grad_enabled(not forward_only), streams, self._threads.adapting():
+            with torch.set_grad_enabled(not forward_only), streams, threads:
                 for index in range(count):
                     if self._unsharded_accumulation and not forward_only:
                         last = index == count - 1

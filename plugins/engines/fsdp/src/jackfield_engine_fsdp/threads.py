@@ -1,4 +1,4 @@
-"""More threads for passes while replicas of the same process are idle."""
+"""More threads for passes on the CPU while replicas of the same process are idle."""
 
 from __future__ import annotations
 
@@ -9,42 +9,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from jackfield_huggingface.generating import is_idle
+from jackfield_huggingface.generating import generating
 
 
 class Threads:
-    """The number of torch's threads that passes of an engine use on the CPU.
+    """The number of torch's threads for passes, set before and after each decoder layer: replicas finish in between."""
 
-    It is set before and after each decoder layer, forward and backward, because the replicas often finish in the middle
-    of a pass that began when they did. Autograd computes on the calling thread, whose number this is.
-    """
-
-    def __init__(self, extra: int) -> None:
+    def __init__(self, extra: int, layers: list[nn.Module]) -> None:
         self._extra = extra
-        self._usual: int | None = None  #: None outside of passes
-
-    def watch(self, layers: list[nn.Module]) -> None:
-        """Have passes through ``layers`` adapt."""
-        for layer in layers if self._extra else ():
+        self._usual = torch.get_num_threads()
+        for layer in layers if extra else ():
             layer.register_forward_hook(self._after)
 
     @contextmanager
     def adapting(self) -> Iterator[None]:
         """Run a pass on this thread, and restore the number of threads."""
-        if not self._extra:
-            yield
-            return
         self._usual = torch.get_num_threads()
         self._adapt()
         try:
             yield
         finally:
             torch.set_num_threads(self._usual)
-            self._usual = None
 
     def _adapt(self) -> None:
-        if self._usual is not None:
-            torch.set_num_threads(self._usual + (self._extra if is_idle() else 0))
+        torch.set_num_threads(self._usual + (0 if generating else self._extra))
 
     def _after(self, layer: nn.Module, inputs: Any, output: Any) -> None:
         self._adapt()

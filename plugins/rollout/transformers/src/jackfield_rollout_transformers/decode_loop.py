@@ -74,20 +74,18 @@ class DecodeLoop:
             await self.work.wait()
             self.work.clear()
             try:
-                with generating(self):
-                    await self._run_batch()
+                generating.add(self)
+                while self._runnable():
+                    async with self._batch_lock:
+                        ended = await self._hop()
+                    for _ in range(2 if ended else 0):
+                        await asyncio.sleep(0)  # callers of these may have another request: let it join the next hop
             except Exception as error:
                 self.decoder.release()
                 self._discarded.clear()
                 await failed(error)
-
-    async def _run_batch(self) -> None:
-        """Run hops until nothing is left to generate."""
-        while self._runnable():
-            async with self._batch_lock:
-                ended = await self._hop()
-            for _ in range(2 if ended else 0):
-                await asyncio.sleep(0)  # callers of these may have another request: let it join the next hop
+            finally:
+                generating.discard(self)
 
     def _runnable(self) -> bool:
         return self._may_run() and (self.running > 0 or (bool(self.waiting) and not self._draining))

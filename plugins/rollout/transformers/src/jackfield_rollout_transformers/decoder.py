@@ -193,9 +193,8 @@ class Decoder:
     ) -> list[Sequence]:
         """Run up to ``steps`` passes, the first with the joiners; remove and return sequences that ended.
 
-        It returns early once a sequence ends or when ``interrupted()``. When ``held()``, joiners whose prompts were not
-        computed yet leave the batch again. A sequence whose logits are not finite ends with an ``error``; the others
-        continue.
+        It returns early once a sequence ends or when ``interrupted()``; when ``held()``, joiners whose prompts were not
+        computed leave the batch again. A sequence whose logits are not finite ends with an ``error``; others continue.
         """
         self._arrange(joiners)
         finished = [] if joiners else self._decode()
