@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ def test_rows_of_two_ranks_are_put_together(
     weights = {name: tensor.to(dtype) for name, tensor in named_weights(other_model).items()}
 
     def sender(rank: int = 0, source: Any = None) -> WeightSender:
-        def rows() -> Iterator[tuple[Box, torch.Tensor]]:
+        def rows() -> Generator[tuple[Box, torch.Tensor], None, None]:
             for name, tensor in weights.items():
                 part, shape = tensor.chunk(2)[rank], tuple(tensor.shape)
                 start = (rank * len(tensor.chunk(2)[0]), *[0] * (len(shape) - 1))
