@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from contextlib import aclosing
 
 import attrs
@@ -12,7 +11,7 @@ from torch import Tensor
 from jackfield.abc.engine import Box
 from jackfield.abc.rollout import ServerInfo, UpdateWeightsRequest, WeightReceipt, WorkerReceipt
 from jackfield.errors import WeightsError
-from jackfield.sdk.slices import part_of, reopen_slice_receiver
+from jackfield.sdk.slices import SliceReceiver, part_of, reopen_slice_receiver
 from mutants.rollout_server import ReferenceServer
 
 
@@ -35,7 +34,7 @@ class TwoWorkers(ReferenceServer):
         return attrs.evolve(info, workers=2, weight_layouts=self.layouts)
 
     async def update_weights(self, request: UpdateWeightsRequest) -> WeightReceipt:
-        self.proofs: list[Mapping[str, str]] = [{}, {}]
+        self.proofs: list[dict[str, str]] = [{}, {}]
         receipt = await super().update_weights(request)
         workers = tuple(WorkerReceipt(worker=number, digests=proofs) for number, proofs in enumerate(self.proofs))
         return attrs.evolve(receipt, workers=workers)
@@ -45,21 +44,23 @@ class TwoWorkers(ReferenceServer):
             raise WeightsError("weights go backwards", code="weights.version")
         try:
             async with asyncio.TaskGroup() as group:
-                for worker in range(2):
-                    group.create_task(self.load_parts(request, worker))
+                tasks = [group.create_task(self.parts(request, worker)) for worker in range(2)]
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
+        for worker, task in enumerate(tasks):  # at once: no step sees some of them
+            self.load_parts(worker, *task.result())
         return {}
 
-    async def load_parts(self, request: UpdateWeightsRequest, worker: int) -> None:
+    async def parts(self, request: UpdateWeightsRequest, worker: int) -> tuple[SliceReceiver, dict[str, Tensor]]:
         receiver = reopen_slice_receiver(None, request, self.layouts[worker], worker)
-        boxes, proofs = {box.name: box for box in self.layouts[worker]}, dict[str, str]()
         async with aclosing(receiver.tensors(request.version)) as tensors:
-            async for name, tensor in tensors:
-                place = part_of(self.model.state[name], self.wholes[name], boxes[name])
-                self.copy_part(worker, place, tensor)
-                proofs |= receiver.prove(name, place)
-        self.proofs[worker] = proofs
+            return receiver, {name: tensor.clone() async for name, tensor in tensors}
+
+    def load_parts(self, worker: int, receiver: SliceReceiver, parts: dict[str, Tensor]) -> None:
+        for box in self.layouts[worker]:
+            place = part_of(self.model.state[box.name], self.wholes[box.name], box)
+            self.copy_part(worker, place, parts[box.name])
+            self.proofs[worker] |= receiver.prove(box.name, place)
 
     def copy_part(self, worker: int, place: Tensor, tensor: Tensor) -> None:
         place.copy_(tensor)
