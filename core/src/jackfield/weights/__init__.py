@@ -262,23 +262,19 @@ class WeightSynchronizer:
     async def _linked(self, replicas: Sequence[Replica]) -> tuple[Link, ...]:
         """Return the links by which every rank sends workers their parts; empty: rank 0 sends whole tensors."""
         servers = [(replica.info.workers, replica.info.weight_layouts) for replica in replicas]
-        if self._plan[0] != servers:
-            self._plan = servers, await self._planned(replicas)
-        return self._plan[1]
-
-    async def _planned(self, replicas: Sequence[Replica]) -> tuple[Link, ...]:
-        layouts, ranks = [layout for replica in replicas for layout in replica.info.weight_layouts], []
+        if self._plan[0] == servers:
+            return self._plan[1]
+        layouts, ranks = [layout for _, own in servers for layout in own], list[tuple[Box, ...]]()
         several = len(self.senders) > 1 or len(set(layouts)) > 1  # else one link would have everything
-        if several and self.kind != "delta" and len(layouts) == sum(replica.info.workers for replica in replicas):
+        if several and self.kind != "delta" and len(layouts) == sum(workers for workers, _ in servers):
             self._layouts = self._layouts or [await sender.layout() for sender in self.senders]
             ranks = [layout for layout in self._layouts if layout is not None]
         for replica in replicas:
             check_layouts(replica.info, ranks)
-        if not ranks or len(ranks) < len(self.senders):
-            return ()
-        links = plan_links(ranks, layouts)
-        for rank, sender in enumerate(self.senders):
+        links = plan_links(ranks, layouts) if 0 < len(ranks) == len(self.senders) else ()
+        for rank, sender in enumerate(self.senders if links else ()):
             await sender.open_links(tuple(link for link in links if link.rank == rank))
+        self._plan = servers, links
         return links
 
     async def _transfer(
