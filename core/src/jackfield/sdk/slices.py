@@ -145,9 +145,8 @@ def reopen_slice_receiver(
     :func:`~jackfield.sdk.receiver.open_receiver`. What the worker's ``last`` receiver has kept is used again.
     """
     if not 0 <= worker < (count := len(request.connect)):
-        raise WeightsError(
-            f"worker {worker} is none of the replica's {count}", fix="give ServerInfo.workers the number"
-        )
+        message = f"the update is for {count} workers of this replica, and there is no worker {worker} among them"
+        raise WeightsError(message, fix="say the number of workers in ServerInfo.workers")
     arguments = request.connect[worker]
     links: Sequence[Mapping[str, Any]] = arguments.get("links", ())
     own = {"arguments": arguments, "worker": request.first_worker + worker, "workers": request.total_workers}
