@@ -120,7 +120,7 @@ class _Near:
             self._turn_away(guest)
 
     def _make_room(self) -> None:
-        """Where no more files can be open: turn the oldest guest away, or accept nobody for a moment."""
+        """Where no more files can be open: turn the oldest guest away, or pause accepting."""
         if oldest := next(iter(self._guests), None):
             self._turn_away(oldest)
         else:
