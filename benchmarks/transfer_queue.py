@@ -62,7 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", metavar="MB", help="default: 1 64 512; with --quick 1 64")
     parser.add_argument(
-        "--backends", nargs="+", metavar="NAME", help=f"of {', '.join(KNOWN)}; default: all that are there"
+        "--backends", nargs="+", metavar="NAME", help=f"of {'; '.join(KNOWN)}. Default: all that are there"
     )
     parser.add_argument(
         "--controller-rows",
@@ -87,7 +87,7 @@ def main() -> None:
         return
     known = dict.fromkeys((*KNOWN, *stores.registered()))
     if unknown := [name for name in arguments.backends or () if name not in known]:
-        parser.error(f"no such backend: {', '.join(unknown)}; known are {', '.join(known)}")
+        parser.error(f"no such backend: {', '.join(unknown)}; known are {'; '.join(known)}")
     say = (lambda *_: None) if arguments.json else print
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     found, reasons = measure(arguments, say)

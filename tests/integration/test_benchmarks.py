@@ -99,7 +99,7 @@ def test_the_queues_benchmark_has_a_reason_for_each_figure_that_is_missing() -> 
 @pytest.mark.parametrize(
     ("name", "options", "expected"),
     [
-        ("transfer_queue", ("--backends", "nosuch"), "no such backend: nosuch; known are memory, sql"),
+        ("transfer_queue", ("--backends", "nosuch"), "no such backend: nosuch; known are memory; sql; sql, PostgreSQL"),
         ("weights", ("--receivers", "0"), "--receivers: 0 is not above 0"),
     ],
 )
