@@ -59,8 +59,16 @@ def test_a_cluster_needs_a_backend_that_its_workers_can_join() -> None:
     """The error names backends that they can."""
     check("cluster.name=ray", transfer_queue={"joins": "full"})
     check()
-    with refused("plugin.capability", "memory", "joins", "choose zmq"):
+    with refused("plugin.capability", "memory", " at transfer_queue.name", "joins", "choose zmq"):
         check("cluster.name=ray", "transfer_queue=memory")
+
+
+def test_a_run_whose_roles_are_processes_is_not_for_a_cluster() -> None:
+    """The address may be there because of the role; the fix names both."""
+    with refused("config.invalid-value", "expected: inline", "leave out queue.address and --role"):
+        check("cluster.name=ray", "queue.address=somewhere", transfer_queue={"joins": "full"})
+    with refused("config.invalid-value", "expected: distributed", "fix: set it for all roles"):
+        make_config({"model": {"path": "somewhere"}}).of_role("reward")
 
 
 @pytest.mark.parametrize("override", ["weights.kind=delta", "weights.dtype=float8_e4m3fn"])

@@ -117,6 +117,7 @@ ABSENT = ("step:0", "step:3,10", "step:9-8", "step:1-99999999999999999999")
 def test_steps_that_cannot_be_profiled_are_refused(file: Path, text: str) -> None:
     error = fails(file, "schedule.steps=9", f"profile='{text}'")
     assert ("config.invalid-value", "profile", text) == (error.code, error.where, error.found)
+    assert " at profile\n" in str(error)
     assert ("steps from 1 to 9" in str(error.expected)) == (text in ABSENT)
     assert error.fix is not None
 

@@ -177,6 +177,16 @@ async def test_a_single_rank_sends_whole_tensors_to_workers_that_have_the_same()
     assert_loaded(replica, 1)
 
 
+def broken(own: Box, tensor: Any) -> list[tuple[Box, Any]]:
+    raise ValueError(f"{own.name} is on no rank")
+
+
+@in_loop
+async def test_what_the_engine_raises_names_its_method() -> None:
+    with refused("engine.failed", "actor engine", "get_local_param", "ValueError: up is on no rank"):
+        await synchronize(SlicedReplica((parallel(0), parallel(1))), Rank(0), Rank(1, broken))
+
+
 def dropped(own: Box, tensor: Any) -> list[tuple[Box, Any]]:
     return [] if own.name == "down" else [(own, tensor)]
 

@@ -110,7 +110,8 @@ def resolve_defaults(config: RunConfig) -> RunConfig:
         own = "cluster.name: ray" if cluster.name == "ray" else "cluster.interpreters.rollout"
         message = "the checkpoint engine 'in_process' cannot reach workers in other processes"
         expected = f"auto, {_CHECKPOINT_ENGINES[reached]}, or another engine that crosses processes"
-        raise ConfigError(message, where="checkpoint_engine.name", expected=expected, found=f"in_process with {own}")
+        found, fix = f"in_process with {own}", f"set checkpoint_engine.name: auto, or leave out {own}"
+        raise ConfigError(message, where="checkpoint_engine.name", expected=expected, found=found, fix=fix)
     if (queue := config.transfer_queue).name == "auto":
         joined = cluster.name == "ray" or config.queue.address is not None
         queue = attrs.evolve(queue, name="zmq" if joined else "memory")
