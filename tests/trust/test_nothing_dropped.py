@@ -129,7 +129,7 @@ def test_what_cannot_be_used_is_refused(run: Run, tmp_path: Path, mode: str, wor
     assert "Traceback" not in ended.error
 
 
-def test_an_agent_that_always_raises(run: Run) -> None:
+def test_an_agent_that_always_raises(run: Run, tmp_path: Path) -> None:
     """The error leads with its exception, and equal ones are counted."""
     ended = run("raise", "agent=observant", "agent.mode=raise")
     assert 1 == ended.code
@@ -137,6 +137,9 @@ def test_an_agent_that_always_raises(run: Run) -> None:
     assert first.startswith("[queue.batch-failed] ")
     assert "4 × ValueError: the tool is out of order" in first
     assert 1 == ended.error.count("the tool is out of order"), ended.error
+    failed = lines(tmp_path / "raise" / "samples" / "failed.jsonl")
+    assert failed, "the failures that ended the run are in the table"
+    assert all(row["key"].count("/") == 4 and "the tool is out of order" in row["reason"] for row in failed), failed
 
 
 def test_a_reward_that_always_raises(run: Run, tmp_path: Path) -> None:
