@@ -345,10 +345,7 @@ class AgentWorker:
 
 
 def _checked(output: AgentLoopOutput, task: Task, vocabulary: int | None) -> list[AgentSequence]:
-    """Return the sequences. Refuse non-finite metrics, unsupported inputs, and parts that do not match.
-
-    Values of other types raise all kinds of errors, and others that cannot be used a ``ValueError``.
-    """
+    """Return the sequences, or raise ``agent.output`` or, for values of other types, any exception."""
 
     def refuse(what: str, expected: str, found: str, fix: str | None = None) -> NoReturn:
         message, where = f"an agent loop returned {what}", f"task {task.id}"

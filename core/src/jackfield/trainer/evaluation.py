@@ -122,8 +122,7 @@ class Evaluator:
         wait, found = self.role.clock.wait_for, dict[str, ScoreResult]()
 
         async def score(keys: Sequence[str]) -> None:
-            who = f"the reward worker of held-out samples {some(keys)}"
-            found.update(await wait(worker.score(EVAL, keys), longest, who))
+            found.update(await wait(worker.score(EVAL, keys), longest, f"the reward worker of samples {some(keys)}"))
 
         async for lost, error in in_parts(keys, score, keys, "the scores of held-out samples"):
             found |= dict.fromkeys(lost, ScoreResult(status="failed", error=str(error)))

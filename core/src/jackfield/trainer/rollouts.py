@@ -121,8 +121,7 @@ async def in_parts(
 ) -> AsyncIterator[tuple[list[str], WorkerLost]]:
     """Run work, given by names, on a worker, and again what its death has ``left``: first together, then in halves.
 
-    So what kills the worker is soon alone. Yield it then, or what is left after too many deaths. ``what`` the names are
-    is for messages.
+    So what kills the worker is soon alone. Yield it then, or what is left after too many deaths.
     """
     parts, deaths = [work], 0
     while parts:
