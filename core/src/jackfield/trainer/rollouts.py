@@ -15,6 +15,7 @@ import attrs
 
 from jackfield.data.tasks import SeededOrder, Task
 from jackfield.errors import DeadlineExceeded, JackfieldError, QueueError, RewardError, WorkerLost, some
+from jackfield.plugins.hooks import SamplesFailed
 from jackfield.queue.meta import Batch, BatchMeta, GroupKey, NewGroup, RolloutReport, Written, group_of, index_of
 from jackfield.runtime.rewards import REWARD_INPUTS, RewardJob, RewardReport, RewardWorker
 from jackfield.runtime.samples import TRAIN, is_baseline, is_expert, metric_tags, sampling_seed
@@ -294,7 +295,7 @@ class RewardPipeline:
                 self._unscored.append([failed[key] for key in keys])
             if (unscored := len(self._unscored)) > most:  # the reward itself is at fault
                 what, where = "groups in a row ended without a single score", f"group {name}, task {first['task_id']}"
-                await self.role.queue.fail_samples(failed)
+                self.role.hooks.emit(SamplesFailed(step=self.role.steps_done.value + 1, reasons=failed))
                 expected, errors = f"at most {most} (schedule.max_retries)", itertools.chain(*self._unscored)
                 raise without_scores(f"{unscored} {what}", where, expected, errors)
             if self.role.algorithm.dynamic_sampling and first["retry"] < most:  # else it is used as it is
