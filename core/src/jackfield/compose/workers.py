@@ -23,6 +23,7 @@ from jackfield.abc.rollout import BaseRolloutServer, RolloutContext, SamplingPar
 from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueContext
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
+from jackfield.compose import checks
 from jackfield.compose.checks import check_tokens, interpreters, load_tokenizer, prompt_limit, read_tasks, register_any
 from jackfield.config.sections import PluginSection, RunConfig
 from jackfield.errors import RolloutError
@@ -253,7 +254,8 @@ class WorkerFactory:
             return cast(AgentLoopBase, self._plugin("agent", context))
 
         make = make_agent if generates else None
-        return AgentWorker(values, tokenizer, self.clock, make, max_prompt_tokens=limit)
+        vocabulary = checks.read_model(self.config).get("vocab_size")
+        return AgentWorker(values, tokenizer, self.clock, make, max_prompt_tokens=limit, vocabulary=vocabulary)
 
     async def reward_worker(self, values: Values, stack: AsyncExitStack, number: int = 0) -> RewardWorker:
         """Make a worker and start its reward agent, which logs into the folder ``logs``."""

@@ -67,7 +67,8 @@ class RunEnded(Event):
     """The event that a run ends, with or without an error."""
 
     folder: str
-    steps: int  #: completed steps
+    steps: int  #: completed steps, or what ``counted`` says
+    counted: str = "steps"  #: with the role reward: scored groups
     error: BaseException | None = None
     stopped: bool = False  #: whether a signal or the caller ended it early
 
@@ -126,7 +127,7 @@ class SamplesRecorded(Event):
 
 @attrs.frozen(kw_only=True)
 class SamplesFailed(Event):
-    """The samples that failed since the last such event, with the reason by key."""
+    """The samples, and rollouts without one, that failed since the last such event, with the reason by key."""
 
     step: int
     reasons: Mapping[str, str]

@@ -49,10 +49,6 @@ class GroupKey:
         except ValueError:
             raise QueueError(f"{name!r} names no group", code="queue.unknown-sample", where=name) from None
 
-    def rollout(self, number: int, restart: int = 0) -> str:
-        """Return the prefix of a rollout's sample keys. ``restart`` is the number of workers that died during it."""
-        return f"{self}/{_numbered(number, restart)}"
-
     def sample(self, rollout: int, sequence: int, restart: int = 0) -> str:
         """Return the key of a sample."""
         return sample_key(str(self), rollout, sequence, restart)
@@ -63,7 +59,7 @@ def _numbered(number: int, again: int) -> str:
 
 
 def sample_key(group: str, rollout: int, sequence: int, restart: int = 0) -> str:
-    """Return the key of a sample from the group's key as text."""
+    """Return a sample's key from the group's as text; ``restart`` counts the runs of its rollout that workers lost."""
     return f"{group}/{_numbered(rollout, restart)}/{sequence}"
 
 

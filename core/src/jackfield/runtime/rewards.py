@@ -181,7 +181,9 @@ class RewardWorker:
                     result = _checked(await self._clock.wait_for(scoring, seconds, f"the reward of sample {key}"), key)
                 except DeadlineExceeded as error:
                     result = ScoreResult(status="timeout", error=error.message)
-                except Exception as error:
+                except asyncio.CancelledError:
+                    raise
+                except BaseException as error:  # SystemExit is the reward's, too
                     result = ScoreResult(status="failed", error=described(error))
                 if result.status == "ok":
                     break

@@ -21,7 +21,6 @@ from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.algorithms.shaping import kl_in_reward
 from jackfield.algorithms.tensors import naming_rows
 from jackfield.data.tasks import Task
-from jackfield.errors import AgentError
 from jackfield.queue import Values
 from jackfield.queue.meta import BatchMeta, Lease, Written
 from jackfield.sdk.cells import Cell, dense_column, from_nested, join, split, to_nested
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 _INT64, _BOOL, _FLOAT32 = (f'["jagged","{dtype}",[]]' for dtype in ("int64", "bool", "float32"))
 _JSON = '["json","uint8",[]]'
-_ONES = bytes([0, *[1] * 255])  #: every true value as 1
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 TRAIN = "train"  #: the partition that the trainer consumes
@@ -96,23 +94,19 @@ def sequence_cells(
     ``prompt_ids`` and ``response_ids`` are int64, ``response_mask`` is bool, ``rollout_log_probs`` is float32. ``task``
     is JSON for the reward pipeline: the task's record, and the reward if the agent has computed it. ``texts`` keeps it
     for further samples of the task, by reward. Samples that are only imitated (``supervised``) have neither log-probs
-    nor a task. Other types raise ``agent.output``.
+    nor a task. Other types raise what ``array`` and JSON do.
     """
-    try:
-        cells: dict[str, Cell] = {
-            "prompt_ids": (_INT64, array("q", sequence.prompt_ids).tobytes()),
-            "response_ids": (_INT64, array("q", sequence.response_ids).tobytes()),
-            "response_mask": (_BOOL, bytes(sequence.response_mask).translate(_ONES)),
-        }
-        if not supervised:
-            cells["rollout_log_probs"] = _FLOAT32, array("f", sequence.response_log_probs).tobytes()
-            if (text := texts.get(sequence.reward)) is None:
-                record = {"data_source": task.data_source, "ground_truth": task.ground_truth, "extra_info": task.fields}
-                text = texts[sequence.reward] = _encode({**record, "reward": sequence.reward}).encode()
-            cells["task"] = _JSON, text
-    except (TypeError, ValueError, OverflowError) as error:
-        what, expected = "an agent loop returned values of another type", "integer ids and mask, float log-probs"
-        raise AgentError(what, code="agent.output", where=f"task {task.id}", expected=expected, found=error) from error
+    cells: dict[str, Cell] = {
+        "prompt_ids": (_INT64, array("q", tuple(sequence.prompt_ids)).tobytes()),
+        "response_ids": (_INT64, array("q", tuple(sequence.response_ids)).tobytes()),
+        "response_mask": (_BOOL, bytes(sequence.response_mask)),
+    }
+    if not supervised:
+        cells["rollout_log_probs"] = _FLOAT32, array("f", tuple(sequence.response_log_probs)).tobytes()
+        if (text := texts.get(sequence.reward)) is None:
+            record = {"data_source": task.data_source, "ground_truth": task.ground_truth, "extra_info": task.fields}
+            text = texts[sequence.reward] = _encode({**record, "reward": sequence.reward}).encode()
+        cells["task"] = _JSON, text
     return cells
 
 
