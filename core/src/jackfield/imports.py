@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 
 _LARGE = 200  #: modules
-_THRESHOLDS = 50_000, 20, 50  #: of the three generations; see docs/decisions/0021-collection-in-own-processes.md
 _own = False
 
 
@@ -16,7 +15,7 @@ def own_process() -> None:
     """Mark this process as Jackfield's own: it collects garbage less often, and may exempt objects from collection."""
     global _own
     _own = True
-    gc.set_threshold(*_THRESHOLDS)
+    gc.set_threshold(50_000, 20, 50)  # see docs/decisions/0021-collection-in-own-processes.md
 
 
 @contextlib.contextmanager

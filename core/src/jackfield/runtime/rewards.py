@@ -110,12 +110,8 @@ class RewardWorker:
         """Return ``reward`` and, for dimensions (metrics, and ``score`` for the score itself), those."""
         columns = {"reward": _column([result.token_scores or (result.score,) for result in good])}
         if dimensions := self._config.algorithm.reward_dimensions:  # 0 for a reward that the agent loop has computed
-            columns["reward_dimensions"] = _column(
-                [
-                    [_total(each) if name == "score" else each.metrics.get(name, 0.0) for name in dimensions]
-                    for each in good
-                ]
-            )
+            rows = [{**each.metrics, "score": _total(each)} for each in good]
+            columns["reward_dimensions"] = _column([[row.get(name, 0.0) for name in dimensions] for row in rows])
         return columns
 
     async def close(self) -> None:

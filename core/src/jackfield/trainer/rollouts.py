@@ -166,14 +166,10 @@ class _Rollouts:
             await self._fail(rollouts, error)
 
     async def _run(self, rollouts: Sequence[str]) -> None:
-        chosen, restart = dict[str, dict[int, int]](), next(self.restarts)
+        chosen, restart = dict[GroupKey, tuple[RolloutJob, dict[int, int]]](), next(self.restarts)
         for job, number in map(self.left.__getitem__, rollouts):
-            chosen.setdefault(str(job.group), {})[number] = job.rollouts[number]
-        jobs = [
-            attrs.evolve(job, rollouts=chosen[name], restart=restart)
-            for job in self.jobs
-            if (name := str(job.group)) in chosen
-        ]
+            chosen.setdefault(job.group, (job, {}))[1][number] = job.rollouts[number]
+        jobs = [attrs.evolve(job, rollouts=own, restart=restart) for job, own in chosen.values()]
         generates = any(job.sampling is not None for job in jobs)
         # the worker enforces the deadline of each rollout; this one adds slack for the RPC
         seconds = 1.1 * max(job.seconds for job in jobs) + 10
@@ -247,8 +243,7 @@ class RewardPipeline:
         try:
             await worker.begin(TRAIN, keys)
         except WorkerLost as error:
-            lost = f"{one_line(error)}; the scores of samples {some(keys)} are made again"
-            logging.getLogger("jackfield").warning(lost)
+            logging.getLogger("jackfield").warning("%s; scores of %s are made again", one_line(error), some(keys))
 
     async def _finish(self, worker: RewardWorker, batch: BatchMeta, names: list[str]) -> None:
         """Write the rewards of whole groups."""
