@@ -53,7 +53,7 @@ from jackfield_virtual_clock import VirtualClock
 
 T = TypeVar("T")
 
-SAMPLES, AGENTS, REWARDS, RANKS, TENSORS = 16_384, 64, 8, 64, 300
+AGENTS, REWARDS, RANKS, TENSORS = 64, 8, 64, 300
 STEP_SECONDS = 60.0  #: of which the controller's share is given
 #: Declared times in seconds: the longest answer, its shares of lengths (a normal distribution of logarithms), a score,
 #: a pass for advantages, the update with its reading, and a transfer of weights.
@@ -236,9 +236,9 @@ def worker(world: World, cls: type[T], answer: Callable[[str, Any], Any], number
     return Peer(world, CONTRACTS[cls], answer).stub(f"{cls.__name__} {number}", cls)
 
 
-def role_of(world: World, steps: int) -> Role:
+def role_of(world: World, samples: int, steps: int) -> Role:
     """Return the trainer's role with all of its workers but replicas."""
-    role = parts.role_of(SAMPLES, steps, clock=world.clock)
+    role = parts.role_of(samples, steps, clock=world.clock)
     tasks = [Task(id=f"task-{number}", messages=({"role": "user", "content": "q"},)) for number in range(4096)]
     role.tasks = {"train": tasks}  # type: ignore[dict-item]
     ranks = [worker(world, EngineRank, rank(number), number) for number in range(RANKS)]
@@ -256,9 +256,9 @@ def role_of(world: World, steps: int) -> Role:
     return role
 
 
-async def measure(world: World, replicas: int, steps: int) -> list[tuple[float, float, int]]:
+async def measure(world: World, samples: int, replicas: int, steps: int) -> list[tuple[float, float, int]]:
     """Return each step's virtual seconds, the controller's processor seconds, and its messages."""
-    role, clock, seen = role_of(world, steps), world.clock, list[tuple[float, float, int]]()
+    role, clock, seen = role_of(world, samples, steps), world.clock, list[tuple[float, float, int]]()
     async with AsyncExitStack() as stack:
         await parts.open_queue(role, stack)
         actor = EngineGroup("actor", role.workers.ranks["actor"], role.queue, clock, seconds=parts.SECONDS)
@@ -290,13 +290,13 @@ async def measure(world: World, replicas: int, steps: int) -> list[tuple[float, 
     ]
 
 
-def curve(counts: Sequence[int], steps: int) -> dict[str, float]:
+def curve(samples: int, counts: Sequence[int], steps: int) -> dict[str, float]:
     """Print the controller's share of a step of 60 s over the number of replicas, and return it in percent."""
     found = {}
-    print(f"{SAMPLES:,} samples, {AGENTS} agent workers, {RANKS} ranks; medians of {steps} steps after the first")
+    print(f"{samples:,} samples, {AGENTS} agent workers, {RANKS} ranks; medians of {steps} steps after the first")
     for count in counts:
         world = World(VirtualClock())
-        measured = world.clock.run(measure(world, count, steps + 1))[1:]
+        measured = world.clock.run(measure(world, samples, count, steps + 1))[1:]
         seconds, busy, messages = map(statistics.median, zip(*measured, strict=True))
         share = 100 * busy / STEP_SECONDS
         found[str(count)] = round(share, 3)

@@ -60,7 +60,7 @@ async def controller(rows: int) -> dict[str, Any]:
     await queue.close()
     count = batches * 256
     return {
-        "rows": count,
+        "rows": count,  # whole batches, so perhaps fewer or more than were asked for
         "put_us": put / count * 1e6,
         "consume_us": consume / count * 1e6,
         "bytes_per_row": grown / count,

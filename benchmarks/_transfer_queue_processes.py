@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import mmap
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from _transfer_queue_stores import ROWS, Backend, batch, read
+from _transfer_queue_stores import ROWS, Backend, Store, batch, read
 
 SCRIPT = str(Path(__file__).with_name("transfer_queue.py"))
 BATCH_MB = 64  #: of the batch that another process reads
 PAIRS, PAIR_MB, AHEAD = 4, 8, 2  #: producers and consumers, a batch of one, and batches that are not consumed yet
+WAYS = ("store", "raw")  #: raw: the same processes and turns, with a copy and a read of shared memory and no store
 BATCHES = 128  #: of all producers together, in one round
 TEXT = (
     "zmq, between processes: {put_mb_per_s:,.0f} MB/s, memcpy {memcpy_mb_per_s:,.0f}, fraction {memcpy_fraction:.2f}\n"
     "zmq, one producer and one consumer: {one_pair_mb_per_s:,.0f} MB/s, four of each at once {mb_per_s:,.0f}, fraction "
-    "{fraction:.2f}"
+    "{fraction:.2f}\n"
+    "without a store: {raw_one_pair_mb_per_s:,.0f} MB/s, four of each at once {raw_mb_per_s:,.0f}, fraction "
+    "{raw_fraction:.2f}"
 )
 
 
@@ -44,8 +49,8 @@ async def act(name: str, *words: str) -> None:
     if name == "reader":
         await reader(*words)
     else:
-        number, source, target, join = words
-        await side(name, number, int(source), int(target), join)
+        number, source, target, memory, join = words
+        await side(name, number, int(source), int(target), int(memory), join)
 
 
 @contextlib.contextmanager
@@ -132,55 +137,95 @@ async def reader(join: str) -> None:
 
 
 async def at_once(folder: str, repeats: int) -> dict[str, float]:
-    """MB/s that all consumers together have read, of one producer and one consumer, and of four of each, in turns."""
-    join, rates = f"{folder}/units.json", {1: list[float](), PAIRS: list[float]()}
+    """MB/s that all consumers together have read, of one producer and one consumer, and of four of each, in turns.
+
+    Three batches and the producer's own fit into a large cache, and those of four pairs do not. What the machine loses
+    by that is measured without a store, by the same processes.
+    """
+    join, rates = f"{folder}/units.json", {(way, pairs): list[float]() for way in WAYS for pairs in (1, PAIRS)}
     with contextlib.ExitStack() as stack:
         processes = []
         for number in range(PAIRS):
-            (there, put), (back, taken) = os.pipe(), os.pipe()
-            for role, source, target in (("producer", back, put), ("consumer", there, taken)):
-                started = part(role, number, source, target, join, descriptors=(source, target))
-                processes.append(stack.enter_context(started))
-            for descriptor in (there, put, back, taken):
+            (there, put), (back, taken), memory = os.pipe(), os.pipe(), os.memfd_create("raw")
+            os.ftruncate(memory, (AHEAD + 1) * batch(PAIR_MB).nbytes)
+            for role, *ends in (("producer", back, put, memory), ("consumer", there, taken, memory)):
+                processes.append(stack.enter_context(part(role, number, *ends, join, descriptors=tuple(ends))))
+            for descriptor in (there, put, back, taken, memory):
                 os.close(descriptor)
         for process in processes:
             await hear(process)
         for repeat in range(1 + repeats):
-            for pairs in rates:
+            for way, pairs in rates:
                 began = time.perf_counter()
                 for process in processes[: 2 * pairs]:
-                    tell(process, BATCHES // pairs)
+                    tell(process, f"{way} {BATCHES // pairs}")
                 for process in processes[: 2 * pairs]:
                     await hear(process)
                 if repeat:
-                    rates[pairs].append(BATCHES * PAIR_MB / (time.perf_counter() - began))
-    alone, together = (statistics.median(each) for each in rates.values())
-    return {"one_pair_mb_per_s": alone, "mb_per_s": together, "fraction": together / alone}
+                    rates[way, pairs].append(BATCHES * PAIR_MB / (time.perf_counter() - began))
+    alone, together, raw_alone, raw_together = (statistics.median(each) for each in rates.values())
+    return {
+        **{"one_pair_mb_per_s": alone, "mb_per_s": together, "fraction": together / alone},
+        **{"raw_one_pair_mb_per_s": raw_alone, "raw_mb_per_s": raw_together, "raw_fraction": raw_together / raw_alone},
+    }
 
 
-async def side(role: str, number: str, source: int, target: int, join: str) -> None:
+class Copies:
+    """Shared memory of one pair, in which batches have their places in turns."""
+
+    def __init__(self, descriptor: int) -> None:
+        import torch
+
+        memory = mmap.mmap(descriptor, 0)
+        self._places = itertools.cycle(torch.frombuffer(memory, dtype=torch.float32).reshape(AHEAD + 1, ROWS, -1))
+
+    def request(self, keys: Sequence[str], columns: Mapping[str, Any]) -> Any:
+        return columns["x"]
+
+    async def put(self, values: Any) -> None:
+        next(self._places).copy_(values)
+
+    async def get(self, keys: Sequence[str], names: Sequence[str]) -> Any:
+        return next(self._places)
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        pass
+
+
+async def side(role: str, number: str, source: int, target: int, memory: int, join: str) -> None:
     """A producer, or the consumer of what it puts; each tells the other of every batch by a byte."""
     store = await joined(join)
-    queue, values, loop = Backend(store), batch(PAIR_MB), asyncio.get_running_loop()
-    expected, steps = read(values), asyncio.StreamReader()
+    steps, loop = asyncio.StreamReader(), asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(steps), os.fdopen(source, "rb"))
+    queues: dict[str, Store] = {"store": Backend(store), "raw": Copies(memory)}
+    values = batch(PAIR_MB)
+    act = produce if role == "producer" else consume
     print("ready", flush=True)
-    async for count in lines():
-        for step in range(int(count)):
-            keys = [f"{number}-{step}-{row}" for row in range(ROWS)]
-            if role == "producer":
-                if step >= AHEAD:
-                    await steps.readexactly(1)
-                await queue.put(queue.request(keys, {"x": values}))
-                os.write(target, b"x")
-                continue
-            await steps.readexactly(1)
-            found = await queue.get(keys, ("x",))
-            assert expected == read(found), "other bytes came to a consumer"
-            del found
-            await queue.delete(keys)
-            os.write(target, b"x")
-        if role == "producer":
-            await steps.readexactly(min(AHEAD, int(count)))
+    async for line in lines():
+        way, count = line.split()
+        keys = [[f"{number}-{step}-{row}" for row in range(ROWS)] for step in range(int(count))]
+        await act(queues[way], keys, values, steps, target)
         print("done", flush=True)
     await store.close()
+
+
+async def produce(queue: Store, batches: list[list[str]], values: Any, steps: Any, target: int) -> None:
+    """Put each batch, two ahead of the consumer."""
+    for step, keys in enumerate(batches):
+        if step >= AHEAD:
+            await steps.readexactly(1)
+        await queue.put(queue.request(keys, {"x": values}))
+        os.write(target, b"x")
+    await steps.readexactly(min(AHEAD, len(batches)))
+
+
+async def consume(queue: Store, batches: list[list[str]], values: Any, steps: Any, target: int) -> None:
+    """Get, read and delete each batch."""
+    expected = read(values)
+    for keys in batches:
+        await steps.readexactly(1)
+        found = await queue.get(keys, ("x",))
+        assert expected == read(found), "other bytes came to a consumer"
+        del found
+        await queue.delete(keys)
+        os.write(target, b"x")

@@ -251,6 +251,13 @@ async def peer(sizes: list[int], repeats: int) -> dict[str, Any]:
         ray.shutdown()
 
 
+def registered() -> list[str]:
+    """Names of the backends that are installed."""
+    from jackfield.plugins import discover
+
+    return [record.name for record in discover().records("transfer_queue")]
+
+
 @contextlib.contextmanager
 def backends(reasons: dict[str, str]) -> Iterator[dict[str, tuple[Any, Any]]]:
     """Name to class and settings of what is installed, with the servers that they need."""

@@ -31,6 +31,7 @@ class Settings:
     steps: int
     threads: int
     sync_offset: int = 0  #: of Jackfield
+    extra_threads: int = 0  #: of Jackfield's engine
     prompts: int = 32
     completions: int = 8
     tokens: int = 32
@@ -101,6 +102,7 @@ def jackfield_config(settings: Settings) -> dict[str, Any]:
         },
         "optimizer": {"lr": settings.learning_rate, "weight_decay": 0.0, "clip_grad": 1.0},
         "schedule": {"steps": settings.steps, "sync_offset": settings.sync_offset},
+        "engine": {"name": "fsdp", "extra_threads": settings.extra_threads},
         "cluster": {"threads": settings.threads, "micro_batch_tokens": 4096},
         "checkpoint": {"every": 0, "at_end": False, "resume": False},
         "reward": {"name": "function", "path": f"{TASK}:compute_score"},

@@ -11,6 +11,7 @@ from typing import Any
 import _weights_raw
 
 BLOCK = 4096  #: bytes of a block of a delta
+LARGE = 1 << 20  #: bytes from which tensors are moved one by one
 SECONDS = 300.0  #: for everything
 
 
@@ -62,8 +63,17 @@ class End:
 
     def do_raw_make(self, engine: str, *details: Any) -> Any:
         """An end of the engine's own transport: what the others have to know of it."""
-        self.raw = _weights_raw.KINDS[engine](self.bytes, SECONDS, *details)
+        self.raw = _weights_raw.KINDS[engine](self.places(), SECONDS, *details)
         return self.raw.place
+
+    def places(self) -> list[Any]:
+        """The memory of the model's tensors, uint8; of small ones, as much memory in one piece."""
+        import torch
+
+        tensors = [tensor.view(torch.uint8) for _, tensor in self.tensors] or [
+            own.view(torch.uint8) for own in self.own
+        ]
+        return tensors if len(tensors[0]) >= LARGE else [torch.cat(tensors)]
 
     def do_raw_meet(self, place: Any) -> None:
         """The end of a receiver knows the sender's."""

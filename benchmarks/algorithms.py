@@ -1,14 +1,15 @@
 """Advantage estimators and losses: seconds, peak memory, and how many times faster than a plain loop.
 
-    python benchmarks/algorithms.py [--rows 10000] [--length 1000] [--group 8] [--repeat 5] [--quick] [--json]
+    python benchmarks/algorithms.py [--rows 10000] [--length 1000] [--group 8] [--repeat 5] [--quick]
+        [--json] [--only NAME]
 
 Each is measured on one batch of rows x length tokens in float32, with the threads that torch takes. The plain loop goes
 row by row (GAE: token by token) on a small share of the rows and is scaled up. Memory is what the process grows by at
 most while the call runs, in copies of the ``[rows, length]`` input; a loss is measured with its gradient. Seconds are
 the best of the calls: what else the machine does only ever adds to them. Where ``verl`` can be imported, its own
 vectorised GRPO and RLOO, and its GAE, are measured on the same tensors; where not, the output says why, and the exit
-status is 2. ``--quick`` takes 200 rows x 50 tokens in one process: it shows that the benchmark works, and its figures
-mean nothing. With ``--json`` the last line is one JSON object.
+status is 2. ``--quick`` takes 200 rows x 50 tokens, unless others are given, in one process: it shows that the
+benchmark works, and its figures mean nothing. With ``--json`` the last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -33,16 +34,17 @@ LOSSES = ("ppo", "gspo", "cispo", "opmd", "opmd_pairwise", "m2po", "kl_cov")
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=10_000)
-    parser.add_argument("--length", type=int, default=1_000, help="tokens of a response")
+    parser.add_argument("--rows", type=int, help="default: 10000; with --quick 200")
+    parser.add_argument("--length", type=int, help="tokens of a response; default: 1000; with --quick 50")
     parser.add_argument("--group", type=int, default=8, help="rows of one task")
-    parser.add_argument("--repeat", type=int, default=5, help="the best of so many calls")
+    parser.add_argument("--repeat", type=int, help="the best of so many calls; default: 5; with --quick 1")
     parser.add_argument("--quick", action="store_true", help="a small batch")
     parser.add_argument("--json", action="store_true", help="one JSON object in the place of the table")
-    parser.add_argument("--only", help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=[*ESTIMATORS, *LOSSES], help="measure this one, and print its JSON object")
     arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.rows, arguments.length, arguments.repeat = 200, 50, 1
+    for name, usual, quick in (("rows", 10_000, 200), ("length", 1_000, 50), ("repeat", 5, 1)):
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, quick if arguments.quick else usual)
     if arguments.only:
         print(json.dumps(measure(arguments.only, arguments)))
         return

@@ -6,10 +6,11 @@
 Everything else is real: batches, groups, leases, placement, the queue with its values, workers and their messages.
 With ``ray``, agent worker, reward worker and engine rank are actors of a cluster on this machine; with ``distributed``,
 the queue's controller, the explorer and the rewards are processes beside the trainer, without Ray. In both, values are
-in a storage unit of zmq. A sample has 15 prompt and 32 response tokens. ``--quick`` takes two steps.
+in a storage unit of zmq. A sample has 15 prompt and 32 response tokens. ``--quick`` takes two steps,
+unless ``--steps`` is given.
 
 ``--virtual`` measures the controller alone on virtual time, in steps of about 60 s with 64 engine ranks, 64 agent
-workers and 16,384 samples: the processor time of the trainer's process, without that of the workers.
+workers and ``--samples`` (by default 16,384): the processor time of the trainer's process, without that of the workers.
 """
 
 from __future__ import annotations
@@ -89,21 +90,27 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cluster", nargs="*", default=["inline", "ray"], choices=list(CLUSTERS))
-    parser.add_argument("--samples", nargs="+", type=int, default=[256, 1024])
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--quick", action="store_true", help="two steps")
+    parser.add_argument("--samples", nargs="+", type=int, help="default: 256 1024; with --virtual 16384")
+    parser.add_argument("--steps", type=int, help="default: 20; with --quick 2")
+    parser.add_argument("--quick", action="store_true", help="two steps, unless --steps is given")
     parser.add_argument("--virtual", action="store_true", help="only the controller's time, over replicas")
     parser.add_argument("--replicas", nargs="+", type=int, default=[1, 4, 16, 64, 256, 1024])
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     arguments = parser.parse_args()
-    steps = 2 if arguments.quick else arguments.steps
+    steps = (2 if arguments.quick else 20) if arguments.steps is None else arguments.steps
+    samples = arguments.samples
     parts.import_torch()
     found: dict[str, Any] = {"overhead_ms_per_step": {}, "steps": steps}
     try:
         if arguments.virtual:
-            found["controller_share_of_step"] = virtual.curve(arguments.replicas, min(steps, 5))
+            curves = {
+                each: virtual.curve(each, arguments.replicas, arguments.steps or min(steps, 5))
+                for each in samples or [16_384]
+            }
+            found["controller_share_of_step"] = next(iter(curves.values()))
+            found["controller_share_by_samples"] = curves
         for cluster in () if arguments.virtual else arguments.cluster:
-            found["overhead_ms_per_step"][cluster] = asyncio.run(run(cluster, arguments.samples, steps))
+            found["overhead_ms_per_step"][cluster] = asyncio.run(run(cluster, samples or [256, 1024], steps))
     except JackfieldError as error:
         sys.exit(str(error))
     if arguments.json:

@@ -14,7 +14,8 @@ mixed    as many tokens altogether, but a few requests get most of them (8 times
 
 `vs_generate_ratio`: by the number of concurrent requests, the server's rate over `generate`'s, equal lengths.
 `vs_generate_mixed_ratio`: the same for mixed ones. `update`: the pause that a weight update makes while all requests
-run, in milliseconds, and what else it took, as its receipt says.
+run, in milliseconds, and what else it took, as its receipt says. The update comes as soon as all requests run, so it
+waits for a pass over prompts; another (`paused_decoding_ms`) comes when each request has a token.
 """
 
 from __future__ import annotations
@@ -100,10 +101,13 @@ async def case(model: Path, concurrency: int, tokens: int, rounds: int, result: 
             ratio = result[key][str(concurrency)] = round(rates["server"] / rates["generate"], 3)
             line = f"{rates['generate']:10,.0f}{rates['server']:10,.0f}{ratio:8.2f}"
             print(f"{concurrency:8}  {lengths:8}{line}", flush=True)
-        update = await run_update(server, model, make_requests(concurrency, tokens, "equal"))
-        print(
-            f"{concurrency:8}  update  {update['paused_ms']:.1f} ms paused of {update['total_ms']:.1f} ms", flush=True
-        )
+        requests = make_requests(concurrency, tokens, "equal")
+        synchronizer = make_synchronizer(server, model)
+        update = await run_update(server, synchronizer, requests, 1)
+        decoding = await run_update(server, synchronizer, requests, 2, decoding=True)
+        update["paused_decoding_ms"] = decoding["paused_ms"]
+        pauses = f"{update['paused_ms']:.1f} ms paused at the prompts, {decoding['paused_ms']:.1f} ms while decoding"
+        print(f"{concurrency:8}  update  {pauses}; {update['total_ms']:.1f} ms in all", flush=True)
         return update
     finally:
         await server.stop()
@@ -194,8 +198,8 @@ def asked(number: int, request: Request) -> Any:
     return GenerateRequest(request_id=str(number), prompt_ids=request.prompt, sampling=sampling)
 
 
-async def run_update(server: Any, folder: Path, requests: list[Request]) -> dict[str, float]:
-    """Send all weights through the in-process checkpoint engine while all requests run: milliseconds."""
+def make_synchronizer(server: Any, folder: Path) -> Any:
+    """What sends all weights of a folder through the in-process checkpoint engine."""
     from safetensors.torch import load_file
 
     from jackfield.abc.checkpoint_engine import CheckpointEngineContext
@@ -209,11 +213,19 @@ async def run_update(server: Any, folder: Path, requests: list[Request]) -> dict
     tensors = load_file(folder / "model.safetensors")
     sender = WeightSender(engine, lambda: ((item for item in tensors.items()), None))
     info = ServerInfo(replica=server.context.replica)
-    synchronizer = WeightSynchronizer([sender], [Replica(server, info)], "in_process", Clock())
+    return WeightSynchronizer([sender], [Replica(server, info)], "in_process", Clock())
+
+
+async def run_update(
+    server: Any, synchronizer: Any, requests: list[Request], version: int, *, decoding: bool = False
+) -> dict[str, float]:
+    """Update the weights while all requests run, or all decode: milliseconds."""
     running = asyncio.gather(*(server.generate(asked(number, each)) for number, each in enumerate(requests)))
     while (await server.health()).running < len(requests):
         await asyncio.sleep(0)
-    report = await synchronizer.sync(1)
+    while decoding and not all(each.token_ids for each in server._sequences.values()):
+        await asyncio.sleep(0)
+    report = await synchronizer.sync(version)
     results = await running
     assert any(len(set(result.weight_versions)) == 2 for result in results), "the update came when all had ended"
     return {

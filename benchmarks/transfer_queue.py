@@ -7,7 +7,8 @@ new keys each time; the median counts, after a first time that touches the memor
 every byte and the sum is right. Then 1,024 short samples of 5 jagged columns are put, got and deleted with one call
 each. The backend zmq is measured between processes, too: from the beginning of a put until a second process, which is
 then told, has got the batch (both messages, through pipes, included); a memcpy takes turns. At last four producers and
-four consumers move batches of 8 MB at once, each in a process; one of each takes turns.
+four consumers move batches of 8 MB at once, each in a process; one of each takes turns, and so do the same processes
+without a store, which copy into shared memory and read there: what the machine loses by four pairs.
 
 Beside them: a memcpy of the same bytes into memory that was touched before, Ray's object store alone (an object for a
 batch), and the PyPI package TransferQueue 0.1.11, where it is installed (make benchmark-transfer-queue). PostgreSQL and
@@ -19,8 +20,8 @@ both over the number of rows.
 
 The last line is a JSON object (``--json``: nothing else). Ratios are those of the backend zmq to TransferQueue at 64
 MB. What could not be measured is null, and ``reasons`` says why. Exit status 2 where TransferQueue could not be
-measured. ``--quick`` takes memory, zmq and TransferQueue, 1 and 64 MB and two repetitions: under 50 s on a quiet
-machine. All with one thread.
+measured. ``--quick`` takes memory, zmq and TransferQueue, 1 and 64 MB (unless others are given) and two
+repetitions: under 50 s on a quiet machine. All with one thread.
 """
 
 from __future__ import annotations
@@ -53,14 +54,23 @@ RAY = "Ray's object store"
 PEER_SECONDS, QUICK_PEER_SECONDS = 240.0, 40.0
 PEER_PYTHON = str(FOLDER.parent / ".venv-transfer-queue" / "bin" / "python")  #: made by make benchmark-transfer-queue
 HEADLINE_MB = processes.BATCH_MB
+KNOWN = ("memory", "sql", "sql, PostgreSQL", "redis", "zmq", "nixl", "ray", PEER)
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", metavar="MB", help="default: 1 64 512")
-    parser.add_argument("--backends", nargs="+", help="default: all that are there")
-    parser.add_argument("--controller-rows", type=int, nargs="*", metavar="N", help="default: 1000 10000 100000")
+    parser.add_argument("--sizes", type=int, nargs="+", metavar="MB", help="default: 1 64 512; with --quick 1 64")
+    parser.add_argument(
+        "--backends", nargs="+", metavar="NAME", help=f"of {'; '.join(KNOWN)}. Default: all that are there"
+    )
+    parser.add_argument(
+        "--controller-rows",
+        type=int,
+        nargs="*",
+        metavar="N",
+        help="in whole batches of 256, at least one; default: 1000 10000 100000; with --quick 1000 8000",
+    )
     parser.add_argument("--plot", metavar="FILE", help="a PNG of the controller's cost per row")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller")
     parser.add_argument("--json", action="store_true", help="only the last line")
@@ -75,14 +85,18 @@ def main() -> None:
         if (found := only(arguments.only, arguments)) is not None:
             print(json.dumps(found))
         return
+    known = dict.fromkeys((*KNOWN, *stores.registered()))
+    if unknown := [name for name in arguments.backends or () if name not in known]:
+        parser.error(f"no such backend: {', '.join(unknown)}; known are {'; '.join(known)}")
     say = (lambda *_: None) if arguments.json else print
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     found, reasons = measure(arguments, say)
     if arguments.plot:
         controller.plot(found["controller"], arguments.plot)
-    summary = headline(found, reasons) | {"machine": platform.platform(), "cores": os.cpu_count(), **found}
+    missed = PEER in reasons
+    summary = headline(found, reasons, arguments) | {"machine": platform.platform(), "cores": os.cpu_count(), **found}
     print(json.dumps(summary))
-    if PEER in reasons:
+    if missed:
         sys.exit(2)
 
 
@@ -130,18 +144,24 @@ def measure(arguments: argparse.Namespace, say: Any) -> tuple[dict[str, Any], di
             continue
         found["controller"].append(one)
         costs = f"put {one['put_us']:.0f}, lease, ack and commit {one['consume_us']:.0f} µs per row"
-        say(f"controller, {rows:>9,} rows: {costs}; {one['bytes_per_row']:,.0f} bytes per row")
+        say(f"controller, {one['rows']:>9,} rows: {costs}; {one['bytes_per_row']:,.0f} bytes per row")
     for name, reason in reasons.items():
         say(f"not measured: {name}: {reason}")
     return found, reasons
 
 
-def headline(found: dict[str, Any], reasons: dict[str, str]) -> dict[str, Any]:
+def headline(found: dict[str, Any], reasons: dict[str, str], arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures that are followed over time."""
     ours, peer = found["backends"].get("zmq"), found["backends"].get(PEER)
-    if ours is None:
-        reasons["zmq"] = "the backend zmq is not installed"
     size = str(HEADLINE_MB)
+    for name in ("zmq", PEER):
+        if name not in found["backends"]:
+            chosen = not arguments.backends or name in arguments.backends
+            reasons.setdefault(name, "it is not installed" if chosen else "it was not chosen (--backends)")
+    if HEADLINE_MB not in arguments.sizes:
+        reasons[f"{size} MB"] = "it was not chosen (--sizes): no ratio to TransferQueue, and none of processes"
+    if not arguments.controller_rows:
+        reasons["controller"] = "no rows were chosen (--controller-rows)"
     both = ours is not None and peer is not None and size in ours["put"] and size in peer["put"]
     largest = max(found["controller"], key=lambda one: one["rows"], default=None)
     return {
@@ -153,6 +173,7 @@ def headline(found: dict[str, Any], reasons: dict[str, str]) -> dict[str, Any]:
         "many_put_us_per_sample": None if ours is None else ours["many_put_us_per_sample"],
         "many_get_us_per_sample": None if ours is None else ours["many_get_us_per_sample"],
         "at_once_fraction": found.get("clients_at_once", {}).get("fraction"),
+        "at_once_raw_fraction": found.get("clients_at_once", {}).get("raw_fraction"),
         "bytes_per_row": None if largest is None else largest["bytes_per_row"],
         "reasons": reasons,
     }

@@ -1,6 +1,7 @@
 """GRPO with TRL and with Jackfield, side by side: samples per second and learning curves.
 
-    python benchmarks/vs_trl.py [--seeds 1 2 3 4 5] [--steps 24] [--threads 1] [--folder F] [--quick] [--json]
+    python benchmarks/vs_trl.py [--seeds 1 2 3 4 5] [--steps 24] [--threads 1] [--extra-threads 0]
+                                [--folder F] [--quick] [--json]
 
 Both train the same Qwen3 of 1.77 million parameters from the same saved weights on the same prompts, in float32 on the
 CPU: 32 prompts x 8 completions x 32 tokens a step (the end token is a token like any other), the same reward function,
@@ -9,6 +10,7 @@ the end of the second step to the end of the last, so loading is not in it.
 
 Then the same with twice the threads: TRL uses them for everything, Jackfield trains with one half while the other half
 generates the next step's samples (``schedule.sync_offset: 1``). Its samples are one step older, and so is its curve.
+With ``--extra-threads 1`` training also uses the other half once it has generated (``engine.extra_threads``).
 
 Exit code 1: the learning curves differ by more than the seeds do (an exact permutation test, from five seeds on), or a
 side failed. 2: TRL is not installed. ``--quick`` runs one seed with few steps: its figures mean little.
@@ -41,6 +43,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--threads", type=int, default=1, help="of torch, in both")
+    parser.add_argument("--extra-threads", type=int, default=0, help="of one step off-policy's engine")
     parser.add_argument("--folder", type=Path, default=Path("runs/benchmark_vs_trl"))
     parser.add_argument("--quick", action="store_true", help="one seed, few steps")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
@@ -49,7 +52,7 @@ def main() -> None:
     seeds, steps = (arguments.seeds[:1], 3) if arguments.quick else (arguments.seeds, arguments.steps)
     if steps <= SKIPPED:
         parser.error(f"--steps must be more than {SKIPPED}")
-    runs = measure(arguments.folder.resolve(), seeds, steps, arguments.threads)
+    runs = measure(arguments.folder.resolve(), seeds, steps, arguments.threads, arguments.extra_threads)
     result = summarise(runs, arguments.threads)
     show(runs, result)
     if not arguments.quick:
@@ -71,7 +74,7 @@ def require_peer() -> None:
         sys.exit(2)
 
 
-def measure(folder: Path, seeds: list[int], steps: int, threads: int) -> dict[str, list[dict[str, Any]]]:
+def measure(folder: Path, seeds: list[int], steps: int, threads: int, extra: int) -> dict[str, list[dict[str, Any]]]:
     """Run both sides with every seed, each time in the other order; the results by side."""
     from _vs_trl_task import make_task
 
@@ -81,7 +84,7 @@ def measure(folder: Path, seeds: list[int], steps: int, threads: int) -> dict[st
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in (*SIDES, *TWICE)}
     for position, seed in enumerate(seeds):
         for side in (*SIDES, *TWICE) if position % 2 == 0 else (*TWICE[::-1], *SIDES[::-1]):
-            run = run_side(side, folder, seed, steps, threads)
+            run = run_side(side, folder, seed, steps, threads, extra)
             if not runs[side]:
                 print(f"{side}: {json.dumps(run['config'])}", flush=True)
             runs[side].append(run)
@@ -92,11 +95,12 @@ def measure(folder: Path, seeds: list[int], steps: int, threads: int) -> dict[st
     return runs
 
 
-def run_side(side: str, folder: Path, seed: int, steps: int, threads: int) -> dict[str, Any]:
+def run_side(side: str, folder: Path, seed: int, steps: int, threads: int, extra: int) -> dict[str, Any]:
     """One training run in a process of its own."""
     place = folder / f"{side}{seed}"
     place.mkdir(parents=True, exist_ok=True)
     threads = threads * 2 if side == "trl_twice" else threads
+    one_step = side == "jackfield_one_step"
     settings = {
         "side": side.partition("_")[0],
         "task": str(folder / "task"),
@@ -104,7 +108,8 @@ def run_side(side: str, folder: Path, seed: int, steps: int, threads: int) -> di
         "seed": seed,
         "steps": steps,
         "threads": threads,
-        "sync_offset": int(side == "jackfield_one_step"),
+        "sync_offset": int(one_step),
+        "extra_threads": extra if one_step else 0,
     }
     (place / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
     command = [sys.executable, str(HERE / "_vs_trl_sides.py"), str(place / "settings.json"), str(place / "result.json")]

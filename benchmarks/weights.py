@@ -15,21 +15,22 @@ load      of `shared`: from the end of publishing until all receivers have copie
 digests   xxh3 of each tensor at both ends, as a run has them; without: the bare engine
 
 `shared_memcpy_fraction`: publish of `shared` over a warm memcpy of the same bytes by as many threads.
-`nccl_raw_fraction`: total of `nccl` over the best of gloo's own broadcast, in pieces of 4 and 32 MB, two under way, and
-as a whole, in buffers that were touched before. `zmq_raw_fraction`: total of `zmq` over the best of ZeroMQ itself, from
+Raw transports move the same memory: from the sender's tensors to those of each receiver; of small tensors, from one
+buffer to another. `nccl_raw_fraction`: total of `nccl` over the best of gloo's own broadcast, in pieces of 4 and 32 MB
+and tensor by tensor, two under way. `zmq_raw_fraction`: total of `zmq` over the best of ZeroMQ itself, from
 a ROUTER to a DEALER for each receiver, within the host as the engine, without copies at the sender: in messages of
-4 MB, each copied to its place in a buffer that was touched before, and of 12.5 and 32 MB, each held until the next one
-is there, as a tensor is. `zmq_dropped_fraction`: over messages of 4 and 32 MB that the receiver drops at once, so that
-the same memory takes them all, and no tensor ever is there. `nixl_raw_fraction`: total of `nixl` over the best of NIXL
-itself, over UCX: each receiver reads the sender's registered memory into its own, in pieces of 4 and 32 MB, one at a
-time, and as a whole. All are of large tensors without digests at the largest size, and the smallest over the numbers
-of receivers. The best is the way with the highest median. `nccl_small_raw_fraction`, …: the same of tensors of 16 KB.
+4 MB, each copied to its place in a tensor, and of 12.5 and 32 MB, each held until the next one is there, as a tensor
+is. `zmq_dropped_fraction`: over messages of 4 and 32 MB that the receiver drops at once, so that the same memory takes
+them all, and no tensor ever is there. `nixl_raw_fraction`: total of `nixl` over the best of NIXL itself, over UCX: each
+receiver reads the sender's registered memory into its own, in pieces of 4 and 32 MB and tensor by tensor, one at a
+time. All are of large tensors without digests at the largest size, and the smallest over the numbers of receivers. The
+best is the way with the highest median. `nccl_small_raw_fraction`, …: the same of tensors of 16 KB.
 `raw_fractions`: each of them by engine, size and tensors, for each number of receivers.
 deltas: by the first of `zmq`, `shared`, `nccl`, `nixl` that is there, to one receiver, large tensors, with digests. Of
 so many of the 4096-byte blocks one number each is changed: the bytes that are sent for it, of those of all weights,
 and the seconds until the receiver has loaded and proved every tensor, beside those of a full update.
 
-``--quick`` takes 0.1 GB and fewer cases; what is in no fraction, in fewer rounds.
+``--quick`` takes 0.1 GB, unless others are given, and fewer cases; what is in no fraction, in fewer rounds.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -68,14 +69,14 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", default=list(MODULES), choices=list(MODULES))
-    parser.add_argument("--gigabytes", nargs="+", type=float, default=[0.1, 1.0])
-    parser.add_argument("--receivers", nargs="+", type=int, default=[1, 2, 4])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--gigabytes", nargs="+", type=positive(float), help="default: 0.1 1; with --quick 0.1")
+    parser.add_argument("--receivers", nargs="+", type=positive(int), default=[1, 2, 4])
+    parser.add_argument("--rounds", type=positive(int), default=5)
     parser.add_argument("--quick", action="store_true", help="0.1 GB, fewer cases: about a minute")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.gigabytes, arguments.rounds = [0.1], 5
+    if arguments.gigabytes is None:
+        arguments.gigabytes = [0.1] if arguments.quick else [0.1, 1.0]
     there = [name for name in arguments.engines if importlib.util.find_spec(MODULES[name]) is not None]
     load = os.getloadavg()
     with ends(1 + max(arguments.receivers)) as connections, tempfile.TemporaryDirectory() as folder:
@@ -114,6 +115,18 @@ def main() -> None:
             print(f"{name}: {summary[name]}")
     if arguments.json:
         print(json.dumps(summary))
+
+
+def positive(kind: type[float]) -> Callable[[str], float]:
+    """A type of arguments: numbers above 0."""
+
+    def parse(text: str) -> float:
+        if (number := kind(text)) > 0:
+            return number
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+
+    parse.__name__ = f"positive {kind.__name__}"  # as errors call it
+    return parse
 
 
 def smallest(results: list[dict[str, Any]], engine: str, reference: str, tensors: str = "large") -> float | None:
@@ -192,7 +205,9 @@ class Bench:
         for way in list(raw)[:1]:
             ask(members, "raw", way)
         of_a_fraction = self.tensors == "large" and not digests
-        for _ in range(self.arguments.rounds if of_a_fraction or not self.arguments.quick else 2):
+        for _ in range(
+            self.arguments.rounds if of_a_fraction or not self.arguments.quick else min(self.arguments.rounds, 2)
+        ):
             found["memcpy"].append(ask([self.sender], "memcpy")[0])
             publish, total, load = self.transfer(engine, receivers, digests)
             found["publish"].append(total if engine in WITHOUT_LOADING else publish)

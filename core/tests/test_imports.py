@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 from types import ModuleType
 
 import pytest
 
 from jackfield import imports
-from jackfield.imports import collection_paused
+from jackfield.imports import collection_paused, own_process
 
 
 def test_collection_goes_on_after_what_fails() -> None:
@@ -47,3 +48,17 @@ def test_what_a_large_import_brings_is_never_looked_at_again(
         for number in range(modules):
             monkeypatch.setitem(sys.modules, f"large_{number}", ModuleType("large"))
     assert expected == (gc.get_freeze_count() > before)
+
+
+def test_only_own_processes_collect_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands and workers say that a process is theirs. A program that calls a run keeps its own thresholds."""
+    monkeypatch.setattr(imports, "_own", False)
+    text = "import gc; before = gc.get_threshold(); import jackfield.compose; print(before == gc.get_threshold())"
+    asked = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True, timeout=50)
+    assert "True" == asked.stdout.strip()
+    before = gc.get_threshold()
+    try:
+        own_process()
+        assert all(now > then for now, then in zip(gc.get_threshold(), before, strict=True))
+    finally:
+        gc.set_threshold(*before)

@@ -112,17 +112,18 @@ def shared(folder: Path, made: Path, *more: str) -> list[str]:
     ]
 
 
+@pytest.mark.parametrize("backend", ["transfer_queue=auto", SQL])
 def test_a_run_by_a_served_controller_is_the_one_by_its_own(
-    small_run: Run, roles: Roles, made: Path, tmp_path: Path
+    small_run: Run, roles: Roles, made: Path, tmp_path: Path, backend: str
 ) -> None:
     """Metrics are equal bit for bit; the controller's process has the ledger, and the run's the checkpoints."""
     _, expected = small_run("alone", "schedule.steps=2", INVARIANT, SQL, *SMALL)
     folder = tmp_path / "served"
     address = f"queue.address={folder / 'queue' / 'address.json'}"
     needed = [f"model.path={made / 'model'}", f"data.train={made / 'problems.jsonl'}", "evaluation.every=0"]
-    roles.start("queue", "queue", "serve", str(QUICKSTART / "grpo.yaml"), f"folder={folder}", SQL, *needed, *SMALL)
+    roles.start("queue", "queue", "serve", str(QUICKSTART / "grpo.yaml"), f"folder={folder}", backend, *needed, *SMALL)
     roles.until("the queue is served", of="queue")
-    result, lines = small_run("run", "schedule.steps=2", address, INVARIANT, SQL, *SMALL)
+    result, lines = small_run("run", "schedule.steps=2", address, INVARIANT, backend, *SMALL)
     roles.end_queue()
     assert without_times(expected) == without_times(lines)
     assert 2 == len(steps(lines))
@@ -152,10 +153,11 @@ def test_a_backend_of_one_process_is_refused(made: Path, tmp_path: Path) -> None
 
 
 def test_a_run_without_its_controller_says_what_to_start(small_run: Run, tmp_path: Path) -> None:
-    with pytest.raises(QueueError) as caught:
-        small_run("run", f"queue.address={tmp_path / 'address.json'}", SQL, *SMALL)
-    assert "queue.unreachable" == caught.value.code
-    assert "jackfield queue serve" in str(caught.value.fix)
+    for backend in ("transfer_queue=auto", SQL):
+        with pytest.raises(QueueError) as caught:
+            small_run("run", f"queue.address={tmp_path / 'address.json'}", backend, *SMALL)
+        assert "queue.unreachable" == caught.value.code
+        assert "jackfield queue serve" in str(caught.value.fix)
 
 
 def test_who_rewards_is_said_once_for_all(small_run: Run) -> None:

@@ -1,9 +1,11 @@
-"""What the benchmark beside TRL decides by itself: whether curves differ, and whether the peer is there."""
+"""What benchmarks decide by themselves: what their options mean, whether curves differ, whether the peer is there."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import random
+import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -68,3 +70,39 @@ def test_the_reward_is_the_share_of_wanted_words(monkeypatch: pytest.MonkeyPatch
     compute_score = load("_vs_trl_task", monkeypatch).compute_score
     assert compute_score("", "biaka coale hemi", "bhrt", {}) == pytest.approx(2 / 3)
     assert compute_score("", "", "bhrt", {}) == 0.0
+
+
+def ran(name: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, BENCHMARKS / f"{name}.py", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_options_that_are_given_win_over_quick() -> None:
+    done = ran("algorithms", "--quick", "--json", "--rows", "64", "--length", "20")
+    settings = json.loads(done.stdout.splitlines()[-1])["settings"]
+    assert (64, 20, 1) == (settings["rows"], settings["length"], settings["repeat"])
+    done = ran("control_loop", "--quick", "--json", "--cluster", "inline", "--samples", "64", "--steps", "3")
+    assert json.loads(done.stdout.splitlines()[-1])["steps"] == 3, done.stderr
+
+
+def test_the_queues_benchmark_has_a_reason_for_each_figure_that_is_missing() -> None:
+    options = ("--sizes", "1", "--backends", "memory", "--controller-rows", "500")
+    done = ran("transfer_queue", "--quick", *options)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["put_ratio"] is found["at_once_fraction"] is None
+    assert {"zmq", "TransferQueue 0.1.11", "64 MB"} <= found["reasons"].keys()
+    assert "it was not chosen (--backends)" == found["reasons"]["zmq"]
+    assert f"controller, {found['controller'][0]['rows']:>9,} rows" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("transfer_queue", ("--backends", "nosuch"), "no such backend: nosuch; known are memory; sql; sql, PostgreSQL"),
+        ("weights", ("--receivers", "0"), "--receivers: 0 is not above 0"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(name: str, options: tuple[str, ...], expected: str) -> None:
+    done = ran(name, *options)
+    assert (2, True) == (done.returncode, expected in done.stderr), done.stderr

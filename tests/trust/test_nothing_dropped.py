@@ -34,6 +34,8 @@ class Agent(AgentLoopBase):
         result = await self.context.generate(request)
         if self.config.mode == "raise":
             raise ValueError("the tool is out of order")
+        if self.config.mode == "exit":
+            raise SystemExit("the tool is out of order")
         sequence = AgentSequence(
             prompt_ids=prompt,
             response_ids=result.token_ids,
@@ -129,14 +131,18 @@ def test_what_cannot_be_used_is_refused(run: Run, tmp_path: Path, mode: str, wor
     assert "Traceback" not in ended.error
 
 
-def test_an_agent_that_always_raises(run: Run) -> None:
+@pytest.mark.parametrize(("mode", "kind"), [("raise", "ValueError"), ("exit", "SystemExit")])
+def test_an_agent_that_always_raises(run: Run, tmp_path: Path, mode: str, kind: str) -> None:
     """The error leads with its exception, and equal ones are counted."""
-    ended = run("raise", "agent=observant", "agent.mode=raise")
+    ended = run(mode, "agent=observant", f"agent.mode={mode}")
     assert 1 == ended.code
     first = ended.error.splitlines()[0]
     assert first.startswith("[queue.batch-failed] ")
-    assert "4 × ValueError: the tool is out of order" in first
+    assert f"4 × {kind}: the tool is out of order" in first
     assert 1 == ended.error.count("the tool is out of order"), ended.error
+    failed = lines(tmp_path / mode / "samples" / "failed.jsonl")
+    assert failed, "the failures that ended the run are in the table"
+    assert all(row["key"].count("/") == 4 and "the tool is out of order" in row["reason"] for row in failed), failed
 
 
 def test_a_reward_that_always_raises(run: Run, tmp_path: Path) -> None:

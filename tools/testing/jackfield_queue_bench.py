@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
+import msgspec
 import torch
 
 from jackfield.abc.transfer_queue import TransferQueueContext
@@ -83,7 +84,7 @@ class Bench:
             shown = ({**tags, **derived},) * samples
             written = await self.values.put(GroupKey.of(group).partition, keys, columns, shown)
             lineage = {} if made is None else dict.fromkeys(keys, made)
-            report = attrs.evolve(report, keys=keys, written=written, lineage=lineage)
+            report = msgspec.structs.replace(report, keys=keys, written=written, lineage=lineage)
         await self.queue.end_rollouts([report])
         return keys
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
@@ -341,7 +342,7 @@ class QueueMachine(RuleBasedStateMachine):
         keys = tuple(GroupKey.of(group.key).sample(rollout, sequence) for sequence in range(len(samples)))
         columns = {"x", "y"} if all(samples) else {"x"}
         written = self.put(keys, columns)
-        written = attrs.evolve(written, tags=tuple({"n": index} for index in range(len(keys))))
+        written = msgspec.structs.replace(written, tags=tuple({"n": index} for index in range(len(keys))))
         return RolloutReport(group=group.key, rollout=rollout, keys=keys, written=written)
 
     def put(self, keys: tuple[str, ...], columns: set[str]) -> Any:

@@ -82,6 +82,7 @@ def described(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(libraries)] or frames
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    text = text.encode(errors="backslashreplace").decode()  # no message can carry a lone surrogate
     return f"{text} ({own[-1].filename}:{own[-1].lineno})" if own else text
 
 

@@ -1,4 +1,4 @@
-"""Faster imports of large libraries."""
+"""Cyclic garbage collection: its pace in Jackfield's own processes, and its pause during large imports."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _own = False
 
 
 def own_process() -> None:
-    """Mark this process as Jackfield's own, so that objects may be exempted from garbage collection."""
+    """Mark this process as Jackfield's own: it collects garbage less often, and may exempt objects from collection."""
     global _own
     _own = True
+    gc.set_threshold(50_000, 20, 50)  # see docs/decisions/0021-collection-in-own-processes.md
 
 
 @contextlib.contextmanager

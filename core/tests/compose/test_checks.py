@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from textwrap import dedent
 from types import SimpleNamespace
@@ -12,13 +14,13 @@ import pytest
 from jackfield.clock import Clock
 from jackfield.compose import checks
 from jackfield.compose.checks import check_capabilities
-from jackfield.compose.workers import Worker, load_plugins
+from jackfield.compose.workers import Worker, WorkerFactory, load_plugins
 from jackfield.config import make_config
 from jackfield.errors import ConfigError
 from jackfield.plugins import Manifest, PluginRecord, Registry
 from jackfield.queue import meta
 from jackfield.trainer.role import RoleName
-from jackfield_testing import refused
+from jackfield_testing import in_loop, refused
 
 EVERYTHING = {"rollout": {"weights_delta": "full", "weights_float8": "partial"}, "checkpoint_engine": {"delta": "full"}}
 
@@ -57,8 +59,16 @@ def test_a_cluster_needs_a_backend_that_its_workers_can_join() -> None:
     """The error names backends that they can."""
     check("cluster.name=ray", transfer_queue={"joins": "full"})
     check()
-    with refused("plugin.capability", "memory", "joins", "choose zmq"):
+    with refused("plugin.capability", "memory", " at transfer_queue.name", "joins", "choose zmq"):
         check("cluster.name=ray", "transfer_queue=memory")
+
+
+def test_a_run_whose_roles_are_processes_is_not_for_a_cluster() -> None:
+    """The address may be there because of the role; the fix names both."""
+    with refused("config.invalid-value", "expected: inline", "leave out queue.address and --role"):
+        check("cluster.name=ray", "queue.address=somewhere", transfer_queue={"joins": "full"})
+    with refused("config.invalid-value", "expected: distributed", "fix: set it for all roles"):
+        make_config({"model": {"path": "somewhere"}}).of_role("reward")
 
 
 @pytest.mark.parametrize("override", ["weights.kind=delta", "weights.dtype=float8_e4m3fn"])
@@ -97,3 +107,33 @@ def test_a_worker_of_a_cluster_registers_a_plugins_sampler_for_the_queue(
     registry: Any = SimpleNamespace(load=lambda kind, name: None, records=lambda: [record])
     load_plugins(Worker(kind="reward", config=config), registry)
     assert "of_a_worker" in meta.SAMPLERS
+
+
+class EmptyPart:
+    """Each plugin, as far as it is made; an engine that has nothing."""
+
+    def build(self, *_: object) -> EmptyPart:
+        return self
+
+    def get_per_tensor_param(self) -> None: ...
+
+    def get_local_param(self) -> Iterator[tuple[Any, Any]]:
+        return iter(())
+
+
+@pytest.mark.parametrize(("declared", "layout"), [({}, ()), ({"retains_weights": "full"}, None)])
+@in_loop
+async def test_weights_that_a_checkpoint_engine_keeps_are_whole(declared: Any, layout: tuple[()] | None) -> None:
+    """A worker that joins later has no part of the transfer's plan."""
+    config = make_config({"model": {"path": "somewhere"}}, ())
+    name = config.checkpoint_engine.name
+    kept = Registry((record("checkpoint_engine", name, declared),))
+    registry: Any = SimpleNamespace(load=lambda kind, name: EmptyPart(), resolve=kept.resolve)
+    algorithm: Any = SimpleNamespace(loss_columns={})
+    worker = Worker(kind="engine", role="actor", config=config, algorithm=algorithm)
+    values: Any = None
+    async with AsyncExitStack() as stack:
+        rank = WorkerFactory(config=config, registry=registry, clock=Clock()).engine_rank(worker, values, stack)
+        assert rank.sender is not None
+        assert layout == await rank.sender.layout()
+        stack.pop_all()

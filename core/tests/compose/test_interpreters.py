@@ -19,6 +19,7 @@ from jackfield.errors import ConfigError, JackfieldError, PluginError
 from jackfield.plugins import discover
 from jackfield.plugins import interpreters as plugin_interpreters
 from jackfield.plugins.interpreters import EnvironmentSettings, create_environment, environment_python
+from jackfield_testing import refused
 
 #: Uses only plugins of the core; a rollout server is not found unless a test asks for it.
 PLAIN = {"model": {"path": "nowhere"}, "reward": "function", "agent": "none", "engine": "none"}
@@ -37,6 +38,8 @@ def test_weights_cross_processes_where_the_server_has_its_own() -> None:
     with pytest.raises(ConfigError) as caught:
         config(own, "checkpoint_engine=in_process")
     assert "in_process with cluster.interpreters.rollout" == caught.value.found
+    with refused("config.invalid-value", "checkpoint_engine.name", "leave out cluster.name: ray"):
+        config("cluster.name=ray", "checkpoint_engine=in_process")
 
 
 def test_a_kind_that_has_no_worker_is_refused() -> None:

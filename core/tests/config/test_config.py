@@ -46,8 +46,17 @@ def test_the_backend_follows_from_the_cluster_unless_it_is_named(file: Path) -> 
         (["cluster.name=ray", "transfer_queue={units: 2}"], "zmq"),
         (["cluster.name=ray", "transfer_queue=sql"], "sql"),
         (["transfer_queue=zmq"], "zmq"),
+        (["queue.address=shared/address.json"], "zmq"),
+        (["queue.address=shared/address.json", "transfer_queue=redis"], "redis"),
     ):
         assert expected == load_config(file, overrides).transfer_queue.name
+
+
+def test_the_backend_of_a_served_queue_is_one_that_is_joined(file: Path) -> None:
+    """For ``queue serve`` and each role, which share a file without ``queue.address``."""
+    found = load_config(file, ["folder=/runs/shared"], served=True)
+    assert ("zmq", "/runs/shared/queue/address.json") == (found.transfer_queue.name, found.queue.address)
+    assert "memory" == load_config(file, ["transfer_queue=memory"], served=True).transfer_queue.name
 
 
 def test_plain_values_are_those_that_json_reads_back(file: Path) -> None:
@@ -108,6 +117,7 @@ ABSENT = ("step:0", "step:3,10", "step:9-8", "step:1-99999999999999999999")
 def test_steps_that_cannot_be_profiled_are_refused(file: Path, text: str) -> None:
     error = fails(file, "schedule.steps=9", f"profile='{text}'")
     assert ("config.invalid-value", "profile", text) == (error.code, error.where, error.found)
+    assert " at profile\n" in str(error)
     assert ("steps from 1 to 9" in str(error.expected)) == (text in ABSENT)
     assert error.fix is not None
 

@@ -90,8 +90,8 @@ class FakeRun:
     def failures(self, step: int, **reasons: str) -> None:
         self.emit(SamplesFailed(step=step, reasons=reasons))
 
-    def end(self, steps: int = 4, error: BaseException | None = None) -> None:
-        self.emit(RunEnded(folder=str(self.folder), steps=steps, error=error))
+    def end(self, steps: int = 4, error: BaseException | None = None, counted: str = "steps") -> None:
+        self.emit(RunEnded(folder=str(self.folder), steps=steps, error=error, counted=counted))
 
     @property
     def screen(self) -> list[str]:

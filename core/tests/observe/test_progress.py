@@ -67,6 +67,12 @@ def test_a_failure_is_told_in_one_line(make_run):
     assert "run FAILED after 0 steps in 0 s: KeyboardInterrupt" == other.screen[1]
 
 
+def test_a_role_that_scores_counts_groups(make_run):
+    run = make_run(progress=True).start()
+    run.end(steps=24, counted="groups scored")
+    assert "run ended well: 24 groups scored in 0 s" == run.screen[1]
+
+
 def test_a_resumed_run_says_so_and_knows_its_best(make_run):
     first = make_run(metrics_file=True).start()
     first.evaluate(1, score=0.9)

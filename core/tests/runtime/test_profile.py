@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +74,9 @@ def test_a_label_changes_neither_result_nor_error() -> None:
         labelled("error", {}.__getitem__, "a")
 
 
+SVG = "http://www.w3.org/2000/svg"  #: a name, which browsers do not load
+
+
 @pytest.mark.needs("module:pyinstrument")
 def test_a_flame_graph_is_a_page_that_names_the_functions_of_this_thread(tmp_path: Path) -> None:
     def busy_function() -> None:
@@ -90,6 +94,7 @@ def test_a_flame_graph_is_a_page_that_names_the_functions_of_this_thread(tmp_pat
     page = file.read_text(encoding="utf-8")
     assert "step 5" in page
     assert ("busy_function" in page, "busy_elsewhere" in page) == (True, False)
+    assert set() == set(re.findall(r"""https?://[^"'`\s]*|[=(:\s]["'`]//\w+\.\w[^"'`]*""", page)) - {SVG}
 
 
 @pytest.mark.needs("module:pyinstrument")

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from jackfield.sdk.buckets import Layout, aligned, digest, entry_of, put, raw, views  # noqa: E402
+from jackfield.sdk.buckets import Bucket, Layout, aligned, digest, entry_of, put, raw, views  # noqa: E402
 
 TENSORS = {
     "strided": torch.arange(12.0).view(3, 4).T,
@@ -111,3 +111,23 @@ def test_a_transfer_that_breaks_off_changes_nothing() -> None:
     worker.begin(shared=True)
     worker.learned(sender.announced(entries("c")))
     assert [None, None] == exchanged(sender, [worker], buckets)
+
+
+def test_views_of_a_kept_buffer_are_made_once() -> None:
+    """In each transfer they show what the buffer has by then. Those of other memory, or of a new buffer, are new."""
+    entries = [entry_of("a", torch.zeros(3)), entry_of("b", torch.zeros(2, 2, dtype=torch.int16), 64)]
+    bucket, buffer = Bucket(1, Layout().learned(entries), None), torch.zeros(128, dtype=torch.uint8)
+
+    def received(content: torch.Tensor, *buffers: torch.Tensor) -> dict[str, torch.Tensor]:
+        return dict(bucket.tensors(content, buffers))
+
+    first = received(buffer, torch.zeros(1), buffer)
+    buffer[:12].view(torch.float32).fill_(2.5)
+    again = received(buffer, buffer)
+    assert all(again[name] is tensor for name, tensor in first.items())
+    assert [2.5] * 3 == again["a"].tolist()
+    other = torch.ones_like(buffer)
+    for found in (received(other, other), received(other), received(buffer)):
+        assert ["a", "b"] == list(found)
+        assert not any(found[name] is tensor for name, tensor in first.items())
+    assert [[257, 257]] * 2 == received(other, other)["b"].tolist()

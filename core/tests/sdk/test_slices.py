@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -137,3 +138,23 @@ def test_a_plan_that_lacks_elements_is_refused_with_the_tensor(rank: list[Box]) 
 def test_another_shape_is_refused() -> None:
     with refused("weights.transfer", "up"):
         plan_links([[whole("up", 8, 5)]], [[whole("up", 8, 4)]])
+
+
+UP = whole("up", 8, 4)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "why"),
+    [
+        ([attrs.evolve(UP, length=(9, 4))], "a part that is not in it"),
+        ([attrs.evolve(UP, start=(-1, 0))], "a part that is not in it"),
+        ([attrs.evolve(UP, start=(0,), length=(8,))], "a part that is not in it"),
+        ([half("up", (8, 4), 0, 0), half("up", (8, 4), 0, 1)], "twice"),
+    ],
+    ids=["beyond", "negative", "dimensions", "twice"],
+)
+def test_a_layout_that_cannot_be_is_refused_with_its_side_and_tensor(boxes: list[Box], why: str) -> None:
+    with refused("weights.transfer", "engine rank 1", "'up'", why):
+        plan_links([[UP], boxes], [[UP]])
+    with refused("weights.transfer", "server worker 1", "'up'", why):
+        plan_links([[UP]], [[UP], boxes])

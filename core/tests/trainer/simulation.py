@@ -280,7 +280,7 @@ class Simulation:
     critic_warmup: int | None = None  #: None: no critic
     loss_options: Mapping[str, Any] = attrs.field(factory=dict)
     kl: Mapping[str, Any] = attrs.field(factory=dict)
-    failure: Exception | None = None  #: error that every rollout raises
+    failure: BaseException | None = None  #: error that every rollout raises
     answer: Callable[[str, int], str] = attrs.field(default=lambda task, seed: "ab"[seed % 2])
     clock: VirtualClock = attrs.field(factory=VirtualClock)
     seeds: list[int] = attrs.field(factory=list)

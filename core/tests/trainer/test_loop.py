@@ -116,7 +116,10 @@ def test_a_task_that_can_never_be_scored_ends_the_run_with_its_reasons() -> None
 @pytest.mark.parametrize("groups", [1, 4])
 def test_a_reward_that_always_fails_ends_the_run_soon(letter: str, reason: str, groups: int) -> None:
     """A few groups in a row are enough for the error, which gives the last reason."""
-    error = failure(groups=groups, max_retries=2, answer=lambda task, seed: letter)
+    schedule = Schedule(steps=3, sync_interval=1, sync_offset=0)
+    run = Simulation(schedule, groups=groups, max_retries=2, answer=lambda task, seed: letter)
+    error = failure_of(run)
+    assert reason in " ".join(run.recorder.failed.values()), "the failures that end the run are reported, too"
     assert "reward.too-many-failures" == error.code
     assert "3 groups in a row ended without a single score" in error.message
     assert reason in str(error)
@@ -129,19 +132,29 @@ def test_a_reward_that_always_fails_ends_the_run_soon(letter: str, reason: str, 
         (RolloutError("replica 0 died", code="rollout.stopped"), "rollout.stopped"),
         (AgentError("lost its way"), "queue.batch-failed"),
         (RuntimeError("lost its way"), "queue.batch-failed"),
+        (ValueError("lost its way \udcff"), "queue.batch-failed"),
+        (SystemExit("lost its way"), "queue.batch-failed"),
+        (KeyboardInterrupt("lost its way"), "queue.batch-failed"),
+        (GeneratorExit("lost its way"), "queue.batch-failed"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_only_errors_that_a_retry_may_cure_lead_to_a_retry(raised: Exception, code: str) -> None:
+def test_only_errors_that_a_retry_may_cure_lead_to_a_retry(raised: BaseException, code: str) -> None:
     error = failure(max_retries=2, failure=raised)
     assert code == error.code
-    assert str(raised.args[0]) in str(error)
+    assert str(raised.args[0]).removesuffix(" \udcff") in str(error)
+    assert "\udcff" not in str(error)
 
 
 def failure(**settings: object) -> JackfieldError:
     """Return the error that ends a run."""
+    return failure_of(Simulation(Schedule(steps=3, sync_interval=1, sync_offset=0), **settings))  # type: ignore[arg-type]
+
+
+def failure_of(run: Simulation) -> JackfieldError:
+    """Return the error that ends a run."""
     with pytest.raises(BaseExceptionGroup) as caught:
-        simulate(steps=3, **settings)
+        run.run()
     error: BaseException = caught.value
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

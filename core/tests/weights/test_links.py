@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import aclosing
 from typing import Any
 
@@ -152,6 +152,7 @@ async def test_workers_with_the_same_parts_share_transfers() -> None:
     report = await synchronize(replica, Rank(0), Rank(1))
     assert_loaded(replica, 1)
     assert report.link_bytes["0-0"] == report.link_bytes["0-1"]
+    assert report.sent_bytes == sum(size for link, size in report.link_bytes.items() if not link.endswith("-1"))
 
 
 @pytest.mark.parametrize(("declares", "sharded"), [(False, True), (True, False)])
@@ -163,6 +164,27 @@ async def test_whole_tensors_come_from_rank_0_if_one_side_has_no_parts(declares:
     assert [0, 0] == replica.links
     assert {} == report.link_bytes
     assert set(SHAPES) == set(report.digests)
+
+
+@in_loop
+async def test_a_single_rank_sends_whole_tensors_to_workers_that_have_the_same() -> None:
+    """One link would carry the same, under other names."""
+    everything = tuple(box(name, None, 0) for name in SHAPES)
+    replica = SlicedReplica((everything, everything))
+    report = await synchronize(replica, Rank(0))
+    assert [0, 0] == replica.links
+    assert set(SHAPES) == set(report.digests)
+    assert_loaded(replica, 1)
+
+
+def broken(own: Box, tensor: Any) -> list[tuple[Box, Any]]:
+    raise ValueError(f"{own.name} is on no rank")
+
+
+@in_loop
+async def test_what_the_engine_raises_names_its_method() -> None:
+    with refused("engine.failed", "actor engine", "get_local_param", "ValueError: up is on no rank"):
+        await synchronize(SlicedReplica((parallel(0), parallel(1))), Rank(0), Rank(1, broken))
 
 
 def dropped(own: Box, tensor: Any) -> list[tuple[Box, Any]]:
@@ -177,8 +199,18 @@ def shifted(own: Box, tensor: Any) -> list[tuple[Box, Any]]:
     return [(own, tensor[1:] if own.name == "down" else tensor)]
 
 
+def larger(own: Box, tensor: Any) -> list[tuple[Box, Any]]:
+    return [(own, torch.cat([tensor, tensor]) if own.name == "down" else tensor)]
+
+
 @pytest.mark.parametrize(
-    ("fault", "code"), [(dropped, "weights.missing"), (doubled, "weights.missing"), (shifted, "weights.transfer")]
+    ("fault", "code"),
+    [
+        (dropped, "weights.missing"),
+        (doubled, "weights.missing"),
+        (shifted, "weights.transfer"),
+        (larger, "weights.transfer"),
+    ],
 )
 @in_loop
 async def test_a_rank_that_does_not_send_the_plan_is_an_error(fault: Any, code: str) -> None:
@@ -187,7 +219,7 @@ async def test_a_rank_that_does_not_send_the_plan_is_an_error(fault: Any, code: 
     synchronizer = WeightSynchronizer(senders, [replica.started()], "in_process", Clock(), deadline_seconds=20.0)
     synchronizer._layouts = [rows(0), rows(1)]  # the fault comes after the layout
     bad.fault = fault
-    with refused(code):
+    with refused(code, "down"):
         await synchronizer.sync(1)
 
 
@@ -197,16 +229,58 @@ async def test_a_part_that_is_not_what_was_sent_is_named_by_its_piece() -> None:
         loaded["down"][5, 1] += 1
 
     with refused("weights.digest", "down[4:8, 0:3]"):
-        await synchronize(SlicedReplica((parallel(0),), edit=edit), Rank(0), Rank(1))
+        await synchronize(SlicedReplica((parallel(0), parallel(1)), edit=edit), Rank(0), Rank(1))
 
 
 @in_loop
 async def test_a_worker_refuses_what_it_has_no_place_for() -> None:
-    known: Mapping[int, tuple[Box, ...]] = {0: parallel(0)[:2]}
-    replica = SlicedReplica((known[0],))
-    started = SlicedReplica((parallel(0),)).started()
+    replica = SlicedReplica((parallel(0)[:2], parallel(1)))
+    started = SlicedReplica((parallel(0), parallel(1))).started()
     started.server = replica  # type: ignore[assignment]
     synchronizer = WeightSynchronizer([Rank(0).sender()], [started], "in_process", Clock(), deadline_seconds=20.0)
     synchronizer._layouts = [tuple(box(name, None, 0) for name in SHAPES)]
     with refused(("weights.missing", "weights.transfer")):
         await synchronizer.sync(1)
+
+
+def short(own: Box) -> Box:
+    return attrs.evolve(own, length=(own.length[0] - 1, *own.length[1:])) if own.name == "up" else own
+
+
+HOLE = (parallel(0), tuple(map(short, parallel(1))))
+HALF = (parallel(0), parallel(0))
+NAMELESS = (parallel(0)[1:], parallel(1)[1:])
+
+
+@pytest.mark.parametrize(
+    ("layouts", "workers", "lacking"),
+    [
+        (HOLE, 2, "replica 0 workers lack up[7:8, 0:6]"),
+        (HALF, 2, "replica 0 workers lack up[4:8, 0:6]"),
+        (NAMELESS, 2, "replica 0 workers lack up[0:8, 0:6]"),
+        (HALF[:1], 1, "replica 0 workers lack up[4:8, 0:6]"),
+        (HALF[:1], 2, "there are 1 layouts of 2 replica 0 workers"),
+    ],
+    ids=["a row", "a half", "a tensor", "one worker", "count"],
+)
+@pytest.mark.parametrize("sharded", [True, False])
+@in_loop
+async def test_workers_that_lack_weights_are_refused_before_anything_is_sent(
+    layouts: tuple[tuple[Box, ...], ...], workers: int, lacking: str, sharded: bool
+) -> None:
+    replica = SlicedReplica(layouts)
+    started = replica.started()
+    started.info = attrs.evolve(started.info, workers=workers)
+    senders = [Rank(number, sharded=sharded).sender() for number in range(2)]
+    synchronizer = WeightSynchronizer(senders, [started], "in_process", Clock(), deadline_seconds=20.0)
+    if layouts is NAMELESS and not sharded:
+        lacking = "of which this worker has nothing"  # ranks have not said what they have: it has been sent
+    with refused(("weights.missing", "weights.transfer"), lacking):
+        await synchronizer.sync(1)
+    assert replica.links == [] or layouts is NAMELESS
+
+
+def test_a_worker_that_an_update_does_not_have_is_named() -> None:
+    request = UpdateWeightsRequest(version=1, checkpoint_engine="in_process", connect=({},))
+    with refused("weights.transfer", "worker 1"):
+        reopen_slice_receiver(None, request, parallel(1), 1)

@@ -245,8 +245,8 @@ class ServerInfo:
     replica: int
     workers: int = 1  #: inference workers (tensor-parallel ranks), as ``build_topology`` counts them
     openai_base_url: str | None = None
-    #: by worker: what it has of each tensor, if it can receive just that
-    #: (:func:`jackfield.sdk.receiver.open_slice_receiver`); empty: it receives whole tensors. Since ABI 1.1
+    #: by worker: what it has of each tensor, if it can receive just that; all workers together have each whole tensor
+    #: (:func:`jackfield.sdk.slices.reopen_slice_receiver`). Empty: they receive whole tensors. Since ABI 1.1
     weight_layouts: tuple[tuple[Box, ...], ...] = ()
 
 

@@ -150,7 +150,7 @@ def run(
 
     if address is not None:
         overrides = (*overrides, "cluster.name=ray", f"cluster.ray.address={address}")
-    config = load_config(file, overrides)
+    config = load_config(file, overrides, served=role is not None)
     from jackfield.compose.builder import Stop
 
     stop = Stop(config.checkpoint.grace_seconds)

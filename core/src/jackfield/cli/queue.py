@@ -155,7 +155,7 @@ def serve(file: str, overrides: tuple[str, ...]) -> None:
     from jackfield.compose.run import serve_queue
     from jackfield.config import load_config
 
-    config = load_config(file, overrides)
+    config = load_config(file, overrides, served=True)
     stop = Stop(config.checkpoint.grace_seconds)
 
     async def main() -> None:

@@ -170,6 +170,7 @@ class RunBuilder:
         """Train until the schedule ends or a stop is requested; return the completed steps."""
         role, config, folder = self.role, self.role.config, Path(self.role.config.folder)
         trainer = await self._trainer()
+        self.stack.push_async_callback(trainer.report_failures)  # also those that end the run
         if role.workers.watch is not None:
             self._run(role.workers.watch)
         mixed = mixed_samples(config.mixing, role.queue, Values(role.workers.backend))

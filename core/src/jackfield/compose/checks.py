@@ -131,7 +131,7 @@ def check_capabilities(config: RunConfig, registry: Registry, role: RoleName = "
             registry.resolve(config.plugins[kind], kind).usable().require(capability, because)
     if served and config.cluster.name != "inline":
         what = "a controller in a process of its own serves runs whose workers are in their own process"
-        raise config.refusal("cluster.name", what, "inline, or no queue.address")
+        raise config.refusal("cluster.name", what, "inline", fix="or leave out queue.address and --role")
 
 
 def register_any(kind: str, name: str, part: Any, **fields: Any) -> None:
@@ -195,7 +195,7 @@ def read_tasks(config: RunConfig, algorithm: ResolvedAlgorithm) -> dict[str, Tas
         file: str | None = getattr(config.data, which)
         if file is None:
             what, expected = f"no {which} data is given", "the path of a JSONL file"
-            raise config.refusal(f"data.{which}", what, expected, "config.missing-key")
+            raise config.refusal(f"data.{which}", what, expected, code="config.missing-key")
         limit = config.evaluation.tasks if which == "eval" else None
         answers = which == "expert" or (which == "train" and config.mode == "offline")
         tasks[which] = TaskSet(file, config.data.format, limit=limit, answers=answers)

@@ -118,15 +118,15 @@ def _check(config: RunConfig, resolved: ResolvedAlgorithm, there: Set[str]) -> N
     if "expert_mask" in loss.needs and not mixes:
         what = f"loss {loss.name} learns from an expert's answers, too, and there are none"
         expected = "a JSONL file of tasks with answers, and data.expert_samples_per_batch; or rows as mixing.expert"
-        raise config.refusal("data.expert", what, expected, missing_key)
+        raise config.refusal("data.expert", what, expected, code=missing_key)
     if "reward_dimensions" in needs and not dimensions:
         what = f"advantages {resolved.advantages} compares several rewards, and none are named"
         expected = "names of the reward's metrics; score is the score itself"
-        raise config.refusal("algorithm.reward_dimensions", what, expected, missing_key)
+        raise config.refusal("algorithm.reward_dimensions", what, expected, code=missing_key)
     if resolved.pairs and config.data.format.rejected_key is None:
         what = f"loss {loss.name} compares two answers, and the data's format names one"
         expected = "the field of the worse answer, beside response_key, that of the better one"
-        raise config.refusal("data.format.rejected_key", what, expected, missing_key)
+        raise config.refusal("data.format.rejected_key", what, expected, code=missing_key)
     compares = estimator is not None and "group_ids" in estimator.inputs and "anchor_ids" not in estimator.inputs
     if compares and config.data.rollouts_per_group < 2:
         what = f"advantages {resolved.advantages} compares the rollouts of a task: with one they are all 0"

@@ -259,7 +259,8 @@ def _reported(builder: RunBuilder, checkpoint: Checkpoint | None) -> Iterator[No
         raise failure from error
     finally:
         steps = max(first_step, (role.version if role.name == "explore" else role.steps_done).value)
-        role.hooks.emit(RunEnded(folder=str(folder), steps=steps, error=failure, stopped=stopped))
+        counted = "groups scored" if role.name == "reward" else "steps"
+        role.hooks.emit(RunEnded(folder=str(folder), steps=steps, counted=counted, error=failure, stopped=stopped))
 
 
 def _first(error: BaseException, folder: Path) -> BaseException:

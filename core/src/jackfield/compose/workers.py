@@ -23,6 +23,7 @@ from jackfield.abc.rollout import BaseRolloutServer, RolloutContext, SamplingPar
 from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueContext
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
+from jackfield.compose import checks
 from jackfield.compose.checks import check_tokens, interpreters, load_tokenizer, prompt_limit, read_tasks, register_any
 from jackfield.config.sections import PluginSection, RunConfig
 from jackfield.errors import RolloutError
@@ -171,9 +172,10 @@ class WorkerFactory:
                 return WeightSender(self._plugin("checkpoint_engine", alone), source)
 
             transport = self._plugin("checkpoint_engine", sending)
-            sender = WeightSender(
-                transport, engine.get_per_tensor_param, block_bytes=blocks, local=engine.get_local_param, make=make
-            )
+            declared = self.registry.resolve(config.checkpoint_engine.name, "checkpoint_engine").usable().capabilities
+            own: dict[str, Any] = {"local": engine.get_local_param, "make": make}
+            own = {} if "retains_weights" in declared else own  # what is kept has to be whole
+            sender = WeightSender(transport, engine.get_per_tensor_param, block_bytes=blocks, **own)
         of_critic = {name: name for name in ("returns", "values")}
         columns = {"actor": algorithm.loss_columns, "critic": of_critic}.get(role, {})
         rank = EngineRank(engine, values, loss_columns=columns, sender=sender)
@@ -252,7 +254,8 @@ class WorkerFactory:
             return cast(AgentLoopBase, self._plugin("agent", context))
 
         make = make_agent if generates else None
-        return AgentWorker(values, tokenizer, self.clock, make, max_prompt_tokens=limit)
+        vocabulary = checks.read_model(self.config).get("vocab_size")
+        return AgentWorker(values, tokenizer, self.clock, make, max_prompt_tokens=limit, vocabulary=vocabulary)
 
     async def reward_worker(self, values: Values, stack: AsyncExitStack, number: int = 0) -> RewardWorker:
         """Make a worker and start its reward agent, which logs into the folder ``logs``."""

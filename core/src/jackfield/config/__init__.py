@@ -36,8 +36,10 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def load_config(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(file: str | Path, overrides: Sequence[str] = (), *, served: bool = False) -> RunConfig:
     """Read a YAML file and apply ``a.b=c`` overrides; errors name the setting's path.
+
+    ``served``: the queue's controller is in a process of its own, as for ``jackfield queue serve`` and for each role.
 
     A file that is missing, or no YAML, or that has a key twice is refused (``config.unreadable``).
     """
@@ -48,11 +50,11 @@ def load_config(file: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise refused("the configuration file does not exist", fix="check the path") from error
     except (yaml.YAMLError, RecursionError, ValueError, OSError) as error:  # UnicodeDecodeError is a ValueError
         raise refused("the configuration file cannot be read as YAML", found=error) from error
-    return make_config({} if values is None else values, overrides)
+    return make_config({} if values is None else values, overrides, served=served)
 
 
-def make_config(values: Any, overrides: Sequence[str] = ()) -> RunConfig:
-    """Make a configuration from plain values and overrides."""
+def make_config(values: Any, overrides: Sequence[str] = (), *, served: bool = False) -> RunConfig:
+    """Make a configuration from plain values and overrides; ``served`` as for :func:`load_config`."""
     if isinstance(values, Mapping):
         for override in overrides:
             values = apply_override(_named(values), override)
@@ -61,7 +63,8 @@ def make_config(values: Any, overrides: Sequence[str] = ()) -> RunConfig:
             if isinstance(values.get(kind), Mapping):  # a plugin's settings are given next to its name
                 settings = {"name": getattr(attrs.fields(RunConfig), kind).default.name, **values[kind]}
                 values[kind] = {"name": settings.pop("name"), "settings": settings}
-    return resolve_defaults(structure(RunConfig, values))
+    config = structure(RunConfig, values)
+    return resolve_defaults(config.with_address() if served else config)
 
 
 def apply_override(values: Mapping[str, Any], text: str) -> dict[str, Any]:
@@ -96,7 +99,7 @@ _CHECKPOINT_ENGINES = {"this process": "in_process", "a process of this machine"
 
 
 def resolve_defaults(config: RunConfig) -> RunConfig:
-    """Resolve defaults by where workers run; refuse an engine that does not reach them."""
+    """Resolve defaults by where workers and the controller run; refuse an engine that does not reach them."""
     chosen, cluster = config.checkpoint_engine, config.cluster
     reached = "a process of this machine" if "rollout" in cluster.interpreters else "this process"
     if cluster.name == "ray":
@@ -107,9 +110,11 @@ def resolve_defaults(config: RunConfig) -> RunConfig:
         own = "cluster.name: ray" if cluster.name == "ray" else "cluster.interpreters.rollout"
         message = "the checkpoint engine 'in_process' cannot reach workers in other processes"
         expected = f"auto, {_CHECKPOINT_ENGINES[reached]}, or another engine that crosses processes"
-        raise ConfigError(message, where="checkpoint_engine.name", expected=expected, found=f"in_process with {own}")
+        found, fix = f"in_process with {own}", f"set checkpoint_engine.name: auto, or leave out {own}"
+        raise ConfigError(message, where="checkpoint_engine.name", expected=expected, found=found, fix=fix)
     if (queue := config.transfer_queue).name == "auto":
-        queue = attrs.evolve(queue, name="zmq" if cluster.name == "ray" else "memory")
+        joined = cluster.name == "ray" or config.queue.address is not None
+        queue = attrs.evolve(queue, name="zmq" if joined else "memory")
     return attrs.evolve(config, checkpoint_engine=chosen, transfer_queue=queue)
 
 

@@ -276,7 +276,7 @@ class RunConfig:
     rollout: PluginSection = option(PluginSection(name="transformers"), "the rollout plugin and its settings")
     agent: PluginSection = option(PluginSection(name="single_turn"), "the agent plugin and its settings")
     reward: PluginSection = option(PluginSection(name="rules"), "the reward plugin and its settings")
-    transfer_queue: PluginSection = option(PluginSection(name="auto"), "queue backend; auto: memory, or zmq in Ray")
+    transfer_queue: PluginSection = option(PluginSection(name="auto"), "queue backend; auto: memory, zmq where joined")
     checkpoint_engine: PluginSection = option(
         PluginSection(name="auto"),
         "the checkpoint_engine plugin and its settings; auto: in_process; nccl with cluster.name: ray; shared if the "
@@ -288,10 +288,10 @@ class RunConfig:
     def __attrs_post_init__(self) -> None:
         """Refuse steps to profile that the run does not have."""
         if self.profile is not None and not _PROFILE.fullmatch(self.profile):
-            raise self.refusal("profile", "this does not say which steps to profile", "step:5, or step:5,8-9")
+            raise self.refusal("profile", "this names no steps", "step:5, or step:5,8-9")
         if not all(steps and 1 <= steps[0] <= steps[-1] <= self.schedule.steps for steps in self.profiled_steps):
             expected = f"steps from 1 to {self.schedule.steps} (schedule.steps), ranges upwards"
-            raise self.refusal("profile", "steps are to be profiled that the run does not have", expected)
+            raise self.refusal("profile", "the run does not have these steps", expected)
 
     @property
     def profiled_steps(self) -> list[range]:
@@ -368,15 +368,15 @@ class RunConfig:
             raise self.refusal("weights.kind", "explorers that come and go get whole weights", "full")
         if role == "reward" and not distributed:
             what = "the role train scores the samples of this run, unless all roles have the setting"
-            raise self.refusal("queue.rewards", what, "distributed")
+            raise self.refusal("queue.rewards", what, "distributed", fix="set it for all roles, or leave this one out")
         if role == "train":
             return self.with_address()
         name = f"explorer-{socket.gethostname()}-{os.getpid()}" if role == "explore" else "rewards"
         folder = Path(self.folder, "explorers" if role == "explore" else "", name)
         return attrs.evolve(self.with_address(), name=name, folder=str(folder))
 
-    def refusal(self, where: str, message: str, expected: str, code: str | None = None) -> ConfigError:
-        """Return the error for the setting at the path ``where``. It shows the setting's value."""
+    def refusal(self, where: str, message: str, expected: str, **details: str) -> ConfigError:
+        """Return the error for the setting at the path ``where``, with code and fix. It shows the setting's value."""
         found = functools.reduce(getattr, where.split("."), self)
         shown = None if attrs.has(type(found)) else found
-        return ConfigError(message, code=code, where=where, expected=expected, found=shown)
+        return ConfigError(message, where=where, expected=expected, found=shown, **details)

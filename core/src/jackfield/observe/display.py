@@ -111,7 +111,7 @@ class ProgressDisplay(Observer):
 
     def _summarise(self, event: RunEnded) -> None:
         self.close()
-        done = f"{event.steps} steps in {_duration(self.seconds())}"
+        done = f"{event.steps} {event.counted} in {_duration(self.seconds())}"
         if event.stopped:
             self.report(f"run stopped after {done}; the same command goes on")
         elif event.error is None:

@@ -67,7 +67,8 @@ class RunEnded(Event):
     """The event that a run ends, with or without an error."""
 
     folder: str
-    steps: int  #: completed steps
+    steps: int  #: completed steps, or what ``counted`` says
+    counted: str = "steps"  #: with the role reward: scored groups
     error: BaseException | None = None
     stopped: bool = False  #: whether a signal or the caller ended it early
 
@@ -126,7 +127,7 @@ class SamplesRecorded(Event):
 
 @attrs.frozen(kw_only=True)
 class SamplesFailed(Event):
-    """The samples that failed since the last such event, with the reason by key."""
+    """The samples, and rollouts without one, that failed since the last such event, with the reason by key."""
 
     step: int
     reasons: Mapping[str, str]
@@ -139,7 +140,8 @@ class WeightsSynced(Event):
     version: int
     receipts: tuple[WeightReceipt, ...] = ()  #: by replica
     seconds: float = 0.0
-    sent_bytes: int = 0  #: bytes of weights sent to a worker, fewer for a delta; over links, to all
+    #: bytes of weights sent to a worker, fewer for a delta; over links, by all, once for workers with the same parts
+    sent_bytes: int = 0
     #: if parts came from every rank: bytes by link, such as ``0-1`` from rank 0 to worker 1 of all replicas'
     link_bytes: Mapping[str, int] = attrs.field(factory=dict)
     kind: Literal["full", "adapter", "delta"] = "full"

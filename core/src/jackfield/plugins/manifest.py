@@ -141,7 +141,7 @@ class Manifest:
         found = f"declared as {level}" if level else f"declared: {declared or 'none'}"
         message = f"the {self.label} does not have the capability '{capability}'"
         expected, fix = f"'{capability}', because {because}", f"choose another {self.kind}, or drop what asks for it"
-        details = {"where": self.label, "expected": expected, "found": found, "fix": fix}
+        details = {"where": f"{self.kind}.name", "expected": expected, "found": found, "fix": fix}
         raise PluginError(message, code="plugin.capability", **details)
 
 

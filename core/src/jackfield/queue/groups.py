@@ -90,7 +90,6 @@ class Groups:
                 again = [group for group in batch.groups if group.explorer == explorer and not group.is_made]
                 for group in again:
                     if group.status == Status.OPEN:
-                        self.core.fail(group.name, reason)
                         self.leases.forget(group)
                     group.reissue += 1
                     self._vacate(group)
@@ -265,6 +264,8 @@ class Groups:
                 counted = Counter(why for _, why in sorted(group.ended.items()) if why is not None).most_common(3)
                 errors = "; ".join(f"{count} × {why}" for why, count in counted)
                 shortage = errors or f"rollouts without a surviving sample: {', '.join(map(str, lost))}"
+                for rollout in lost if not (failed or errors) else ():
+                    self.core.fail(f"{group.name}/{rollout}", shortage)
                 self._retry(group, [*failed.values()][-1] if failed else shortage)
         self.leases.changed(changed)
 
@@ -296,7 +297,7 @@ class Groups:
         found = [group for name in groups if (group := self.core.state.group(name)) is not None]
         self.leases.require_free(found)
         for group in found:
-            self._retry(group, reason, failed=False)
+            self._retry(group, reason)
 
     async def fail_samples(self, reasons: Mapping[str, str]) -> None:
         """Fail samples by key and publish or retry their groups again. Samples that are gone are skipped.
@@ -343,10 +344,8 @@ class Groups:
             )
         return tuple(key for key in lost if not self.core.state.knows(key))
 
-    def _retry(self, group: Group, reason: str, *, failed: bool = True) -> None:
+    def _retry(self, group: Group, reason: str) -> None:
         """Drop a group and retry its index, or fail its batch after too many retries."""
-        if failed:
-            self.core.fail(group.name, reason)
         self.leases.forget(group)
         group.reasons.append(reason)
         group.retry, group.reissue = group.retry + 1, 0
@@ -391,10 +390,10 @@ class Groups:
             if not columns <= sample.columns:
                 sample.bytes += size
                 self.core.state.count(0, size)
-            sample.columns = wider.setdefault(sample.columns, sample.columns | columns)
+            sample.columns = wider.get(sample.columns) or wider.setdefault(sample.columns, sample.columns | columns)
             if more:
                 sample.tags = {**sample.tags, **more}
-        self.core.discard(key for key, sample in zip(keys, samples, strict=True) if sample is None)
-        there = {name for name, sample in zip(names, samples, strict=True) if sample is not None}
-        self.leases.changed([group for name, group in groups.items() if group is not None and name in there])
-        return tuple(key for key, sample in zip(keys, samples, strict=True) if sample is not None)
+        living = {key: name for key, name, sample in zip(keys, names, samples, strict=True) if sample is not None}
+        self.core.discard(key for key in keys if key not in living)
+        self.leases.changed(list(filter(None, map(groups.get, dict.fromkeys(living.values())))))
+        return tuple(living)

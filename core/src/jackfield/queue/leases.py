@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, repeat
 
 import attrs
 
@@ -113,8 +114,8 @@ class Leases:
         keys = tuple(_keys(found))
         return BatchMeta(
             keys=keys,
-            tags=tuple(tags for group in found for tags in group.all_tags()),
-            groups=tuple(group.name for group in found for _ in group.samples),
+            tags=tuple(chain.from_iterable([group.all_tags() for group in found])),
+            groups=tuple(chain.from_iterable([repeat(group.name, len(group.samples)) for group in found])),
             leases=(Lease(mine.partition.name, mine.name, mine.epoch),) * len(keys),
         )
 
@@ -295,8 +296,7 @@ class Leases:
 
     def remove(self, group: Group, keys: Sequence[str]) -> None:
         """Remove samples from their group. Their values are deleted."""
-        for key in keys:
-            self.core.state.count(-1, -group.samples.pop(key).bytes)
+        self.core.state.count(-len(keys), -sum([group.samples.pop(key).bytes for key in keys]))
         self.core.discard(keys, group.batch.partition.name)
 
     def _retire_stale(self, consumer: Consumer, step: int | None, fresh: bool) -> None:
@@ -320,7 +320,7 @@ class Leases:
 
 
 def _keys(groups: Iterable[Group]) -> list[str]:
-    return [key for group in groups for key in group.samples]
+    return list(chain.from_iterable([group.samples for group in groups]))
 
 
 def _drawn(consumer: Consumer, groups: Sequence[Group], step: int | None, count: int | None) -> list[Group]:

@@ -14,6 +14,7 @@ from itertools import chain, islice, pairwise
 from typing import Any, cast
 
 import attrs
+import msgspec
 from attrs.validators import ge, gt, optional
 
 from jackfield.errors import QueueError
@@ -48,10 +49,6 @@ class GroupKey:
         except ValueError:
             raise QueueError(f"{name!r} names no group", code="queue.unknown-sample", where=name) from None
 
-    def rollout(self, number: int, restart: int = 0) -> str:
-        """Return the prefix of a rollout's sample keys. ``restart`` is the number of workers that died during it."""
-        return f"{self}/{_numbered(number, restart)}"
-
     def sample(self, rollout: int, sequence: int, restart: int = 0) -> str:
         """Return the key of a sample."""
         return sample_key(str(self), rollout, sequence, restart)
@@ -62,7 +59,7 @@ def _numbered(number: int, again: int) -> str:
 
 
 def sample_key(group: str, rollout: int, sequence: int, restart: int = 0) -> str:
-    """Return the key of a sample from the group's key as text."""
+    """Return a sample's key from the group's as text; ``restart`` counts the runs of its rollout that workers lost."""
     return f"{group}/{_numbered(rollout, restart)}/{sequence}"
 
 
@@ -110,8 +107,7 @@ class NewGroup:
     tags: Mapping[str, Any] = attrs.field(factory=dict)  #: tags of all its samples
 
 
-@attrs.frozen(kw_only=True)
-class Written:
+class Written(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The columns of samples that a worker has written to the backend, without the values."""
 
     columns: tuple[str, ...] = ()
@@ -119,8 +115,7 @@ class Written:
     tags: tuple[Mapping[str, Any], ...] = ()  #: tags of each sample; empty: none
 
 
-@attrs.frozen(kw_only=True)
-class RolloutReport:
+class RolloutReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The end of a rollout. The values of its samples are already in the backend."""
 
     group: str
@@ -128,11 +123,10 @@ class RolloutReport:
     keys: tuple[str, ...] = ()
     written: Written = Written()
     error: str | None = None  #: why it failed; a failed rollout has no samples
-    lineage: Mapping[str, Lineage] = attrs.field(factory=dict)  #: of its samples, and of parents in other queues
+    lineage: Mapping[str, Lineage] = {}  #: of its samples, and of parents in other queues
 
 
-@attrs.frozen
-class Lease:
+class Lease(msgspec.Struct, frozen=True, gc=False):
     """The lease under which a consumer holds a sample."""
 
     partition: str

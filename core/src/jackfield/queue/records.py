@@ -142,7 +142,7 @@ _GroupRow = tuple[Status, int, int, str | None, list[str], _Made | None]
 
 
 def sequence_of(key: str) -> int:
-    return int(key.rsplit("/", 1)[1])
+    return int(key[key.rindex("/") + 1 :])
 
 
 @attrs.define(eq=False, repr=False)

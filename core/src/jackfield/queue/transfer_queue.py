@@ -130,7 +130,7 @@ class TransferQueue:
         return [*self._core.store.entries(), *self._core.store.coming]
 
     async def drain_failures(self) -> dict[str, str]:
-        """Return the samples, rollouts and groups that failed since the last call, with reasons."""
+        """Return the samples, and rollouts without one, that failed since the last call, with reasons."""
         failures, self._core.failures = self._core.failures, {}
         return failures
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,6 +33,7 @@ from jackfield.queue.meta import BatchMeta, Written
 from jackfield.sdk.archive import SavedSample, read_archive, write_archive
 from jackfield.sdk.cells import Cell, check_column, join, lacking_column, layouts, split, unknown_sample
 
+_SMALL = 1 << 20  #: bytes of a column up to which copying it twice takes no time
 _INLINE_BYTES = 1 << 24  #: checkpoints below this size are written without a thread
 
 
@@ -118,8 +121,9 @@ class MemoryBackend(TransferQueueBackend):
         columns, everything = layouts(request), self._cells
         samples = [everything.setdefault((request.partition, key), {}) for key in request.keys]
         for name, (text, content, bounds) in columns.items():
+            whole = bytes(content) if len(content) < _SMALL else content  # its slices are faster, and copies
             for cells, start, end in zip(samples, bounds, bounds[1:], strict=False):
-                cells[name] = text, bytes(content[start:end])
+                cells[name] = text, bytes(whole[start:end])
         return PutResult(bytes=sum(len(content) for _, content, _ in columns.values()))
 
     async def get(self, request: GetRequest) -> GetResult:
@@ -144,10 +148,10 @@ class MemoryBackend(TransferQueueBackend):
     async def delete(self, request: DeleteRequest) -> DeleteResult:
         removed = [self._cells.pop((request.partition, key), None) for key in request.keys]
         there = [cells for cells in removed if cells is not None]
-        return DeleteResult(samples=len(there), bytes=sum(map(_size, there)))
+        return DeleteResult(samples=len(there), bytes=_size(there))
 
     async def stats(self) -> StatsResult:
-        return StatsResult(samples=len(self._cells), bytes=sum(map(_size, self._cells.values())))
+        return StatsResult(samples=len(self._cells), bytes=_size(self._cells.values()))
 
     async def checkpoint(self, request: SnapshotRequest) -> SnapshotResult:
         """Write all current samples. A thread writes large checkpoints, and producers continue."""
@@ -166,5 +170,5 @@ class MemoryBackend(TransferQueueBackend):
         self._kept = None
 
 
-def _size(cells: Mapping[str, Cell]) -> int:
-    return sum([len(content) for _, content in cells.values()])
+def _size(samples: Iterable[Mapping[str, Cell]]) -> int:
+    return sum(map(len, map(itemgetter(1), chain.from_iterable([cells.values() for cells in samples]))))

@@ -14,13 +14,14 @@ from jackfield.abc.engine import BaseEngine, EngineLayout, EngineOutput, LoadChe
 from jackfield.algorithms import LossSpec, resolve_loss
 from jackfield.algorithms.tensors import naming_rows
 from jackfield.clock import Clock
-from jackfield.errors import EngineError, JackfieldError, WorkerLost
+from jackfield.errors import EngineError, WorkerLost
 from jackfield.queue import TransferQueue, Values
 from jackfield.queue.meta import BatchMeta, Written
 from jackfield.runtime.profile import begin_trace, end_trace, labelled
 from jackfield.sdk.cells import from_nested, to_nested
 from jackfield.sdk.jagged import jagged, to_padded
 from jackfield.weights import WeightSender
+from jackfield.weights.links import engine_errors
 
 if TYPE_CHECKING:
     import torch
@@ -181,13 +182,8 @@ class EngineRank:
 
     async def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
         role, rank = self._engine.context.role, self._engine.context.rank
-        try:
+        with engine_errors(f"the {role} engine", f"rank {rank}"):
             return await asyncio.to_thread(labelled, f"{role} {rank}: {call.__name__.strip('_')}", call, *arguments)
-        except JackfieldError:
-            raise
-        except Exception as error:
-            what = f"the {role} engine raised {type(error).__name__}: {error}"
-            raise EngineError(what, where=f"rank {rank}") from error
 
 
 def distances(trained: torch.Tensor | None, table: TensorDict, batch: BatchMeta, comparison: Comparison) -> Distances:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
 import attrs
+import msgspec
 
 from jackfield.abc.agent import ChatTokenizer
 from jackfield.abc.reward import RewardAgent, ScoreRequest, ScoreResult
@@ -90,8 +90,9 @@ class RewardWorker:
 
     async def _group(self, job: RewardJob, scoring: Sequence[asyncio.Task[ScoreResult]]) -> dict[str, ScoreResult]:
         """Wait for the scores of a group, post-process them together, and check them; return them by key."""
-        if running := [each for each in scoring if not each.done()]:
-            await asyncio.wait(running)
+        for each in reversed(scoring):  # the last to end is most likely the last to begin, and one wait is enough
+            if not each.done():
+                await asyncio.wait([each])
         _retrieve(scoring)
         results = dict(zip(job.keys, (each.result() for each in scoring), strict=True))
         self._scores.pop(_place(group_of(job.keys[0])), None)
@@ -109,12 +110,8 @@ class RewardWorker:
         """Return ``reward`` and, for dimensions (metrics, and ``score`` for the score itself), those."""
         columns = {"reward": _column([result.token_scores or (result.score,) for result in good])}
         if dimensions := self._config.algorithm.reward_dimensions:  # 0 for a reward that the agent loop has computed
-            columns["reward_dimensions"] = _column(
-                [
-                    [_total(each) if name == "score" else each.metrics.get(name, 0.0) for name in dimensions]
-                    for each in good
-                ]
-            )
+            rows = [{**each.metrics, "score": _total(each)} for each in good]
+            columns["reward_dimensions"] = _column([[row.get(name, 0.0) for name in dimensions] for row in rows])
         return columns
 
     async def close(self) -> None:
@@ -126,19 +123,17 @@ class RewardWorker:
 
     def _scoring(self, partition: str, keys: Sequence[str]) -> list[asyncio.Task[ScoreResult]]:
         """Return the tasks that score samples; start those that are missing or failed."""
-
-        found, missing = dict[str, asyncio.Task[ScoreResult] | None](), list[str]()
+        found, missing = list[dict[str, asyncio.Task[ScoreResult]]](), dict[str, dict[str, asyncio.Task[ScoreResult]]]()
         for key in keys:
-            scores = self._scores_of(group_of(key))
-            found[key] = scoring = scores.get(key)
+            found.append(scores := self._scores_of(group_of(key)))
+            scoring = scores.get(key)
             if scoring is None or (scoring.done() and (scoring.cancelled() or scoring.exception() is not None)):
-                missing.append(key)
+                missing[key] = scores
         if missing:
-            reading = asyncio.ensure_future(self._read(partition, missing))
-            for key in missing:
-                scores = self._scores_of(group_of(key))
-                found[key] = scores[key] = asyncio.ensure_future(self._score(key, reading))
-        return [scoring for scoring in found.values() if scoring is not None]
+            reading = asyncio.ensure_future(self._read(partition, list(missing)))
+            for key, scores in missing.items():
+                scores[key] = asyncio.ensure_future(self._score(key, reading))
+        return [scores[key] for key, scores in zip(keys, found, strict=True)]
 
     def _scores_of(self, group: str) -> dict[str, asyncio.Task[ScoreResult]]:
         """Return the scores of a group. Those of earlier retries are cancelled and forgotten."""
@@ -152,7 +147,7 @@ class RewardWorker:
     async def _read(self, partition: str, keys: Sequence[str]) -> dict[str, tuple[list[int], list[int], Any]]:
         columns = await self._values.get(partition, keys, REWARD_INPUTS)
         prompts, responses = (_lists(columns[name]) for name in REWARD_INPUTS[:2])
-        tasks = (json.loads(str(text, "utf-8")) for text in split(columns["task"])[1])
+        tasks = map(msgspec.json.decode, split(columns["task"])[1])
         return dict(zip(keys, zip(prompts, responses, tasks, strict=True), strict=True))
 
     async def _score(
@@ -182,7 +177,9 @@ class RewardWorker:
                     result = _checked(await self._clock.wait_for(scoring, seconds, f"the reward of sample {key}"), key)
                 except DeadlineExceeded as error:
                     result = ScoreResult(status="timeout", error=error.message)
-                except Exception as error:
+                except asyncio.CancelledError:
+                    raise
+                except BaseException as error:  # SystemExit is the reward's, too
                     result = ScoreResult(status="failed", error=described(error))
                 if result.status == "ok":
                     break

@@ -21,7 +21,6 @@ from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.algorithms.shaping import kl_in_reward
 from jackfield.algorithms.tensors import naming_rows
 from jackfield.data.tasks import Task
-from jackfield.errors import AgentError
 from jackfield.queue import Values
 from jackfield.queue.meta import BatchMeta, Lease, Written
 from jackfield.sdk.cells import Cell, dense_column, from_nested, join, split, to_nested
@@ -95,23 +94,19 @@ def sequence_cells(
     ``prompt_ids`` and ``response_ids`` are int64, ``response_mask`` is bool, ``rollout_log_probs`` is float32. ``task``
     is JSON for the reward pipeline: the task's record, and the reward if the agent has computed it. ``texts`` keeps it
     for further samples of the task, by reward. Samples that are only imitated (``supervised``) have neither log-probs
-    nor a task. Other types raise ``agent.output``.
+    nor a task. Other types raise what ``array`` and JSON do.
     """
-    try:
-        cells: dict[str, Cell] = {
-            "prompt_ids": (_INT64, array("q", sequence.prompt_ids).tobytes()),
-            "response_ids": (_INT64, array("q", sequence.response_ids).tobytes()),
-            "response_mask": (_BOOL, bytes(map(bool, sequence.response_mask))),
-        }
-        if not supervised:
-            cells["rollout_log_probs"] = _FLOAT32, array("f", sequence.response_log_probs).tobytes()
-            if (text := texts.get(sequence.reward)) is None:
-                record = {"data_source": task.data_source, "ground_truth": task.ground_truth, "extra_info": task.fields}
-                text = texts[sequence.reward] = _encode({**record, "reward": sequence.reward}).encode()
-            cells["task"] = _JSON, text
-    except (TypeError, ValueError, OverflowError) as error:
-        what, expected = "an agent loop returned values of another type", "integer ids and mask, float log-probs"
-        raise AgentError(what, code="agent.output", where=f"task {task.id}", expected=expected, found=error) from error
+    cells: dict[str, Cell] = {
+        "prompt_ids": (_INT64, array("q", tuple(sequence.prompt_ids)).tobytes()),
+        "response_ids": (_INT64, array("q", tuple(sequence.response_ids)).tobytes()),
+        "response_mask": (_BOOL, bytes(sequence.response_mask)),
+    }
+    if not supervised:
+        cells["rollout_log_probs"] = _FLOAT32, array("f", tuple(sequence.response_log_probs)).tobytes()
+        if (text := texts.get(sequence.reward)) is None:
+            record = {"data_source": task.data_source, "ground_truth": task.ground_truth, "extra_info": task.fields}
+            text = texts[sequence.reward] = _encode({**record, "reward": sequence.reward}).encode()
+        cells["task"] = _JSON, text
     return cells
 
 
@@ -125,9 +120,9 @@ def sequence_tags(task: Task, sequence: AgentSequence, rollout: int) -> dict[str
         "model_tokens": sum(sequence.response_mask),
     }
     if sequence.weight_versions:
-        versions = [version for version in set(sequence.weight_versions) if version >= 0]
-        tags |= {"weight_version_min": min(versions, default=0), "weight_version_max": max(versions, default=0)}
-        tags |= {"step_id": sequence.step_id, "finish_reason": sequence.finish_reason}
+        versions = {version for version in set(sequence.weight_versions) if version >= 0} or {0}
+        tags["weight_version_min"], tags["weight_version_max"] = min(versions), max(versions)
+        tags["step_id"], tags["finish_reason"] = sequence.step_id, sequence.finish_reason
     return tags
 
 

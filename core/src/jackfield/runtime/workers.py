@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -41,8 +42,9 @@ from jackfield.sdk.cells import Cell, join, rows_of
 S = TypeVar("S")
 T = TypeVar("T")
 
-_ATTEMPTS = 3  #: how often work is tried in total, if workers die
+ATTEMPTS = 3  #: how often work is tried in total, if workers die
 _LIST = 512  #: size at which a list of results is reported
+_CHOSEN = ("temperature", "top_p", "top_k", "min_p", "log_probs")  #: sampling parameters that agents may change
 
 
 @attrs.frozen
@@ -68,9 +70,9 @@ class Workers(Generic[T]):
 def list_seconds(elapsed: float) -> float:
     """Return how long the first result of a list waits for others, ``elapsed`` seconds after the beginning.
 
-    The wait grows with the age of the work, so that stragglers of a long rollout share few lists.
+    The wait grows with the age of the work up to 2 s, so that stragglers of a long rollout share few lists.
     """
-    return max(0.05, 0.05 * elapsed)
+    return min(max(0.05, 0.1 * elapsed), 2.0)
 
 
 async def together(
@@ -138,15 +140,15 @@ async def resubmitted(
 ) -> T:
     """Run work, and again from its beginning if ``may_repeat`` says that an error lost it: three times in all.
 
-    By default a worker's death is such an error. ``what`` is the result of the work for messages, such as a sample.
+    By default a worker's death is such an error. ``what`` says for messages what is done: "a sample is read".
     """
-    for _ in range(_ATTEMPTS - 1):
+    for _ in range(ATTEMPTS - 1):
         try:
             return await work()
         except JackfieldError as error:
             if not may_repeat(error):
                 raise
-            logging.getLogger("jackfield").warning("%s; %s is made again", one_line(error), what)
+            logging.getLogger("jackfield").warning("%s; %s again", one_line(error), what)
     return await work()
 
 
@@ -176,10 +178,6 @@ class RolloutJob:
     expert: bool = False  #: the answer joins samples of the policy, and gets all their columns
     evaluates: bool = False  #: keep the last sequence only, and report whole error texts
 
-    def key(self, rollout: int) -> str:
-        """Return the prefix of a rollout's sample keys."""
-        return self.group.rollout(rollout, self.restart)
-
     def failed(self, rollout: int, error: JackfieldError) -> RolloutReport:
         """Report a rollout that failed, or raise an error that every rollout would have."""
         every = isinstance(error, ConfigError | DataError | PluginError) or error.code == "rollout.stopped"
@@ -190,7 +188,7 @@ class RolloutJob:
         return RolloutReport(group=str(self.group), rollout=rollout, error=text)
 
 
-@attrs.frozen
+@attrs.define(eq=False)
 class _Made:
     """The samples of a rollout, which are not written yet."""
 
@@ -213,6 +211,7 @@ class AgentWorker:
     _make_agent: Callable[[Callable[[SamplingParams], None]], AgentLoopBase] | None
     #: for samples that copy the data's answers; agents find their limit in their context
     _max_prompt_tokens: int | None = attrs.field(default=None, kw_only=True)
+    _vocabulary: int | None = attrs.field(default=None, kw_only=True)  #: the model's number of token ids
 
     async def run(self, jobs: Sequence[RolloutJob]) -> AsyncIterator[list[RolloutReport]]:
         """Run rollouts, or copy answers, write their samples to the backend, and yield reports, several at a time.
@@ -246,12 +245,16 @@ class AgentWorker:
         try:
             sequences, more = await self._sequences(job, rollout)
             cells = [sequence_cells(job.task, each, texts, supervised=supervised) for each in sequences]
+            tags = tuple([{**sequence_tags(job.task, each, rollout), **more} for each in sequences])
         except JackfieldError as error:
             return job.failed(rollout, error)
+        except Exception as error:
+            what, expected = "an agent loop returned values that cannot be used", "what AgentLoopOutput documents"
+            details: dict[str, Any] = {"where": f"task {job.task.id}", "expected": expected, "found": error}
+            return job.failed(rollout, AgentError(what, code="agent.output", **details))
         if not sequences:
             return RolloutReport(group=group, rollout=rollout)
-        tags = tuple({**sequence_tags(job.task, each, rollout), **more} for each in sequences)
-        keys = tuple(sample_key(group, rollout, number, job.restart) for number in range(len(sequences)))
+        keys = tuple([sample_key(group, rollout, number, job.restart) for number in range(len(sequences))])
         return _Made(job, group, rollout, keys, cells, tags)
 
     async def _write(self, made: Sequence[_Made]) -> list[RolloutReport]:
@@ -261,7 +264,7 @@ class AgentWorker:
         columns = {name: join(name, [each[name] for each in cells]) for name in cells[0]}
         put = partial(self._values.put, made[0].job.group.partition, keys, columns, tags)
         try:
-            written = await resubmitted(put, f"the values of samples {some(keys)}", is_lost)
+            written = await resubmitted(put, f"the values of samples {some(keys)} are written", is_lost)
         except QueueError as error:
             if not is_lost(error):
                 raise
@@ -283,18 +286,18 @@ class AgentWorker:
         asked: list[SamplingParams] = []
         try:
             output = await self._make_agent(asked.append).run(sampling, **job.task.agent_fields())
-        except JackfieldError:
+        except (JackfieldError, asyncio.CancelledError):
             raise
-        except Exception as error:
+        except BaseException as error:  # SystemExit is the agent's, too
             message = f"{described(error)} (raised by the agent loop)"
             raise AgentError(message, where=f"task {job.task.id}") from error
-        _check(output, job.task)
+        sequences = _checked(output, job.task, self._vocabulary)
         tags: dict[str, Any] = {"turns": output.num_turns, **metric_tags("agent", output.metrics)}
-        names = [name for name in ("temperature", "top_p", "top_k", "min_p", "log_probs") if name in sampling]
+        names = [name for name in _CHOSEN if name in sampling] if asked else []
         own = {(name, getattr(one, name)) for one in asked for name in names if getattr(one, name) != sampling[name]}
         if own:  # the sampling parameters that the agent changed
             tags["own_sampling"] = ", ".join(sorted(f"{name}: {value}" for name, value in own))
-        return output.sequences[-1:] if job.evaluates else output.sequences, tags
+        return sequences[-1:] if job.evaluates else sequences, tags
 
     def _answers(self, task: Task) -> list[AgentSequence]:
         """Make sequences from the task's answers: two if the task has a rejected answer, else one.
@@ -341,8 +344,8 @@ class AgentWorker:
         )
 
 
-def _check(output: AgentLoopOutput, task: Task) -> None:
-    """Refuse non-finite metrics, unsupported inputs, and parts that do not match."""
+def _checked(output: AgentLoopOutput, task: Task, vocabulary: int | None) -> list[AgentSequence]:
+    """Return the sequences, or raise ``agent.output`` or, for values of other types, any exception."""
 
     def refuse(what: str, expected: str, found: str, fix: str | None = None) -> NoReturn:
         message, where = f"an agent loop returned {what}", f"task {task.id}"
@@ -352,15 +355,21 @@ def _check(output: AgentLoopOutput, task: Task) -> None:
     if wrong or not isinstance(turns, int) or turns < 1:
         expected = "num_turns of 1 or more, and finite numbers as metrics"
         refuse("metrics that are not numbers", expected, f"num_turns {turns!r}, metrics {wrong}")
-    for each in output.sequences:
+    for each in (sequences := list(output.sequences)):
         if each.multi_modal_inputs:
             found = f"multi_modal_inputs {', '.join(sorted(map(str, each.multi_modal_inputs)))}"
-            what = "multi_modal_inputs, which no engine trains on"
-            refuse(what, "sequences of tokens alone", found, "leave multi_modal_inputs empty")
+            refuse("multi_modal_inputs, which no engine trains on", "tokens alone", found, "leave them empty")
         parts = (each.response_ids, each.response_mask, each.response_log_probs, each.weight_versions)
-        lengths = [len(part) for part in parts]
-        if len(set(lengths)) != 1 or not each.prompt_ids or not each.response_ids:
+        lengths = list(map(len, parts))
+        if lengths.count(lengths[0]) != 4 or not each.prompt_ids or not each.response_ids:
             names = ("response_ids", "response_mask", "response_log_probs", "weight_versions")
             expected = "a prompt, and a response whose ids, mask, log-probs and versions have one length above 0"
             found = f"prompt {len(each.prompt_ids)}, {dict(zip(names, lengths, strict=True))}"
             refuse("a sequence whose parts do not fit", expected, found)
+        ids, reward = (*each.prompt_ids, *each.response_ids), 0.0 if each.reward is None else each.reward
+        if min(ids) < 0 or max(ids) >= (vocabulary or math.inf):
+            raise ValueError(f"token ids from {min(ids)} to {max(ids)}, and the model has {vocabulary}")
+        odd = not_finite({"reward": reward, "step_id": each.step_id}) or {*each.response_mask} - {0, 1}
+        if odd or not isinstance(each.finish_reason, str):
+            raise ValueError(f"{odd} in reward, step_id or response_mask, finish_reason {each.finish_reason!r}")
+    return sequences

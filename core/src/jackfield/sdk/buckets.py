@@ -32,6 +32,8 @@ _SMALL = 1 << 20  #: bytes; torch copies larger tensors with several threads
 class _Entries(list[Entry]):
     """The entries of a bucket."""
 
+    kept: tuple[int, list[tuple[str, torch.Tensor]]] = (0, [])  #: address of a buffer, and views of it
+
     @cached_property
     def plan(self) -> list[tuple[str, torch.dtype, list[int], list[int], int, int, int]]:
         """Name, dtype, shape, strides, offset in elements, offset and size in bytes of each tensor."""
@@ -92,6 +94,16 @@ class Bucket:
     number: int  #: count of the transfer's buckets up to this one
     entries: Sequence[Entry]
     place: Any  #: where its bytes are, as the checkpoint engine describes it
+
+    def tensors(self, content: torch.Tensor, buffers: Iterable[torch.Tensor]) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return names and views of its tensors, made once if ``content`` is a kept one of ``buffers`` on the host."""
+        entries, address = self.entries, content.data_ptr()
+        kept = content.is_cpu and any(address == buffer.data_ptr() for buffer in buffers)
+        if not kept or not isinstance(entries, _Entries):
+            return views(content, entries)
+        if entries.kept[0] != address:
+            entries.kept = address, list(views(content, entries))
+        return entries.kept[1]
 
 
 def aligned(size: int) -> int:

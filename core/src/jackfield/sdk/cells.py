@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -232,7 +233,7 @@ def offsets_of(lengths: Iterable[int]) -> torch.Tensor:
     """Return the offsets of jagged samples with these lengths, int64 ``[samples + 1]``."""
     import torch
 
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int64)
+    return torch.frombuffer(array("q", accumulate(lengths, initial=0)), dtype=torch.int64)
 
 
 def dense_column(values: torch.Tensor) -> Column:

@@ -11,6 +11,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -23,7 +24,7 @@ from jackfield.sdk.receiver import WeightReceiver, reopen_receiver
 if TYPE_CHECKING:
     import torch
 
-    from jackfield.abc.rollout import UpdateWeightsRequest
+    from jackfield.abc.rollout import ServerInfo, UpdateWeightsRequest
 
 __all__ = ["Link", "SliceReceiver", "part_of", "plan_links", "reopen_slice_receiver"]
 
@@ -46,39 +47,59 @@ def plan_links(ranks: Sequence[Sequence[Box]], workers: Sequence[Sequence[Box]])
     audiences: dict[tuple[Box, ...], list[int]] = {}
     for number, boxes in enumerate(workers):
         audiences.setdefault(tuple(boxes), []).append(number)
-    owners: dict[str, list[tuple[int, Box]]] = {}
-    for rank, boxes in enumerate(ranks):
-        for box in boxes:
-            owners.setdefault(box.name, []).append((rank, box))
+    owners, _ = _owners(ranks, "engine rank"), _owners(workers, "server worker")
     loads, found = [0] * len(ranks), dict[tuple[int, tuple[int, ...]], list[Box]]()
     for wanted, members in audiences.items():
         for box in wanted:
             near = sorted(owners.get(box.name, ()), key=lambda owner: loads[owner[0]])
-            for rank, piece in _cover(box, near):
+            for rank, piece in _cover(box, near, "engine rank"):
                 loads[rank] += math.prod(piece.length) * len(members)
                 found.setdefault((rank, tuple(members)), []).append(piece)
     return tuple(Link(rank=rank, workers=to, pieces=tuple(pieces)) for (rank, to), pieces in sorted(found.items()))
 
 
-def _cover(box: Box, owners: Sequence[tuple[int, Box]]) -> Iterator[tuple[int, Box]]:
-    """Yield pieces that make up a box, each with a rank that has it; earlier owners come first."""
+def check_layouts(info: ServerInfo, ranks: Sequence[Sequence[Box]]) -> None:
+    """Refuse a replica whose workers together lack some of the weights: what they lack would silently stay old."""
+    layouts, who = info.weight_layouts, f"replica {info.replica} worker"
+    if layouts and len(layouts) != info.workers:
+        raise WeightsError(f"there are {len(layouts)} layouts of {info.workers} {who}s", fix="give each one, or none")
+    owners = _owners(layouts, who)
+    for box in {box.name: box for boxes in (*ranks, *layouts) if layouts for box in boxes}.values():
+        whole = attrs.evolve(box, start=(0,) * len(box.shape), length=box.shape)
+        tuple(_cover(whole, owners.get(box.name, ()), who))  # raises if something is left
+
+
+def _owners(layouts: Sequence[Sequence[Box]], who: str) -> dict[str, list[tuple[int, Box]]]:
+    """Return boxes by name, each with the number of its layout; refuse layouts that cannot be."""
+    found: dict[str, list[tuple[int, Box]]] = {}
+    for number, box in ((number, box) for number, boxes in enumerate(layouts) for box in boxes):
+        own, sides = found.setdefault(box.name, []), zip_longest(box.start, box.length, box.shape, fillvalue=-1)
+        inside = all(0 <= start <= start + length <= size for start, length, size in sides)
+        if not inside or (own and own[-1][0] == number):
+            message = f"{who} {number} names {box.name!r} " + ("twice" if inside else "with a part that is not in it")
+            raise WeightsError(message, where=box.name, found=repr(box))
+        own.append((number, box))
+    return found
+
+
+def _cover(box: Box, owners: Sequence[tuple[int, Box]], who: str) -> Iterator[tuple[int, Box]]:
+    """Yield pieces that make up a box, each with the number of an owner; earlier owners come first."""
     left = [box]
-    for rank, theirs in owners:
+    for number, theirs in owners:
         if theirs.shape != box.shape:
-            message, expected = f"rank {rank} has {box.name!r} in another shape than a worker", box.shape
-            raise WeightsError(message, where=str(box), expected=expected, found=theirs.shape)
+            message = f"{who} {number} has {box.name!r} in another shape than others"
+            raise WeightsError(message, where=str(box), expected=box.shape, found=theirs.shape)
         rest: list[Box] = []
         for part in left:
             piece = part if 0 in part.length else _common(part, theirs)
             if piece is None:
                 rest.append(part)
             else:
-                yield rank, piece
+                yield number, piece
                 rest += _without(part, piece)
         left = rest
     if left:
-        message = f"no rank has some of {box.name!r} that a worker needs"
-        raise WeightsError(message, code="weights.missing", where=box.name, found=str(left[0]))
+        raise WeightsError(f"{who}s lack {left[0]}", code="weights.missing", where=box.name)
 
 
 def _common(one: Box, other: Box) -> Box | None:
@@ -102,7 +123,9 @@ def _without(box: Box, piece: Box) -> Iterator[Box]:
 
 
 def part_of(tensor: torch.Tensor, box: Box, piece: Box) -> torch.Tensor:
-    """Return the view of ``piece`` in a tensor that has ``box``."""
+    """Return the view of ``piece`` in a tensor that has ``box``; refuse a tensor of another shape."""
+    if tensor.shape != box.length:
+        raise WeightsError(f"{box} comes in another shape", expected=box.length, found=tuple(tensor.shape))
     if 0 in piece.length:
         return tensor.new_empty(piece.length)
     sides = zip(piece.start, box.start, piece.length, strict=True)
@@ -121,6 +144,9 @@ def reopen_slice_receiver(
     ``worker`` is its number within the replica; ``options`` are those of
     :func:`~jackfield.sdk.receiver.open_receiver`. What the worker's ``last`` receiver has kept is used again.
     """
+    if not 0 <= worker < (count := len(request.connect)):
+        message = f"the update is for {count} workers of this replica, and there is no worker {worker} among them"
+        raise WeightsError(message, fix="say the number of workers in ServerInfo.workers")
     arguments = request.connect[worker]
     links: Sequence[Mapping[str, Any]] = arguments.get("links", ())
     own = {"arguments": arguments, "worker": request.first_worker + worker, "workers": request.total_workers}

@@ -30,7 +30,7 @@ from jackfield.abc.checkpoint_engine import (
 )
 from jackfield.clock import Clock, too_late
 from jackfield.errors import DeadlineExceeded, JackfieldError, RpcError, WeightsError
-from jackfield.sdk.buckets import Bucket, Entry, Layout, Packer, kept_buffer, views
+from jackfield.sdk.buckets import Bucket, Entry, Layout, Packer, kept_buffer
 from jackfield.sdk.rpc import Address, Connection, Contract, Server, Service, caller, connect
 from jackfield.settings import option
 
@@ -366,7 +366,7 @@ class OneSenderEngine(CheckpointEngine):
             if not self.arrived:
                 break
             bucket = self.arrived.popleft()
-            for item in views(await self.content(bucket), bucket.entries):
+            for item in bucket.tensors(await self.content(bucket), self.buffers):
                 yield item
             self.was_read(bucket)
         await self.acknowledge()

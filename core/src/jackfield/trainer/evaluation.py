@@ -11,14 +11,14 @@ import attrs
 
 from jackfield.abc.reward import ScoreResult
 from jackfield.abc.transfer_queue import DeleteRequest
-from jackfield.errors import WorkerLost, some
+from jackfield.errors import some
 from jackfield.plugins.hooks import EvaluationEnded, SampleRecord, SamplesRecorded
 from jackfield.queue.meta import GroupKey, RolloutReport, group_of
 from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.samples import metric_tags, said, said_metrics, sampling_seed
-from jackfield.runtime.workers import RolloutJob, resubmitted
+from jackfield.runtime.workers import RolloutJob
 from jackfield.trainer.role import Role
-from jackfield.trainer.rollouts import run_rollouts, without_scores
+from jackfield.trainer.rollouts import in_parts, run_rollouts, without_scores
 
 EVAL = "eval"  #: the partition of an evaluation's samples; they are deleted with it, and the controller never sees them
 
@@ -119,11 +119,11 @@ class Evaluator:
 
     async def _share(self, worker: RewardWorker, keys: Sequence[str]) -> dict[str, ScoreResult]:
         longest = 2 * self.role.score_seconds * len(self.role.tasks["eval"])  # if scored in turn
-        wait, samples = self.role.clock.wait_for, f"held-out samples {some(keys)}"
-        try:
-            return await resubmitted(
-                lambda: wait(worker.score(EVAL, keys), longest, f"the reward worker of {samples}"),
-                f"the scores of {samples}",
-            )
-        except WorkerLost as error:
-            return dict.fromkeys(keys, ScoreResult(status="failed", error=str(error)))
+        wait, found = self.role.clock.wait_for, dict[str, ScoreResult]()
+
+        async def score(keys: Sequence[str]) -> None:
+            found.update(await wait(worker.score(EVAL, keys), longest, f"the reward worker of samples {some(keys)}"))
+
+        async for lost, error in in_parts(keys, score, keys, "the scores of held-out samples"):
+            found |= dict.fromkeys(lost, ScoreResult(status="failed", error=str(error)))
+        return found

@@ -198,7 +198,7 @@ class Role:
             return self.clock.wait_for(reading, seconds, who)
 
         try:
-            return await resubmitted(read, "a table of samples") if keys else ()
+            return await resubmitted(read, "a table of samples is read") if keys else ()
         except QueueError as error:
             if not is_lost(error):
                 raise

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -14,14 +14,16 @@ from typing import Any
 import attrs
 
 from jackfield.data.tasks import SeededOrder, Task
-from jackfield.errors import DeadlineExceeded, QueueError, RewardError, WorkerLost, some
-from jackfield.queue.meta import Batch, BatchMeta, GroupKey, NewGroup, RolloutReport, group_of, index_of
+from jackfield.errors import DeadlineExceeded, JackfieldError, QueueError, RewardError, WorkerLost, some
+from jackfield.plugins.hooks import SamplesFailed
+from jackfield.queue.meta import Batch, BatchMeta, GroupKey, NewGroup, RolloutReport, Written, group_of, index_of
 from jackfield.runtime.rewards import REWARD_INPUTS, RewardJob, RewardReport, RewardWorker
 from jackfield.runtime.samples import TRAIN, is_baseline, is_expert, metric_tags, sampling_seed
-from jackfield.runtime.workers import AgentWorker, RolloutJob, handle_each, one_line, resubmitted
+from jackfield.runtime.workers import ATTEMPTS, AgentWorker, RolloutJob, handle_each, one_line
 from jackfield.trainer.role import Role
 
 REWARD = "reward"  #: the name under which the reward pipeline leases groups
+_DEATHS = 12  #: of the worker that runs some work; then what one has left fails
 _EARLY_SECONDS = 0.5  #: samples of unfinished groups that end within this time start to be scored together
 
 
@@ -104,15 +106,37 @@ class Explorer:
         config, task, copies = self.role.config, self.task_of(key), key.index >= self._groups
         if copies:
             return RolloutJob(group=key, task=task, expert=bool(self._groups), seconds=config.deadlines.rollout)
-        seed = partial(sampling_seed, config.seed_of(config.sampling), key.batch, key.index, key.retry)
+        seed = f"{config.seed_of(config.sampling)}/{key.batch}/{key.index}/{key.retry}"
         return RolloutJob(
             group=key,
             task=task,
-            rollouts={number: seed(number) for number in range(self._rollouts)},
+            rollouts={number: sampling_seed(seed, number) for number in range(self._rollouts)},
             sampling=attrs.asdict(config.sampling, recurse=False),
             greedy=self._rollouts - 1 if self.role.algorithm.greedy_baseline else None,
             seconds=config.deadlines.rollout,
         )
+
+
+async def in_parts(
+    work: Sequence[str], run: Callable[[Sequence[str]], Awaitable[object]], left: Container[str], what: str
+) -> AsyncIterator[tuple[list[str], WorkerLost]]:
+    """Run work, given by names, on a worker, and again what its death has ``left``: first together, then in halves.
+
+    So what kills the worker is soon alone. Yield it then, or what is left after too many deaths.
+    """
+    parts, deaths = [work], 0
+    while parts:
+        part = parts.pop()
+        try:
+            await run(part)
+        except WorkerLost as error:
+            deaths, rest = deaths + 1, [name for name in part if name in left]
+            if rest and deaths >= (ATTEMPTS if len(rest) == 1 else _DEATHS):
+                yield rest, error
+            elif rest:
+                logging.getLogger("jackfield").warning("%s; %s %s are made again", one_line(error), what, some(rest))
+                middle = len(rest) // 2 if deaths > 1 else 0
+                parts += [half for half in (rest[middle:], rest[:middle]) if half]
 
 
 async def run_rollouts(
@@ -131,52 +155,44 @@ class _Rollouts:
     worker: AgentWorker
     jobs: Sequence[RolloutJob]
     report: Callable[[Sequence[RolloutReport]], Awaitable[object]]
-    #: the rollouts that have not been reported, with their jobs, by group and number
-    left: dict[tuple[str, int], RolloutJob] = attrs.field(init=False)
+    #: the rollouts that have not been reported, each with its number, by name
+    left: dict[str, tuple[RolloutJob, int]] = attrs.field(init=False)
+    restarts: Iterator[int] = attrs.field(factory=itertools.count)
 
     async def run(self) -> None:
-        """Run all rollouts. Those that no worker could end, or not in time, are reported as failed."""
-        one = self.jobs[0]
-        self.left = {(str(job.group), number): job for job in self.jobs for number in job.rollouts}
-        try:
-            what = f"what is missing of {len(self.jobs)} groups from sample {one.key(min(one.rollouts))}"
-            await resubmitted(self._run, what)
-        except (WorkerLost, DeadlineExceeded) as error:
-            await self.report([job.failed(rollout, error) for (_, rollout), job in self.left.items()])
+        """Run all rollouts. Those that kill their worker, or are not in time, are reported as failed."""
+        self.left = {f"{job.group}/{number}": (job, number) for job in self.jobs for number in job.rollouts}
+        async for rollouts, error in in_parts(list(self.left), self._run, self.left, "samples"):
+            await self._fail(rollouts, error)
 
-    async def _run(self) -> None:
-        generates = any(job.sampling is not None for job in self.jobs)
+    async def _run(self, rollouts: Sequence[str]) -> None:
+        chosen, restart = dict[GroupKey, tuple[RolloutJob, dict[int, int]]](), next(self.restarts)
+        for job, number in map(self.left.__getitem__, rollouts):
+            chosen.setdefault(job.group, (job, {}))[1][number] = job.rollouts[number]
+        jobs = [attrs.evolve(job, rollouts=own, restart=restart) for job, own in chosen.values()]
+        generates = any(job.sampling is not None for job in jobs)
         # the worker enforces the deadline of each rollout; this one adds slack for the RPC
-        seconds = 1.1 * max(job.seconds for job in self.jobs) + 10
+        seconds = 1.1 * max(job.seconds for job in jobs) + 10
         # an evaluation holds the devices from its beginning to its end
-        holds = generates and not self.jobs[0].evaluates
-        async with self.role.rollout_devices.hold("rollout") if holds else nullcontext():
-            try:
-                await handle_each(self.role.clock, self.worker.run(self.jobs), seconds, self._missing, self._report)
-            except WorkerLost:
-                if not self.left:
-                    return
-                self.jobs = [again for job in self.jobs if (again := self._again(job)).rollouts]
-                self.left = {(str(job.group), number): job for job in self.jobs for number in job.rollouts}
-                raise
-
-    def _again(self, job: RolloutJob) -> RolloutJob:
-        """Return the rollouts of a job that have not been reported, for another worker."""
-        name = str(job.group)
-        rollouts = {number: seed for number, seed in job.rollouts.items() if (name, number) in self.left}
-        return attrs.evolve(job, rollouts=rollouts, restart=job.restart + 1)
+        holds = generates and not jobs[0].evaluates
+        try:
+            async with self.role.rollout_devices.hold("rollout") if holds else nullcontext():
+                await handle_each(self.role.clock, self.worker.run(jobs), seconds, self._missing, self._report)
+        except DeadlineExceeded as error:
+            await self._fail([name for name in rollouts if name in self.left], error)
 
     def _missing(self) -> str:
-        samples = [
-            f"{job.key(number)}, task {job.task.id}" for (_, number), job in itertools.islice(self.left.items(), 4)
-        ]
+        samples = [f"{name}, task {job.task.id}" for name, (job, _) in itertools.islice(self.left.items(), 4)]
         return f"the agent worker of samples {some(samples)}; {len(self.left)} rollouts are not complete"
+
+    async def _fail(self, rollouts: Sequence[str], error: JackfieldError) -> None:
+        await self._report([job.failed(number, error) for job, number in map(self.left.__getitem__, rollouts)])
 
     async def _report(self, reports: Sequence[RolloutReport]) -> None:
         """Pass on reports and forget their rollouts."""
         await self.report(reports)
         for each in reports:
-            self.left.pop((each.group, each.rollout), None)
+            self.left.pop(f"{each.group}/{each.rollout}", None)
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -227,8 +243,7 @@ class RewardPipeline:
         try:
             await worker.begin(TRAIN, keys)
         except WorkerLost as error:
-            lost = f"{one_line(error)}; the scores of samples {some(keys)} are made again"
-            logging.getLogger("jackfield").warning(lost)
+            logging.getLogger("jackfield").warning("%s; scores of %s are made again", one_line(error), some(keys))
 
     async def _finish(self, worker: RewardWorker, batch: BatchMeta, names: list[str]) -> None:
         """Write the rewards of whole groups."""
@@ -244,8 +259,8 @@ class RewardPipeline:
             for name in ended:
                 del left[name]
 
-        async def reward() -> None:
-            jobs = [_reward_job(batch, places[name]) for name in left]
+        async def reward(names: Sequence[str]) -> None:
+            jobs = [_reward_job(batch, places[name]) for name in names]
             # the reward worker enforces the deadline of each score; this one adds the time around it
             seconds = 2 * self.role.score_seconds + self.role.config.deadlines.batch
             who, reports = "the reward worker of groups", worker.reward(TRAIN, jobs)
@@ -253,9 +268,10 @@ class RewardPipeline:
 
         async with self.role.measure("reward", "reward", batch.tags[places[names[0]][0]]["batch"]):
             try:
-                await resubmitted(reward, f"the rewards of groups {some(names)}")
-            except WorkerLost as error:
-                await self.role.queue.fail_samples(dict.fromkeys(some_groups(left).keys, f"reward failed: {error}"))
+                async for lost, error in in_parts(names, reward, left, "the rewards of groups"):
+                    await self.role.queue.fail_samples(dict.fromkeys(some_groups(lost).keys, f"reward failed: {error}"))
+                    for name in lost:
+                        del left[name]
             except QueueError as error:
                 if not await self.role.give_back_lost(some_groups(left), error):
                     raise
@@ -268,12 +284,13 @@ class RewardPipeline:
         dropped, groups = list[str](), batch.by_group()
         for name, indexes in groups.items():
             keys, first = [batch.keys[at] for at in indexes], batch.tags[indexes[0]]
-            if not all(key in failed for key in keys):
+            if not failed or not all(key in failed for key in keys):
                 self._unscored.clear()
             else:
                 self._unscored.append([failed[key] for key in keys])
             if (unscored := len(self._unscored)) > most:  # the reward itself is at fault
                 what, where = "groups in a row ended without a single score", f"group {name}, task {first['task_id']}"
+                self.role.hooks.emit(SamplesFailed(step=self.role.steps_done.value + 1, reasons=failed))
                 expected, errors = f"at most {most} (schedule.max_retries)", itertools.chain(*self._unscored)
                 raise without_scores(f"{unscored} {what}", where, expected, errors)
             if self.role.algorithm.dynamic_sampling and first["retry"] < most:  # else it is used as it is
@@ -282,15 +299,15 @@ class RewardPipeline:
                     dropped.append(name)
         if dropped:
             await self.role.queue.drop_groups(dropped, "all rewards of the group are equal")
-        sizes = dict(zip((key for key in results if key not in failed), report.written.sizes, strict=True))
+        sizes = dict(zip([key for key in results if key not in failed], report.written.sizes, strict=True))
         good = batch
         if failed or dropped:
             kept = (
                 key not in failed and name not in dropped for key, name in zip(batch.keys, batch.groups, strict=True)
             )
             good = batch.select(at for at, each in enumerate(kept) if each)
-        tags = tuple(metric_tags("reward", results[key].metrics) for key in good.keys)
-        written = attrs.evolve(report.written, sizes=tuple(map(sizes.__getitem__, good.keys)), tags=tags)
+        tags = tuple([metric_tags("reward", results[key].metrics) for key in good.keys])
+        written = Written(columns=report.written.columns, sizes=tuple(map(sizes.__getitem__, good.keys)), tags=tags)
         await self.role.queue.add_columns(good, written)
         gone = {key: why for key, why in failed.items() if group_of(key) not in dropped}
         if gone:
@@ -302,10 +319,10 @@ def _is_compared(tags: Mapping[str, Any]) -> bool:
     return not (is_expert(tags) or is_baseline(tags))
 
 
-def _reward_job(batch: BatchMeta, indexes: Iterable[int]) -> RewardJob:
+def _reward_job(batch: BatchMeta, indexes: Sequence[int]) -> RewardJob:
     keys, tags = batch.keys, batch.tags
-    uncompared = sorted(keys[at] for at in indexes if not _is_compared(tags[at]))
-    return RewardJob(tuple(keys[at] for at in indexes), tuple(uncompared))
+    uncompared = sorted([keys[at] for at in indexes if not _is_compared(tags[at])])
+    return RewardJob(tuple(map(keys.__getitem__, indexes)), tuple(uncompared))
 
 
 def without_scores(what: str, where: str, expected: str, errors: Iterable[str]) -> RewardError:

@@ -261,12 +261,16 @@ class Trainer:
         role, hooks, done = self.role, self.role.hooks, step.number + 1
         await role.queue.ack(step.batch, step=step.number)  # final with the next checkpoint
         hooks.emit(StepEnded(step=done, metrics={**step.metrics, **self._measured(step)}))
-        if failed := await role.queue.drain_failures():
-            hooks.emit(SamplesFailed(step=done, reasons=failed))
+        await self.report_failures()
         if shown := role.config.observe.samples_per_step:
             chosen = step.batch.select(step.batch.by_partition()[TRAIN][:shown])
             if samples := await role.records(TRAIN, chosen.keys, chosen.tags, with_reward=role.explores):
                 hooks.emit(SamplesRecorded(step=done, partition=TRAIN, samples=samples))
+
+    async def report_failures(self) -> None:
+        """Report the samples that have failed since the last report to the hooks."""
+        if failed := await self.role.queue.drain_failures():
+            self.role.hooks.emit(SamplesFailed(step=self.role.steps_done.value + 1, reasons=failed))
 
     async def evaluate(self, steps_done: int) -> None:
         """Evaluate the weights that the replicas serve, if an evaluation is due."""

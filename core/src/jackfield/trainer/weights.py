@@ -355,7 +355,7 @@ class ReplicaProbe:
         config, agents, task = self.role.config, self.role.workers.agents, self.role.tasks["train"][0]
         if not self._prompt_ids:
             ask = lambda: agents.of(0).prompt_ids(task, _PROBE_PROMPT)  # noqa: E731
-            self._prompt_ids = tuple(await resubmitted(ask, "the probe's prompt"))
+            self._prompt_ids = tuple(await resubmitted(ask, "the probe's prompt is made"))
         tokens, temperature = config.log_prob_check.probe_tokens, config.engine_temperature
         sampling = SamplingParams(max_new_tokens=tokens, temperature=temperature, seed=0, ignore_eos=True)
         name, prompt = f"probe-{version}", self._prompt_ids

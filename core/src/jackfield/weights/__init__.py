@@ -24,7 +24,7 @@ from jackfield.plugins.hooks import WeightsSynced
 from jackfield.routing import Replica
 from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import Blocks, delta_of
-from jackfield.sdk.slices import Link, plan_links
+from jackfield.sdk.slices import Link, check_layouts, plan_links
 from jackfield.weights.ends import GRACE_SECONDS, run_together
 from jackfield.weights.links import LinkSender, connect_links, sent_over
 
@@ -178,8 +178,8 @@ class WeightSynchronizer:
     on_missing_base: Literal["full", "stop"] = "full"
     last: WeightsSynced | None = attrs.field(default=None, init=False)
     _layouts: list[tuple[Box, ...] | None] | None = attrs.field(default=None, init=False)  #: of senders, once known
-    #: the links of the last transfer, and the workers' layouts from which they follow
-    _plan: tuple[list[tuple[Box, ...]], tuple[Link, ...]] = attrs.field(factory=lambda: ([], ()), init=False)
+    #: by replica, the number and the layouts of workers in the last transfer, and the links that follow from them
+    _plan: tuple[list[Any], tuple[Link, ...]] = attrs.field(factory=lambda: ([], ()), init=False)
 
     @property
     def version(self) -> int | None:
@@ -261,20 +261,21 @@ class WeightSynchronizer:
 
     async def _linked(self, replicas: Sequence[Replica]) -> tuple[Link, ...]:
         """Return the links by which every rank sends workers their parts; empty: rank 0 sends whole tensors."""
-        layouts = [layout for replica in replicas for layout in replica.info.weight_layouts]
-        if self.kind == "delta" or not layouts or len(layouts) != sum(replica.info.workers for replica in replicas):
-            return ()
-        if self._layouts is None:
-            self._layouts = [await sender.layout() for sender in self.senders]
-        ranks = [layout for layout in self._layouts if layout is not None]
-        if len(ranks) < len(self.senders):
-            return ()
-        if self._plan[0] != layouts:
-            links = plan_links(ranks, layouts)
-            for rank, sender in enumerate(self.senders):
-                await sender.open_links(tuple(link for link in links if link.rank == rank))
-            self._plan = layouts, links
-        return self._plan[1]
+        servers = [(replica.info.workers, replica.info.weight_layouts) for replica in replicas]
+        if self._plan[0] == servers:
+            return self._plan[1]
+        layouts, ranks = [layout for _, own in servers for layout in own], list[tuple[Box, ...]]()
+        several = len(self.senders) > 1 or len(set(layouts)) > 1  # else one link would have everything
+        if several and self.kind != "delta" and len(layouts) == sum(workers for workers, _ in servers):
+            self._layouts = self._layouts or [await sender.layout() for sender in self.senders]
+            ranks = [layout for layout in self._layouts if layout is not None]
+        for replica in replicas:
+            check_layouts(replica.info, ranks)
+        links = plan_links(ranks, layouts) if 0 < len(ranks) == len(self.senders) else ()
+        for rank, sender in enumerate(self.senders if links else ()):
+            await sender.open_links(tuple(link for link in links if link.rank == rank))
+        self._plan = servers, links
+        return links
 
     async def _transfer(
         self, replicas: Sequence[Replica], version: int, base: int | None, links: tuple[Link, ...]
@@ -299,8 +300,9 @@ class WeightSynchronizer:
             sending = [sender.transfer(place, version, update.base_version) for sender, place in places]
         results = await self._run(sending, replicas, update)
         if links:
-            sent, more["link_bytes"] = sent_over(links, results[: len(sending)], update.total_workers)
-            digests, sent_bytes = dict(ChainMap(*sent)), sum(more["link_bytes"].values())
+            own = results[: len(sending)]
+            sent, more["link_bytes"] = sent_over(links, own, update.total_workers)
+            digests, sent_bytes = dict(ChainMap(*sent)), sum(size for rank in own for _, size in rank)
         else:
             digests, sent_bytes = results[0]
             sent = [digests] * update.total_workers
@@ -309,7 +311,8 @@ class WeightSynchronizer:
 
     async def _prepare(self, update: UpdateWeightsRequest, base: int | None) -> tuple[Topology, UpdateWeightsRequest]:
         """Prepare a transfer from rank 0; return its topology and the replicas' request."""
-        prepared = [await sender.prepare() for sender in self.senders]
+        ends = {f"sender {rank}": sender.prepare() for rank, sender in enumerate(self.senders)}
+        prepared = await run_together(ends, self.clock, self.deadline_seconds, f"weight version {update.version}")
         peft_config = prepared[0].peft_config
         kind: Literal["full", "adapter", "delta"] = "full" if base is None else "delta"
         if peft_config is not None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 
 from jackfield.abc.checkpoint_engine import Topology, TopologyRequest
 from jackfield.abc.engine import Box
+from jackfield.errors import EngineError, JackfieldError
 from jackfield.sdk.slices import Link, part_of
 
 if TYPE_CHECKING:
@@ -19,6 +21,17 @@ if TYPE_CHECKING:
 
     #: A training engine's ``get_local_param``.
     LocalSource: TypeAlias = Callable[[], Generator[tuple[Box, torch.Tensor], None, None] | None]
+
+
+@contextmanager
+def engine_errors(what: str, where: str | None = None) -> Iterator[None]:
+    """Turn what an engine raises into an ``EngineError`` that says so, unless it is a ``JackfieldError``."""
+    try:
+        yield
+    except JackfieldError:
+        raise
+    except Exception as error:
+        raise EngineError(f"{what} raised {type(error).__name__}: {error}", where=where) from error
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -32,7 +45,8 @@ class LinkSender:
 
     async def layout(self) -> tuple[Box, ...] | None:
         """Return what this rank has of each tensor; None: it sends whole tensors only."""
-        return None if (weights := self._local()) is None else tuple(box for box, _ in weights)
+        with engine_errors("the actor engine's get_local_param"):
+            return None if (weights := self._local()) is None else tuple(box for box, _ in weights)
 
     async def open_links(self, links: tuple[Link, ...]) -> None:
         """Use these links of this rank; those that were used before keep their senders."""

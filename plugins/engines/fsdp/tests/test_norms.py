@@ -10,7 +10,7 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from jackfield_engine_fsdp.operators import _Linear, speed_up_norms, speed_up_products
+from jackfield_engine_fsdp.operators import _Linear, speed_up_norms, speed_up_products, token_statistics
 
 
 def norm(kind: type[nn.Module], size: int = 24) -> nn.Module:
@@ -98,3 +98,21 @@ def test_products_of_amd_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Path, "read_text", lambda *_, name=vendor: f"vendor_id : {name}")
         speed_up_products(nn.Sequential(*layers))
         assert expected == ["forward" in vars(layer) for layer in layers]
+
+
+def test_log_probs_and_gradients_equal_float64_where_probabilities_underflow() -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(6, 50, generator=generator) * 3
+    labels = torch.tensor([0, 7, 49, 3, 3, 8])
+    logits[1, 7], logits[2, 49], logits[3, :] = -300.0, 300.0, -80.0
+    upstream = torch.randn(6, generator=generator)
+    inputs = [logits.clone().requires_grad_(), logits.double().requires_grad_()]
+
+    expected = inputs[1].log_softmax(-1).gather(1, labels[:, None]).squeeze(1)
+    expected.backward(upstream.double())
+    found, _ = token_statistics(inputs[0], labels, 1.0, False, 1 << 20)
+    found.backward(upstream)
+
+    assert float(expected.detach().min()) < -290  # exp of it is 0 in float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(inputs[0].grad.double(), inputs[1].grad, rtol=1e-5, atol=1e-6)

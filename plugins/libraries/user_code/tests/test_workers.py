@@ -71,6 +71,9 @@ def segfault():
 def fail():
     raise ValueError("broken on purpose")
 
+def garble():
+    raise RuntimeError("\\udcff bad")
+
 def hog():
     return len(bytearray(8 << 30))
 
@@ -476,5 +479,17 @@ def test_a_pool_of_code_that_cannot_start_yields_failures_with_the_reason(tmp_pa
         assert "failed" == result.status
         assert "worker.start" in (result.error or "")
         await pool.close()
+
+    run(main())
+
+
+def test_an_error_whose_text_has_a_lone_surrogate_is_an_error_of_the_call(file: Path) -> None:
+    async def main() -> None:
+        async with worker(file, "garble") as made:
+            first, pid = await made.call({}, 30.0), made.pid
+            assert "failed" == first.status
+            assert "RuntimeError: \\udcff bad" in str(first.error)
+            await made.call({}, 30.0)
+            assert pid == made.pid, "the process lives"
 
     run(main())

@@ -81,13 +81,18 @@ def serve(folder: str) -> Serve:
 
     @contextlib.asynccontextmanager
     async def started(
-        path: str = folder, dtype: str = "float32", context: Mapping[str, Any] | None = None, **settings: Any
+        path: str = folder,
+        dtype: str = "float32",
+        context: Mapping[str, Any] | None = None,
+        start: bool = True,
+        **settings: Any,
     ) -> AsyncIterator[TransformersServer]:
         server = TransformersServer(
             Config(**settings), RolloutContext(model=ModelSpec(path=path, dtype=dtype), **(context or {}))
         )
-        await server.start()
         try:
+            if start:
+                await server.start()
             yield server
         finally:
             await server.stop()

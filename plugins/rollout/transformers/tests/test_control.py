@@ -22,6 +22,7 @@ from jackfield.abc.rollout import (
     WakeUpRequest,
 )
 from jackfield.errors import RolloutError
+from jackfield_huggingface.generating import generating
 from jackfield_rollout_transformers import model as model_module
 from jackfield_rollout_transformers.config import Config
 from jackfield_rollout_transformers.server import TransformersServer
@@ -484,3 +485,20 @@ def test_a_missing_folder(home: str) -> None:
     with pytest.raises(RolloutError) as caught:
         asyncio.run(server.generate(GenerateRequest(request_id="a", prompt_ids=(1,), sampling=SamplingParams())))
     assert caught.value.code == "rollout.stopped"
+
+
+def test_a_replica_generates_from_the_first_pass_to_the_last(serve: Any, make_request: Any) -> None:
+    async def main() -> None:
+        async with serve() as server:
+            assert not generating
+            stream = server.generate_stream(endless(make_request, "a"))
+            await take(stream, 1)
+            assert {server._loop} == generating
+            await server.abort(AbortRequest())
+            while generating:
+                await asyncio.sleep(0)
+            stream = server.generate_stream(endless(make_request, "b"))
+            await take(stream, 1)
+        assert not generating  # stopped
+
+    asyncio.run(main())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import peft
 import pytest
 import torch
 
-from jackfield.abc.rollout import GenerateResult, PauseRequest, ResumeRequest, SleepRequest, WakeUpRequest
+from jackfield.abc.rollout import AbortRequest, GenerateResult, PauseRequest, ResumeRequest, SleepRequest, WakeUpRequest
 from jackfield.errors import RolloutError, WeightsError
 from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import Blocks, delta_of
@@ -456,3 +457,69 @@ def test_an_update_reaches_all_who_wait(
     (late,) = asyncio.run(main())
     assert late.weight_versions == (1, 1, 1, 1)
     assert forward_log_probs(other_model, PROMPT, late.token_ids) == pytest.approx(list(late.log_probs), abs=1e-5)
+
+
+def test_an_update_waits_for_one_pass_of_many_prompts(
+    serve: Any, make_request: Any, send: Any, named_weights: Any, other_model: Any
+) -> None:
+    """Prompts that take several passes: those that come after the update are computed with the new weights alone."""
+
+    async def main() -> list[GenerateResult]:
+        async with serve(max_prefill_tokens=1) as server:
+            module, forward = server._model.module, server._model.module.forward
+            loop, first_pass, update_is_in = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                loop.call_soon_threadsafe(first_pass.set)
+                assert update_is_in.wait(30)
+                return forward(*args, **kwargs)
+
+            module.forward = watched
+            requests = [make_request(n, PROMPT[n:], seed=n, max_new_tokens=4, ignore_eos=True) for n in range(4)]
+            running = asyncio.gather(*map(server.generate, requests))
+            await first_pass.wait()
+            update = asyncio.create_task(server.update_weights(send(1, named_weights(other_model))))
+            while not server._loop._visitors:
+                await asyncio.sleep(0)
+            update_is_in.set()
+            await update
+            return list(await running)
+
+    *late, first = asyncio.run(main())  # the shortest prompt comes first
+    assert first.weight_versions == (0, 1, 1, 1)
+    for number, result in enumerate(late):
+        assert result.weight_versions == (1, 1, 1, 1)
+        expected = forward_log_probs(other_model, PROMPT[number:], result.token_ids)
+        assert expected == pytest.approx(list(result.log_probs), abs=1e-5)
+
+
+def test_a_caller_who_leaves_before_its_prompt_is_computed(serve: Any, make_request: Any) -> None:
+    """While an abort ends the passes over prompts early; nothing is left of the request, and the others go on."""
+
+    async def main() -> list[GenerateResult]:
+        async with serve(max_prefill_tokens=1) as server:
+            module, forward = server._model.module, server._model.module.forward
+            loop, first_pass, abort_is_in = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                loop.call_soon_threadsafe(first_pass.set)
+                assert abort_is_in.wait(30)
+                return forward(*args, **kwargs)
+
+            module.forward = watched
+            requests = [make_request(n, PROMPT[n:], max_new_tokens=4 if n else 60, ignore_eos=True) for n in range(4)]
+            tasks = [asyncio.create_task(server.generate(request)) for request in requests]
+            await first_pass.wait()
+            tasks[0].cancel()
+            abort = asyncio.create_task(server.abort(AbortRequest(request_ids=("1",))))
+            while not server._loop._visitors:
+                await asyncio.sleep(0)
+            abort_is_in.set()
+            assert (await abort).request_ids == ("1",)
+            results = list(await asyncio.gather(*tasks[1:]))
+            assert tasks[0].cancelled()
+            health = await server.health()
+            assert (health.running, health.waiting) == (0, 0)
+            return results
+
+    assert [0, 4, 4] == [len(result.token_ids) for result in asyncio.run(main())]

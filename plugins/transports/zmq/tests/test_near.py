@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import resource
 import select
 import signal
 import socket
@@ -23,6 +25,7 @@ from jackfield_transport_zmq.backend import ZMQBackend
 from jackfield_transport_zmq.config import QueueConfig
 from jackfield_transport_zmq.near import SCHEME, connected, listening
 from jackfield_transport_zmq.sockets import password
+from jackfield_transport_zmq.wire import REQUESTS, Wire
 
 NOBODY = 65534
 OWNER = """
@@ -119,6 +122,66 @@ async def test_who_says_nothing_does_not_hold_others_up(opened: Any) -> None:
                 guest.sendall(password(directory.secret)[: number % 64])
             await works(backend)
         await works(backend, "b")
+
+
+@in_loop
+async def test_who_says_nothing_is_turned_away_in_time(opened: Any) -> None:
+    """Also who shows a half of the password."""
+    async with opened() as backend:
+        directory = backend._client.directory
+        with stranger(directory.units[0].address) as silent, stranger(directory.units[0].address) as slow:
+            slow.sendall(password(directory.secret)[:32])
+            for guest in (silent, slow):
+                assert await asyncio.to_thread(heard, guest, b"") == b""
+        assert 2.0 == (await backend.stats()).details["unit 0 refused connections"]
+        await works(backend)
+
+
+@in_loop
+async def test_members_get_in_when_silent_ones_hold_all_files(opened: Any) -> None:
+    """The oldest of those without a password go."""
+    async with opened() as backend:
+        address, unit = backend._client.directory.units[0].address, backend._children[0].process.pid
+        limited(unit, 8)
+        with ExitStack() as stack:
+            for _ in range(40):
+                stack.enter_context(stranger(address))
+            member = connected(address, backend._client.directory.secret, lambda _: None)
+            stack.callback(member.socket.close)
+            member.send(Wire(REQUESTS, backend._client.directory.secret).encode("stats", {"id": 1}))
+            assert select.select([member.socket], [], [], 4.0)[0]  # before silent ones are turned away for their time
+            assert [*member.receive()]
+
+
+@in_loop
+async def test_a_unit_at_its_limit_of_files_waits_until_one_is_free(opened: Any) -> None:
+    """It does not ask again and again."""
+    async with opened() as backend:
+        directory, unit = backend._client.directory, backend._children[0].process.pid
+        limits = limited(unit, 0)
+        member = connected(directory.units[0].address, directory.secret, lambda _: None)
+        with member.socket:
+            member.send(Wire(REQUESTS, directory.secret).encode("stats", {"id": 1}))
+            before = processor_seconds(unit)
+            assert not select.select([member.socket], [], [], 1.5)[0]
+            assert 0.1 > processor_seconds(unit) - before
+            resource.prlimit(unit, resource.RLIMIT_NOFILE, limits)
+            assert select.select([member.socket], [], [], 20.0)[0]
+            assert [*member.receive()]
+
+
+def limited(pid: int, more: int) -> tuple[int, int]:
+    """Let a process open so many files more; return its limits before."""
+    here = len(os.listdir(f"/proc/{pid}/fd"))
+    _, hard = before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (here + more, hard))
+    return before
+
+
+def processor_seconds(pid: int) -> float:
+    """Of all threads of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @in_loop

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import attrs
-from attrs.validators import gt
+from attrs.validators import ge, gt
 
 from jackfield.sdk import option
 
@@ -58,6 +58,12 @@ class Config:
         "Log-probabilities are computed over at most this many logits at once (float32 numbers); larger "
         "micro-batches go in pieces that the backward pass computes again.",
         gt(0),
+    )
+    extra_threads: int = option(
+        0,
+        "On a CPU, threads that a pass uses beyond cluster.threads while no replica in this process generates. "
+        "The last bits of results then depend on when replicas were idle.",
+        ge(0),
     )
     collective_timeout: float = option(
         600.0, "Seconds that ranks wait for each other in a collective operation before they fail.", gt(0)

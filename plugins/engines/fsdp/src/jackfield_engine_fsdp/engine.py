@@ -29,11 +29,12 @@ from jackfield.abc.engine import (
 from jackfield.errors import EngineError
 from jackfield_engine_fsdp import checkpointing, folders, passes
 from jackfield_engine_fsdp.config import Config
-from jackfield_engine_fsdp.model import Dropout, Rotary, TokenModel, has_adapter, shard
+from jackfield_engine_fsdp.model import Dropout, Rotary, TokenModel, decoder_layers, has_adapter, shard
 from jackfield_engine_fsdp.operators import keep_freed_memory, speed_up_norms, speed_up_products
 from jackfield_engine_fsdp.optimization import Optimization, Placement
 from jackfield_engine_fsdp.packing import speed_up_attention
 from jackfield_engine_fsdp.process_group import RandomStreams, Ranks
+from jackfield_engine_fsdp.threads import Threads
 from jackfield_huggingface.adapters import merge_folder
 from jackfield_huggingface.names import CheckpointNames
 
@@ -107,6 +108,7 @@ class FSDPEngine(BaseEngine):
             speed_up_norms(causal_lm)
             speed_up_products(causal_lm)
             packs = self._packs(causal_lm) and speed_up_attention(causal_lm)
+        self._threads = Threads(self.config.extra_threads, decoder_layers(causal_lm))
         dtype, published = causal_lm.dtype, self._masters(causal_lm)
         language_model = causal_lm if spec.lora is None else folders.add_lora(causal_lm, spec.lora, seed)
         head = None
@@ -225,8 +227,9 @@ class FSDPEngine(BaseEngine):
         micro_batches = batch.plan(self.context.micro_batch_tokens)
         count = self._ranks.maximum(len(micro_batches))
         streams = self._streams.active() if self._mode == "train" else nullcontext()
+        threads = self._threads.adapting() if self.config.extra_threads else nullcontext()
         try:
-            with torch.set_grad_enabled(not forward_only), streams:
+            with torch.set_grad_enabled(not forward_only), streams, threads:
                 for index in range(count):
                     if self._unsharded_accumulation and not forward_only:
                         last = index == count - 1

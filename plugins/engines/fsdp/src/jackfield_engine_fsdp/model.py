@@ -264,9 +264,14 @@ def _float32_modules(model: TokenModel) -> list[nn.Module]:
     return [module for module in modules if not list(module.children())]
 
 
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return a model's decoder layers; none if the library does not name them."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
 def _layers_to_wrap(model: TokenModel, config: Config) -> list[nn.Module]:
-    names = set(getattr(model.causal_lm, "_no_split_modules", None) or ())
-    layers = [module for module in model.causal_lm.modules() if type(module).__name__ in names]
+    layers = decoder_layers(model.causal_lm)
     if config.wrap == "layers" and not layers:
         raise EngineError(
             f"{type(model.causal_lm).__name__} does not name its decoder layers",

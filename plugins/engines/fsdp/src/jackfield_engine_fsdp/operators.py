@@ -178,14 +178,16 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        all_log_probs = logits.log_softmax(-1)
-        ctx.save_for_backward(all_log_probs, labels)
-        return -F.nll_loss(all_log_probs, labels, reduction="none")
+        probabilities = logits.softmax(-1)
+        # the most probable token has at least 1/V: its logarithm is exact where that of a label may underflow
+        normalizer = logits.amax(-1).sub_(probabilities.amax(-1).log_())
+        ctx.save_for_backward(probabilities, labels)
+        return logits.gather(1, labels[:, None]).squeeze(1) - normalizer
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        all_log_probs, labels = ctx.saved_tensors
+        probabilities, labels = ctx.saved_tensors
         gradient = gradients[0][:, None]
-        of_logits = all_log_probs.exp_().mul_(-gradient)
+        of_logits = probabilities.mul_(-gradient)
         return of_logits.scatter_add_(1, labels[:, None], gradient), None

@@ -155,7 +155,8 @@ def _describe(error: BaseException) -> str:
     head, newline, rest = traceback.format_exception_only(error)[-1].strip().partition("\n")
     own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    return "".join([head, place, newline, rest, "\n", *traceback.format_list(frames[-5:])]).strip()
+    text = "".join([head, place, newline, rest, "\n", *traceback.format_list(frames[-5:])]).strip()
+    return text.encode(errors="backslashreplace").decode()  # no message can carry a lone surrogate
 
 
 if __name__ == "__main__":

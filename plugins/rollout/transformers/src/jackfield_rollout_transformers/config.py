@@ -23,7 +23,7 @@ class Config:
     )
     max_prefill_tokens: int | None = option(
         None,
-        "padded prompt tokens of one prefill pass, at most (one prompt may exceed it); null: 2048 on a CPU, where"
+        "padded prompt tokens of one prefill pass, at most (one prompt may exceed it); null: 512 on a CPU, where"
         " larger passes fall out of its caches, 16384 elsewhere",
         ge(1),
     )

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from jackfield_huggingface.generating import generating
 from jackfield_rollout_transformers.decoder import Decoder, Sequence
 
 T = TypeVar("T")
@@ -73,6 +74,7 @@ class DecodeLoop:
             await self.work.wait()
             self.work.clear()
             try:
+                generating.add(self)
                 while self._runnable():
                     async with self._batch_lock:
                         ended = await self._hop()
@@ -82,6 +84,8 @@ class DecodeLoop:
                 self.decoder.release()
                 self._discarded.clear()
                 await failed(error)
+            finally:
+                generating.discard(self)
 
     def _runnable(self) -> bool:
         return self._may_run() and (self.running > 0 or (bool(self.waiting) and not self._draining))
@@ -96,14 +100,19 @@ class DecodeLoop:
         self._arrived = False
         streams = [each for each in (*self.decoder.sequences, *joiners) if each.running.stream is not None]
         steps = 1 if streams else self._steps_per_hop
-        ended = await self.in_thread(self.decoder.run, joiners, steps, self._interrupted)
+        ended = await self.in_thread(self.decoder.run, joiners, steps, self._interrupted, self._held)
+        early = [each for each in joiners if each.row < 0 and each not in ended and each not in self._discarded]
+        self.waiting.extendleft(reversed(early))
         for sequence in dict.fromkeys((*streams, *ended)):
             self._made(sequence)
         self._note_drained()
         return bool(ended)
 
     def _interrupted(self) -> bool:
-        return self._visitors > 0 or self._arrived or not self._may_run()
+        return self._arrived or self._held()
+
+    def _held(self) -> bool:
+        return self._visitors > 0 or not self._may_run()
 
     def remove_discarded(self) -> None:
         """Remove sequences whose callers have left; only between hops."""

@@ -138,7 +138,7 @@ class Decoder:
         self._holes: list[int] = []
         self._modes = Counter[str]()
         self._direct = DirectDecode(model) if supports(model) else None
-        self._prefill_tokens = config.max_prefill_tokens or (2048 if model.device.type == "cpu" else 16384)
+        self._prefill_tokens = config.max_prefill_tokens or (512 if model.device.type == "cpu" else 16384)
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -188,15 +188,20 @@ class Decoder:
         return self._cache.release()
 
     @torch.inference_mode()
-    def run(self, joiners: list[Sequence], steps: int, interrupted: Callable[[], bool]) -> list[Sequence]:
+    def run(
+        self, joiners: list[Sequence], steps: int, interrupted: Callable[[], bool], held: Callable[[], bool] = bool
+    ) -> list[Sequence]:
         """Run up to ``steps`` passes, the first with the joiners; remove and return sequences that ended.
 
-        It returns early once a sequence ends or when ``interrupted()``. A sequence whose logits are not finite ends
-        with an ``error``; the others continue.
+        It returns early once a sequence ends or when ``interrupted()``; when ``held()``, joiners whose prompts were not
+        computed leave the batch again. A sequence whose logits are not finite ends with an ``error``; others continue.
         """
         self._arrange(joiners)
         finished = [] if joiners else self._decode()
-        for prompts in self._split(joiners):
+        for number, prompts in enumerate(self._split(joiners)):
+            if number and held():
+                self.remove(sequence for sequence in joiners if not sequence.length)
+                break
             finished += self._prefill(prompts)
         for _ in range(steps - 1):
             if finished or interrupted():

@@ -126,11 +126,11 @@ def draw(logits: Tensor, table: RowTable, modes: Counter[str]) -> tuple[Tensor, 
         return tokens, _pick(logits, tokens) - logits.logsumexp(-1)
     scaled = logits / table.floats[:, TEMPERATURE, None] if modes["tempered"] else logits
     uniform = uniforms(table.integers[:, RANDOM_STATE], table.integers[:, COUNTER])
-    log_probs = scaled.log_softmax(-1)
-    tokens = _invert(log_probs, uniform)
+    probabilities = scaled.softmax(-1)
+    tokens = _invert(probabilities, uniform)
     if modes["greedy"]:
         tokens = torch.where(table.integers[:, GREEDY].bool(), logits.argmax(-1), tokens)
-    chosen = _pick(log_probs, tokens)
+    chosen = _pick(probabilities, tokens).log()  # one that is drawn does not underflow
     if modes["filtered"]:
         which = table.integers[:, FILTERED].nonzero().squeeze(1)
         parameters = RowTable(table.integers.index_select(0, which), table.floats.index_select(0, which))
@@ -147,12 +147,12 @@ def _pick(values: Tensor, tokens: Tensor) -> Tensor:
     return values.gather(1, tokens[:, None]).squeeze(1)
 
 
-def _invert(log_probs: Tensor, uniform: Tensor) -> Tensor:
+def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """Return the token at which the cumulative probability passes ``uniform``, never one of probability 0."""
-    cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     target = uniform * cumulative[:, -1]
     found = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
-    return found.clamp_(max=log_probs.shape[1] - 1)  # beyond the end only where logits are NaN, which the caller finds
+    return found.clamp_(max=probabilities.shape[1] - 1)  # beyond it only where logits are NaN: the caller finds them
 
 
 def _draw_filtered(scaled: Tensor, table: RowTable, uniform: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,6 +167,6 @@ def _draw_filtered(scaled: Tensor, table: RowTable, uniform: Tensor) -> tuple[Te
     dropped = (before >= top_p) & (top_p < 1)
     dropped |= ordered < ordered[:, :1] + table.floats[:, MIN_P, None].log()
     dropped[:, 0] = False
-    log_probs = ordered.masked_fill(dropped, -math.inf).log_softmax(-1)
-    rank = _invert(log_probs, uniform)
-    return _pick(order, rank), _pick(log_probs, rank)
+    kept = ordered.masked_fill(dropped, -math.inf).softmax(-1)
+    rank = _invert(kept, uniform)
+    return _pick(order, rank), _pick(kept, rank).log()

@@ -30,6 +30,7 @@ from jackfield.abc.rollout import (
 from jackfield.errors import JackfieldError, RolloutError, WeightsError
 from jackfield.sdk.receiver import WeightReceiver, reopen_receiver
 from jackfield.sdk.relay import MEMORY, Running
+from jackfield.sdk.slices import SliceReceiver, reopen_slice_receiver
 from jackfield_huggingface.serving import SleepingServer
 from jackfield_rollout_transformers.config import Config
 from jackfield_rollout_transformers.decode_loop import DecodeLoop
@@ -59,6 +60,7 @@ class TransformersServer(SleepingServer):
         self._sequences: dict[str, Sequence] = {}
         self._updating: asyncio.Task[Any] | None = None
         self._receiver: WeightReceiver | None = None  #: of the last update, which keeps connections and buffers
+        self._slice_receiver: SliceReceiver | None = None  #: likewise, of the last update to which every rank sent
         self._endpoint: OpenAIEndpoint | None = None
         self._decode_text: Callable[[list[int]], str] | None = None
         self._pieces: dict[int, str] = {}
@@ -84,7 +86,8 @@ class TransformersServer(SleepingServer):
         except BaseException:
             await self.stop()
             raise
-        return ServerInfo(replica=self.context.replica, workers=1, openai_base_url=url)
+        layouts = (self._weights.layout(),)
+        return ServerInfo(replica=self.context.replica, workers=1, openai_base_url=url, weight_layouts=layouts)
 
     async def _listen(self) -> str | None:
         if self.config.openai is None:
@@ -103,7 +106,7 @@ class TransformersServer(SleepingServer):
             await self._endpoint.close()
         if self._updating is not None:
             self._updating.cancel()
-        task, self._task, self._receiver = self._task, None, None
+        task, self._task, self._receiver, self._slice_receiver = self._task, None, None, None
         if task is not None:
             await task  # waits for at most the running pass
             del self._model, self._loop.decoder, self._weights
@@ -262,6 +265,13 @@ class TransformersServer(SleepingServer):
             raise WeightsError(message, expected="1 (one worker)", found=len(request.connect))
         held = self._weights.held
         place: dict[str, Any] = {"device": self.context.device, "host": self.context.host}
+        if request.connect[0].get("links"):
+            layout = self._weights.layout()
+            parts = self._slice_receiver = reopen_slice_receiver(
+                self._slice_receiver, request, layout, **place, held=held
+            )
+            whole = parts.tensors(request.version)
+            return parts, FullUpdate(self._weights, parts.prove), whole, await anext(whole, None)
         receiver = self._receiver = reopen_receiver(self._receiver, request, **place, held=held)
         if request.kind == "delta":
             changes = await receiver.changes(request.connect[0], request.version, request.base_version)

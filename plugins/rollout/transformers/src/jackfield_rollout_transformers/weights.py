@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from jackfield.abc.engine import Box
 from jackfield.errors import PluginError, WeightsError
 from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import HeldWeights
@@ -36,6 +37,11 @@ class ModelWeights:
     def targets(self) -> dict[str, Tensor]:
         """Return parameters and saved buffers by their names in the model; a tied one has several."""
         return self._targets
+
+    def layout(self) -> tuple[Box, ...]:
+        """Return the box of each tensor under its checkpoint's name: the one worker has all of it."""
+        shapes = [item for group in self.model.names.groups for item in group.shapes.items()]
+        return tuple(Box(name=name, shape=shape, start=(0,) * len(shape), length=shape) for name, shape in shapes)
 
     def _weight_of(self, module: str) -> Tensor | None:
         target = self._targets.get(f"{module}.weight")
@@ -115,11 +121,18 @@ class ModelWeights:
                 parameter.data = torch.zeros(shape, dtype=parameter.dtype, device=self.model.device)
 
 
-class FullUpdate:
-    """An update of all tensors. Each group is copied into its place as soon as it is complete."""
+def _prove_whole(name: str, loaded: Tensor) -> dict[str, str]:
+    return {name: digest(loaded)}
 
-    def __init__(self, weights: ModelWeights) -> None:
-        self._weights = weights
+
+class FullUpdate:
+    """An update of all tensors. Each group is copied into its place as soon as it is complete.
+
+    ``prove`` returns what a receipt has of a tensor, by its name and loaded value: a digest of each piece that came.
+    """
+
+    def __init__(self, weights: ModelWeights, prove: Callable[[str, Tensor], dict[str, str]] = _prove_whole) -> None:
+        self._weights, self._prove = weights, prove
         self._sent: dict[str, list[tuple[str, torch.dtype]]] = {}  # received, by the checkpoint's name
         self._waiting: dict[TensorGroup, dict[str, Tensor]] = {}
         self._unknown: list[str] = []
@@ -153,13 +166,13 @@ class FullUpdate:
         refuse_tensors("parameters did not arrive", self._missing())
         self._weights.adapter.forget()
         self._weights.intact = True
-        found: dict[str, str] = {}
+        found = dict(received)
         for group in self._weights.model.names.groups:
             stored = self._weights.stored(group)
             for name in group.shapes:
                 for sent_name, dtype in self._sent.get(name, ()):
-                    same = name in stored and stored[name].dtype == dtype
-                    found[sent_name] = digest(stored[name]) if same else received[sent_name]
+                    if name in stored and stored[name].dtype == dtype:
+                        found |= self._prove(sent_name, stored[name])
         return found
 
     def _missing(self) -> list[str]:

@@ -16,8 +16,9 @@ import torch
 from torch import distributed
 from torch._C import _distributed_c10d as c10d
 
-#: Members forward a broadcast along a tree. With pieces, they receive one while they forward the previous one.
-_PIECE_BYTES = 4 * 2**20
+#: Members forward a broadcast along a tree. With pieces, they receive one while they forward the previous one; each
+#: piece costs system calls and changes of threads.
+_PIECE_BYTES = 32 * 2**20
 _UNDER_WAY = 1  #: pieces beside the newest one
 
 

@@ -112,7 +112,7 @@ class Directory:
                 f"no queue can be joined: {error}",
                 code="queue.unreachable",
                 where=str(path),
-                fix="name the units.json in the queue folder of a run that is running",
+                fix="start the run, or `jackfield queue serve`, whose queue folder this is, with transfer_queue zmq",
             ) from error
         except ValueError as error:
             raise QueueError("the list of units is damaged", code="queue.store", where=str(path)) from error

@@ -17,7 +17,6 @@ from jackfield_transport_zmq.config import EngineConfig
 from jackfield_transport_zmq.sending import Receiving, Sending
 from jackfield_transport_zmq.sockets import Keys
 
-_WHOLE = 4  #: buckets; a tensor up to this size is one message, which is not copied; larger ones are put together
 _MORE = 1 << 20  #: bytes, for the description of a bucket's tensors, and for encryption
 
 
@@ -48,8 +47,7 @@ class ZMQCheckpointEngine(OneSenderEngine):
                 fix="choose another data_port, or 0 for any that is free",
             ) from error
         known = None if keys is None else keys.of_clients()
-        largest = _WHOLE * config.bucket_bytes + _MORE
-        return {"data": self._sending.address, "keys": known, "largest": largest}
+        return {"data": self._sending.address, "keys": known, "largest": config.bucket_bytes + _MORE}
 
     async def meet_workers(self, workers: int) -> None:
         """Start to handle workers' requests."""
@@ -66,14 +64,15 @@ class ZMQCheckpointEngine(OneSenderEngine):
             self._sending.heard()
 
     async def send_alone(self, name: str, tensor: torch.Tensor) -> bool:
-        """Send a large tensor without a copy, in pieces if it is very large."""
+        """Send a large tensor without a copy, in pieces.
+
+        ZeroMQ receives into fresh memory, and touching that costs more than to put pieces together in a kept buffer.
+        """
         size, piece = tensor.nbytes, self.config.bucket_bytes
         if size <= piece:
             return False
         await self.flush()
         content, entry = raw(tensor.detach().cpu()), entry_of(name, tensor)
-        if size <= _WHOLE * piece:
-            piece = size
         for start in range(0, size, piece):
             self._launch(content[start : start + piece], None if start else [entry], start, size)
         self.lent = self.made

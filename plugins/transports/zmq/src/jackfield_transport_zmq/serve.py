@@ -7,6 +7,7 @@ the process that started it has ended in any way.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import itertools
 import json
@@ -14,6 +15,7 @@ import os
 import selectors
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +29,8 @@ from jackfield_transport_zmq.unit import Unit
 from jackfield_transport_zmq.wire import REQUESTS, Buffer, Wire
 
 _LARGE = 1 << 16  #: bytes; such buffers are sent from where they lie
+_HANDSHAKE_SECONDS = 5.0  #: from a connection to its password
+_PAUSE_SECONDS = 0.1  #: without new connections, where no more files can be open
 
 
 def main() -> None:
@@ -57,7 +61,8 @@ def _serve(order: Mapping[str, Any], owner: int) -> None:
         selector.register(owner, selectors.EVENT_READ)
         watched: dict[int, bytes] = {}
         while True:
-            for key, events in selector.select(unit.wait_seconds()):
+            waits = [seconds for each in (unit, server) if (seconds := each.wait_seconds()) is not None]
+            for key, events in selector.select(min(waits, default=None)):
                 if key.fd == owner:
                     return
                 key.data(events)
@@ -75,6 +80,8 @@ class _Near:
         self._selector, self._secret = selector, secret
         self._listener, self.address = near.listening()
         self._streams: dict[bytes, near.Stream] = {}
+        self._guests: dict[near.Guest, float] = {}  #: when their time ends; the oldest is the first
+        self._paused = 0.0  #: until when no connection is accepted; 0: they are
         self._numbers = itertools.count()
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
@@ -83,28 +90,57 @@ class _Near:
         if identity in self._streams:
             self._streams[identity].send(frames)
 
+    def wait_seconds(self) -> float | None:
+        """Until :meth:`look` is due."""
+        ends = [*itertools.islice(self._guests.values(), 1), *filter(None, [self._paused])]
+        return max(min(ends) - time.monotonic(), 0.0) if ends else None
+
     def look(self) -> None:
-        """Nothing is hidden."""
+        """Turn away guests who have not shown the password in time, and accept connections again."""
+        now = time.monotonic()
+        for guest, end in list(self._guests.items()):
+            if end > now:
+                break
+            self._turn_away(guest)
+        if self._paused and now >= self._paused:
+            self._paused = 0.0
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def _accept(self, _: int) -> None:
-        with contextlib.suppress(OSError):  # it has gone already
+        try:
             connection = self._listener.accept()[0]
-            if not near.is_ours(connection):
-                connection.close()
-                self.unit.refused_keys += 1
-                return
-            guest = near.Guest(connection, self._secret)
-            self._selector.register(guest.socket, selectors.EVENT_READ, lambda _: self._admit(guest))
+        except OSError as error:  # it has gone already, or
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._make_room()
+            return
+        guest = near.Guest(connection, self._secret)
+        self._guests[guest] = time.monotonic() + _HANDSHAKE_SECONDS
+        self._selector.register(guest.socket, selectors.EVENT_READ, lambda _: self._admit(guest))
+        if not near.is_ours(connection):
+            self._turn_away(guest)
+
+    def _make_room(self) -> None:
+        """Where no more files can be open: turn the oldest guest away, or pause accepting."""
+        if oldest := next(iter(self._guests), None):
+            self._turn_away(oldest)
+        else:
+            self._selector.unregister(self._listener)
+            self._paused = time.monotonic() + _PAUSE_SECONDS
+
+    def _turn_away(self, guest: near.Guest) -> None:
+        del self._guests[guest]
+        self._selector.unregister(guest.socket)
+        guest.socket.close()
+        self.unit.refused_keys += 1
 
     def _admit(self, guest: near.Guest) -> None:
-        known = guest.is_known()
-        if known is None:
+        if guest not in self._guests or (known := guest.is_known()) is None:
             return
-        self._selector.unregister(guest.socket)
         if not known:
-            guest.socket.close()
-            self.unit.refused_keys += 1
+            self._turn_away(guest)
             return
+        del self._guests[guest]
+        self._selector.unregister(guest.socket)
         identity = b"%d" % next(self._numbers)
 
         def blocked(waits: bool) -> None:
@@ -153,6 +189,9 @@ class _Far:
     def send(self, identity: bytes, frames: list[Buffer]) -> None:
         """Send a message to a client; ZeroMQ drops it where that has gone."""
         self._router.send_multipart([identity, *pieces(frames)], copy=max(map(len, frames)) < _LARGE)
+
+    def wait_seconds(self) -> None:
+        """libzmq has its own deadlines."""
 
     def look(self) -> None:
         """Take what has come. The descriptors tell of it once, and sending may have swallowed that."""

@@ -78,8 +78,10 @@ class Outgoing:
                 ctypes.memmove(*piece)
 
         if self.bytes < _IN_THREADS:
+            block.back()
             work()
             return
+        await asyncio.wrap_future(threads.submit(block.back))
         workers = [threads.submit(work) for _ in range(COPIERS)]
         try:
             await asyncio.gather(*map(asyncio.wrap_future, workers))
@@ -219,7 +221,8 @@ class Reader:
         block = self._own.take(size) if size >= _SHOWN else None
         if block is None:
             return tensor_of(bytearray().join(contents))
-        target, start = memoryview(block.arena.memory), block.start
+        block.back()
+        target, start = block.arena.memory, block.start
         for content in contents:
             end = start + len(content)
             target[start:end] = content

@@ -48,6 +48,8 @@ PROMPT = (31, 7, 47, 56, 54, 24, 53)
 
 T = TypeVar("T")
 
+_STARTED: dict[int, ServerInfo] = {}  #: what servers that run said at their start, by ``id``
+
 
 @contextlib.asynccontextmanager
 async def started(
@@ -56,10 +58,11 @@ async def started(
     """Start a server of the tiny model, and stop it at the end."""
     model = ModelSpec(path=model_folder(), dtype=dtype)
     server: BaseRolloutServer = subject.make(RolloutContext(model=model, **context), **settings)
-    info = await server.start()
+    info = _STARTED[id(server)] = await server.start()
     try:
         yield server, info
     finally:
+        del _STARTED[id(server)]
         await server.stop()
 
 
@@ -259,7 +262,7 @@ async def push(
     sender: WeightSender | None = None,
     base: int | None = None,
 ) -> Pushed:
-    """Send weights (default: the other model's) to a server with one worker; raise what ``update_weights`` raises.
+    """Send weights (default: the other model's) to a server of :func:`started`; raise what ``update_weights`` raises.
 
     The receipt is returned unverified. The sender (if deltas follow, one of :func:`make_sender`) raises after
     ``breaks_after`` tensors, or does not connect. ``base`` is the version that a delta changes.
@@ -270,12 +273,14 @@ async def push(
     deltas_follow = sender is not None
     sender = sender or make_sender(subject, 0)
     metadata = (await sender.prepare()).metadata
-    topology = cls.build_topology(TopologyRequest(trainer_metadata=(metadata,), rollout_workers=1))
+    workers = _STARTED[id(server)].workers
+    topology = cls.build_topology(TopologyRequest(trainer_metadata=(metadata,), rollout_workers=workers))
     update = UpdateWeightsRequest(
         version=version,
         checkpoint_engine=name,
         checkpoint_engine_config=settings,
         connect=topology.rollout,
+        total_workers=workers,
         kind=kind,
         peft_config=PEFT_CONFIG if kind == "adapter" else None,
         deadline_seconds=deadline_seconds,

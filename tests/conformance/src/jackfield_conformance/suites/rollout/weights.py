@@ -53,7 +53,8 @@ def _assert_version(result: GenerateResult, version: int) -> None:
 
 def _assert_digests(pushed: Pushed) -> None:
     loaded = [dict(worker.digests) for worker in pushed.receipt.workers]
-    assert [dict(pushed.digests)] == loaded, "the receipt's digests are not those of the tensors that were sent"
+    wanted = [dict(pushed.digests)] * max(len(loaded), 1)
+    assert wanted == loaded, "the receipt's digests are not those of the tensors that were sent"
 
 
 async def _assert_heals(subject: Subject, server: BaseRolloutServer, version: int) -> None:
