@@ -146,7 +146,7 @@ def agents(world: World) -> Callable[[str, Any], Any]:
                 tags |= {"weight_version_min": version, "weight_version_max": version, "finish_reason": "stop"}
                 columns = ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "task")
                 written = Written(columns=columns, sizes=(40_000,), tags=(tags,))
-                key = (f"{job.key(rollout)}/0",)
+                key = (job.group.sample(rollout, 0, job.restart),)
                 made.append((seconds, RolloutReport(group=name, rollout=rollout, keys=key, written=written)))
         return list(coalesced(sorted(made, key=lambda each: each[0])))
 

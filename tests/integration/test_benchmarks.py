@@ -85,6 +85,12 @@ def test_options_that_are_given_win_over_quick() -> None:
     assert json.loads(done.stdout.splitlines()[-1])["steps"] == 3, done.stderr
 
 
+def test_the_controller_is_measured_on_virtual_time() -> None:
+    done = ran("control_loop", "--virtual", "--quick", "--json", "--samples", "64", "--replicas", "2")
+    assert done.returncode == 0, done.stderr
+    assert 0.0 < json.loads(done.stdout.splitlines()[-1])["controller_share_by_samples"]["64"]["2"] < 2
+
+
 def test_the_queues_benchmark_has_a_reason_for_each_figure_that_is_missing() -> None:
     options = ("--sizes", "1", "--backends", "memory", "--controller-rows", "500")
     done = ran("transfer_queue", "--quick", *options)
