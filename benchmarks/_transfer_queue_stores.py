@@ -111,7 +111,7 @@ class Objects:
 
 
 class Peer:
-    """TransferQueue."""
+    """Puts, gets and deletes by the package TransferQueue."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -221,7 +221,7 @@ async def backend(cls: Any, config: Any, folder: str, sizes: list[int], repeats:
 
 
 async def object_store(sizes: list[int], repeats: int) -> dict[str, Any]:
-    """Ray alone."""
+    """Measure Ray's object store alone, by size in MB."""
     import ray
 
     own: dict[str, Any] = {"num_cpus": 1, "include_dashboard": False}

@@ -103,7 +103,7 @@ class End:
         self.delta_sender, self.held = WeightSender(self.engine, block_bytes=BLOCK), None
 
     def do_prepare(self, workers: int) -> tuple[Any, Any]:
-        """The topology."""
+        """Return what the sender and the receivers get of the topology for so many workers."""
         from jackfield.abc.checkpoint_engine import TopologyRequest
 
         metadata = self.runner.run(self.engine.prepare()).metadata

@@ -298,7 +298,7 @@ class Bench:
 
 
 def rounded(values: list[float]) -> float | None:
-    """Their median."""
+    """Return the median to three digits, or None without values."""
     return round(median(values), 3) if values else None
 
 

@@ -113,7 +113,7 @@ def test_columns_that_others_write_for_each_mini_batch_are_read_each_time() -> N
     assert {2} == set(backend.read.values())
 
 
-def test_another_lease_begins_anew() -> None:
+def test_values_of_another_lease_are_read_again() -> None:
     """A sample that was lost, or is replayed, has new values under the key that it had."""
     backend, values = stored()
 

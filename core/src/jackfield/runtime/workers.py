@@ -90,7 +90,7 @@ async def together(
     def note(task: asyncio.Task[T]) -> None:
         ended.append(task)
         if not task.cancelled():
-            task.exception()  # or asyncio would log those that nobody raises
+            task.exception()  # or asyncio would log those that are not raised
         if len(ended) >= min(_LIST, left):
             news.set()
         elif len(ended) == 1:
