@@ -202,7 +202,7 @@ class Groups:
                 message, expected = "the group is not this explorer's any more", f"{group.key}, assigned and not opened"
                 raise QueueError(message, where=str(key), expected=expected, found=group.status.name.lower())
             group.status, group.name = Status.OPEN, str(key)
-            group.task_id, group.rollouts, group.tags = new.task_id, new.rollouts, new.tags
+            group.task_id, group.rollouts, group.tags, group.version = new.task_id, new.rollouts, new.tags, new.version
             self.core.state.groups[group.name] = group
 
     async def end_rollouts(self, reports: Sequence[RolloutReport]) -> tuple[str, ...]:
@@ -289,15 +289,15 @@ class Groups:
         finally:
             self._feeds = [each for each in self._feeds if each is not entry]
 
-    async def drop_groups(self, groups: Sequence[str], reason: str) -> None:
-        """Drop and retry groups. Groups that are gone are skipped.
+    async def drop_groups(self, groups: Sequence[str], reason: str, *, counts: bool = True) -> None:
+        """Drop and retry groups. Groups that are gone are skipped; ``counts`` says whether max_retries limits it.
 
         If an acking consumer has leased a group, or it never existed, raise a QueueError and drop none.
         """
         found = [group for name in groups if (group := self.core.state.group(name)) is not None]
         self.leases.require_free(found)
         for group in found:
-            self._retry(group, reason)
+            self._retry(group, reason, counts)
 
     async def fail_samples(self, reasons: Mapping[str, str]) -> None:
         """Fail samples by key and publish or retry their groups again. Samples that are gone are skipped.
@@ -344,11 +344,12 @@ class Groups:
             )
         return tuple(key for key in lost if not self.core.state.knows(key))
 
-    def _retry(self, group: Group, reason: str) -> None:
-        """Drop a group and retry its index, or fail its batch after too many retries."""
+    def _retry(self, group: Group, reason: str, counts: bool = True) -> None:
+        """Drop a group and retry its index, or fail its batch after too many retries that count."""
         self.leases.forget(group)
-        group.reasons.append(reason)
-        group.retry, group.reissue = group.retry + 1, 0
+        if counts:
+            group.reasons.append(reason)
+        group.retry, group.reissue = (group.retry + 1, 0) if counts else (group.retry, group.reissue + 1)
         self.core.record("drop", group=group.name, task_id=group.task_id, reason=reason)
         if group.retry <= self.max_retries:
             self._vacate(group)
