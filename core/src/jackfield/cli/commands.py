@@ -175,7 +175,8 @@ def run(
         if result.finished_before:
             more = "for more steps raise schedule.steps, else take another folder"
             click.echo(f"{result.folder} holds the finished run; {more}")
-        click.echo(f"{result.steps} steps done; model in {result.model}")
+        done = f"{result.steps} steps done; model in {result.model}"
+        click.echo(done if config.mode != "explore" else f"{result.steps} batches of samples in {result.folder}")
 
 
 @click.command()

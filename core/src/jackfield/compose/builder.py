@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
+from math import inf
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -134,13 +135,13 @@ class RunBuilder:
         async with AsyncExitStack() as self.stack, asyncio.TaskGroup() as self._loops:
             role.workers = await self.make_workers(role, self.stack, self._open_queue)
             role.rollout_devices = role.train_devices = DeviceLease(role.clock, config.deadlines.batch)
-            if not role.workers.shares_devices:
+            if not (role.workers.shares_devices and role.engines):
                 role.train_devices = DeviceLease(role.clock, config.deadlines.batch)
             if role.trains:
                 count = await self._train(checkpoint)
             else:
                 count = await (self._explore() if role.name == "explore" else self._reward())
-            self._finished = not role.trains or count == config.schedule.steps
+            self._finished = not role.trains or count == role.schedule.steps
             for task in self._background:
                 task.cancel()
         return count
@@ -173,19 +174,22 @@ class RunBuilder:
         self.stack.push_async_callback(trainer.report_failures)  # also those that end the run
         if role.workers.watch is not None:
             self._run(role.workers.watch)
-        mixed = mixed_samples(config.mixing, role.queue, Values(role.workers.backend))
+        mixed = mixed_samples(config, role.queue, Values(role.workers.backend))
         first_step = await trainer.begin(checkpoint, mixed)
         await self._open_control()
         if role.scores:
             pipeline = RewardPipeline(role=role)
             await pipeline.register()
             self._run(pipeline.run)
-        if role.name == "all":
+        if role.name == "all" and config.mode != "train":
             self._run(Explorer(role=role, name="explorer-0").run)
         self._run(*(samples.keep for samples in mixed))
         with self.stop.boundary("with a checkpoint after this step"):
             steps = await trainer.run(first_step)
-            if steps == config.schedule.steps:
+            if steps == role.schedule.steps and not role.engines:
+                await role.queue.post(FINISHED, {"steps": steps})
+                mark_finished(config, steps)
+            elif steps == role.schedule.steps:
                 model, partial = folder / "model", folder / "model.partial"
                 with written(partial, "the trained model could not be written", "goes on from the newest checkpoint"):
                     await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
@@ -194,11 +198,11 @@ class RunBuilder:
                     partial.replace(model)
                 if role.name == "train":
                     await role.queue.post(FINISHED, {"steps": steps})
-                mark_finished(folder, steps)
+                mark_finished(config, steps)
         return steps
 
     async def _explore(self) -> int:
-        """Explore for a trainer elsewhere until it has all batches; return the newest version."""
+        """Explore for a trainer elsewhere until it has all batches, or has ended; return the newest version."""
         pool = await self._start_replicas()
         assert pool is not None
         pool.source = weights = WeightSubscriber(role=self.role, replicas=pool.members)
@@ -207,7 +211,14 @@ class RunBuilder:
         who, seconds = "the trainer to say which weights it has", self.role.config.deadlines.batch
         await self.role.version.until(lambda version: version >= 0, seconds, who)
         await self._open_control()
-        await Explorer(role=self.role, name=self.role.config.name).run()
+        exploring = asyncio.ensure_future(Explorer(role=self.role, name=self.role.config.name).run())
+        ended = asyncio.ensure_future(self.role.queue.wait_notice(FINISHED, 0, inf))
+        await asyncio.wait({exploring, ended}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (ended, exploring):
+            task.cancel()
+            await asyncio.wait({task})
+        if not exploring.cancelled():
+            exploring.result()
         return self.role.version.value
 
     async def _reward(self) -> int:
@@ -255,6 +266,8 @@ class RunBuilder:
     async def _trainer(self) -> Trainer:
         """Build the trainer with engines, replicas and their weights."""
         role = self.role
+        if not role.engines:
+            return await self._collector()
         await self._load("actor")
         pool = await self._start_replicas()
         weights = None
@@ -268,6 +281,15 @@ class RunBuilder:
             pool.source = weights
             self._run(pool.keep)
         return trainer
+
+    async def _collector(self) -> Trainer:
+        """Build the trainer of mode explore, which takes batches in order and keeps them in the queue."""
+        role, pool = self.role, await self._start_replicas()
+        assert pool is not None
+        pool.source = WeightSubscriber(role=role, replicas=pool.members)
+        self._run(pool.keep)
+        actor = EngineGroup("actor", (), role.queue, role.clock, seconds=role.config.deadlines.engine)
+        return Trainer(role=role, stop=self.stop.requested, actor=actor)
 
     async def _load(self, name: str) -> None:
         role, seconds = self.role, self.role.config.deadlines.engine

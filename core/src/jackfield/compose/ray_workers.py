@@ -68,13 +68,13 @@ class RayWorkers:
         stack.push_async_callback(self._cluster.rest)
         self._routes: Mapping[int, Replica] = {}
         self._made = set(range(self._replicas))  # replicas that are made together and that start() returns first
-        replicas, seconds = self._replicas, self._deadlines.engine
+        replicas, seconds, scores = self._replicas, self._deadlines.engine, role.scores or role.evaluates
         ranks = [(engine, number) for engine in role.engines for number in range(chosen.engine_ranks)]
         specs = [
             *[await self._spec("engine", number, engine) for engine, number in ranks],
             *[await self._spec("rollout", number) for number in range(replicas)],
             *[await self._spec("agent", number) for number in range(chosen.agent_workers)],
-            *[await self._spec("reward", number) for number in range(chosen.reward_workers if replicas else 0)],
+            *[await self._spec("reward", number) for number in range(chosen.reward_workers if scores else 0)],
         ]
         # concurrently, because processes need seconds for their imports
         actors = await asyncio.gather(*map(self._cluster.start, specs))

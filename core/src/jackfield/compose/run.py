@@ -43,8 +43,8 @@ _DISK_ERRORS = frozenset({errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, er
 #: change because the contents are compared.
 _FREE = (
     "name folder observe deadlines checkpoint cluster environments checkpoint_engine log_prob_check schedule.steps "
-    "evaluation.every profile queue.address queue.durable queue.host queue.max_bytes queue.max_samples queue.port "
-    "queue.rewards transfer_queue data.train data.eval data.expert"
+    "schedule.until evaluation.every profile queue.address queue.durable queue.host queue.max_bytes queue.max_samples "
+    "queue.port queue.rewards transfer_queue data.train data.eval data.expert data.samples"
 )
 
 
@@ -102,8 +102,8 @@ async def _run(config: RunConfig, role: RoleName, hooks: Sequence[object], regis
     with storage_errors(folder), nullcontext() if role == "explore" else folder_lock(folder):
         if trains:
             checkpoint = starting_point(config, prepared.tasks)
-        if is_finished(config, checkpoint):
-            return RunResult(folder=folder, steps=config.schedule.steps, finished_before=True)
+        if checkpoint is not None and is_finished(config, checkpoint):
+            return RunResult(folder=folder, steps=checkpoint.step, finished_before=True)
         replace_file(folder / "config.yaml", show(config))
         async with AsyncExitStack() as processes:
             factory = WorkerFactory(config=config, registry=registry, clock=clock)
@@ -128,7 +128,7 @@ async def _run(config: RunConfig, role: RoleName, hooks: Sequence[object], regis
                         raise
                     what = "%s; the run goes on after step %d"
                     logging.getLogger("jackfield").warning(what, one_line(error), checkpoint.step)
-    return RunResult(folder=folder, steps=steps, stopped=trains and steps < config.schedule.steps)
+    return RunResult(folder=folder, steps=steps, stopped=trains and steps < fresh.schedule.steps)
 
 
 @asynccontextmanager
@@ -237,12 +237,12 @@ def _reported(builder: RunBuilder, checkpoint: Checkpoint | None) -> Iterator[No
     """
     role, config, folder = builder.role, builder.role.config, Path(builder.role.config.folder)
     failure, stopped, first_step = None, False, 0 if checkpoint is None else checkpoint.step
-    steps, plain = config.schedule.steps, as_plain(config)
+    plain, steps = as_plain(config), config.schedule.steps
     started = RunStarted(name=config.name, folder=str(folder), total_steps=steps, first_step=first_step, config=plain)
     role.hooks.emit(started)
     try:
         yield
-        stopped = role.trains and max(first_step, role.steps_done.value) < steps
+        stopped = role.trains and max(first_step, role.steps_done.value) < role.schedule.steps
     except asyncio.CancelledError:
         stopped = True  # by a signal or by the caller; this is no failure
         raise

@@ -49,6 +49,10 @@ class DataConfig:
     format: TaskFormat = option(factory=TaskFormat, help="how records become tasks; by default in GSM8K's format")
     expert: str | None = option(None, "JSONL file of an expert's answers in the same format (token ids: mixing.expert)")
     expert_samples_per_batch: int = option(0, "expert answers per training batch", ge(0))
+    samples: str | None = option(
+        None, "mode: train: samples with rewards; a .jsonl or .parquet file, or the folder of a queue, run or archive"
+    )
+    epochs: int = option(1, "mode: train: how often each group of samples is used", gt(0))
     chat_template: str | None = option(None, "Jinja chat template that replaces the tokenizer's")
     groups_per_batch: int = option(32, "tasks (groups) per batch", gt(0))
     rollouts_per_group: int = option(8, "rollouts per task (the group size)", gt(0))
@@ -243,7 +247,12 @@ class RunConfig:
     name: str = option("run", "name shown in progress, curves and tables")
     folder: str = option("runs/run", "folder for all files of the run")
     seed: int = option(0, "seed; it makes a synchronous run reproducible")
-    mode: Literal["online", "offline"] = option("online", "online: explore and train; offline: train on given answers")
+    mode: Literal["online", "offline", "train", "explore"] = option(
+        "online",
+        "online: explore and train; offline: train on given answers; train: on samples with rewards that were "
+        "collected before (data.samples, or what is in the queue of queue.address); explore: fill the queue, train "
+        "nothing",
+    )
     model: ModelSpec = option(help="the policy")
     data: DataConfig = option(factory=DataConfig, help="tasks")
     sampling: SamplingParams = option(factory=SamplingParams, help="sampling parameters of training responses")
@@ -295,9 +304,14 @@ class RunConfig:
         return self.seed if sampling.seed is None else sampling.seed
 
     @property
+    def samples_policy(self) -> bool:
+        """Return whether samples are a policy's, with rewards and log-probs, rather than answers from the data."""
+        return self.mode != "offline"
+
+    @property
     def engine_temperature(self) -> float:
         """The temperature of the engine's log-probs."""
-        return self.sampling.temperature if self.mode == "online" else 1.0
+        return self.sampling.temperature if self.samples_policy else 1.0
 
     @property
     def engine_rounds(self) -> bool:
@@ -325,7 +339,7 @@ class RunConfig:
         """The sampling filters that exclude tokens from training responses, by name."""
         sampling = self.sampling
         active = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
-        return {name: getattr(sampling, name) for name, found in active.items() if found and self.mode == "online"}
+        return {name: getattr(sampling, name) for name, found in active.items() if found and self.samples_policy}
 
     @property
     def plugins(self) -> dict[str, str]:
@@ -352,8 +366,9 @@ class RunConfig:
                 what = "in a run in one process, that process scores the samples"
                 raise self.refusal("queue.rewards", what, "train, or each role launched with --role")
             return self
-        if self.mode != "online":
-            raise self.refusal("mode", "there are roles where samples are explored", "online")
+        fitting = {"train": "online, train", "explore": "online, explore"}.get(role, "online, train, explore")
+        if self.mode not in fitting.split(", "):
+            raise self.refusal("mode", f"there is no role {role} in this mode", f"one of {fitting}")
         if self.weights.kind != "full":
             raise self.refusal("weights.kind", "explorers that come and go get whole weights", "full")
         if role == "reward" and not distributed:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Container, Itera
 from contextlib import nullcontext
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
@@ -81,7 +81,8 @@ class Explorer:
         left = batch.vacant
         if not left:  # it was restored complete, and may still lose a group
             given.set()
-        async for keys in self.role.queue.groups_to_fill(batch, self.role.config.deadlines.batch):
+        until: Literal["final", "published"] = "final" if self.role.schedule.trains else "published"
+        async for keys in self.role.queue.groups_to_fill(batch, self.role.config.deadlines.batch, until=until):
             _, names = self._begun.setdefault(batch.number, (self.role.clock.time(), set()))
             for key in keys:
                 names.add(str(key))

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from jackfield.config.sections import MixConfig, ReplayConfig
-from jackfield.queue.meta import BatchMeta, Reuse
+from jackfield.queue.meta import BatchMeta, Reuse, SamplerSpec
 from jackfield.runtime.samples import TRAIN, oldest_version, trained
 from jackfield.trainer.role import Role
 
@@ -85,9 +85,13 @@ class StepSource:
 
     async def register(self) -> None:
         """Register the trainer with the queue, before any sample is put."""
-        generated = ("rollout_log_probs", "reward") if self.role.explores else ()
+        config, epochs = self.role.config, dict[str, Any]()
+        generated = ("rollout_log_probs", "reward") if config.samples_policy else ()
         columns, register = ("prompt_ids", "response_ids", "response_mask"), self.role.queue.register_consumer
-        await register(CONSUMER, TRAIN, columns + generated)
+        if config.mode == "train":
+            order = SamplerSpec(name="epochs", options={"seed": config.seed})
+            epochs = {"sampler": order, "reuse": Reuse(max_uses=config.data.epochs)}
+        await register(CONSUMER, TRAIN, columns + generated, **epochs)
         if self._forward:
             await register(FORWARD, TRAIN, columns, writes=self._forward)
         for partition, each in self._mixed.items():
@@ -105,6 +109,9 @@ class StepSource:
         queue, schedule, seconds = self.role.queue, self.role.schedule, self.role.config.deadlines.batch
         if schedule.is_async:
             batch = await self._lease_any(step)
+        elif self.role.config.mode == "train":
+            groups = self.role.config.data.groups_per_batch
+            batch = await queue.lease(CONSUMER, groups, step=step.number, deadline_seconds=seconds)
         else:
             consumer, groups = (FORWARD, None) if index is None else (CONSUMER, step.sizes[index])
             batch = await queue.lease(consumer, groups, batch=step.number, deadline_seconds=seconds)
