@@ -11,6 +11,7 @@ from jackfield.algorithms import Algorithm, Part, algorithm, part
 from jackfield.algorithms.registry import COUNTS
 from jackfield.algorithms.settings import CriticSettings, ResolvedAlgorithm
 from jackfield.algorithms.shaping import Correction
+from jackfield.compose.schedules import check_schedule
 from jackfield.config.sections import RunConfig, WeightsConfig
 from jackfield.plugins import Manifest
 
@@ -67,6 +68,7 @@ def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm
         pairs=preparation is not None and "pair_ids" in preparation.inputs,
     )
     _check(config, resolved, there.keys())
+    check_schedule(config, resolved)
     return resolved
 
 
@@ -152,16 +154,19 @@ def _check(config: RunConfig, resolved: ResolvedAlgorithm, there: Set[str]) -> N
 def _correction(config: RunConfig, loss: Part, rollout: Manifest, *, sampled: bool) -> tuple[Correction | None, bool]:
     """Return the correction, and whether the old log-probs come from the engine.
 
-    It is on by default if numerics differ and the loss takes token weights but does not weight itself. If the old
+    It is on by default if numerics differ or the schedule is asynchronous, and the loss takes token weights but does
+    not weight itself. If the old
     log-probs are the rollout server's, the loss's ratio already weights, and the correction only rejects. Sampling
     filters change the server's log-probs, so that ratios to them would not start at 1.
     """
     settings, given, active = config.algorithm.correction, config.algorithm.old_log_probs, config.sampling_filters
     mismatch, weighs_itself = config.log_prob_check.on_mismatch == "correct", "rollout_log_probs" in loss.inputs
     exact = rollout.capabilities.get("engine_log_probs") == "full" and not config.rounds and not active
-    fits = (mismatch or not exact) and not loss.per_sequence and not weighs_itself
+    differs = mismatch or not exact or config.schedule.mode == "async"
+    fits = differs and not loss.per_sequence and not weighs_itself
     corrects = sampled and (fits if settings.enabled is None else settings.enabled)
-    from_engine = given == "engine" or (given == "auto" and bool(corrects or active))
+    around_old = weighs_itself and "old_log_probs" in loss.inputs  # decoupled PPO: it weights by old over rollout
+    from_engine = given == "engine" or (given == "auto" and bool(corrects or active or around_old))
     if given == "rollout" and active:
         what = "the rollout server's log-probs are of what the sampling filters leave, not of the policy"
         expected = f"engine or auto, or no {', '.join(f'sampling.{name}' for name in active)}"
