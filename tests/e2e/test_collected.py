@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jackfield_commands import Command, CommandServer
 
 from jackfield.queue import effective_acks, read_ledger
+from jackfield_commands import Command, CommandServer
 
 from .conftest import metrics
 from .test_modes import GRADED, INVARIANT, steps
@@ -176,7 +176,7 @@ def test_a_served_queue_is_filled_and_then_trained_on(
         ok(jackfield(*command))
         assert set(range(1, 17)) == {line["step"] for line in lines(tmp_path / "train")}
         acks = effective_acks(list(read_ledger(tmp_path / "queue")))["trainer"]
-        assert {step: 4 for step in range(8, 16)} == Counter(acks.values())
+        assert dict.fromkeys(range(8, 16), 4) == Counter(acks.values())
         assert all(line["staleness/max"] == line["step"] - 1 for line in lines(tmp_path / "train"))
     finally:
         controller.send(signal.SIGTERM)

@@ -145,20 +145,21 @@ def json_option(command: click.decorators.FC) -> click.decorators.FC:
 def run(
     file: str, overrides: tuple[str, ...], address: str | None, role: Literal["explore", "reward", "train"] | None
 ) -> None:
-    """Run training from a config FILE. OVERRIDES are settings such as schedule.steps=10."""
-    from jackfield.config import load_config
+    """Run training, or its stages, from a config FILE. OVERRIDES are settings such as schedule.steps=10."""
+    from jackfield.config import load_config, load_stages
 
     if address is not None:
         overrides = (*overrides, "cluster.name=ray", f"cluster.ray.address={address}")
-    config = load_config(file, overrides, served=role is not None)
+    stages = {"": load_config(file, overrides, served=True)} if role else load_stages(file, overrides)
+    *_, config = stages.values()
     from jackfield.compose.builder import Stop
 
     stop = Stop(config.checkpoint.grace_seconds)
     try:
         with stop.listening():
-            from jackfield import compose
+            from jackfield.compose.run import run_stages
 
-            result = compose.run(config, role=role or "all", stop=stop)
+            result = run_stages(stages, click.echo, role=role or "all", stop=stop)
     except CancelledError:
         if stop.code is None:
             raise

@@ -121,7 +121,7 @@ class RunBuilder:
     make_workers: Callable[[Role, AsyncExitStack, OpenQueue], Awaitable[RunWorkers]]
     stack: AsyncExitStack = attrs.field(init=False)  #: closes what was started, in reverse order
     _loops: asyncio.TaskGroup = attrs.field(init=False)
-    _background: list[asyncio.Task[None]] = attrs.field(init=False, factory=list)
+    _background: list[asyncio.Task[Any]] = attrs.field(init=False, factory=list)
     _engines: dict[str, EngineGroup] = attrs.field(init=False, factory=dict)  #: loaded models: actor, reference, critic
     _pool: ReplicaPool | None = attrs.field(init=False, default=None)
     _finished: bool = attrs.field(init=False, default=False)  #: whether the role has completed its work
@@ -186,17 +186,15 @@ class RunBuilder:
         self._run(*(samples.keep for samples in mixed))
         with self.stop.boundary("with a checkpoint after this step"):
             steps = await trainer.run(first_step)
-            if steps == role.schedule.steps and not role.engines:
-                await role.queue.post(FINISHED, {"steps": steps})
-                mark_finished(config, steps)
-            elif steps == role.schedule.steps:
+            if steps == role.schedule.steps:
                 model, partial = folder / "model", folder / "model.partial"
                 with written(partial, "the trained model could not be written", "goes on from the newest checkpoint"):
                     await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
-                    await trainer.actor.save(str(partial), "huggingface")
-                    shutil.rmtree(model, ignore_errors=True)
-                    partial.replace(model)
-                if role.name == "train":
+                    if role.engines:
+                        await trainer.actor.save(str(partial), "huggingface")
+                        shutil.rmtree(model, ignore_errors=True)
+                        partial.replace(model)
+                if role.name == "train" or not role.engines:
                     await role.queue.post(FINISHED, {"steps": steps})
                 mark_finished(config, steps)
         return steps
@@ -211,14 +209,10 @@ class RunBuilder:
         who, seconds = "the trainer to say which weights it has", self.role.config.deadlines.batch
         await self.role.version.until(lambda version: version >= 0, seconds, who)
         await self._open_control()
-        exploring = asyncio.ensure_future(Explorer(role=self.role, name=self.role.config.name).run())
-        ended = asyncio.ensure_future(self.role.queue.wait_notice(FINISHED, 0, inf))
-        await asyncio.wait({exploring, ended}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (ended, exploring):
-            task.cancel()
-            await asyncio.wait({task})
-        if not exploring.cancelled():
-            exploring.result()
+        exploring = Explorer(role=self.role, name=self.role.config.name).run()
+        tasks = [self._loops.create_task(each) for each in (exploring, self.role.queue.wait_notice(FINISHED, 0, inf))]
+        self._background += tasks
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return self.role.version.value
 
     async def _reward(self) -> int:
@@ -266,33 +260,25 @@ class RunBuilder:
     async def _trainer(self) -> Trainer:
         """Build the trainer with engines, replicas and their weights."""
         role = self.role
-        if not role.engines:
-            return await self._collector()
         await self._load("actor")
         pool = await self._start_replicas()
-        weights = None
-        if pool is not None or role.name == "train":
+        weights: EngineWeights | WeightSubscriber | None = None
+        if pool is not None and not role.engines:
+            weights = WeightSubscriber(role=role, replicas=pool.members)  # it keeps those of the model's folder
+        elif pool is not None or role.name == "train":
             weights = EngineWeights(role=role, engines=self._engines, pool=pool)
         for name in role.engines[1:]:
             await self._load(name)
-        sync = None if weights is None else weights.sync
+        sync = weights.sync if isinstance(weights, EngineWeights) else None
         trainer = Trainer(role=role, stop=self.stop.requested, sync=sync, **self._engines)
         if pool is not None:
             pool.source = weights
             self._run(pool.keep)
         return trainer
 
-    async def _collector(self) -> Trainer:
-        """Build the trainer of mode explore, which takes batches in order and keeps them in the queue."""
-        role, pool = self.role, await self._start_replicas()
-        assert pool is not None
-        pool.source = WeightSubscriber(role=role, replicas=pool.members)
-        self._run(pool.keep)
-        actor = EngineGroup("actor", (), role.queue, role.clock, seconds=role.config.deadlines.engine)
-        return Trainer(role=role, stop=self.stop.requested, actor=actor)
-
     async def _load(self, name: str) -> None:
         role, seconds = self.role, self.role.config.deadlines.engine
-        group = EngineGroup(name, role.workers.ranks[name], role.queue, role.clock, seconds=seconds)
-        await group.initialize()
+        group = EngineGroup(name, role.workers.ranks.get(name, ()), role.queue, role.clock, seconds=seconds)
+        if role.engines:  # otherwise the group has no ranks
+            await group.initialize()
         self._engines[name] = group

@@ -109,6 +109,7 @@ def check_capabilities(config: RunConfig, registry: Registry, role: RoleName = "
     """
     served, lora, weights = config.queue.address is not None, config.model.lora is not None, config.weights
     clustered = "cluster.name is ray, where each worker opens the backend: choose zmq, or sql, redis, nixl or ray"
+    follows = role != "all" and config.mode == "online"
     float8, delta = weights.dtype == "float8_e4m3fn", weights.kind == "delta"
     alone = "a run that trains an adapter sends the adapter alone, as it is"
     if lora and float8:
@@ -125,7 +126,7 @@ def check_capabilities(config: RunConfig, registry: Registry, role: RoleName = "
         (float8, "rollout", "weights_float8", "weights.dtype is float8_e4m3fn"),
         (delta, "checkpoint_engine", "delta", "weights.kind is delta"),
         (delta, "rollout", "weights_delta", "weights.kind is delta"),
-        (role != "all", "checkpoint_engine", "retains_weights", "explorers come and go (--role)"),
+        (follows, "checkpoint_engine", "retains_weights", "explorers come and go (--role)"),
     ):
         if needed:
             registry.resolve(config.plugins[kind], kind).usable().require(capability, because)
@@ -235,7 +236,7 @@ def prompt_limit(config: RunConfig) -> int | None:
     """
     model, given = read_model(config), config.cluster.max_model_len
     positions = model.get("max_position_embeddings")
-    for kind, limit in length_limits(model).items() if config.samples_policy else ():
+    for kind, limit in length_limits(model).items() if config.mode != "offline" else ():
         if (given or positions or 0) > limit:
             what = f"a sample that grows beyond {limit} tokens while it is generated has log-probs that no training "
             what += f"pass computes: the model's rotary frequencies ({kind}) are others there"
@@ -285,7 +286,7 @@ def check_rows(config: RunConfig) -> None:
     """Check that each mixed-in file has samples with the needed columns; online, human ones need a reward."""
     for name, file in _files(config).items():
         needed, first, own = ["prompt_ids", "response_ids"], next(_read(file), None), name == TRAIN
-        if name != "expert" and config.samples_policy:
+        if name != "expert" and config.mode != "offline":
             unread = config.algorithm.old_log_probs == "engine" and config.algorithm.correction.enabled is False
             needed += [] if own and unread else ["rollout_log_probs"]
             needed += [] if own and first is not None and "task" in first.cells else ["reward"]  # it can be scored

@@ -54,7 +54,7 @@ class RayWorkers:
         """Start or join the cluster, open the queue, and start every worker; ``stack`` ends them."""
         chosen, replicas = self._config.cluster.ray, self._config.cluster.replicas if role.generates else 0
         self._pools = {"engine": chosen.engine_ranks, "rollout": replicas}
-        if chosen.placement == "colocated":
+        if self._config.cluster.shares_devices:
             self._pools = {"shared": max(self._pools.values())}
         if self._interpreters is None:
             found = interpreters(self._config, self._registry)
@@ -93,7 +93,7 @@ class RayWorkers:
             agents=Workers([self._restarting_stub(name, AgentWorker) for name in self._agents]),
             rewards=Workers([self._restarting_stub(name, RewardWorker) for name in rewards]) if rewards else None,
             estimator=self._stub(actors[0], AdvantageWorker, seconds),  # beside the actor's first rank
-            shares_devices=chosen.placement == "colocated",
+            shares_devices=self._config.cluster.shares_devices,
             places=self,
             watch=partial(self._cluster.watch, actors[: len(ranks)]),
         )

@@ -78,7 +78,7 @@ def _algorithm(config: RunConfig) -> Algorithm:
     A replaced component has its own default options. The bundle's component keeps the bundle's other options. Refuse
     an algorithm for the other mode, and sampling that cannot be trained on.
     """
-    settings, chosen, online = config.algorithm, algorithm(config.algorithm.name), config.samples_policy
+    settings, chosen, online = config.algorithm, algorithm(config.algorithm.name), config.mode != "offline"
     changed: dict[str, Any] = {"aggregation": settings.aggregation or chosen.aggregation}
     changed |= {} if settings.dynamic_sampling is None else {"dynamic_sampling": settings.dynamic_sampling}
     changed |= {"dynamic_sampling": False} if config.mode == "train" else {}  # no explorer generates groups again

@@ -10,9 +10,10 @@ import os
 import shutil
 import socket
 import traceback
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -20,6 +21,7 @@ from jackfield.abc.engine import BaseEngine, EngineContext, LoadCheckpointReques
 from jackfield.clock import Clock
 from jackfield.compose.builder import RunBuilder, Stop
 from jackfield.compose.checks import check_plugins, hooks_of, prepare
+from jackfield.compose.modes import check_mode
 from jackfield.compose.workers import WorkerFactory
 from jackfield.config import RunConfig, as_plain, make_config, resolve_defaults, show
 from jackfield.data.tasks import TaskSet
@@ -89,8 +91,36 @@ def run(
         return runner.run(stop.bounded(_run(config, role, hooks, registry or discover(), stop)))
 
 
+def run_stages(stages: Mapping[str, RunConfig], say: Callable[[str], None], **options: Any) -> RunResult:
+    """Run stages in order with the ``options`` of :func:`run`, finished ones not again; ``say`` gets a line for each.
+
+    Errors of all stages are raised before the first one starts, which is checked with the model that it starts from.
+    """
+    registry, (*earlier, last) = discover(), stages
+    for name, config in stages.items() if earlier else ():
+        try:
+            for where in ("mode", "model.lora") if name != last else ():
+                if config.model.lora if where != "mode" else config.mode == "explore":
+                    raise config.refusal(
+                        where, "the next stage starts from a whole model", "no such stage but the last"
+                    )
+            check_mode(config)
+            model = attrs.evolve(config.model, path=stages[next(iter(stages))].model.path)
+            prepare(attrs.evolve(resolve_defaults(config), model=model), registry, (), "all", Clock())
+        except JackfieldError as error:
+            error.where = f"stage {name}: {error.where}"
+            raise
+    for number, (name, config) in enumerate(stages.items(), 1):
+        if earlier:
+            say(f"stage {number} of {len(stages)}: {name}, in {config.folder}")
+        if (result := run(config, registry=registry, **options)).stopped:
+            break
+    return result
+
+
 async def _run(config: RunConfig, role: RoleName, hooks: Sequence[object], registry: Registry, stop: Stop) -> RunResult:
-    clock, config = Clock(), resolve_defaults(config).of_role(role)
+    check_mode(config := resolve_defaults(config), role)
+    clock, config = Clock(), config.of_role(role)
     folder, trains, checkpoint = Path(config.folder), role in ("all", "train"), None
     hooks = [*observers(config.observe, folder, clock=clock), *hooks]
     prepared = prepare(config, registry, hooks, role, clock)

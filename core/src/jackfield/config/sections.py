@@ -211,9 +211,6 @@ class RayConfig:
     engine_ranks: int = option(1, "ranks of the engine", gt(0))
     agent_workers: int = option(1, "processes that run agent loops", gt(0))
     reward_workers: int = option(1, "processes that run reward agents", gt(0))
-    placement: Literal["colocated", "disaggregated"] = option(
-        "colocated", "colocated: engine and replicas take turns on the same places; disaggregated: each has its own"
-    )
     cpus_per_place: float = option(1.0, "CPUs per place of a rank or replica", ge(0.0))
     gpus_per_place: float = option(0.0, "GPUs per place of a rank or replica", ge(0.0))
 
@@ -224,6 +221,11 @@ class ClusterConfig:
 
     name: Literal["inline", "ray"] = option("inline", "inline: all in this process; ray: each worker in a Ray actor")
     device: str = option("cpu", "torch device of engine and rollout server")
+    placement: Literal["shared", "separate"] | None = option(
+        None,
+        "shared: engines and replicas take turns on devices; separate: each has its own; null: separate on a CPU that "
+        "has cores for the threads of all, without Ray, else shared",
+    )
     threads: int | None = option(None, "torch threads; null: torch's default", [gt(0), le(4096)])
     replicas: int = option(1, "rollout servers", gt(0))
     replica_restarts: int = option(3, "restarts of a rollout server whose own process dies", ge(0))
@@ -239,6 +241,13 @@ class ClusterConfig:
     )
     ray: RayConfig = option(factory=RayConfig, help="the Ray cluster; used with name: ray only")
 
+    @property
+    def shares_devices(self) -> bool:
+        """Return whether engines and replicas take turns on the same devices."""
+        cores = (1 + self.replicas) * (self.threads or 1 << 16)
+        own = self.name == "inline" and self.device == "cpu" and cores <= (os.cpu_count() or 1)
+        return not own if self.placement is None else self.placement == "shared"
+
 
 @attrs.frozen(kw_only=True)
 class RunConfig:
@@ -249,9 +258,8 @@ class RunConfig:
     seed: int = option(0, "seed; it makes a synchronous run reproducible")
     mode: Literal["online", "offline", "train", "explore"] = option(
         "online",
-        "online: explore and train; offline: train on given answers; train: on samples with rewards that were "
-        "collected before (data.samples, or what is in the queue of queue.address); explore: fill the queue, train "
-        "nothing",
+        "online: explore and train; offline: train on given answers; train: on samples with rewards "
+        "(data.samples, or what is in the queue of queue.address); explore: fill the queue, and train nothing",
     )
     model: ModelSpec = option(help="the policy")
     data: DataConfig = option(factory=DataConfig, help="tasks")
@@ -304,14 +312,9 @@ class RunConfig:
         return self.seed if sampling.seed is None else sampling.seed
 
     @property
-    def samples_policy(self) -> bool:
-        """Return whether samples are a policy's, with rewards and log-probs, rather than answers from the data."""
-        return self.mode != "offline"
-
-    @property
     def engine_temperature(self) -> float:
         """The temperature of the engine's log-probs."""
-        return self.sampling.temperature if self.samples_policy else 1.0
+        return self.sampling.temperature if self.mode != "offline" else 1.0
 
     @property
     def engine_rounds(self) -> bool:
@@ -339,7 +342,7 @@ class RunConfig:
         """The sampling filters that exclude tokens from training responses, by name."""
         sampling = self.sampling
         active = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
-        return {name: getattr(sampling, name) for name, found in active.items() if found and self.samples_policy}
+        return {name: getattr(sampling, name) for name, found in active.items() if found and self.mode != "offline"}
 
     @property
     def plugins(self) -> dict[str, str]:
@@ -366,9 +369,6 @@ class RunConfig:
                 what = "in a run in one process, that process scores the samples"
                 raise self.refusal("queue.rewards", what, "train, or each role launched with --role")
             return self
-        fitting = {"train": "online, train", "explore": "online, explore"}.get(role, "online, train, explore")
-        if self.mode not in fitting.split(", "):
-            raise self.refusal("mode", f"there is no role {role} in this mode", f"one of {fitting}")
         if self.weights.kind != "full":
             raise self.refusal("weights.kind", "explorers that come and go get whole weights", "full")
         if role == "reward" and not distributed:

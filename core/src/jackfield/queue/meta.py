@@ -10,12 +10,11 @@ import heapq
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice, pairwise
+from itertools import chain, pairwise
 from typing import Any, cast
 
 import attrs
 import msgspec
-import xxhash
 from attrs.validators import ge, gt, optional
 
 from jackfield.errors import QueueError
@@ -270,23 +269,10 @@ class Sampler(ABC):
 
 @attrs.define(kw_only=True)
 class Sequential(Sampler):
-    """A sampler that takes groups in the order of batch and index."""
+    """A sampler that takes the groups with the fewest uses first, in the order of batch and index."""
 
     def sample(self, ready: Ready, count: int | None) -> Sequence[str]:
-        return list(islice(ready, count))
-
-
-@attrs.define(kw_only=True)
-class Epochs(Sampler):
-    """A sampler that takes the groups with the fewest uses first, each epoch in another random order."""
-
-    seed: int = option(0, help="seed of the order")
-
-    def sample(self, ready: Ready, count: int | None) -> Sequence[str]:
-        def place(name: str) -> tuple[int, int]:
-            return ready.uses(name), xxhash.xxh3_64_intdigest(f"{self.seed}/{ready.uses(name)}/{name}".encode())
-
-        return sorted(ready, key=place)[:count]
+        return sorted(ready, key=ready.uses)[:count]
 
 
 @attrs.define(kw_only=True)
@@ -337,7 +323,6 @@ class Priority(Random):
 
 #: Samplers by the name that configurations use: attrs classes whose fields are their settings, or functions.
 SAMPLERS: dict[str, Callable[..., Sampler]] = {"priority": Priority, "random": Random, "sequential": Sequential}
-SAMPLERS["epochs"] = Epochs
 
 
 def register_sampler(name: str, make: Callable[..., Sampler]) -> None:
@@ -354,7 +339,7 @@ def register_sampler(name: str, make: Callable[..., Sampler]) -> None:
 class SamplerSpec:
     """A section of the configuration that chooses a sampler. It can be sent to other processes."""
 
-    name: str = option("sequential", help="sequential, random, priority, epochs, or a plugin's sampler")
+    name: str = option("sequential", help="sequential, random, priority, or a plugin's sampler")
     options: Mapping[str, Any] = option(factory=dict, help="the sampler's own settings")
 
     def make(self, where: str = "") -> Sampler:

@@ -17,7 +17,7 @@ from jackfield.errors import QueueError, RpcError, some
 from jackfield.queue.groups import Groups
 from jackfield.queue.leases import Leases
 from jackfield.queue.meta import Notice, group_of
-from jackfield.queue.records import Partition, State, Status
+from jackfield.queue.records import State
 from jackfield.queue.store import STORE_FILE, VALUES_FOLDER, Controller, Store, read_checkpoint, uses
 from jackfield.sdk.rpc import Address, Connection, Contract, Server, Service, caller, connect, stub
 from jackfield.sdk.rpc.wire import Goodbye
@@ -135,14 +135,14 @@ class TransferQueue:
         return failures
 
     async def stats(self) -> dict[str, int]:
-        """Return the numbers of samples, bytes, open batches and groups, and each partition's published groups."""
+        """Return the numbers of samples and bytes, of open batches, and of groups that exist or are not made yet."""
         state = self._core.state
         return {
             "samples": state.samples,
             "bytes": state.bytes,
             "batches": len(state.batches()),
+            "groups": len(state.groups),
             "groups_open": sum(not group.is_made for group in state.groups.values()),
-            **{f"groups_of/{name}": _published(each) for name, each in state.partitions.items()},
             "samples_leased": sum(len(group.samples) for each in state.consumers.values() for group in each.held),
             **({} if self.server is None else {"clients": len(self.server.clients), "refused": self.server.refused}),
         }
@@ -324,10 +324,6 @@ class TransferQueue:
         if found or before:
             self._core.record("clear", samples=found)
         self._core.store.write(self._core.state, begin=True)
-
-
-def _published(partition: Partition) -> int:
-    return sum(group.status == Status.PUBLISHED for each in partition.batches.values() for group in each.groups)
 
 
 _LOCAL = {"start", "close", "end_holder"}

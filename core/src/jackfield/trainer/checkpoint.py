@@ -307,12 +307,8 @@ class CheckpointStore:
 
 def mark_finished(config: RunConfig, steps: int) -> None:
     """Record that the model of the last step has been written, and which limits ended the run."""
-    replace_file(Path(config.folder) / FINISHED_FILE, seal(json.dumps({"steps": steps, "limits": _limits(config)})))
-
-
-def _limits(config: RunConfig) -> dict[str, Any]:
-    until = {name: value for name, value in attrs.asdict(config.schedule.until).items() if value is not None}
-    return {"steps": config.schedule.steps, **until}
+    marker = {"steps": steps, "limits": config.schedule.limits}
+    replace_file(Path(config.folder) / FINISHED_FILE, seal(json.dumps(marker)))
 
 
 def is_finished(config: RunConfig, checkpoint: Checkpoint | None) -> bool:
@@ -322,7 +318,8 @@ def is_finished(config: RunConfig, checkpoint: Checkpoint | None) -> bool:
         return False
     try:
         found = unseal(marker.read_bytes())
-        return checkpoint.step == found["steps"] and found.get("limits", {"steps": found["steps"]}) == _limits(config)
+        limits = found.get("limits", {"steps": found["steps"]})
+        return checkpoint.step == found["steps"] and limits == config.schedule.limits
     except (ValueError, KeyError) as error:
         what = "%s is damaged (%s); the run goes on from its newest checkpoint, and writes its model again"
         logging.getLogger("jackfield").warning(what, marker, error)

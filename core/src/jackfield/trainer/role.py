@@ -164,7 +164,7 @@ class Role:
         self.evaluates = self.trains and bool(config.evaluation.every)
         self.generates = self.evaluates or (self.explores and self.name in ("all", "explore"))
         scores = self.name == "reward" or (self.trains and config.queue.rewards == "train")
-        self.scores = config.samples_policy and scores
+        self.scores = config.mode != "offline" and scores
         if self.trains and config.mode != "explore":
             models = {"reference": algorithm.reference and config.model.lora is None, "critic": algorithm.critic}
             self.engines = ("actor", *(name for name, wanted in models.items() if wanted))

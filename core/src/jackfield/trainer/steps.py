@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from jackfield.config.sections import MixConfig, ReplayConfig
-from jackfield.queue.meta import BatchMeta, Reuse, SamplerSpec
+from jackfield.queue.meta import BatchMeta, Reuse
 from jackfield.runtime.samples import TRAIN, oldest_version, trained
 from jackfield.trainer.role import Role
 
@@ -85,13 +85,12 @@ class StepSource:
 
     async def register(self) -> None:
         """Register the trainer with the queue, before any sample is put."""
-        config, epochs = self.role.config, dict[str, Any]()
-        generated = ("rollout_log_probs", "reward") if config.samples_policy else ()
+        config, epochs = self.role.config, None
+        generated = ("rollout_log_probs", "reward") if config.mode != "offline" else ()
         columns, register = ("prompt_ids", "response_ids", "response_mask"), self.role.queue.register_consumer
         if config.mode == "train":
-            order = SamplerSpec(name="epochs", options={"seed": config.seed})
-            epochs = {"sampler": order, "reuse": Reuse(max_uses=config.data.epochs)}
-        await register(CONSUMER, TRAIN, columns + generated, **epochs)
+            epochs = Reuse(max_uses=config.data.epochs)
+        await register(CONSUMER, TRAIN, columns + generated, reuse=epochs)
         if self._forward:
             await register(FORWARD, TRAIN, columns, writes=self._forward)
         for partition, each in self._mixed.items():

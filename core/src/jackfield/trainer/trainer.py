@@ -72,7 +72,8 @@ class Trainer:
                 await role.queue.clear()
             for samples in imported:
                 await samples.put()
-            await self.limits.begin()
+            if role.config.mode == "train":
+                await self.limits.use_up_data()
             if given:
                 await self.checkpoints.save(0, self._state())  # what is in the queue cannot be made again
             await self.evaluate(0)
@@ -256,7 +257,9 @@ class Trainer:
         await self.report_failures()
         if shown := role.config.observe.samples_per_step:
             chosen = step.batch.select(step.batch.by_partition()[TRAIN][:shown])
-            if samples := await role.records(TRAIN, chosen.keys, chosen.tags, with_reward=role.config.samples_policy):
+            if samples := await role.records(
+                TRAIN, chosen.keys, chosen.tags, with_reward=role.config.mode != "offline"
+            ):
                 hooks.emit(SamplesRecorded(step=done, partition=TRAIN, samples=samples))
 
     async def report_failures(self) -> None:
@@ -287,7 +290,7 @@ class Trainer:
         """
         if step.number > self.checkpoints.saved:
             schedule = self.role.schedule
-            ahead = schedule.sync_offset or schedule.is_async or not (schedule.trains and schedule.explores)
+            ahead = schedule.sync_offset or schedule.is_async or self.role.config.mode in ("train", "explore")
             await self.checkpoints.save(step.number, self._state(), again_from=None if ahead else step.number)
         return step.number
 
@@ -349,7 +352,7 @@ class Trainer:
         if versions := [each["weight_version_min"] for each in tags if "weight_version_min" in each]:
             measured["staleness/max"] = float(max(step.number - min(versions), 0))
         for lease, each in zip(step.batch.leases, tags, strict=True):
-            is_new = each["batch"] == step.number or not self.role.explores
+            is_new = each["batch"] == step.number or self.role.config.mode == "train"
             if lease.partition != TRAIN or not is_new:  # it is replayed or mixed in
                 name = f"samples/{'replayed' if lease.partition == TRAIN else lease.partition}"
                 measured[name] = measured.get(name, 0.0) + 1.0
