@@ -251,7 +251,8 @@ def show_config(file: str, overrides: tuple[str, ...]) -> None:
     """Print the whole resolved configuration as YAML, including defaults."""
     from jackfield import config
 
-    click.echo(config.show(config.load_config(file, overrides)), nl=False)
+    shown = map(config.show, config.load_stages(file, overrides).values())
+    click.echo("---\n".join(shown), nl=False)
 
 
 @config.command("explain")

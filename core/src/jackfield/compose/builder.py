@@ -53,7 +53,7 @@ class Stop:
         self._until = ""
         self.begun = False  #: whether everything has started, so that closing may take the whole grace period
         self.code: int | None = None  #: exit code of the first signal: 128 + its number
-        self.requested = asyncio.Event()  #: set by the first signal
+        self.requested: asyncio.Event  #: of the work that is under way; set by the first signal
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -76,7 +76,7 @@ class Stop:
 
     async def bounded(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work``; a signal cancels it (``CancelledError``), inside a :meth:`boundary` only after some time."""
-        self._loop = asyncio.get_running_loop()
+        self._loop, self.requested = asyncio.get_running_loop(), asyncio.Event()
         task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self.requested.wait())
         try:
             await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
