@@ -21,13 +21,14 @@ from jackfield.abc.transfer_queue import TransferQueueBackend
 from jackfield.cluster.control import serve_control
 from jackfield.cluster.pool import DeviceLease, ReplicaPool
 from jackfield.compose.checks import mixed_samples
+from jackfield.compose.modes import check_joins, shared_settings
 from jackfield.compose.workers import OpenQueue, WorkerFactory
 from jackfield.errors import DeadlineExceeded
 from jackfield.queue import Values
 from jackfield.queue.transfer_queue import connect_queue
 from jackfield.runtime.engine import EngineGroup
 from jackfield.trainer.checkpoint import Checkpoint, mark_finished, written
-from jackfield.trainer.role import FINISHED, WEIGHTS, Role, RunWorkers
+from jackfield.trainer.role import FINISHED, SHARED, WEIGHTS, Role, RunWorkers
 from jackfield.trainer.rollouts import Explorer, RewardPipeline
 from jackfield.trainer.trainer import Trainer
 from jackfield.trainer.weights import EngineWeights, WeightSubscriber
@@ -175,6 +176,7 @@ class RunBuilder:
         if role.workers.watch is not None:
             self._run(role.workers.watch)
         mixed = mixed_samples(config, role.queue, Values(role.workers.backend))
+        await role.queue.post(SHARED, shared_settings(config))
         first_step = await trainer.begin(checkpoint, mixed)
         await self._open_control()
         if role.scores:
@@ -208,6 +210,7 @@ class RunBuilder:
         self._run(pool.keep, weights.run)
         who, seconds = "the trainer to say which weights it has", self.role.config.deadlines.batch
         await self.role.version.until(lambda version: version >= 0, seconds, who)
+        check_joins(self.role.config, (await self.role.queue.wait_notice(SHARED, 0, seconds)).value)
         await self._open_control()
         exploring = Explorer(role=self.role, name=self.role.config.name).run()
         tasks = [self._loops.create_task(each) for each in (exploring, self.role.queue.wait_notice(FINISHED, 0, inf))]

@@ -95,7 +95,7 @@ class RayWorkers:
             estimator=self._stub(actors[0], AdvantageWorker, seconds),  # beside the actor's first rank
             shares_devices=self._config.cluster.shares_devices,
             places=self,
-            watch=partial(self._cluster.watch, actors[: len(ranks)]),
+            watch=partial(self._cluster.watch, actors[: len(ranks)]) if ranks else None,
         )
 
     async def close(self) -> None:

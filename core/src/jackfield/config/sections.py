@@ -54,6 +54,11 @@ class DataConfig:
     )
     epochs: int = option(1, "mode: train: how often each group of samples is used", gt(0))
     chat_template: str | None = option(None, "Jinja chat template that replaces the tokenizer's")
+    share: float | None = option(
+        None,
+        "with --role explore: part of the batches that this explorer takes while others explore",
+        [gt(0.0), le(1.0)],
+    )
     groups_per_batch: int = option(32, "tasks (groups) per batch", gt(0))
     rollouts_per_group: int = option(8, "rollouts per task (the group size)", gt(0))
     max_prompt_tokens: int | None = option(

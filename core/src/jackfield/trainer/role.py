@@ -24,7 +24,8 @@ from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.samples import AdvantageWorker
 from jackfield.runtime.workers import AgentWorker, Workers, is_lost, resubmitted
 
-WEIGHTS, FINISHED = "weights", "finished"  #: topics of the queue: the newest weights, and the end of the last step
+#: Topics of the queue: the settings that all processes share, the newest weights, and the end of the last step.
+SHARED, WEIGHTS, FINISHED = "shared", "weights", "finished"
 
 #: The part of a run that this process executes.
 RoleName: TypeAlias = Literal["all", "train", "explore", "reward"]

@@ -62,7 +62,8 @@ class Explorer:
         role, seconds = self.role, self.role.config.deadlines.batch
         progress = role.version if self._groups else role.steps_done
         groups = role.config.data.groups_per_batch + (role.algorithm.experts if role.explores else 0)
-        claim = partial(role.queue.claim_batch, TRAIN, self.name, groups, rollouts=self._rollouts)
+        share = role.config.data.share
+        claim = partial(role.queue.claim_batch, TRAIN, self.name, groups, rollouts=self._rollouts, share=share)
         async with asyncio.TaskGroup() as self._lists:
             while batch := await claim(below=role.schedule.steps, deadline_seconds=seconds):
                 may_start = partial(role.schedule.may_start, batch.number)
