@@ -28,7 +28,7 @@ def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm
     settings, chosen = config.algorithm, _algorithm(config)
     loss = part("loss", chosen.loss)
     estimator = part("advantages", chosen.advantages) if chosen.advantages else None
-    kl = part("kl", settings.kl.name) if settings.kl.coefficient else None
+    kl = part("kl", settings.kl.name) if settings.kl.coefficient or settings.kl.measure else None
     correction, from_engine = _correction(config, loss, rollout, sampled=estimator is not None)
     needs, learns = chosen.needs, "expert_mask" in loss.needs
     experts = config.data.expert_samples_per_batch if learns and config.data.expert else 0
@@ -143,6 +143,7 @@ def _check(config: RunConfig, resolved: ResolvedAlgorithm, there: Set[str]) -> N
         (full and weights != WeightsConfig(dtype=weights.dtype), "weights", "kind: delta, for what a delta has"),
         (config.data.format.rejected_key and not resolved.pairs, "data.format.rejected_key", "a loss of pairs (dpo)"),
         (kl.target and not kl.coefficient, "algorithm.kl.target", "algorithm.kl.coefficient above 0, where it begins"),
+        (kl.measure and (kl.coefficient or kl.in_reward), "algorithm.kl.measure", "coefficient: 0, in_reward: false"),
         (kl.in_reward and estimator is None, "algorithm.kl.in_reward", "an algorithm with rewards"),
     ):
         if idle:
