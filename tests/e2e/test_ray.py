@@ -225,7 +225,7 @@ def test_workers_that_die_are_named_and_the_run_ends_as_if_they_had_not(ray_run:
         "checkpoint 2": ["the actor engine, rank 0"],
         "checkpoint 3": ["the actor engine, rank 1"],
     }
-    places = ("cluster.ray.placement=disaggregated", "cluster.replicas=1", "cluster.ray.num_cpus=3")
+    places = ("cluster.placement=separate", "cluster.replicas=1", "cluster.ray.num_cpus=3")
     ended = ray_run("recovered", *places, "checkpoint.every=1", "weights.kind=delta", kill=kill)
     assert "rollout replica 0 died and is started again" in ended.stderr
     assert ["seconds/load_weights" in line for line in by_step(metrics(ended.folder))] == [False, True, False, False]

@@ -145,20 +145,21 @@ def json_option(command: click.decorators.FC) -> click.decorators.FC:
 def run(
     file: str, overrides: tuple[str, ...], address: str | None, role: Literal["explore", "reward", "train"] | None
 ) -> None:
-    """Run training from a config FILE. OVERRIDES are settings such as schedule.steps=10."""
-    from jackfield.config import load_config
+    """Run training, or its stages, from a config FILE. OVERRIDES are settings such as schedule.steps=10."""
+    from jackfield.config import load_config, load_stages
 
     if address is not None:
         overrides = (*overrides, "cluster.name=ray", f"cluster.ray.address={address}")
-    config = load_config(file, overrides, served=role is not None)
+    stages = {"": load_config(file, overrides, served=True)} if role else load_stages(file, overrides)
+    *_, config = stages.values()
     from jackfield.compose.builder import Stop
 
     stop = Stop(config.checkpoint.grace_seconds)
     try:
         with stop.listening():
-            from jackfield import compose
+            from jackfield.compose.run import run_stages
 
-            result = compose.run(config, role=role or "all", stop=stop)
+            result = run_stages(stages, click.echo, role=role or "all", stop=stop)
     except CancelledError:
         if stop.code is None:
             raise
@@ -175,7 +176,8 @@ def run(
         if result.finished_before:
             more = "for more steps raise schedule.steps, else take another folder"
             click.echo(f"{result.folder} holds the finished run; {more}")
-        click.echo(f"{result.steps} steps done; model in {result.model}")
+        done = f"{result.steps} steps done; model in {result.model}"
+        click.echo(done if config.mode != "explore" else f"{result.steps} batches of samples in {result.folder}")
 
 
 @click.command()
@@ -249,7 +251,8 @@ def show_config(file: str, overrides: tuple[str, ...]) -> None:
     """Print the whole resolved configuration as YAML, including defaults."""
     from jackfield import config
 
-    click.echo(config.show(config.load_config(file, overrides)), nl=False)
+    shown = map(config.show, config.load_stages(file, overrides).values())
+    click.echo("---\n".join(shown), nl=False)
 
 
 @config.command("explain")

@@ -25,7 +25,6 @@ from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
 from jackfield.compose.resolve import resolve_algorithm
 from jackfield.config import RunConfig, plugin_settings
-from jackfield.config.sections import MixingConfig
 from jackfield.data.tasks import TaskSet
 from jackfield.data.tokens import HuggingFaceChatTokenizer, check_vocabulary, encode_answers, encode_prompt
 from jackfield.errors import ConfigError, EngineError, PluginError, PluginNotFound
@@ -35,6 +34,7 @@ from jackfield.plugins.interpreters import environment_python, look, resolve_int
 from jackfield.queue import TransferQueue, Values
 from jackfield.queue.meta import register_sampler
 from jackfield.queue.sample_files import ImportedSamples, cell_of, read_samples, saved_samples, shape_of
+from jackfield.runtime.samples import TRAIN
 from jackfield.sdk.archive import SavedSample
 from jackfield.sdk.jagged import length_limits
 from jackfield.trainer.checkpoint import find_queue
@@ -109,6 +109,7 @@ def check_capabilities(config: RunConfig, registry: Registry, role: RoleName = "
     """
     served, lora, weights = config.queue.address is not None, config.model.lora is not None, config.weights
     clustered = "cluster.name is ray, where each worker opens the backend: choose zmq, or sql, redis, nixl or ray"
+    follows = role != "all" and config.mode == "online"
     float8, delta = weights.dtype == "float8_e4m3fn", weights.kind == "delta"
     alone = "a run that trains an adapter sends the adapter alone, as it is"
     if lora and float8:
@@ -125,7 +126,7 @@ def check_capabilities(config: RunConfig, registry: Registry, role: RoleName = "
         (float8, "rollout", "weights_float8", "weights.dtype is float8_e4m3fn"),
         (delta, "checkpoint_engine", "delta", "weights.kind is delta"),
         (delta, "rollout", "weights_delta", "weights.kind is delta"),
-        (role != "all", "checkpoint_engine", "retains_weights", "explorers come and go (--role)"),
+        (follows, "checkpoint_engine", "retains_weights", "explorers come and go (--role)"),
     ):
         if needed:
             registry.resolve(config.plugins[kind], kind).usable().require(capability, because)
@@ -189,7 +190,8 @@ def read_tasks(config: RunConfig, algorithm: ResolvedAlgorithm) -> dict[str, Tas
     Raise ``config.missing-key`` if no file is configured, or an error of the data with file and line.
     """
     tasks = {}
-    for which, wanted in {"train": True, "eval": config.evaluation.every, "expert": algorithm.experts}.items():
+    used = {"train": config.mode != "train", "eval": config.evaluation.every, "expert": algorithm.experts}
+    for which, wanted in used.items():
         if not wanted:
             continue
         file: str | None = getattr(config.data, which)
@@ -234,7 +236,7 @@ def prompt_limit(config: RunConfig) -> int | None:
     """
     model, given = read_model(config), config.cluster.max_model_len
     positions = model.get("max_position_embeddings")
-    for kind, limit in length_limits(model).items() if config.mode == "online" else ():
+    for kind, limit in length_limits(model).items() if config.mode != "offline" else ():
         if (given or positions or 0) > limit:
             what = f"a sample that grows beyond {limit} tokens while it is generated has log-probs that no training "
             what += f"pass computes: the model's rotary frequencies ({kind}) are others there"
@@ -282,28 +284,31 @@ def check_tokens(config: RunConfig, tasks: Mapping[str, TaskSet]) -> None:
 
 def check_rows(config: RunConfig) -> None:
     """Check that each mixed-in file has samples with the needed columns; online, human ones need a reward."""
-    for name, file in _files(config.mixing).items():
-        needed = ["prompt_ids", "response_ids"]
-        if name == "human" and config.mode == "online":
-            needed += ["reward", "rollout_log_probs"]
-        first = next(_read(file), None)
+    for name, file in _files(config).items():
+        needed, first, own = ["prompt_ids", "response_ids"], next(_read(file), None), name == TRAIN
+        if name != "expert" and config.mode != "offline":
+            unread = config.algorithm.old_log_probs == "engine" and config.algorithm.correction.enabled is False
+            needed += [] if own and unread else ["rollout_log_probs"]
+            needed += [] if own and first is not None and "task" in first.cells else ["reward"]  # it can be scored
         if first is None or not first.cells.keys() >= set(needed):
-            where, expected = f"mixing.{name}.samples", f"rows with the columns {', '.join(needed)} at least"
+            where = "data.samples" if name == TRAIN else f"mixing.{name}.samples"
+            expected = f"rows with the columns {', '.join(needed)} at least"
             found = file if first is None else ", ".join(sorted(first.cells)) or "no columns"
             raise ConfigError("there are no samples in it", where=where, expected=expected, found=found)
 
 
-def mixed_samples(settings: MixingConfig, queue: TransferQueue, values: Values) -> list[ImportedSamples]:
+def mixed_samples(config: RunConfig, queue: TransferQueue, values: Values) -> list[ImportedSamples]:
     """Return the imports of mixed-in samples, for a new run's start and after losses."""
     return [
-        ImportedSamples(queue, values, name, partial(_completed, file, expert=name == "expert"), file)
-        for name, file in _files(settings).items()
+        ImportedSamples(queue, values, name, partial(_completed, file, name), file)
+        for name, file in _files(config).items()
     ]
 
 
-def _files(settings: MixingConfig) -> dict[str, str]:
-    """Return the files that are mixed in, by partition."""
-    return {name: mixed.samples for name in ("expert", "human") if (mixed := getattr(settings, name)) is not None}
+def _files(config: RunConfig) -> dict[str, str]:
+    """Return the files that are trained on or mixed in, by partition."""
+    mixed = {name: each.samples for name in ("expert", "human") if (each := getattr(config.mixing, name)) is not None}
+    return mixed if config.data.samples is None else {TRAIN: config.data.samples, **mixed}
 
 
 def _read(file: str) -> Iterator[SavedSample]:
@@ -313,8 +318,8 @@ def _read(file: str) -> Iterator[SavedSample]:
     return read_samples(path)
 
 
-def _completed(file: str, *, expert: bool) -> Iterator[SavedSample]:
-    """Yield a file's samples with the tags that a run needs, and the columns that an expert does not write.
+def _completed(file: str, name: str) -> Iterator[SavedSample]:
+    """Yield a file's samples with the tags that a run needs, and the columns that not every program writes.
 
     Weight versions are removed, because those of other runs mean nothing here.
     """
@@ -324,8 +329,9 @@ def _completed(file: str, *, expert: bool) -> Iterator[SavedSample]:
         tags = {name: value for name, value in row.tags.items() if not name.startswith("weight_version_")}
         tags |= {"prompt_tokens": shape_of(row.cells["prompt_ids"])[0], "response_tokens": length}
         tags["model_tokens"] = sum(bytes(cells["response_mask"][1]))
-        if expert:
+        if name != "human":
             cells.setdefault("rollout_log_probs", cell_of("rollout_log_probs", [0.0] * length))
+        if name == "expert":
             cells.setdefault("reward", cell_of("reward", 0.0))
             tags["expert"] = True
         yield attrs.evolve(row, cells=cells, tags=tags)

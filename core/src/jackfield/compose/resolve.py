@@ -78,9 +78,10 @@ def _algorithm(config: RunConfig) -> Algorithm:
     A replaced component has its own default options. The bundle's component keeps the bundle's other options. Refuse
     an algorithm for the other mode, and sampling that cannot be trained on.
     """
-    settings, chosen, online = config.algorithm, algorithm(config.algorithm.name), config.mode == "online"
+    settings, chosen, online = config.algorithm, algorithm(config.algorithm.name), config.mode != "offline"
     changed: dict[str, Any] = {"aggregation": settings.aggregation or chosen.aggregation}
     changed |= {} if settings.dynamic_sampling is None else {"dynamic_sampling": settings.dynamic_sampling}
+    changed |= {"dynamic_sampling": False} if config.mode == "train" else {}  # no explorer generates groups again
     for kind in ("loss", "advantages"):
         given, own = getattr(settings, kind), getattr(chosen, kind)
         name = own if given is None or given.name is None else given.name

@@ -17,9 +17,10 @@ def check_schedule(config: RunConfig, algorithm: ResolvedAlgorithm) -> None:
     is_async, streams, online = schedule.mode == "async", schedule.stream_mini_batches, config.mode == "online"
     groups = config.data.groups_per_batch + algorithm.experts
     whole = [name for name, kind in _of_whole_batch(algorithm).items() if kind]
-    for where in () if online else ("mode", "stream_mini_batches", "rollouts_in_flight", "partial_rollout"):
+    idle = ["mode", "stream_mini_batches", "partial_rollout"] + ["rollouts_in_flight"] * (config.mode != "explore")
+    for where in () if online else idle:
         if getattr(schedule, where) != getattr(ScheduleConfig(), where):
-            raise config.refusal(f"schedule.{where}", "without rollouts it has no effect", "mode: online")
+            raise config.refusal(f"schedule.{where}", f"in mode {config.mode} it has no effect", "mode: online")
     for wrong, where, what, expected in (
         (is_async and schedule.sync_offset, "sync_offset", "in mode async max_staleness paces the explorers", "0"),
         (not is_async and schedule.max_staleness is not None, "max_staleness", "it belongs to mode async", "null"),
@@ -80,7 +81,11 @@ def describe(config: RunConfig, algorithm: ResolvedAlgorithm, *, shared: bool) -
     ``shared``: engine and replicas take turns on the same devices.
     """
     settings, data = config.schedule, config.data
-    schedule = Schedule(**attrs.asdict(settings), explores=config.mode == "online")
+    schedule = Schedule(**attrs.asdict(settings, recurse=False), explores=config.mode == "online")
+    if config.mode == "explore":
+        return [f"{settings.steps} batches of {data.groups_per_batch} groups are generated with one model and scored."]
+    if config.mode == "train":
+        return ["Steps train on samples that were collected before: none is too stale, and staleness is counted."]
     if not schedule.explores:
         return [f"{settings.steps} steps train on answers from the data; nothing is generated, and nothing is stale."]
     bound, k, groups = schedule.staleness_bound, settings.sync_interval, data.groups_per_batch

@@ -112,8 +112,7 @@ class WorkerFactory:
             rewards=Workers([await self.reward_worker(values, stack)]) if scores else None,
             estimator=AdvantageWorker(step_values, role.algorithm),
             replicas=cluster.replicas if role.generates else 0,
-            shares_devices=cluster.device != "cpu"
-            or (1 + cluster.replicas) * (cluster.threads or 1 << 16) > (os.cpu_count() or 1),
+            shares_devices=cluster.shares_devices,
             places=self,
         )
 

@@ -30,6 +30,7 @@ class Groups:
     max_samples: int | None
     max_bytes: int | None
     max_retries: int
+    _claims: Counter[str] = attrs.field(factory=Counter, init=False)  # number of new batches, by explorer
     _mean: float = attrs.field(default=0.0, init=False)  # last known mean bytes of a sample
     _feeds: list[tuple[str, list[str]]] = attrs.field(factory=list, init=False)  # partition and pending keys
 
@@ -41,23 +42,27 @@ class Groups:
         *,
         rollouts: int = 1,
         below: int | None = None,
+        share: float | None = None,
         deadline_seconds: float = 600.0,
     ) -> Batch | None:
         """Claim the next batch to generate. Return None when all batches below ``below`` are final.
 
-        Released batches come first; they keep their published groups and their own number of groups. If all batches
-        below ``below`` are claimed, wait, since another explorer's batch may be released. ``rollouts`` is the expected
-        number per group, for backpressure. The deadline runs only while no batch changes and no consumer has work.
+        Released batches come first, with their published groups. If all batches below ``below`` are claimed, wait,
+        since another one may be released; without it, never. ``share`` is the part to claim while others explore.
+        ``rollouts`` is the expected number of rollouts per group of a new batch, for backpressure. The deadline runs
+        only while no batch changes and no consumer works with complete batches.
         """
         if groups < 1 or rollouts < 1 or not explorer:
-            found = f"explorer {explorer!r}, {groups} groups, {rollouts} rollouts"
-            raise QueueError("a batch is for a named explorer and one group or more", found=found)
+            raise QueueError("a batch is for a named explorer and one group or more", found=f"{explorer!r}, {groups}")
         since = self.core.clock.time()
         while True:
             mine = self.core.state.partition(partition)
             offered = (each for each in mine.batches.values() if each.is_offered and not each.failure)
             batch = next((each for each in offered if not each.is_final()), None)
-            if below is None or (mine.next_batch if batch is None else batch.number) < below:
+            others = any(each.explorers.keys() - {explorer} for each in mine.batches.values() if not each.is_complete)
+            waits = others and share is not None and self._claims[explorer] >= share * (self._claims.total() + 1)
+            if below is None or (mine.next_batch + below * waits if batch is None else batch.number) < below:
+                self._claims[explorer] += batch is None
                 if batch is None:
                     batch = mine.batches[mine.next_batch] = BatchState(mine, mine.next_batch, rollouts)
                     mine.next_batch += 1
@@ -168,8 +173,7 @@ class Groups:
         state = self.core.state
         if self.max_samples is None and self.max_bytes is None:
             return float("inf")
-        if state.samples:
-            self._mean = state.bytes / state.samples
+        self._mean = state.bytes / state.samples if state.samples else self._mean
         coming = 0
         for group in (group for batch in state.batches() for group in batch.groups):
             if group.status == Status.ASSIGNED:
@@ -346,8 +350,7 @@ class Groups:
     def _retry(self, group: Group, reason: str, counts: bool = True) -> None:
         """Drop a group and retry its index, or fail its batch after too many retries that count."""
         self.leases.forget(group)
-        if counts:
-            group.reasons.append(reason)
+        group.reasons += [reason] * counts
         group.retry, group.reissue = (group.retry + 1, 0) if counts else (group.retry, group.reissue + 1)
         self.core.record("drop", group=group.name, task_id=group.task_id, reason=reason)
         if group.retry <= self.max_retries:

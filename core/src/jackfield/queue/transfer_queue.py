@@ -148,12 +148,13 @@ class TransferQueue:
         return found
 
     async def stats(self) -> dict[str, int]:
-        """Return the numbers of samples, bytes, and open batches and groups."""
+        """Return the numbers of samples and bytes, of open batches, and of groups that exist or are not made yet."""
         state = self._core.state
         return {
             "samples": state.samples,
             "bytes": state.bytes,
             "batches": len(state.batches()),
+            "groups": len(state.groups),
             "groups_open": sum(not group.is_made for group in state.groups.values()),
             "samples_leased": sum(len(group.samples) for each in state.consumers.values() for group in each.held),
             **({} if self.server is None else {"clients": len(self.server.clients), "refused": self.server.refused}),

@@ -34,8 +34,8 @@ class Evaluator:
         schedule, every = self.role.schedule, self.role.config.evaluation.every
         return "eval" in self.role.tasks and (steps_done in (0, schedule.steps) or schedule.is_due(every, steps_done))
 
-    async def evaluate(self, version: int) -> None:
-        """Evaluate the weights that the replicas serve now, which are those of ``version``, and report it.
+    async def evaluate(self, version: int) -> float:
+        """Evaluate the weights that the replicas serve now, those of ``version``; report and return the score.
 
         The metrics are ``score``, the mean over the tasks that have one, ``failed``, the fraction of tasks without one,
         and ``response_tokens``, the mean length of the responses. An error that every task would have is raised; so is
@@ -67,6 +67,7 @@ class Evaluator:
         hooks = self.role.hooks
         hooks.emit(SamplesRecorded(step=version, partition=EVAL, samples=tuple(samples)))
         hooks.emit(EvaluationEnded(step=version, metrics=metrics))
+        return metrics["score"]
 
     async def _records(self, version: int) -> list[SampleRecord]:
         """Run and score all tasks; return their samples without texts. An error of one task only becomes a tag."""

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Container, Itera
 from contextlib import nullcontext
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
@@ -62,7 +62,8 @@ class Explorer:
         role, seconds = self.role, self.role.config.deadlines.batch
         progress = role.version if self._groups else role.steps_done
         groups = role.config.data.groups_per_batch + (role.algorithm.experts if role.explores else 0)
-        claim = partial(role.queue.claim_batch, TRAIN, self.name, groups, rollouts=self._rollouts)
+        share = role.config.data.share
+        claim = partial(role.queue.claim_batch, TRAIN, self.name, groups, rollouts=self._rollouts, share=share)
         async with asyncio.TaskGroup() as self._lists:
             while batch := await claim(below=role.schedule.steps, deadline_seconds=seconds):
                 may_start = partial(role.schedule.may_start, batch.number)
@@ -81,7 +82,8 @@ class Explorer:
         left = batch.vacant
         if not left:  # it was restored complete, and may still lose a group
             given.set()
-        async for keys in self.role.queue.groups_to_fill(batch, self.role.config.deadlines.batch):
+        until: Literal["final", "published"] = "final" if self.role.schedule.trains else "published"
+        async for keys in self.role.queue.groups_to_fill(batch, self.role.config.deadlines.batch, until=until):
             _, names = self._begun.setdefault(batch.number, (self.role.clock.time(), set()))
             for key in keys:
                 names.add(str(key))
