@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -120,9 +120,9 @@ class World:
         assert self.servers.pop(number).stopped
         self.note(f"{number} is gone")
 
-    async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
-        self.note(f"routes {sorted(replicas)}")
-        return sum(await asyncio.gather(*(router.route(replicas, seconds) for router in self.routers)))
+    async def route(self, replicas: Mapping[int, Replica], seconds: float, updating: Sequence[int] = ()) -> int:
+        self.note(f"routes {sorted(replicas)}" + (f" without {list(updating)}" if updating else ""))
+        return sum(await asyncio.gather(*(router.route(replicas, seconds, updating) for router in self.routers)))
 
     # -- the run
 
@@ -162,7 +162,7 @@ class World:
         turns = itertools.cycle(self.routers)
         return [asyncio.ensure_future(next(turns).of_one_rollout()(request)) for request in requests]  # type: ignore[arg-type]
 
-    async def sync(self, version: int) -> WeightsSynced:
+    async def sync(self, version: int, replicas: Sequence[Replica], *, last: bool) -> WeightsSynced:
         self.syncs.append(version)
         if self.syncing is not None and self.pool.members:
             await self.syncing(version)
@@ -571,10 +571,10 @@ def test_those_that_die_are_left_out_of_a_hand_over() -> None:
     async def life() -> None:
         await world.pool.scale(2)
         world.servers[1].dead = True
-        await world.pool.each(call)
+        await world.pool.each("sleep", call)
         assert [0] == world.members
         with pytest.raises(RolloutError):
-            await world.pool.each(refuse)
+            await world.pool.each("sleep", refuse)
 
     world.run(life)
 

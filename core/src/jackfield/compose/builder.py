@@ -201,7 +201,7 @@ class RunBuilder:
         """Explore for a trainer elsewhere until it has all batches; return the newest version."""
         pool = await self._start_replicas()
         assert pool is not None
-        pool.source = weights = WeightSubscriber(role=self.role, replicas=pool.members)
+        pool.source = weights = WeightSubscriber(role=self.role, pool=pool)
         self.stop.begun = True
         self._run(pool.keep, weights.run)
         who, seconds = "the trainer to say which weights it has", self.role.config.deadlines.batch

@@ -61,6 +61,10 @@ class ScheduleConfig:
     """When batches are generated, trained on and published."""
 
     steps: int = option(100, "training steps", gt(0))
+    mode: Literal["sync", "async"] = option("sync", "sync: step t trains on batch t; async: on any complete groups")
+    partial_rollout: bool = option(
+        False, "training on shared devices interrupts rollouts, which continue with their tokens, instead of waiting"
+    )
     sync_interval: int = option(1, "k: publish weights every k steps", gt(0))
     sync_offset: int = option(0, "o: batches that explorers may run ahead", ge(0))
     max_retries: int = option(8, "retries of a failed group, and groups in a row that may end without a score", ge(0))
@@ -91,6 +95,7 @@ class WeightsConfig:
     dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn"] | None = option(
         None, "dtype in replicas; float8_e4m3fn: linear layers, a scale per tensor, else bfloat16; null: model.dtype"
     )
+    in_turns: bool = option(False, "update one half of the replicas after the other; new requests go to the others")
 
 
 @attrs.frozen(kw_only=True)
@@ -303,6 +308,11 @@ class RunConfig:
     def seed_of(self, sampling: SamplingParams) -> int:
         """Return the seed for these sampling parameters, which is the run's unless they have one."""
         return self.seed if sampling.seed is None else sampling.seed
+
+    @property
+    def keeps_token_versions(self) -> bool:
+        """Return whether samples have the column ``weight_versions``."""
+        return self.schedule.mode == "async" or self.schedule.partial_rollout
 
     @property
     def engine_temperature(self) -> float:
