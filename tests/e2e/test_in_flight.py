@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,13 +20,18 @@ from transformers import AutoModelForCausalLM
 
 from jackfield.abc.agent import AgentLoopOutput, AgentSequence
 from jackfield.abc.rollout import PauseRequest
+from jackfield.plugins import hookimpl
+from jackfield.plugins.hooks import WeightsSynced
 from jackfield_agent_single_turn.agent import SingleTurnAgent
 from jackfield_reward_rules.reward import RulesReward
 from jackfield_rollout_transformers.decoder import Sequence as Decoded
 from jackfield_rollout_transformers.server import TransformersServer
 
 from .conftest import Run
-from .test_modes import GRADED
+from .test_modes import GRADED, steps
+from .test_process import python
+
+__all__ = ["python"]  # a fixture
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -174,3 +180,85 @@ def test_a_response_continues_with_new_weights(
             plain = log_probs(old, old, sequence, before, computed_again=True)
             assert plain[before:] != pytest.approx(expected[before:], abs=1e-2)
     assert cut, "no response has two versions"
+
+
+class Updates:
+    """Notes which replicas are updated at the same time, and the reports of weight syncs."""
+
+    def __init__(self) -> None:
+        self.running, self.together, self.reports = set[int](), list[set[int]](), list[WeightsSynced]()
+
+    @hookimpl
+    def weights_synced(self, event: WeightsSynced) -> None:
+        self.reports.append(event)
+
+
+@pytest.fixture
+def updates(monkeypatch: pytest.MonkeyPatch) -> Updates:
+    found, update = Updates(), TransformersServer.update_weights
+
+    async def noted(self: Any, request: Any) -> Any:
+        found.running.add(self.context.replica)
+        found.together.append(set(found.running))
+        try:
+            return await update(self, request)
+        finally:
+            found.running.remove(self.context.replica)
+
+    monkeypatch.setattr(TransformersServer, "update_weights", noted)
+    return found
+
+
+TURNS = ("weights.in_turns=true", "cluster.threads=1", "schedule.sync_offset=1", *GRADED)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kinds"),
+    [
+        ((), ["full"] * 3),
+        (("weights.kind=delta",), ["full", "delta", "delta"]),
+        (("model.lora={rank: 4}",), ["adapter"] * 3),
+    ],
+    ids=["full", "delta", "adapter"],
+)
+def test_replicas_take_new_weights_in_turns(
+    settings: Sequence[str], kinds: list[str], small_run: Run, updates: Updates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every turn ends with receipts and the probe's log-probs; no more than half of the replicas has one."""
+    beside(monkeypatch)
+    _, lines = small_run("turns", *TURNS, "cluster.replicas=3", *settings, hooks=[updates])
+    assert kinds == [report.kind for report in updates.reports]
+    assert [[0, 1, 2]] * 3 == [[receipt.replica for receipt in report.receipts] for report in updates.reports]
+    turns = [each for each in updates.together if len(each) == 2 or 1 in each]
+    assert [{0, 2}, {1}] * 3 == turns
+    assert 3 == len(steps(lines))
+    assert all(line["log_prob_check/replica/mean"] < 1e-4 for line in steps(lines))
+
+
+class KillBeforeItsTurn:
+    """Kills one replica's process when the second step's weights are about to be sent."""
+
+    def __init__(self, python: str) -> None:
+        self.python, self.killed = python, list[int]()
+
+    @hookimpl
+    def stage_ended(self, event: Any) -> None:
+        if (event.name, event.step) == ("update_actor", 1):
+            children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+            replicas = [int(pid) for pid in children if self.python in Path(f"/proc/{pid}/cmdline").read_text()]
+            self.killed += replicas[:1]
+            os.kill(replicas[0], signal.SIGKILL)
+
+
+def test_replicas_in_processes_of_their_own_take_turns_and_one_that_dies_is_left_out(
+    small_run: Run, python: str, updates: Updates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process takes its place with the version that it has missed, and has turns again."""
+    beside(monkeypatch)
+    own = (f"cluster.interpreters={{rollout: {python}}}", "cluster.replicas=2", "weights.kind=delta")
+    killer = KillBeforeItsTurn(python)
+    _, lines = small_run("own", *TURNS, *own, hooks=[updates, killer])
+    assert (3, 1) == (len(steps(lines)), len(killer.killed))
+    served = [[receipt.replica for receipt in report.receipts] for report in updates.reports]
+    assert [0, 1] == served[0]
+    assert len(served[1]) == 1

@@ -209,6 +209,7 @@ def test_a_request_whose_replica_dies_keeps_its_complete_parts() -> None:
 def test_replicas_with_an_update_get_no_new_requests_while_another_serves() -> None:
     """Requests that run there stay; the next turn of their rollout goes elsewhere, and waits for nothing."""
     world = World(0, 0, 0)
+
     async def test() -> None:
         turns = world.router.of_one_rollout()
         running = asyncio.ensure_future(turns(REQUEST))
