@@ -142,7 +142,7 @@ def test_each_token_keeps_the_version_that_made_it_if_the_run_asks_for_it(keeps:
                 found.append((str(column.values.dtype), column.values.tolist()))
         return found
 
-    generated, expert = (3, 4, -1, 2**31 - 1), (-1, -1, -1)
+    generated, expert = (3, 4, -1, 2**31 - 1), (-1, -1)
     expected = [("torch.int32", list(generated)), ("torch.int32", list(expert))] if keeps else []
     assert expected == asyncio.run(main())
 
