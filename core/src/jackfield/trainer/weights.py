@@ -1,9 +1,4 @@
-"""Weights of the engine for replicas of this and other processes, and comparisons of their log-probs.
-
-:class:`LogProbCheck` compares the training pass of an optimizer step with an inference pass of the same weights, and
-with the log-probs that the rollout servers returned for the batch. :class:`ReplicaProbe` lets replicas generate a few
-tokens after a weight sync, which the engine scores.
-"""
+"""Weights of the engine for replicas of this and other processes, and comparisons of their log-probs."""
 
 from __future__ import annotations
 
@@ -172,8 +167,7 @@ class EngineWeights:
     interrupts: bool = attrs.field(init=False)  #: whether replicas stop while the engine has the device
     probe: ReplicaProbe | None = attrs.field(default=None, init=False)
     synchronizer: WeightSynchronizer = attrs.field(init=False)
-    #: the version that replicas have loaded but not yet answered the probe with
-    _unasked: int | None = attrs.field(default=None, init=False)
+    _unasked: int | None = attrs.field(default=None, init=False)  #: the version that the probe was not asked about
     _answers: list[tuple[Replica, GenerateResult]] = attrs.field(factory=list, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -204,9 +198,8 @@ class EngineWeights:
             return await self.synchronizer.sync(version)
         if self.takes_turns:
             await self.pool.each("wake up", lambda server: server.wake_up(WakeUpRequest(tags=("weights",))))
-        report = await self.pool.sync(version, self._send)
         self._unasked = version
-        return report
+        return await self.pool.sync(version, self._send)
 
     async def _send(self, version: int, replicas: Sequence[Replica], *, last: bool) -> WeightsSynced:
         if not replicas and self.role.name != "train":  # otherwise it also sends for other processes
@@ -263,7 +256,7 @@ class EngineWeights:
 
 @attrs.define(kw_only=True, eq=False)
 class LogProbCheck:
-    """Compares log-probs in the first step, the first after a weight sync, and every few."""
+    """Compares log-probs of training, inference and rollout in the first step, the first after a sync, and every few."""
 
     role: Role
     _begun: bool = attrs.field(default=False, init=False)
@@ -395,6 +388,6 @@ class ReplicaProbe:
         expected = f"a mean distance of at most {bound:.3g} nats over {len(own)} tokens"
         found = f"{distance:.3g}: engine {own[:4]}, replica {list(answer.log_probs[:4])}"
         fix = "raise log_prob_check.bound if these numerics are wanted, or set log_prob_check.on_mismatch: correct"
-        details = {"where": f"replica {number}", "expected": expected, "found": found, "fix": fix}
-        error = WeightsError(what, code="weights.log-probs", **details)
+        where = f"replica {number}"
+        error = WeightsError(what, code="weights.log-probs", where=where, expected=expected, found=found, fix=fix)
         _refuse(error, self.role.config.log_prob_check.on_mismatch == "stop")
