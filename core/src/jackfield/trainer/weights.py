@@ -256,7 +256,7 @@ class EngineWeights:
 
 @attrs.define(kw_only=True, eq=False)
 class LogProbCheck:
-    """Compares log-probs of training, inference and rollout in the first step, the first after a sync, and every few."""
+    """Compares log-probs of training, inference and rollout in the first step, the first after a sync and every few."""
 
     role: Role
     _begun: bool = attrs.field(default=False, init=False)
