@@ -130,6 +130,12 @@ def check_capabilities(config: RunConfig, registry: Registry, role: RoleName = "
     ):
         if needed:
             registry.resolve(config.plugins[kind], kind).usable().require(capability, because)
+    shared = config.cluster.name == "ray" and config.cluster.placement != "separate"
+    if weights.in_turns and (config.cluster.offload or shared):
+        what = "replicas do not serve while the engine has their devices, so they have no turns"
+        raise config.refusal("weights.in_turns", what, "false, or cluster.placement: separate")
+    if weights.in_turns and config.cluster.replicas == 1:
+        registry.resolve(config.rollout.name, "rollout").usable().require("pause", "weights.in_turns is set")
     if served and config.cluster.name != "inline":
         what = "a controller in a process of its own serves runs whose workers are in their own process"
         raise config.refusal("cluster.name", what, "inline", fix="or leave out queue.address and --role")

@@ -135,13 +135,14 @@ def _check(config: RunConfig, resolved: ResolvedAlgorithm, there: Set[str]) -> N
         what = f"advantages {resolved.advantages} compares the rollouts of a task: with one they are all 0"
         raise config.refusal("data.rollouts_per_group", what, "2 or more, or an estimator without groups (reinforce)")
     several, full = estimator is not None and "reward_dimensions" in estimator.inputs, weights.kind == "full"
+    of_full = WeightsConfig(dtype=weights.dtype, in_turns=weights.in_turns)
     for idle, where, expected in (
         (config.critic != CriticSettings() and not resolved.critic, "critic", "an estimator with a critic (gae)"),
         (config.mixing.expert and not mixes, "mixing.expert", "a loss with an expert (mix)"),
         (config.data.expert and not resolved.experts, "data.expert", "a loss with an expert (mix)"),
         (dimensions and not several, "algorithm.reward_dimensions", "an estimator of them (gdpo)"),
         (config.algorithm.shaping.active and several, "algorithm.shaping", "an estimator of one reward"),
-        (full and weights != WeightsConfig(dtype=weights.dtype), "weights", "kind: delta, for what a delta has"),
+        (full and weights != of_full, "weights", "kind: delta, for what a delta has"),
         (config.data.format.rejected_key and not resolved.pairs, "data.format.rejected_key", "a loss of pairs (dpo)"),
         (kl.target and not kl.coefficient, "algorithm.kl.target", "algorithm.kl.coefficient above 0, where it begins"),
         (kl.measure and (kl.coefficient or kl.in_reward), "algorithm.kl.measure", "coefficient: 0, in_reward: false"),

@@ -90,6 +90,7 @@ class WeightsConfig:
     dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn"] | None = option(
         None, "dtype in replicas; float8_e4m3fn: linear layers, a scale per tensor, else bfloat16; null: model.dtype"
     )
+    in_turns: bool = option(False, "update one half of the replicas after the other; new requests go to the others")
 
 
 @attrs.frozen(kw_only=True)
@@ -315,6 +316,11 @@ class RunConfig:
     def seed_of(self, sampling: SamplingParams) -> int:
         """Return the seed for these sampling parameters, which is the run's unless they have one."""
         return self.seed if sampling.seed is None else sampling.seed
+
+    @property
+    def keeps_token_versions(self) -> bool:
+        """Return whether samples have the column ``weight_versions``."""
+        return self.schedule.mode == "async" or self.schedule.partial_rollout
 
     @property
     def engine_temperature(self) -> float:

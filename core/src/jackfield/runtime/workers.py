@@ -212,6 +212,7 @@ class AgentWorker:
     #: for samples that copy the data's answers; agents find their limit in their context
     _max_prompt_tokens: int | None = attrs.field(default=None, kw_only=True)
     _vocabulary: int | None = attrs.field(default=None, kw_only=True)  #: the model's number of token ids
+    _versions: bool = attrs.field(default=False, kw_only=True)  #: whether to write the weight version of each token
 
     async def run(self, jobs: Sequence[RolloutJob]) -> AsyncIterator[list[RolloutReport]]:
         """Run rollouts, or copy answers, write their samples to the backend, and yield reports, several at a time.
@@ -241,10 +242,10 @@ class AgentWorker:
         self, job: RolloutJob, group: str, rollout: int, texts: dict[float | None, bytes]
     ) -> _Made | RolloutReport:
         """Run a rollout, or copy answers; return what is to be written, or the report of a failure."""
-        supervised = job.sampling is None and not job.expert
+        how = {"supervised": job.sampling is None and not job.expert, "versions": self._versions}
         try:
             sequences, more = await self._sequences(job, rollout)
-            cells = [sequence_cells(job.task, each, texts, supervised=supervised) for each in sequences]
+            cells = [sequence_cells(job.task, each, texts, **how) for each in sequences]
             tags = tuple([{**sequence_tags(job.task, each, rollout), **more} for each in sequences])
         except JackfieldError as error:
             return job.failed(rollout, error)
