@@ -34,7 +34,7 @@ from jackfield.plugins import HookManager, Registry
 from jackfield.plugins.interpreters import environment_python, look, resolve_interpreter
 from jackfield.queue import TransferQueue, Values
 from jackfield.queue.meta import register_sampler
-from jackfield.queue.sample_files import ImportedSamples, cell_of, read_samples, saved_samples, shape_of
+from jackfield.queue.sample_files import ImportedSamples, cell_of, is_archive, read_samples, saved_samples, shape_of
 from jackfield.sdk.archive import SavedSample
 from jackfield.sdk.jagged import length_limits
 from jackfield.trainer.checkpoint import find_queue
@@ -308,6 +308,8 @@ def _files(settings: MixingConfig) -> dict[str, str]:
 
 def _read(file: str) -> Iterator[SavedSample]:
     path = Path(file)
+    if is_archive(path):
+        return (sample for sample in read_samples(path) if sample.status in ("trained", "retired"))
     if path.is_dir():
         return (sample for sample in saved_samples(find_queue(path)) if sample.batch is not None)
     return read_samples(path)

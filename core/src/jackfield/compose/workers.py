@@ -139,6 +139,7 @@ class WorkerFactory:
             max_samples=settings.max_samples,
             max_bytes=settings.max_bytes,
             max_retries=self.config.schedule.max_retries,
+            archive=None if settings.archive is None else Path(settings.archive),
         )
 
     def engine_rank(self, worker: Worker, values: Values, stack: AsyncExitStack) -> EngineRank:

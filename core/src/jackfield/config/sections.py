@@ -186,6 +186,7 @@ class QueueConfig:
     )
     host: str = option("127.0.0.1", "address on which `jackfield queue serve` listens; CURVE is used beyond loopback")
     port: int = option(0, "port on which it listens; 0: any free port", and_(ge(0), le(65535)))
+    archive: str | None = option(None, "folder for Parquet files of all consumed samples; null: they are deleted")
     rewards: Literal["train", "distributed"] = option(
         "train", "where samples are scored; train: in the role train; distributed: in a process with --role reward"
     )

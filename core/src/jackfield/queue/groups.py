@@ -256,7 +256,7 @@ class Groups:
         for group, failed in groups.items():
             for key, reason in failed.items():
                 self.core.fail(key, reason)
-            self.leases.remove(group, list(failed))
+            self.leases.remove(group, failed, "failed")
             lost = sorted(set(range(group.rollouts)) - {sample.rollout for sample in group.samples.values()})
             if group.is_made and not lost:
                 changed.append(group)
@@ -346,7 +346,7 @@ class Groups:
 
     def _retry(self, group: Group, reason: str) -> None:
         """Drop a group and retry its index, or fail its batch after too many retries."""
-        self.leases.forget(group)
+        self.leases.forget(group, reason)
         group.reasons.append(reason)
         group.retry, group.reissue = group.retry + 1, 0
         self.core.record("drop", group=group.name, task_id=group.task_id, reason=reason)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
+from operator import itemgetter
 
 import attrs
 
 from jackfield.abc.transfer_queue import KeysRequest
 from jackfield.errors import QueueError, some
+from jackfield.queue.archive import Archive
 from jackfield.queue.meta import BatchMeta, Lease, Ready, Reuse, SamplerSpec
 from jackfield.queue.records import BatchState, Consumer, Group, Hold, State, Status, Use
+from jackfield.queue.sample_files import described
 from jackfield.queue.store import Controller
+from jackfield.sdk.archive import SavedSample, batches
+
+_FILE_BYTES = 1 << 28  #: bytes of values per file of the archive
+_Leaving = tuple[list[SavedSample], int, Group | None]  #: samples, their bytes, and their group if it is finished
 
 
 @attrs.define(eq=False)
@@ -19,6 +26,8 @@ class Leases:
     """The part of the queue that tracks readiness, leases and acks of whole groups."""
 
     core: Controller
+    archive: Archive | None = None  #: gets samples before they are deleted
+    rejected: list[_Leaving] = attrs.field(factory=list, init=False)  #: failed and dropped samples for the archive
 
     async def register_consumer(
         self,
@@ -209,10 +218,22 @@ class Leases:
             self._finish(groups)
 
     async def commit(self, step: int) -> None:
-        """Make all acks up to ``step`` final, once the checkpoint of the weights that contain them is durable."""
-        state = self.core.state
-        state.committed = max(step, state.committed)
-        self.core.record("commit", step=step, keys=self._finish(list(state.groups.values())))
+        """Make acks up to ``step`` final, and write finished and rejected samples to the archive."""
+        core, groups = self.core, self.core.state.groups
+        core.state.committed = max(step, core.state.committed)
+        core.record("commit", step=step, keys=self._finish(list(groups.values())))
+        if self.archive is None:
+            return
+        finished = [_leaving(group, dict.fromkeys(group.samples), group) for group in self._finished(groups.values())]
+        for part in batches([*finished, *self.rejected], itemgetter(1), _FILE_BYTES):
+            file, keys = await self.archive.write(core.backend, [sample for some, *_ in part for sample in some])
+            # file, ledger and state change together: no other call runs until they have
+            name = self.archive.publish(file, core.store.end, len(core.store.coming) + 1)
+            core.record("archive", file=name, keys=keys)
+            self.consume([group for *_, group in part if group is not None])
+            rejected = [some for some, _, group in part if group is None]
+            del self.rejected[: len(rejected)]
+            core.discard(sample.key for some in rejected for sample in some)
 
     def take_back(self, step: int) -> None:
         """Revoke every ack after ``step``, because the restored weights do not contain it."""
@@ -227,15 +248,21 @@ class Leases:
                 self._return(self.core.state.consumers[name], group)
 
     def _finish(self, groups: Iterable[Group]) -> list[str]:
-        """Delete the published groups that every consumer is done with; return the keys of their samples."""
+        """Delete finished groups, unless an archive gets them first; return the keys of their samples."""
+        done = self._finished(groups)
+        keys = _keys(done)
+        if self.archive is None:
+            self.consume(done)
+        return keys
+
+    def _finished(self, groups: Iterable[Group]) -> list[Group]:
+        """Return the published groups that every consumer is done with."""
         done = []
         for group in groups:
             consumers = group.batch.partition.consumers if group.status == Status.PUBLISHED else []
             if consumers and all(each.is_done(group, self.core.state.committed) for each in consumers):
                 done.append(group)
-        keys = _keys(done)
-        self.consume(done)
-        return keys
+        return done
 
     def consume(self, groups: Sequence[Group]) -> None:
         """Delete groups that every consumer is done with, and batches without groups."""
@@ -284,20 +311,23 @@ class Leases:
         batches = batch.partition.batches.values()
         return starving and batch is next((each for each in batches if not each.is_complete and not each.failure), None)
 
-    def forget(self, group: Group) -> None:
-        """Remove a group's current retry from the queue and from every consumer. Its values are deleted."""
+    def forget(self, group: Group, reason: str = "") -> None:
+        """Remove a group's current retry, which was dropped if there is a reason. Its values are deleted."""
         for consumer in group.batch.partition.consumers:
             consumer.usable.pop(group, None)
             consumer.held.pop(group, None)
-        self.remove(group, list(group.samples))
+        self.remove(group, dict.fromkeys(group.samples, reason), "dropped")
         del self.core.state.groups[group.name]
         group.status, group.ended, group.uses = Status.ASSIGNED, {}, {}
         self.core.touch(group)
 
-    def remove(self, group: Group, keys: Sequence[str]) -> None:
-        """Remove samples from their group. Their values are deleted."""
-        self.core.state.count(-len(keys), -sum([group.samples.pop(key).bytes for key in keys]))
-        self.core.discard(keys, group.batch.partition.name)
+    def remove(self, group: Group, reasons: Mapping[str, str], status: str) -> None:
+        """Remove samples from their group. Their values are deleted, of those with reasons after they are archived."""
+        if self.archive is not None and any(reasons.values()):
+            self.rejected.append(_leaving(group, reasons, status=status))
+        else:
+            self.core.discard(reasons, group.batch.partition.name)
+        self.core.state.count(-len(reasons), -sum([group.samples.pop(key).bytes for key in reasons]))
 
     def _retire_stale(self, consumer: Consumer, step: int | None, fresh: bool) -> None:
         if step is None or consumer.reuse.max_staleness is None:
@@ -317,6 +347,14 @@ class Leases:
         if groups:
             self.core.record("retire", consumer=consumer.name, step=step, keys=_keys(groups))
             self._finish(groups)
+
+
+def _leaving(
+    group: Group, reasons: Mapping[str, str | None], finished: Group | None = None, status: str | None = None
+) -> _Leaving:
+    """Describe samples of a group that leave the queue."""
+    samples = [described(group, key, status, reason) for key, reason in reasons.items()]
+    return samples, sum(group.samples[key].bytes for key in reasons), finished
 
 
 def _keys(groups: Iterable[Group]) -> list[str]:

@@ -13,11 +13,11 @@ import math
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -27,7 +27,6 @@ from jackfield.files import replacing
 from jackfield.queue.meta import Lineage, NewGroup, RolloutReport, group_of
 from jackfield.queue.records import BatchState, Group, Sample, State, Status
 from jackfield.queue.store import STORE_FILE, VALUES_FOLDER, Store, read_checkpoint
-from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.queue.values import Values
 from jackfield.sdk.archive import (
     BATCH_ROWS,
@@ -42,6 +41,9 @@ from jackfield.sdk.archive import (
 )
 from jackfield.sdk.cells import Cell, ColumnType, dtype_of, join, json_column, offsets_of, rows_of, split
 
+if TYPE_CHECKING:
+    from jackfield.queue.transfer_queue import TransferQueue
+
 _IMPORT = "import"  #: the explorer of imported samples, and the operation that made them
 _SECONDS = 600.0  #: deadline of a wait for room in the queue
 _KEYS = {field.name for field in attrs.fields(SavedSample)} - {"cells"} | {"columns", "types"}  #: of a JSONL line
@@ -49,13 +51,20 @@ _KEYS = {field.name for field in attrs.fields(SavedSample)} - {"cells"} | {"colu
 #: Dtypes of well-known columns, for files without types.
 _KNOWN = {"prompt_ids": "int64", "response_ids": "int64", "response_mask": "bool", "task": "json"}
 _FLOATS = ("rollout_log_probs", "reward", "reward_dimensions", "old_log_probs", "ref_log_probs", "values", "advantages")
-_KNOWN |= dict.fromkeys((*_FLOATS, "returns"), "float32")
+_KNOWN |= dict.fromkeys((*_FLOATS, "returns", "log_probs", "rollout_weights"), "float32") | {"weight_versions": "int32"}
+#: The columns that every file of an archive has, with their types.
+ARCHIVED = {
+    name: '["json","uint8",[]]' if dtype == "json" else f'["jagged","{dtype}",[]]' for name, dtype in _KNOWN.items()
+}
 
 
-def write_samples(file: Path, samples: Callable[[], Iterable[SavedSample]]) -> int:
+def write_samples(
+    file: Path, samples: Callable[[], Iterable[SavedSample]], types: Mapping[str, str | None] | None = None
+) -> int:
     """Write a JSONL or, by the file's suffix, a Parquet file atomically; return the number of samples.
 
     Parquet's schema is written first, so ``samples`` is called twice; without pyarrow, raise ``plugin.requirement``.
+    Parquet also has the columns of ``types``, with these types where no sample has the column.
     """
     count = 0
     with replacing(file) as partial:
@@ -63,7 +72,7 @@ def write_samples(file: Path, samples: Callable[[], Iterable[SavedSample]]) -> i
             import_pyarrow()
             from pyarrow import parquet
 
-            types = column_types(samples())
+            types = {**(types or {}), **column_types(samples())}
             with parquet.ParquetWriter(partial, to_arrow([], types).schema, use_dictionary=False) as writer:
                 for batch in batches(samples(), lambda sample: sample.bytes):
                     writer.write_batch(to_arrow(batch, types))
@@ -80,10 +89,20 @@ def write_samples(file: Path, samples: Callable[[], Iterable[SavedSample]]) -> i
 
 
 def read_samples(file: Path) -> Iterator[SavedSample]:
-    """Yield the samples of a JSONL or Parquet file; ``queue.invalid`` if the file or one of its lines is invalid."""
+    """Yield the samples of a JSONL or Parquet file, or of an archive's folder, its files in order.
+
+    If the file or one of its lines is invalid, raise ``queue.invalid``.
+    """
+    if is_archive(file):
+        return chain.from_iterable(map(_read_parquet, sorted(file.glob("*.parquet"))))
     if not file.is_file():
         raise QueueError("there is no such file of rows", where=str(file), expected="a .jsonl or .parquet file")
     return _read_parquet(file) if file.suffix == ".parquet" else _read_lines(file)
+
+
+def is_archive(folder: Path) -> bool:
+    """Return whether a folder has files of an archive."""
+    return folder.is_dir() and any(folder.glob("*.parquet"))
 
 
 def shape_of(cell: Cell) -> list[int]:
@@ -153,14 +172,24 @@ def saved_samples(folder: Path) -> Iterator[SavedSample]:
         if group is None or sample.key not in group.samples:
             yield attrs.evolve(sample, tags={})  # a consumed sample that was not deleted yet
             continue
-        yield attrs.evolve(
-            sample,
-            batch=group.batch.number,
-            group=group.name,
-            task=group.task_id,
-            tags={**group.tags, **group.samples[sample.key].tags},
-            acked_by=tuple(sorted(each.name for each in group.batch.partition.ends() if each.name in group.uses)),
-        )
+        yield attrs.evolve(described(group, sample.key), cells=sample.cells, status=None)
+
+
+def described(group: Group, key: str, status: str | None = None, reason: str | None = None) -> SavedSample:
+    """Return a sample of a group without its values; without a status it is trained on, or retired."""
+    uses = {each.name: group.uses[each.name] for each in group.batch.partition.ends() if each.name in group.uses}
+    return SavedSample(
+        cells={},
+        partition=group.batch.partition.name,
+        key=key,
+        batch=group.batch.number,
+        group=group.name,
+        task=group.task_id,
+        tags={**group.tags, **group.samples[key].tags, **({} if reason is None else {"reason": reason})},
+        acked_by=sorted(uses),
+        steps=sorted({step for use in uses.values() for step in use.steps if step is not None}),
+        status=status or ("trained" if any(use.steps for use in uses.values()) else "retired"),
+    )
 
 
 def _read_lines(file: Path) -> Iterator[SavedSample]:
@@ -173,9 +202,9 @@ def _read_lines(file: Path) -> Iterator[SavedSample]:
                     _check_known(record)
                     types = record.get("types", {})
                     cells = {name: cell_of(name, each, types.get(name)) for name, each in record["columns"].items()}
-                    names = record.keys() - {"columns", "types", "acked_by"}
+                    names = record.keys() - {"columns", "types"}
                     given = {name: record[name] for name in names if record[name] is not None}
-                    yield SavedSample(cells=cells, acked_by=tuple(record.get("acked_by", ())), **given)
+                    yield SavedSample(cells=cells, **given)
 
 
 def _read_parquet(file: Path) -> Iterator[SavedSample]:

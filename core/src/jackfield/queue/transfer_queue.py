@@ -14,11 +14,13 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 from jackfield.abc.transfer_queue import DeleteRequest, KeysRequest, SnapshotRequest, TransferQueueBackend
 from jackfield.clock import Clock
 from jackfield.errors import QueueError, RpcError, some
+from jackfield.queue.archive import Archive
 from jackfield.queue.groups import Groups
 from jackfield.queue.leases import Leases
 from jackfield.queue.meta import Notice, group_of
 from jackfield.queue.records import State
 from jackfield.queue.store import STORE_FILE, VALUES_FOLDER, Controller, Store, read_checkpoint, uses
+from jackfield.sdk.archive import queue_name
 from jackfield.sdk.rpc import Address, Connection, Contract, Server, Service, caller, connect, stub
 from jackfield.sdk.rpc.wire import Goodbye
 
@@ -81,7 +83,6 @@ class TransferQueue:
     release = _of("_leases", Leases.release)
     take_over = _of("_leases", Leases.take_over)
     ack = _of("_leases", Leases.ack)
-    commit = _of("_leases", Leases.commit)
 
     def __init__(
         self,
@@ -93,24 +94,29 @@ class TransferQueue:
         max_samples: int | None = None,
         max_bytes: int | None = None,
         max_retries: int = 8,
+        archive: Path | None = None,
     ) -> None:
         """Create a queue, whose values are in ``backend``, and its ledger and state in the file ``store`` or in memory.
 
         ``durable`` saves the state at every call. Producers wait at ``max_samples`` samples or ``max_bytes`` bytes. The
-        batch fails after ``max_retries`` retries of one index.
+        batch fails after ``max_retries`` retries of one index. With a folder ``archive`` and a store, :meth:`commit`
+        writes samples there, which it deletes otherwise.
         """
         self.backend, self.clock = backend, clock
         self.caller: Callable[[], str | None] = lambda: None  #: the calling client
         self.server: QueueServer | None = None
         kept = Store(store, durable=durable and store is not None)
         self._core = Controller(backend, clock, kept, lambda: self.caller())
-        self._leases = Leases(self._core)
+        made = None if archive is None or store is None else Archive(archive, queue_name(str(store.parent)))
+        self._leases = Leases(self._core, made)
         self._groups = Groups(self._core, self._leases, max_samples, max_bytes, max_retries)
         self._notices: dict[str, Notice] = {}
         self._deleting = asyncio.Lock()
 
     async def start(self) -> None:
         """Start the backend and the background deletion of unneeded values."""
+        if self._leases.archive is not None:
+            self._leases.archive.open(self._core.store.end)
         await self.backend.start()
         self._core.deletion = asyncio.create_task(self._delete())
 
@@ -175,6 +181,15 @@ class TransferQueue:
         for partition, keys in discarded.items():
             await self.backend.delete(DeleteRequest(partition=partition, keys=tuple(dict.fromkeys(keys))))
 
+    @mutates
+    async def commit(self, step: int) -> None:
+        """Make all acks up to ``step`` final, once the checkpoint of the weights that contain them is durable.
+
+        Then the archive, if any, has these samples, and those that failed or were dropped.
+        """
+        async with self._deleting:
+            await self._leases.commit(step)
+
     async def flush(self) -> int:
         """Delete all values that do not belong to a sample of the queue; return how many samples the queue never had.
 
@@ -183,9 +198,10 @@ class TransferQueue:
         self._core.require_open()
         found = 0
         async with self._deleting:
+            kept = {sample.key for some, *_ in self._leases.rejected for sample in some}
             for partition, key in (await self.backend.keys(KeysRequest())).samples:
                 group = self._core.state.groups.get(group_of(key))
-                if not self._core.state.knows(key) and (group is None or group.is_made):
+                if not (self._core.state.knows(key) or key in kept) and (group is None or group.is_made):
                     self._core.discard([key], partition)
                     found += 1
             await self._forget_discarded()
@@ -239,6 +255,8 @@ class TransferQueue:
         async with self._deleting:
             newer = None if step is None else await self._newer(saved, step)
             if newer is None:
+                if self._leases.archive is not None:
+                    self._leases.archive.open(end)
                 await self.backend.restore(SnapshotRequest(folder=str(Path(folder) / VALUES_FOLDER)))
             if newer is self._core.state:  # a trainer died, and this process is alive
                 self._leases.end(lambda consumer, hold: True)
@@ -300,6 +318,7 @@ class TransferQueue:
             state.add_consumer(consumer)
         self._core.state = state
         self._core.discarded.clear()
+        self._leases.rejected = []
         for consumer in state.consumers.values():
             consumer.offer_all()
         for batch in state.batches():
@@ -317,6 +336,8 @@ class TransferQueue:
     async def clear(self) -> None:
         """Delete everything, including the ledger and what a durable backend kept from an earlier run."""
         self._core.store.clear()
+        if self._leases.archive is not None:
+            self._leases.archive.open(None)
         before = self._core.state.samples or any(each.next_batch for each in self._core.state.partitions.values())
         self._replace(State())
         found = await self.flush()
