@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import itemgetter
+from typing import Any
 
 import attrs
 
 from jackfield.abc.transfer_queue import KeysRequest
 from jackfield.errors import QueueError, some
-from jackfield.queue.archive import Archive
 from jackfield.queue.meta import BatchMeta, Lease, Ready, Reuse, SamplerSpec
-from jackfield.queue.records import BatchState, Consumer, Group, Hold, State, Status, Use
-from jackfield.queue.sample_files import described
+from jackfield.queue.records import BatchState, Consumer, Group, Hold, LedgerEnd, State, Status, Use
+from jackfield.queue.sample_files import Leaving, leaving
 from jackfield.queue.store import Controller
-from jackfield.sdk.archive import SavedSample, batches
+from jackfield.sdk.archive import batches
 
-_FILE_BYTES = 1 << 28  #: bytes of values per file of the archive
-_Leaving = tuple[list[SavedSample], int, Group | None]  #: samples, their bytes, and their group if it is finished
+_FILE_BYTES = 1 << 28  #: bytes of values per file of an archive
 
 
 @attrs.define(eq=False)
@@ -26,8 +26,9 @@ class Leases:
     """The part of the queue that tracks readiness, leases and acks of whole groups."""
 
     core: Controller
-    archive: Archive | None = None  #: gets samples before they are deleted
-    rejected: list[_Leaving] = attrs.field(factory=list, init=False)  #: failed and dropped samples for the archive
+    archive: Any = None  #: a ``jackfield_archive.Archive``, which gets samples before they are deleted
+    deleting: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)
+    rejected: list[Leaving] = attrs.field(factory=list, init=False)  #: for the archive
 
     async def register_consumer(
         self,
@@ -218,22 +219,25 @@ class Leases:
             self._finish(groups)
 
     async def commit(self, step: int) -> None:
-        """Make acks up to ``step`` final, and write finished and rejected samples to the archive."""
-        core, groups = self.core, self.core.state.groups
-        core.state.committed = max(step, core.state.committed)
-        core.record("commit", step=step, keys=self._finish(list(groups.values())))
-        if self.archive is None:
-            return
-        finished = [_leaving(group, dict.fromkeys(group.samples), group) for group in self._finished(groups.values())]
-        for part in batches([*finished, *self.rejected], itemgetter(1), _FILE_BYTES):
-            file, keys = await self.archive.write(core.backend, [sample for some, *_ in part for sample in some])
-            # file, ledger and state change together: no other call runs until they have
-            name = self.archive.publish(file, core.store.end, len(core.store.coming) + 1)
-            core.record("archive", file=name, keys=keys)
-            self.consume([group for *_, group in part if group is not None])
-            rejected = [some for some, _, group in part if group is None]
-            del self.rejected[: len(rejected)]
-            core.discard(sample.key for some in rejected for sample in some)
+        """Make all acks up to ``step``, whose checkpoint is durable, final, and archive what is to be deleted."""
+        core = self.core
+        async with self.deleting:
+            core.state.committed = max(step, core.state.committed)
+            done = self._finished(core.state.groups.values())
+            core.record("commit", step=step, keys=_keys(done))
+            if self.archive is None:
+                self.consume(done)
+                return
+            coming = [leaving(group, dict.fromkeys(group.samples)) for group in done]
+            for part in batches([*coming, *self.rejected], itemgetter(1), _FILE_BYTES):
+                file, keys = await self.archive.write(core.backend, [each for some, *_ in part for each in some])
+                # from here to the next wait, file, ledger and state change together
+                number = (core.store.end or LedgerEnd()).number + len(core.store.coming) + 1
+                core.record("archive", file=self.archive.publish(file, number), keys=keys)
+                self.consume([group for *_, group in part if group is not None])
+                rejected = [some for some, _, group in part if group is None]
+                del self.rejected[: len(rejected)]
+                core.discard(each.key for some in rejected for each in some)
 
     def take_back(self, step: int) -> None:
         """Revoke every ack after ``step``, because the restored weights do not contain it."""
@@ -247,13 +251,10 @@ class Leases:
                     del group.uses[name]
                 self._return(self.core.state.consumers[name], group)
 
-    def _finish(self, groups: Iterable[Group]) -> list[str]:
-        """Delete finished groups, unless an archive gets them first; return the keys of their samples."""
-        done = self._finished(groups)
-        keys = _keys(done)
+    def _finish(self, groups: Iterable[Group]) -> None:
+        """Delete finished groups, unless they wait for the archive."""
         if self.archive is None:
-            self.consume(done)
-        return keys
+            self.consume(self._finished(groups))
 
     def _finished(self, groups: Iterable[Group]) -> list[Group]:
         """Return the published groups that every consumer is done with."""
@@ -311,7 +312,7 @@ class Leases:
         batches = batch.partition.batches.values()
         return starving and batch is next((each for each in batches if not each.is_complete and not each.failure), None)
 
-    def forget(self, group: Group, reason: str = "") -> None:
+    def forget(self, group: Group, reason: str | None = None) -> None:
         """Remove a group's current retry, which was dropped if there is a reason. Its values are deleted."""
         for consumer in group.batch.partition.consumers:
             consumer.usable.pop(group, None)
@@ -321,10 +322,10 @@ class Leases:
         group.status, group.ended, group.uses = Status.ASSIGNED, {}, {}
         self.core.touch(group)
 
-    def remove(self, group: Group, reasons: Mapping[str, str], status: str) -> None:
-        """Remove samples from their group. Their values are deleted, of those with reasons after they are archived."""
+    def remove(self, group: Group, reasons: Mapping[str, str | None], status: str) -> None:
+        """Remove samples from their group. Their values are deleted, or archived first if there are reasons."""
         if self.archive is not None and any(reasons.values()):
-            self.rejected.append(_leaving(group, reasons, status=status))
+            self.rejected.append(leaving(group, reasons, status))
         else:
             self.core.discard(reasons, group.batch.partition.name)
         self.core.state.count(-len(reasons), -sum([group.samples.pop(key).bytes for key in reasons]))
@@ -347,14 +348,6 @@ class Leases:
         if groups:
             self.core.record("retire", consumer=consumer.name, step=step, keys=_keys(groups))
             self._finish(groups)
-
-
-def _leaving(
-    group: Group, reasons: Mapping[str, str | None], finished: Group | None = None, status: str | None = None
-) -> _Leaving:
-    """Describe samples of a group that leave the queue."""
-    samples = [described(group, key, status, reason) for key, reason in reasons.items()]
-    return samples, sum(group.samples[key].bytes for key in reasons), finished
 
 
 def _keys(groups: Iterable[Group]) -> list[str]:

@@ -48,23 +48,19 @@ _IMPORT = "import"  #: the explorer of imported samples, and the operation that 
 _SECONDS = 600.0  #: deadline of a wait for room in the queue
 _KEYS = {field.name for field in attrs.fields(SavedSample)} - {"cells"} | {"columns", "types"}  #: of a JSONL line
 
+#: Samples that leave the queue, their bytes, and the group that they are, if it is finished.
+Leaving = tuple[list[SavedSample], int, Group | None]
+
 #: Dtypes of well-known columns, for files without types.
 _KNOWN = {"prompt_ids": "int64", "response_ids": "int64", "response_mask": "bool", "task": "json"}
 _FLOATS = ("rollout_log_probs", "reward", "reward_dimensions", "old_log_probs", "ref_log_probs", "values", "advantages")
-_KNOWN |= dict.fromkeys((*_FLOATS, "returns", "log_probs", "rollout_weights"), "float32") | {"weight_versions": "int32"}
-#: The columns that every file of an archive has, with their types.
-ARCHIVED = {
-    name: '["json","uint8",[]]' if dtype == "json" else f'["jagged","{dtype}",[]]' for name, dtype in _KNOWN.items()
-}
+_KNOWN |= dict.fromkeys((*_FLOATS, "returns"), "float32")
 
 
-def write_samples(
-    file: Path, samples: Callable[[], Iterable[SavedSample]], types: Mapping[str, str | None] | None = None
-) -> int:
+def write_samples(file: Path, samples: Callable[[], Iterable[SavedSample]]) -> int:
     """Write a JSONL or, by the file's suffix, a Parquet file atomically; return the number of samples.
 
     Parquet's schema is written first, so ``samples`` is called twice; without pyarrow, raise ``plugin.requirement``.
-    Parquet also has the columns of ``types``, with these types where no sample has the column.
     """
     count = 0
     with replacing(file) as partial:
@@ -72,7 +68,7 @@ def write_samples(
             import_pyarrow()
             from pyarrow import parquet
 
-            types = {**(types or {}), **column_types(samples())}
+            types = column_types(samples())
             with parquet.ParquetWriter(partial, to_arrow([], types).schema, use_dictionary=False) as writer:
                 for batch in batches(samples(), lambda sample: sample.bytes):
                     writer.write_batch(to_arrow(batch, types))
@@ -89,20 +85,17 @@ def write_samples(
 
 
 def read_samples(file: Path) -> Iterator[SavedSample]:
-    """Yield the samples of a JSONL or Parquet file, or of an archive's folder, its files in order.
-
-    If the file or one of its lines is invalid, raise ``queue.invalid``.
-    """
+    """Yield the samples of a JSONL or Parquet file, or of an archive's files; ``queue.invalid`` if one is invalid."""
     if is_archive(file):
-        return chain.from_iterable(map(_read_parquet, sorted(file.glob("*.parquet"))))
+        return chain.from_iterable(map(_read_parquet, sorted(file.glob("*.parquet")) or [file]))
     if not file.is_file():
         raise QueueError("there is no such file of rows", where=str(file), expected="a .jsonl or .parquet file")
-    return _read_parquet(file) if file.suffix == ".parquet" else _read_lines(file)
+    return _read_lines(file)
 
 
-def is_archive(folder: Path) -> bool:
-    """Return whether a folder has files of an archive."""
-    return folder.is_dir() and any(folder.glob("*.parquet"))
+def is_archive(path: Path) -> bool:
+    """Return whether a path is a Parquet file, or a folder of such files."""
+    return path.suffix == ".parquet" if path.is_file() else any(path.glob("*.parquet"))
 
 
 def shape_of(cell: Cell) -> list[int]:
@@ -190,6 +183,12 @@ def described(group: Group, key: str, status: str | None = None, reason: str | N
         steps=sorted({step for use in uses.values() for step in use.steps if step is not None}),
         status=status or ("trained" if any(use.steps for use in uses.values()) else "retired"),
     )
+
+
+def leaving(group: Group, reasons: Mapping[str, str | None], status: str | None = None) -> Leaving:
+    """Describe samples that leave the queue: a finished group, or with a status those that failed or were dropped."""
+    samples = [described(group, key, status, reason) for key, reason in reasons.items()]
+    return samples, sum(group.samples[key].bytes for key in reasons), None if status else group
 
 
 def _read_lines(file: Path) -> Iterator[SavedSample]:

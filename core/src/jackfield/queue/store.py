@@ -69,7 +69,7 @@ class Store:
         if self._connection is None:
             if self.path is not None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-            with translated_errors(self.path):
+            with _translated_errors(self.path):
                 place = self.path or ":memory:"
                 db = sqlite3.connect(place, isolation_level=None, timeout=5.0)
                 if self.path is not None and db.execute("pragma journal_mode=wal").fetchone() != ("wal",):
@@ -104,7 +104,7 @@ class Store:
         """Write ledger, lineage and rows of the state in one transaction; without ``gone`` all other rows go."""
         end = self._end
         try:
-            with translated_errors(self.path), self._db as db:  # it commits or rolls back
+            with _translated_errors(self.path), self._db as db:  # it commits or rolls back
                 db.execute("begin immediate")
                 for entry in self.coming:
                     value = _encode(entry)
@@ -126,7 +126,7 @@ class Store:
 
     def save(self, path: Path, rows: Sequence[Row], keys: Sequence[str]) -> None:
         """Write a checkpoint atomically: the rows of a state and the lineage of samples."""
-        with translated_errors(self.path):
+        with _translated_errors(self.path):
             ancestors = self.lineage(_ANCESTORS, _encode(keys))
         with replacing(path) as partial, closing(Store(partial, durable=True)) as saved:
             saved.derived = ancestors
@@ -143,7 +143,7 @@ class Store:
 
     def sync(self) -> None:
         """Write everything through to the disk."""
-        with translated_errors(self.path):
+        with _translated_errors(self.path):
             steps = "pragma synchronous=full; pragma wal_checkpoint(truncate); pragma synchronous=normal"
             self._db.executescript(steps)
 
@@ -156,7 +156,7 @@ class Store:
     def rows(self) -> dict[str, str]:
         """Read the rows of the file's state by key."""
         rows = {}
-        with translated_errors(self.path, "queue.invalid"):
+        with _translated_errors(self.path, "queue.invalid"):
             for key, value, digest in self._db.execute("select * from state"):
                 if digest != _digest(key, value):
                     raise QueueError("a queue's saved state is damaged", where=str(self.path), found=key)
@@ -171,7 +171,7 @@ class Store:
     def entries(self, after: int = 0) -> Iterator[dict[str, Any]]:
         """Yield the entries of the ledger after a number."""
         before, query = "", "select * from ledger order by number"
-        with translated_errors(self.path, "queue.ledger"):
+        with _translated_errors(self.path, "queue.ledger"):
             for place, (number, event, step, consumer, value, digest) in enumerate(self._db.execute(query), 1):
                 entry = json.loads(value) if digest == _chained(before, value) else {}
                 shown = (entry.get("event"), entry.get("step"), entry.get("consumer"))
@@ -192,7 +192,7 @@ class Store:
                 raise
             message = "the ledger is damaged after the checkpoint (%s); what comes after entry %d is removed"
             logging.getLogger("jackfield").warning(message, error.found, whole)
-        with translated_errors(self.path, "queue.ledger"):
+        with _translated_errors(self.path, "queue.ledger"):
             if (found := _end_of(self._db, end.number)) != end:
                 raise _damaged(self.path, f"entry {end.number} with the digest {end.digest}", found)
             if cut:
@@ -267,7 +267,7 @@ def _reading(path: Path, code: str = "queue.ledger") -> Iterator[Store]:
     store = Store(path)
     how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
     uri = f"{path.absolute().as_uri()}?{how}"
-    with translated_errors(path, code), closing(sqlite3.connect(uri, uri=True, isolation_level=None)) as db:
+    with _translated_errors(path, code), closing(sqlite3.connect(uri, uri=True, isolation_level=None)) as db:
         store._connection = db
         yield store
 
@@ -389,12 +389,12 @@ def _damaged(path: Path | None, expected: object, found: object) -> QueueError:
 
 
 @contextmanager
-def translated_errors(path: Path | None, code: str = "queue.store") -> Iterator[None]:
-    """Raise errors of SQLite and of the disk as errors of the queue."""
+def _translated_errors(path: Path | None, code: str = "queue.store") -> Iterator[None]:
+    """Raise errors of SQLite as errors of the queue."""
     try:
         yield
-    except (sqlite3.Error, OSError) as error:
+    except sqlite3.Error as error:
         if code == "queue.ledger":
             raise _damaged(path, "a file of SQLite that is whole", str(error)) from error
-        message, fix = f"the queue's own files cannot be used: {error}", "look at the disk's room and permissions"
-        raise QueueError(message, code=code, where=str(path), found=type(error).__name__, fix=fix) from error
+        message = f"the queue's own file cannot be used: {error}"
+        raise QueueError(message, code=code, where=str(path), found=type(error).__name__) from error

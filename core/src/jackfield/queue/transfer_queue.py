@@ -14,13 +14,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 from jackfield.abc.transfer_queue import DeleteRequest, KeysRequest, SnapshotRequest, TransferQueueBackend
 from jackfield.clock import Clock
 from jackfield.errors import QueueError, RpcError, some
-from jackfield.queue.archive import Archive
 from jackfield.queue.groups import Groups
 from jackfield.queue.leases import Leases
 from jackfield.queue.meta import Notice, group_of
-from jackfield.queue.records import State
+from jackfield.queue.records import LedgerEnd, State
 from jackfield.queue.store import STORE_FILE, VALUES_FOLDER, Controller, Store, read_checkpoint, uses
-from jackfield.sdk.archive import queue_name
 from jackfield.sdk.rpc import Address, Connection, Contract, Server, Service, caller, connect, stub
 from jackfield.sdk.rpc.wire import Goodbye
 
@@ -83,6 +81,7 @@ class TransferQueue:
     release = _of("_leases", Leases.release)
     take_over = _of("_leases", Leases.take_over)
     ack = _of("_leases", Leases.ack)
+    commit = _of("_leases", Leases.commit)
 
     def __init__(
         self,
@@ -94,29 +93,25 @@ class TransferQueue:
         max_samples: int | None = None,
         max_bytes: int | None = None,
         max_retries: int = 8,
-        archive: Path | None = None,
+        archive: Any = None,
     ) -> None:
         """Create a queue, whose values are in ``backend``, and its ledger and state in the file ``store`` or in memory.
 
         ``durable`` saves the state at every call. Producers wait at ``max_samples`` samples or ``max_bytes`` bytes. The
-        batch fails after ``max_retries`` retries of one index. With a folder ``archive`` and a store, :meth:`commit`
-        writes samples there, which it deletes otherwise.
+        batch fails after ``max_retries`` retries of one index. An ``archive`` gets samples before they are deleted.
         """
         self.backend, self.clock = backend, clock
         self.caller: Callable[[], str | None] = lambda: None  #: the calling client
         self.server: QueueServer | None = None
         kept = Store(store, durable=durable and store is not None)
         self._core = Controller(backend, clock, kept, lambda: self.caller())
-        made = None if archive is None or store is None else Archive(archive, queue_name(str(store.parent)))
-        self._leases = Leases(self._core, made)
+        self._leases = Leases(self._core, archive)
         self._groups = Groups(self._core, self._leases, max_samples, max_bytes, max_retries)
         self._notices: dict[str, Notice] = {}
-        self._deleting = asyncio.Lock()
 
     async def start(self) -> None:
         """Start the backend and the background deletion of unneeded values."""
-        if self._leases.archive is not None:
-            self._leases.archive.open(self._core.store.end)
+        self._open_archive(self._core.store.end if self._leases.archive else None)
         await self.backend.start()
         self._core.deletion = asyncio.create_task(self._delete())
 
@@ -166,12 +161,17 @@ class TransferQueue:
             await self._core.wait(until, lambda: f"a post of {topic!r}")
         return notice
 
+    def _open_archive(self, end: LedgerEnd | None) -> None:
+        """Remove the files that follow an entry of the ledger; without one, all."""
+        if self._leases.archive is not None:
+            self._leases.archive.open(0 if end is None else end.number)
+
     async def _delete(self) -> None:
         """Delete values in the background. The next call raises a failure, which only leaves unneeded values."""
         while True:
             while not self._core.discarded:
                 await self._core.change.wait()
-            async with self._deleting:
+            async with self._leases.deleting:
                 await self._forget_discarded()
 
     async def _forget_discarded(self) -> None:
@@ -181,15 +181,6 @@ class TransferQueue:
         for partition, keys in discarded.items():
             await self.backend.delete(DeleteRequest(partition=partition, keys=tuple(dict.fromkeys(keys))))
 
-    @mutates
-    async def commit(self, step: int) -> None:
-        """Make all acks up to ``step`` final, once the checkpoint of the weights that contain them is durable.
-
-        Then the archive, if any, has these samples, and those that failed or were dropped.
-        """
-        async with self._deleting:
-            await self._leases.commit(step)
-
     async def flush(self) -> int:
         """Delete all values that do not belong to a sample of the queue; return how many samples the queue never had.
 
@@ -197,7 +188,7 @@ class TransferQueue:
         """
         self._core.require_open()
         found = 0
-        async with self._deleting:
+        async with self._leases.deleting:
             kept = {sample.key for some, *_ in self._leases.rejected for sample in some}
             for partition, key in (await self.backend.keys(KeysRequest())).samples:
                 group = self._core.state.groups.get(group_of(key))
@@ -217,7 +208,7 @@ class TransferQueue:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         again_from = None if self._core.store.durable else again_from
-        async with self._deleting:
+        async with self._leases.deleting:
             while True:
                 await self.fail_lost()
                 state = self._core.state
@@ -252,11 +243,10 @@ class TransferQueue:
         end = None if self._core.store.end is None else saved.ledger
         if end is not None:
             self._core.store.check(end, cut=True)
-        async with self._deleting:
+        async with self._leases.deleting:
             newer = None if step is None else await self._newer(saved, step)
             if newer is None:
-                if self._leases.archive is not None:
-                    self._leases.archive.open(end)
+                self._open_archive(end)
                 await self.backend.restore(SnapshotRequest(folder=str(Path(folder) / VALUES_FOLDER)))
             if newer is self._core.state:  # a trainer died, and this process is alive
                 self._leases.end(lambda consumer, hold: True)
@@ -274,9 +264,10 @@ class TransferQueue:
                         self._core.record("rollback", consumer=name, step=last, keys=void)
             if step is not None:
                 self._leases.take_back(step)
-                await self._leases.commit(step)
             self._core.store.derived.update(lineage)
             self._core.store.write(self._core.state, begin=True)
+        if step is not None:
+            await self._leases.commit(step)
         await self.fail_lost()
         await self.flush()
         return newer is not None
@@ -318,7 +309,7 @@ class TransferQueue:
             state.add_consumer(consumer)
         self._core.state = state
         self._core.discarded.clear()
-        self._leases.rejected = []
+        self._leases.rejected.clear()
         for consumer in state.consumers.values():
             consumer.offer_all()
         for batch in state.batches():
@@ -336,8 +327,7 @@ class TransferQueue:
     async def clear(self) -> None:
         """Delete everything, including the ledger and what a durable backend kept from an earlier run."""
         self._core.store.clear()
-        if self._leases.archive is not None:
-            self._leases.archive.open(None)
+        self._open_archive(None)
         before = self._core.state.samples or any(each.next_batch for each in self._core.state.partitions.values())
         self._replace(State())
         found = await self.flush()
