@@ -212,10 +212,8 @@ def _archived_tasks(config: RunConfig, file: str, *, pairs: bool) -> TaskSet:
     with TemporaryDirectory() as folder:
         made = Path(folder, "archive.jsonl")
         if config.mode != "offline" or not archives().write_tasks(Path(file), made, pairs=pairs):
-            what, expected = "an archive has answers to learn from, and no other tasks", "samples, with mode: offline"
-            raise config.refusal(
-                "data.train", what, "groups of different rewards, with mode: offline" if pairs else expected
-            )
+            expected = "mode: offline, and for pairs samples of a group with different rewards"
+            raise config.refusal("data.train", "no group of this archive can be learnt from", expected)
         return TaskSet(made, config.data.format, answers=True)
 
 
@@ -225,9 +223,7 @@ def archives() -> Any:
         return import_module("jackfield_archive")
     except ModuleNotFoundError as error:
         fix = "pip install jackfield-archive"
-        raise PluginError(
-            "an archive needs jackfield-archive", code="plugin.requirement", found=error, fix=fix
-        ) from error
+        raise PluginError("an archive needs jackfield-archive", code="plugin.requirement", fix=fix) from error
 
 
 def read_model(config: RunConfig) -> Mapping[str, Any]:

@@ -131,13 +131,12 @@ class WorkerFactory:
 
     def queue(self, backend: TransferQueueBackend) -> TransferQueue:
         """Make the queue of the run, with its controller in this process, without starting it."""
-        settings, store, archive = self.config.queue, Path(self.config.folder) / "queue" / STORE_FILE, None
-        if settings.archive is not None:
-            archive = checks.archives().Archive(Path(settings.archive), queue_name(str(store.parent)))
+        settings, folder = self.config.queue, Path(self.config.folder) / "queue"
+        archive = settings.archive and checks.archives().Archive(Path(settings.archive), queue_name(str(folder)))
         return TransferQueue(
             backend,
             self.clock,
-            store=store,
+            store=folder / STORE_FILE,
             archive=archive,
             durable=settings.durable,
             max_samples=settings.max_samples,

@@ -13,10 +13,10 @@ import attrs
 from jackfield.abc.transfer_queue import KeysRequest
 from jackfield.errors import QueueError, some
 from jackfield.queue.meta import BatchMeta, Lease, Ready, Reuse, SamplerSpec
-from jackfield.queue.records import BatchState, Consumer, Group, Hold, LedgerEnd, State, Status, Use
-from jackfield.queue.sample_files import Leaving, leaving
+from jackfield.queue.records import BatchState, Consumer, Group, Hold, State, Status, Use
+from jackfield.queue.sample_files import leaving
 from jackfield.queue.store import Controller
-from jackfield.sdk.archive import batches
+from jackfield.sdk.archive import SavedSample, batches
 
 _FILE_BYTES = 1 << 28  #: bytes of values per file of an archive
 
@@ -26,9 +26,9 @@ class Leases:
     """The part of the queue that tracks readiness, leases and acks of whole groups."""
 
     core: Controller
-    archive: Any = None  #: a ``jackfield_archive.Archive``, which gets samples before they are deleted
+    archive: Any = None  #: a ``jackfield_archive.Archive``: finished samples stay until it has them, ``rejected`` too
     deleting: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)
-    rejected: list[Leaving] = attrs.field(factory=list, init=False)  #: for the archive
+    rejected: list[tuple[list[SavedSample], int, Group | None]] = attrs.field(factory=list, init=False)
 
     async def register_consumer(
         self,
@@ -223,21 +223,17 @@ class Leases:
         core = self.core
         async with self.deleting:
             core.state.committed = max(step, core.state.committed)
-            done = self._finished(core.state.groups.values())
-            core.record("commit", step=step, keys=_keys(done))
-            if self.archive is None:
-                self.consume(done)
-                return
-            coming = [leaving(group, dict.fromkeys(group.samples)) for group in done]
+            done, keys = self._finish(list(core.state.groups.values()))
+            core.record("commit", step=step, keys=keys)
+            coming = [leaving(group, dict.fromkeys(group.samples)) for group in done if self.archive]
             for part in batches([*coming, *self.rejected], itemgetter(1), _FILE_BYTES):
                 file, keys = await self.archive.write(core.backend, [each for some, *_ in part for each in some])
                 # from here to the next wait, file, ledger and state change together
-                number = (core.store.end or LedgerEnd()).number + len(core.store.coming) + 1
-                core.record("archive", file=self.archive.publish(file, number), keys=keys)
+                name = self.archive.publish(file, core.store.end, len(core.store.coming) + 1)
+                core.record("archive", file=name, keys=keys)
                 self.consume([group for *_, group in part if group is not None])
-                rejected = [some for some, _, group in part if group is None]
-                del self.rejected[: len(rejected)]
-                core.discard(each.key for some in rejected for each in some)
+                self.rejected = self.rejected[sum(group is None for *_, group in part) :]  # they come last
+                core.discard(each.key for some, _, group in part if group is None for each in some)
 
     def take_back(self, step: int) -> None:
         """Revoke every ack after ``step``, because the restored weights do not contain it."""
@@ -251,19 +247,17 @@ class Leases:
                     del group.uses[name]
                 self._return(self.core.state.consumers[name], group)
 
-    def _finish(self, groups: Iterable[Group]) -> None:
-        """Delete finished groups, unless they wait for the archive."""
-        if self.archive is None:
-            self.consume(self._finished(groups))
-
-    def _finished(self, groups: Iterable[Group]) -> list[Group]:
-        """Return the published groups that every consumer is done with."""
+    def _finish(self, groups: Iterable[Group]) -> tuple[list[Group], list[str]]:
+        """Return the published groups that every consumer is done with, and their samples; archive or delete them."""
         done = []
         for group in groups:
             consumers = group.batch.partition.consumers if group.status == Status.PUBLISHED else []
             if consumers and all(each.is_done(group, self.core.state.committed) for each in consumers):
                 done.append(group)
-        return done
+        keys = _keys(done)
+        if self.archive is None:
+            self.consume(done)
+        return done, keys
 
     def consume(self, groups: Sequence[Group]) -> None:
         """Delete groups that every consumer is done with, and batches without groups."""

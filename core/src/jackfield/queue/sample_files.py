@@ -48,9 +48,6 @@ _IMPORT = "import"  #: the explorer of imported samples, and the operation that 
 _SECONDS = 600.0  #: deadline of a wait for room in the queue
 _KEYS = {field.name for field in attrs.fields(SavedSample)} - {"cells"} | {"columns", "types"}  #: of a JSONL line
 
-#: Samples that leave the queue, their bytes, and the group that they are, if it is finished.
-Leaving = tuple[list[SavedSample], int, Group | None]
-
 #: Dtypes of well-known columns, for files without types.
 _KNOWN = {"prompt_ids": "int64", "response_ids": "int64", "response_mask": "bool", "task": "json"}
 _FLOATS = ("rollout_log_probs", "reward", "reward_dimensions", "old_log_probs", "ref_log_probs", "values", "advantages")
@@ -165,29 +162,22 @@ def saved_samples(folder: Path) -> Iterator[SavedSample]:
         if group is None or sample.key not in group.samples:
             yield attrs.evolve(sample, tags={})  # a consumed sample that was not deleted yet
             continue
-        yield attrs.evolve(described(group, sample.key), cells=sample.cells, status=None)
+        yield attrs.evolve(leaving(group, {sample.key: None})[0][0], cells=sample.cells, status=None)
 
 
-def described(group: Group, key: str, status: str | None = None, reason: str | None = None) -> SavedSample:
-    """Return a sample of a group without its values; without a status it is trained on, or retired."""
+def leaving(
+    group: Group, reasons: Mapping[str, str | None], status: str | None = None
+) -> tuple[list[SavedSample], int, Group | None]:
+    """Describe samples of a finished group, or failed or dropped ones, with the size of their values and the group."""
     uses = {each.name: group.uses[each.name] for each in group.batch.partition.ends() if each.name in group.uses}
-    return SavedSample(
-        cells={},
-        partition=group.batch.partition.name,
-        key=key,
-        batch=group.batch.number,
-        group=group.name,
-        task=group.task_id,
-        tags={**group.tags, **group.samples[key].tags, **({} if reason is None else {"reason": reason})},
-        acked_by=sorted(uses),
-        steps=sorted({step for use in uses.values() for step in use.steps if step is not None}),
-        status=status or ("trained" if any(use.steps for use in uses.values()) else "retired"),
-    )
-
-
-def leaving(group: Group, reasons: Mapping[str, str | None], status: str | None = None) -> Leaving:
-    """Describe samples that leave the queue: a finished group, or with a status those that failed or were dropped."""
-    samples = [described(group, key, status, reason) for key, reason in reasons.items()]
+    own: dict[str, Any] = {"batch": group.batch.number, "group": group.name, "task": group.task_id, "cells": {}}
+    own |= {"partition": group.batch.partition.name, "acked_by": sorted(uses)}
+    own["steps"] = sorted({step for use in uses.values() for step in use.steps if step is not None})
+    own["status"] = status or ("trained" if any(use.steps for use in uses.values()) else "retired")
+    samples = []
+    for key, why in reasons.items():
+        tags = {**group.tags, **group.samples[key].tags, **({} if why is None else {"reason": why})}
+        samples.append(SavedSample(key=key, tags=tags, **own))
     return samples, sum(group.samples[key].bytes for key in reasons), None if status else group
 
 

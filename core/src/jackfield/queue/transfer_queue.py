@@ -17,7 +17,7 @@ from jackfield.errors import QueueError, RpcError, some
 from jackfield.queue.groups import Groups
 from jackfield.queue.leases import Leases
 from jackfield.queue.meta import Notice, group_of
-from jackfield.queue.records import LedgerEnd, State
+from jackfield.queue.records import State
 from jackfield.queue.store import STORE_FILE, VALUES_FOLDER, Controller, Store, read_checkpoint, uses
 from jackfield.sdk.rpc import Address, Connection, Contract, Server, Service, caller, connect, stub
 from jackfield.sdk.rpc.wire import Goodbye
@@ -111,7 +111,8 @@ class TransferQueue:
 
     async def start(self) -> None:
         """Start the backend and the background deletion of unneeded values."""
-        self._open_archive(self._core.store.end if self._leases.archive else None)
+        if self._leases.archive is not None:
+            self._leases.archive.open(self._core.store.end)
         await self.backend.start()
         self._core.deletion = asyncio.create_task(self._delete())
 
@@ -160,11 +161,6 @@ class TransferQueue:
         while (notice := self._notices.get(topic)) is None or notice.number <= after:
             await self._core.wait(until, lambda: f"a post of {topic!r}")
         return notice
-
-    def _open_archive(self, end: LedgerEnd | None) -> None:
-        """Remove the files that follow an entry of the ledger; without one, all."""
-        if self._leases.archive is not None:
-            self._leases.archive.open(0 if end is None else end.number)
 
     async def _delete(self) -> None:
         """Delete values in the background. The next call raises a failure, which only leaves unneeded values."""
@@ -246,7 +242,8 @@ class TransferQueue:
         async with self._leases.deleting:
             newer = None if step is None else await self._newer(saved, step)
             if newer is None:
-                self._open_archive(end)
+                if self._leases.archive is not None:
+                    self._leases.archive.open(end)
                 await self.backend.restore(SnapshotRequest(folder=str(Path(folder) / VALUES_FOLDER)))
             if newer is self._core.state:  # a trainer died, and this process is alive
                 self._leases.end(lambda consumer, hold: True)
@@ -327,7 +324,8 @@ class TransferQueue:
     async def clear(self) -> None:
         """Delete everything, including the ledger and what a durable backend kept from an earlier run."""
         self._core.store.clear()
-        self._open_archive(None)
+        if self._leases.archive is not None:
+            self._leases.archive.open(None)
         before = self._core.state.samples or any(each.next_batch for each in self._core.state.partitions.values())
         self._replace(State())
         found = await self.flush()

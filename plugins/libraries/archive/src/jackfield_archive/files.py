@@ -1,7 +1,7 @@
 """The Parquet files of an archive: how a queue's controller writes them exactly once, and how they are read.
 
-A file is written under a hidden name, and gets its own at the moment at which the ledger of the queue records it. A file
-whose entry is not in the ledger is of a commit that a crash, or the return to an older checkpoint, has undone.
+A file is written under a hidden name, and gets its own at the moment at which the ledger of the queue records it. A
+file whose entry is not in the ledger is of a commit that a crash, or the return to an older checkpoint, has undone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 
@@ -35,6 +35,14 @@ COLUMNS: Mapping[str, str] = {name: f'["jagged","{dtype}",[]]' for name, dtype i
 }
 
 
+class Numbered(Protocol):
+    """The end of a ledger."""
+
+    @property
+    def number(self) -> int:
+        """The number of its last entry."""
+
+
 @attrs.frozen
 class Archive:
     """The files ``QUEUE-ENTRY.parquet`` of one queue in a folder.
@@ -45,8 +53,9 @@ class Archive:
     folder: Path  #: several queues may share it
     queue: str  #: the queue's name
 
-    def open(self, end: int) -> None:
-        """Check that the folder can be written, and remove the files of entries after ``end`` of the ledger."""
+    def open(self, end: Numbered | None) -> None:
+        """Check that the folder can be written, and remove the files after an end of the ledger, or all without one."""
+        last = 0 if end is None else end.number
         with _writing(self.folder):
             shutil.rmtree(self._partial, ignore_errors=True)
             self._partial.mkdir(parents=True)
@@ -55,7 +64,7 @@ class Archive:
             _sync(room)
             room.unlink()
             for path in self.folder.glob(f"{self.queue}-*.parquet"):
-                if int(path.stem.rpartition("-")[2]) > end:
+                if int(path.stem.rpartition("-")[2]) > last:
                     path.unlink()
 
     async def write(self, backend: TransferQueueBackend, samples: Sequence[SavedSample]) -> tuple[Path, list[str]]:
@@ -65,7 +74,8 @@ class Archive:
         """
         there = (await backend.keys(KeysRequest())).samples
         alike: dict[tuple[str, ...], list[SavedSample]] = {}
-        for sample in samples:
+        for sample in samples:  # in a folder of several queues, groups need unique names
+            sample = attrs.evolve(sample, group=f"{self.queue}:{sample.group}")
             if columns := there.get((sample.partition, sample.key)):
                 alike.setdefault((sample.partition, *sorted(columns)), []).append(sample)
         read = list[tuple[list[SavedSample], Mapping[str, Column]]]()
@@ -77,8 +87,9 @@ class Archive:
         await asyncio.to_thread(_write_columns, file, read)
         return file, [sample.key for some, _ in read for sample in some]
 
-    def publish(self, file: Path, entry: int) -> str:
-        """Give a file its name, which is valid once the ledger has its entry of this number; return the name."""
+    def publish(self, file: Path, end: Numbered | None, place: int) -> str:
+        """Give a file its name, which is valid once the ledger has its entry, ``place`` after the end; return it."""
+        entry = place + (0 if end is None else end.number)
         with _writing(self.folder):
             target = file.rename(self.folder / f"{self.queue}-{entry:010d}.parquet")
             _sync(self.folder)
