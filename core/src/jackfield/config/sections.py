@@ -172,7 +172,7 @@ class MixConfig(Reuse):
     """Mixing: groups of another partition are added to each batch."""
 
     ratio: float = option(help="mixed-in groups per new group", validator=gt(0.0))
-    samples: str = option(help="samples to begin with: a .jsonl or .parquet file, or the folder of a queue or run")
+    samples: str = option(help="samples to begin with: a .jsonl or .parquet file, or the folder of a queue, run or archive")
     sampler: SamplerSpec = option(factory=SamplerSpec, help="chooses the groups to train on")
 
 
