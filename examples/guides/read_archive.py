@@ -8,9 +8,9 @@ from pyarrow import dataset
 
 def rewards_by_step(archive: Path) -> dict[int, float]:
     """The mean of the samples' rewards for each step that used them."""
-    rows = dataset.dataset(archive, format="parquet").to_table(columns=["status", "steps", "columns.reward"]).to_pylist()
+    columns = ["status", "steps", "columns.reward"]
     found: dict[int, list[float]] = {}
-    for row in rows:
+    for row in dataset.dataset(archive, format="parquet").to_table(columns=columns).to_pylist():
         for step in row["steps"] if row["status"] == "trained" else ():
             found.setdefault(step, []).append(sum(row["columns.reward"]))
     return {step: sum(each) / len(each) for step, each in sorted(found.items())}

@@ -21,6 +21,8 @@ from .conftest import Run
 from .test_kill import DONE, PROMPTS, RUNS, STEPS, Start, moments, start  # noqa: F401, the fixture
 from .test_modes import GRADED
 
+pytestmark = pytest.mark.timeout(300)
+
 SMALL = ("data.groups_per_batch=2", "data.rollouts_per_group=2", "sampling.max_new_tokens=3", *GRADED)
 
 
@@ -69,7 +71,6 @@ def test_another_program_reads_what_was_trained_on(small_run: Run, tmp_path: Pat
     [("schedule.sync_offset=1",), ("transfer_queue={name: sql}", "queue.durable=true")],
     ids=["memory", "durable"],
 )
-@pytest.mark.timeout(300)
 def test_killed_again_and_again_every_sample_is_archived_once(
     start: Start,  # noqa: F811
     tmp_path: Path,
@@ -96,7 +97,7 @@ def test_killed_again_and_again_every_sample_is_archived_once(
 def test_samples_of_an_archive_are_mixed_in_again(small_run: Run, archived: Path, tmp_path: Path) -> None:
     """With their rewards and log-probs, as groups; what the next run archives of them names their origin."""
     again = tmp_path / "again"
-    mixing = f"mixing.human={{ratio: 1, samples: {archived}}}"
+    mixing = f"mixing.human={{ratio: 1, samples: {archived}, max_uses: 1}}"
     _, lines = small_run("again", "schedule.steps=2", mixing, f"queue.archive={again}", *SMALL)
     assert [4.0, 4.0] == [line["samples/human"] for line in lines if line["kind"] == "step"]
     found = [row for row in rows(again, tmp_path / "cache") if row["partition"] == "human"]

@@ -43,7 +43,7 @@ class PluginSection:
 class DataConfig:
     """The task files, and how batches are made from them."""
 
-    train: str | None = option(None, "JSONL file of training tasks")
+    train: str | None = option(None, "JSONL file of training tasks; with mode: offline also an archive")
     eval: str | None = option(None, "JSONL file of held-out tasks")
     format: TaskFormat = option(factory=TaskFormat, help="how records become tasks; by default in GSM8K's format")
     expert: str | None = option(None, "JSONL file of an expert's answers in the same format (token ids: mixing.expert)")
@@ -172,7 +172,7 @@ class MixConfig(Reuse):
     """Mixing: groups of another partition are added to each batch."""
 
     ratio: float = option(help="mixed-in groups per new group", validator=gt(0.0))
-    samples: str = option(help="samples to begin with: a .jsonl or .parquet file, or the folder of a queue, run or archive")
+    samples: str = option(help="samples to begin with: a .jsonl or .parquet file, or folder of a queue, run, archive")
     sampler: SamplerSpec = option(factory=SamplerSpec, help="chooses the groups to train on")
 
 

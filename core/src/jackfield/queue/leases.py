@@ -14,8 +14,8 @@ from jackfield.abc.transfer_queue import KeysRequest
 from jackfield.errors import QueueError, some
 from jackfield.queue.meta import BatchMeta, Lease, Ready, Reuse, SamplerSpec
 from jackfield.queue.records import BatchState, Consumer, Group, Hold, State, Status, Use
-from jackfield.queue.sample_files import leaving
 from jackfield.queue.store import Controller
+from jackfield.queue.values import leaving
 from jackfield.sdk.archive import SavedSample, batches
 
 _FILE_BYTES = 1 << 28  #: bytes of values per file of an archive

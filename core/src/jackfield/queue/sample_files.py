@@ -13,11 +13,11 @@ import math
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
@@ -27,7 +27,8 @@ from jackfield.files import replacing
 from jackfield.queue.meta import Lineage, NewGroup, RolloutReport, group_of
 from jackfield.queue.records import BatchState, Group, Sample, State, Status
 from jackfield.queue.store import STORE_FILE, VALUES_FOLDER, Store, read_checkpoint
-from jackfield.queue.values import Values
+from jackfield.queue.transfer_queue import TransferQueue
+from jackfield.queue.values import Values, leaving
 from jackfield.sdk.archive import (
     BATCH_ROWS,
     SavedSample,
@@ -40,9 +41,6 @@ from jackfield.sdk.archive import (
     write_archive,
 )
 from jackfield.sdk.cells import Cell, ColumnType, dtype_of, join, json_column, offsets_of, rows_of, split
-
-if TYPE_CHECKING:
-    from jackfield.queue.transfer_queue import TransferQueue
 
 _IMPORT = "import"  #: the explorer of imported samples, and the operation that made them
 _SECONDS = 600.0  #: deadline of a wait for room in the queue
@@ -163,22 +161,6 @@ def saved_samples(folder: Path) -> Iterator[SavedSample]:
             yield attrs.evolve(sample, tags={})  # a consumed sample that was not deleted yet
             continue
         yield attrs.evolve(leaving(group, {sample.key: None})[0][0], cells=sample.cells, status=None)
-
-
-def leaving(
-    group: Group, reasons: Mapping[str, str | None], status: str | None = None
-) -> tuple[list[SavedSample], int, Group | None]:
-    """Describe samples of a finished group, or failed or dropped ones, with the size of their values and the group."""
-    uses = {each.name: group.uses[each.name] for each in group.batch.partition.ends() if each.name in group.uses}
-    own: dict[str, Any] = {"batch": group.batch.number, "group": group.name, "task": group.task_id, "cells": {}}
-    own |= {"partition": group.batch.partition.name, "acked_by": sorted(uses)}
-    own["steps"] = sorted({step for use in uses.values() for step in use.steps if step is not None})
-    own["status"] = status or ("trained" if any(use.steps for use in uses.values()) else "retired")
-    samples = []
-    for key, why in reasons.items():
-        tags = {**group.tags, **group.samples[key].tags, **({} if why is None else {"reason": why})}
-        samples.append(SavedSample(key=key, tags=tags, **own))
-    return samples, sum(group.samples[key].bytes for key in reasons), None if status else group
 
 
 def _read_lines(file: Path) -> Iterator[SavedSample]:
