@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -17,9 +18,10 @@ from jackfield.errors import JackfieldError
 from jackfield.queue import effective_acks, read_ledger
 from jackfield_archive.__main__ import main as archive_main
 
-from .conftest import Run
+from .conftest import QUICKSTART, Run
 from .test_kill import DONE, PROMPTS, RUNS, STEPS, Start, moments, start  # noqa: F401, the fixture
 from .test_modes import GRADED
+from .test_served import Roles, commands, roles  # noqa: F401, fixtures
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -204,3 +206,34 @@ def test_rows_that_another_program_wrote_are_learnt(small_run: Run, tmp_path: Pa
     settings = ("schedule.steps=1", "data.groups_per_batch=1", f"data.train={tmp_path / 'rows.parquet'}")
     _, lines = small_run("sft", *settings, file="warmup.yaml")
     assert [1] == [line["samples"] for line in lines if line["kind"] == "step"]
+
+
+def test_a_served_controller_writes_the_archive(small_run: Run, roles: Roles, made: Path, tmp_path: Path) -> None:  # noqa: F811
+    """It is the process that deletes values; that of the run has none of the files open."""
+    folder, archive = tmp_path / "run", tmp_path / "archive"
+    own = (f"model.path={made / 'model'}", f"data.train={made / 'problems'}.jsonl", f"queue.archive={archive}", *SMALL)
+    roles.start(
+        "queue", "queue", "serve", str(QUICKSTART / "grpo.yaml"), f"folder={folder}", "evaluation.every=0", *own
+    )
+    roles.until("the queue is served", of="queue")
+    address = f"queue.address={folder / 'queue' / 'address.json'}"
+    small_run("run", "checkpoint.every=1", address, f"queue.archive={archive}", *SMALL)
+    roles.end_queue()
+    assert 12 == len(check_once(folder, archive, tmp_path / "cache"))
+    assert 3 == len(list(archive.glob("*.parquet")))
+
+
+@pytest.mark.timeout(600)
+def test_a_run_in_a_ray_cluster_writes_the_archive(made: Path, tmp_path: Path, ray_environment: dict[str, str]) -> None:
+    pytest.importorskip("ray")
+    folder, archive = tmp_path / "run", tmp_path / "archive"
+    settings = [
+        f"folder={folder}", f"model.path={made / 'model'}", f"data.train={made / 'problems'}.jsonl",
+        f"queue.archive={archive}", "schedule.steps=2", "checkpoint.every=1", "evaluation.every=0",
+        "observe.progress=false", "observe.curve=false", "observe.tensorboard=false", *SMALL,
+        "cluster={name: ray, threads: 1, ray: {num_cpus: 3, object_store_bytes: 200000000}}",
+    ]  # fmt: skip
+    words = [str(Path(sys.executable).with_name("jackfield")), "run", str(QUICKSTART / "grpo.yaml"), *settings]
+    done = subprocess.run(words, env=ray_environment, capture_output=True, text=True, timeout=500, check=False)
+    assert 0 == done.returncode, done.stderr[-3000:]
+    assert 8 == len(check_once(folder, archive, tmp_path / "cache"))
