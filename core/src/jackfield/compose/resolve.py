@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -14,6 +15,7 @@ from jackfield.algorithms.shaping import Correction
 from jackfield.compose.schedules import check_schedule
 from jackfield.config.sections import RunConfig, WeightsConfig
 from jackfield.plugins import Manifest
+from jackfield.queue.sample_files import is_archive
 
 #: Inputs that an estimator can get from every batch, and those that a run adds if an estimator needs them.
 _ESTIMATOR_INPUTS = {"token_rewards", "response_mask", "group_ids", "rollout_ids", "step_ids", "anchor_ids"}
@@ -126,7 +128,7 @@ def _check(config: RunConfig, resolved: ResolvedAlgorithm, there: Set[str]) -> N
         what = f"advantages {resolved.advantages} compares several rewards, and none are named"
         expected = "names of the reward's metrics; score is the score itself"
         raise config.refusal("algorithm.reward_dimensions", what, expected, code=missing_key)
-    if resolved.pairs and config.data.format.rejected_key is None:
+    if resolved.pairs and config.data.format.rejected_key is None and not is_archive(Path(config.data.train or "")):
         what = f"loss {loss.name} compares two answers, and the data's format names one"
         expected = "the field of the worse answer, beside response_key, that of the better one"
         raise config.refusal("data.format.rejected_key", what, expected, code=missing_key)

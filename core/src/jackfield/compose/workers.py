@@ -36,6 +36,7 @@ from jackfield.runtime.process import ROLLOUT, connect_worker, interface_of, ope
 from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.samples import AdvantageWorker, StepValues
 from jackfield.runtime.workers import AgentWorker, Workers
+from jackfield.sdk.archive import queue_name
 from jackfield.sdk.child import ChildProcess
 from jackfield.sdk.rpc import Address, Connection, Contract, Service
 from jackfield.trainer.role import Role, RunWorkers
@@ -129,11 +130,13 @@ class WorkerFactory:
 
     def queue(self, backend: TransferQueueBackend) -> TransferQueue:
         """Make the queue of the run, with its controller in this process, without starting it."""
-        settings = self.config.queue
+        settings, folder = self.config.queue, Path(self.config.folder) / "queue"
+        archive = settings.archive and checks.archives().Archive(Path(settings.archive), queue_name(str(folder)))
         return TransferQueue(
             backend,
             self.clock,
-            store=Path(self.config.folder) / "queue" / STORE_FILE,
+            store=folder / STORE_FILE,
+            archive=archive,
             durable=settings.durable,
             max_samples=settings.max_samples,
             max_bytes=settings.max_bytes,

@@ -259,7 +259,7 @@ class Groups:
         for group, failed in groups.items():
             for key, reason in failed.items():
                 self.core.fail(key, reason)
-            self.leases.remove(group, list(failed))
+            self.leases.remove(group, failed, "failed")
             lost = sorted(set(range(group.rollouts)) - {sample.rollout for sample in group.samples.values()})
             if group.is_made and not lost:
                 changed.append(group)
@@ -349,7 +349,7 @@ class Groups:
 
     def _retry(self, group: Group, reason: str, counts: bool = True) -> None:
         """Drop a group and retry its index, or fail its batch after too many retries that count."""
-        self.leases.forget(group)
+        self.leases.forget(group, reason)
         group.reasons += [reason] * counts
         group.retry, group.reissue = (group.retry + 1, 0) if counts else (group.retry, group.reissue + 1)
         self.core.record("drop", group=group.name, task_id=group.task_id, reason=reason)

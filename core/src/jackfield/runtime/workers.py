@@ -321,7 +321,7 @@ class AgentWorker:
     async def prompt_ids(self, task: Task, most: int) -> tuple[int, ...]:
         """Return the first ``most`` tokens of a task's prompt, within the prompt's limit."""
         limit = most if self._max_prompt_tokens is None else min(most, self._max_prompt_tokens)
-        return self._tokenizer.encode_chat(task.messages)[:limit]
+        return encode_prompt(self._tokenizer, task, None)[:limit]
 
     async def records(
         self, partition: str, keys: Sequence[str], tags: Sequence[Mapping[str, Any]], *, with_reward: bool
