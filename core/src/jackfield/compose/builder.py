@@ -205,7 +205,7 @@ class RunBuilder:
         """Explore for a trainer elsewhere until it has all batches, or has ended; return the newest version."""
         pool = await self._start_replicas()
         assert pool is not None
-        pool.source = weights = WeightSubscriber(role=self.role, replicas=pool.members)
+        pool.source = weights = WeightSubscriber(role=self.role, pool=pool)
         self.stop.begun = True
         self._run(pool.keep, weights.run)
         who, seconds = "the trainer to say which weights it has", self.role.config.deadlines.batch
@@ -267,7 +267,7 @@ class RunBuilder:
         pool = await self._start_replicas()
         weights: EngineWeights | WeightSubscriber | None = None
         if pool is not None and not role.engines:
-            weights = WeightSubscriber(role=role, replicas=pool.members)  # it keeps those of the model's folder
+            weights = WeightSubscriber(role=role, pool=pool)  # it keeps those of the model's folder
         elif pool is not None or role.name == "train":
             weights = EngineWeights(role=role, engines=self._engines, pool=pool)
         for name in role.engines[1:]:

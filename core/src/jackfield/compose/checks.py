@@ -14,8 +14,10 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import attrs
@@ -33,7 +35,7 @@ from jackfield.plugins import HookManager, Registry
 from jackfield.plugins.interpreters import environment_python, look, resolve_interpreter
 from jackfield.queue import TransferQueue, Values
 from jackfield.queue.meta import register_sampler
-from jackfield.queue.sample_files import ImportedSamples, cell_of, read_samples, saved_samples, shape_of
+from jackfield.queue.sample_files import ImportedSamples, cell_of, is_archive, read_samples, saved_samples, shape_of
 from jackfield.runtime.samples import TRAIN
 from jackfield.sdk.archive import SavedSample
 from jackfield.sdk.jagged import length_limits
@@ -130,6 +132,12 @@ def check_capabilities(config: RunConfig, registry: Registry, role: RoleName = "
     ):
         if needed:
             registry.resolve(config.plugins[kind], kind).usable().require(capability, because)
+    shared = config.cluster.name == "ray" and config.cluster.placement != "separate"
+    if weights.in_turns and (config.cluster.offload or shared):
+        what = "replicas do not serve while the engine has their devices, so they have no turns"
+        raise config.refusal("weights.in_turns", what, "false, or cluster.placement: separate")
+    if weights.in_turns and config.cluster.replicas == 1:
+        registry.resolve(config.rollout.name, "rollout").usable().require("pause", "weights.in_turns is set")
     if served and config.cluster.name != "inline":
         what = "a controller in a process of its own serves runs whose workers are in their own process"
         raise config.refusal("cluster.name", what, "inline", fix="or leave out queue.address and --role")
@@ -200,8 +208,30 @@ def read_tasks(config: RunConfig, algorithm: ResolvedAlgorithm) -> dict[str, Tas
             raise config.refusal(f"data.{which}", what, expected, code="config.missing-key")
         limit = config.evaluation.tasks if which == "eval" else None
         answers = which == "expert" or (which == "train" and config.mode == "offline")
+        if which == "train" and is_archive(Path(file)):
+            tasks[which] = _archived_tasks(config, file, pairs=algorithm.pairs)
+            continue
         tasks[which] = TaskSet(file, config.data.format, limit=limit, answers=answers)
     return tasks
+
+
+def _archived_tasks(config: RunConfig, file: str, *, pairs: bool) -> TaskSet:
+    """Return the groups of an archive as tasks whose answers are tokens."""
+    with TemporaryDirectory() as folder:
+        made = Path(folder, "archive.jsonl")
+        if config.mode != "offline" or not archives().write_tasks(Path(file), made, pairs=pairs):
+            expected = "mode: offline, and for pairs samples of a group with different rewards"
+            raise config.refusal("data.train", "no group of this archive can be learnt from", expected)
+        return TaskSet(made, config.data.format, answers=True)
+
+
+def archives() -> Any:
+    """Return the library jackfield-archive, which is imported where it is used; else ``plugin.requirement``."""
+    try:
+        return import_module("jackfield_archive")
+    except ModuleNotFoundError as error:
+        fix = "pip install jackfield-archive"
+        raise PluginError("an archive needs jackfield-archive", code="plugin.requirement", fix=fix) from error
 
 
 def read_model(config: RunConfig) -> Mapping[str, Any]:
@@ -313,9 +343,9 @@ def _files(config: RunConfig) -> dict[str, str]:
 
 def _read(file: str) -> Iterator[SavedSample]:
     path = Path(file)
-    if path.is_dir():
+    if path.is_dir() and not is_archive(path):
         return (sample for sample in saved_samples(find_queue(path)) if sample.batch is not None)
-    return read_samples(path)
+    return (sample for sample in read_samples(path) if sample.status not in ("failed", "dropped"))
 
 
 def _completed(file: str, name: str) -> Iterator[SavedSample]:

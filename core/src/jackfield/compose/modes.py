@@ -58,12 +58,15 @@ def check_mode(config: RunConfig, role: RoleName = "all") -> None:
 
 def shared_settings(config: RunConfig) -> dict[str, Any]:
     """Return the settings that all explorers of a run share, by path, and digests of its model's description."""
-    exact = _EXACT if config.log_prob_check.on_mismatch == "stop" else ""
-    within = lambda path, names: any(f"{path}.".startswith(f"{name}.") for name in names.split())  # noqa: E731
-    found = {path: each for path, each in flatten(as_plain(config)).items() if within(path, f"{_SHARED} {exact}")}
+    names = f"{_SHARED} {_EXACT if config.log_prob_check.on_mismatch == 'stop' else ''}"
+    found = {path: each for path, each in flatten(as_plain(config)).items() if _within(path, names)}
     files = [Path(config.model.path, name) for name in _DESCRIPTIONS]
     digests = {f"model.path, {file.name}": digest_of(file) for file in files if file.is_file()}
-    return {path: each for path, each in found.items() if not within(path, _OWN)} | digests
+    return {path: each for path, each in found.items() if not _within(path, _OWN)} | digests
+
+
+def _within(path: str, names: str) -> bool:
+    return any(f"{path}.".startswith(f"{name}.") for name in names.split())
 
 
 def check_joins(config: RunConfig, shared: Mapping[str, Any]) -> None:

@@ -45,8 +45,8 @@ _DISK_ERRORS = frozenset({errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, er
 #: change because the contents are compared.
 _FREE = (
     "name folder observe deadlines checkpoint cluster environments checkpoint_engine log_prob_check schedule.steps "
-    "schedule.until evaluation.every profile queue.address queue.durable queue.host queue.max_bytes queue.max_samples "
-    "queue.port queue.rewards transfer_queue data.train data.eval data.expert data.samples"
+    "schedule.until evaluation.every profile queue.address queue.archive queue.durable queue.host queue.max_bytes "
+    "queue.max_samples queue.port queue.rewards transfer_queue data.train data.eval data.expert data.samples"
 )
 
 

@@ -44,7 +44,7 @@ class PluginSection:
 class DataConfig:
     """The task files, and how batches are made from them."""
 
-    train: str | None = option(None, "JSONL file of training tasks")
+    train: str | None = option(None, "JSONL file of training tasks; with mode: offline also an archive")
     eval: str | None = option(None, "JSONL file of held-out tasks")
     format: TaskFormat = option(factory=TaskFormat, help="how records become tasks; by default in GSM8K's format")
     expert: str | None = option(None, "JSONL file of an expert's answers in the same format (token ids: mixing.expert)")
@@ -90,6 +90,7 @@ class WeightsConfig:
     dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn"] | None = option(
         None, "dtype in replicas; float8_e4m3fn: linear layers, a scale per tensor, else bfloat16; null: model.dtype"
     )
+    in_turns: bool = option(False, "update one half of the replicas after the other; new requests go to the others")
 
 
 @attrs.frozen(kw_only=True)
@@ -171,7 +172,7 @@ class MixConfig(Reuse):
     """Mixing: groups of another partition are added to each batch."""
 
     ratio: float = option(help="mixed-in groups per new group", validator=gt(0.0))
-    samples: str = option(help="samples to begin with: a .jsonl or .parquet file, or the folder of a queue or run")
+    samples: str = option(help="samples to begin with: a .jsonl or .parquet file, or folder of a queue, run, archive")
     sampler: SamplerSpec = option(factory=SamplerSpec, help="chooses the groups to train on")
 
 
@@ -185,6 +186,7 @@ class QueueConfig:
     )
     host: str = option("127.0.0.1", "address on which `jackfield queue serve` listens; CURVE is used beyond loopback")
     port: int = option(0, "port on which it listens; 0: any free port", and_(ge(0), le(65535)))
+    archive: str | None = option(None, "folder for Parquet files of all consumed samples; null: they are deleted")
     rewards: Literal["train", "distributed"] = option(
         "train", "where samples are scored; train: in the role train; distributed: in a process with --role reward"
     )
@@ -315,6 +317,11 @@ class RunConfig:
     def seed_of(self, sampling: SamplingParams) -> int:
         """Return the seed for these sampling parameters, which is the run's unless they have one."""
         return self.seed if sampling.seed is None else sampling.seed
+
+    @property
+    def keeps_token_versions(self) -> bool:
+        """Return whether samples have the column ``weight_versions``."""
+        return self.schedule.mode == "async" or self.schedule.partial_rollout
 
     @property
     def engine_temperature(self) -> float:

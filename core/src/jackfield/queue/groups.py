@@ -238,6 +238,8 @@ class Groups:
                 own = {**own, "operation": made.operation, "parents": list(made.parents)}
             group.samples[key] = Sample(report.rollout, own, columns, size)
         self.core.state.count(len(report.keys), sum(report.written.sizes))
+        self.core.metrics["generated/samples"] += len(report.keys)
+        self.core.metrics["generated/response_tokens"] += sum(own.get("response_tokens", 0) for own in tags)
         group.ended[report.rollout] = report.error
         if report.error is not None:
             self.core.fail(f"{group.name}/{report.rollout}", report.error)
@@ -257,7 +259,7 @@ class Groups:
         for group, failed in groups.items():
             for key, reason in failed.items():
                 self.core.fail(key, reason)
-            self.leases.remove(group, list(failed))
+            self.leases.remove(group, failed, "failed")
             lost = sorted(set(range(group.rollouts)) - {sample.rollout for sample in group.samples.values()})
             if group.is_made and not lost:
                 changed.append(group)
@@ -347,7 +349,7 @@ class Groups:
 
     def _retry(self, group: Group, reason: str, counts: bool = True) -> None:
         """Drop a group and retry its index, or fail its batch after too many retries that count."""
-        self.leases.forget(group)
+        self.leases.forget(group, reason)
         group.reasons += [reason] * counts
         group.retry, group.reissue = (group.retry + 1, 0) if counts else (group.retry, group.reissue + 1)
         self.core.record("drop", group=group.name, task_id=group.task_id, reason=reason)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
+from operator import itemgetter
+from typing import Any
 
 import attrs
 
@@ -13,6 +16,10 @@ from jackfield.queue.choices import drawn, in_time
 from jackfield.queue.meta import BatchMeta, Lease, Reuse, SamplerSpec
 from jackfield.queue.records import BatchState, Consumer, Group, Hold, State, Status, Use
 from jackfield.queue.store import Controller
+from jackfield.queue.values import leaving
+from jackfield.sdk.archive import SavedSample, batches
+
+_FILE_BYTES = 1 << 28  #: bytes of values per file of an archive
 
 
 @attrs.define(eq=False)
@@ -20,6 +27,9 @@ class Leases:
     """The part of the queue that tracks readiness, leases and acks of whole groups."""
 
     core: Controller
+    archive: Any = None  #: a ``jackfield_archive.Archive``: finished samples stay until it has them, ``rejected`` too
+    deleting: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)
+    rejected: list[tuple[list[SavedSample], int, Group | None]] = attrs.field(factory=list, init=False)
 
     async def register_consumer(
         self,
@@ -115,7 +125,10 @@ class Leases:
                     found = self._choose(mine, groups, step, fresh)
                 if found is not None:
                     break
+                began, made = self.core.clock.time(), _are_made(mine, batch, groups)
                 await self.core.wait(until, describe)
+                what = f"waits/{consumer}/{'columns' if made else 'rollouts'}"
+                self.core.metrics[what] += self.core.clock.time() - began
         finally:
             mine.awaited.remove(batch)
         mine.epoch += bool(found)
@@ -232,10 +245,21 @@ class Leases:
             self._finish(groups)
 
     async def commit(self, step: int) -> None:
-        """Make all acks up to ``step`` final, once the checkpoint of the weights that contain them is durable."""
-        state = self.core.state
-        state.committed = max(step, state.committed)
-        self.core.record("commit", step=step, keys=self._finish(list(state.groups.values())))
+        """Make all acks up to ``step``, whose checkpoint is durable, final, and archive what is to be deleted."""
+        core = self.core
+        async with self.deleting:
+            core.state.committed = max(step, core.state.committed)
+            done, keys = self._finish(list(core.state.groups.values()))
+            core.record("commit", step=step, keys=keys)
+            coming = [leaving(group, dict.fromkeys(group.samples)) for group in done if self.archive]
+            for part in batches([*coming, *self.rejected], itemgetter(1), _FILE_BYTES):
+                file, keys = await self.archive.write(core.backend, [each for some, *_ in part for each in some])
+                # from here to the next wait, file, ledger and state change together
+                name = self.archive.publish(file, core.store.end, len(core.store.coming) + 1)
+                core.record("archive", file=name, keys=keys)
+                self.consume([group for *_, group in part if group is not None])
+                self.rejected = self.rejected[sum(group is None for *_, group in part) :]  # they come last
+                core.discard(each.key for some, _, group in part if group is None for each in some)
 
     def take_back(self, step: int) -> None:
         """Revoke every ack after ``step``, because the restored weights do not contain it."""
@@ -249,16 +273,17 @@ class Leases:
                     del group.uses[name]
                 self._return(self.core.state.consumers[name], group)
 
-    def _finish(self, groups: Iterable[Group]) -> list[str]:
-        """Delete the published groups that every consumer is done with; return the keys of their samples."""
+    def _finish(self, groups: Iterable[Group]) -> tuple[list[Group], list[str]]:
+        """Return the published groups that every consumer is done with, and their samples; archive or delete them."""
         done = []
         for group in groups:
             consumers = group.batch.partition.consumers if group.status == Status.PUBLISHED else []
             if consumers and all(each.is_done(group, self.core.state.committed) for each in consumers):
                 done.append(group)
         keys = _keys(done)
-        self.consume(done)
-        return keys
+        if self.archive is None:
+            self.consume(done)
+        return done, keys
 
     def consume(self, groups: Sequence[Group]) -> None:
         """Delete groups that every consumer is done with, and batches without groups."""
@@ -307,20 +332,23 @@ class Leases:
         batches = batch.partition.batches.values()
         return starving and batch is next((each for each in batches if not each.is_complete and not each.failure), None)
 
-    def forget(self, group: Group) -> None:
-        """Remove a group's current retry from the queue and from every consumer. Its values are deleted."""
+    def forget(self, group: Group, reason: str | None = None) -> None:
+        """Remove a group's current retry, which was dropped if there is a reason. Its values are deleted."""
         for consumer in group.batch.partition.consumers:
             consumer.usable.pop(group, None)
             consumer.held.pop(group, None)
-        self.remove(group, list(group.samples))
+        self.remove(group, dict.fromkeys(group.samples, reason), "dropped")
         del self.core.state.groups[group.name]
         group.status, group.ended, group.uses = Status.ASSIGNED, {}, {}
         self.core.touch(group)
 
-    def remove(self, group: Group, keys: Sequence[str]) -> None:
-        """Remove samples from their group. Their values are deleted."""
-        self.core.state.count(-len(keys), -sum([group.samples.pop(key).bytes for key in keys]))
-        self.core.discard(keys, group.batch.partition.name)
+    def remove(self, group: Group, reasons: Mapping[str, str | None], status: str) -> None:
+        """Remove samples from their group. Their values are deleted, or archived first if there are reasons."""
+        if self.archive is not None and any(reasons.values()):
+            self.rejected.append(leaving(group, reasons, status))
+        else:
+            self.core.discard(reasons, group.batch.partition.name)
+        self.core.state.count(-len(reasons), -sum([group.samples.pop(key).bytes for key in reasons]))
 
     def _retire_stale(self, consumer: Consumer, step: int | None, fresh: bool) -> None:
         if step is None or consumer.reuse.max_staleness is None:
@@ -340,6 +368,14 @@ class Leases:
         if groups:
             self.core.record("retire", consumer=consumer.name, step=step, keys=_keys(groups))
             self._finish(groups)
+
+
+def _are_made(consumer: Consumer, batch: int | None, count: int | None) -> bool:
+    """Return whether the groups that a lease waits for are made and lack only columns."""
+    batches = [each for number, each in consumer.partition.batches.items() if batch in (None, number)]
+    groups = [group for each in batches for group in each.groups if not consumer.has_had(group)]
+    wanted = count or (len(groups) if batch is not None else 1)
+    return bool(groups) and sum(group.is_made for group in groups) >= wanted
 
 
 def _keys(groups: Iterable[Group]) -> list[str]:

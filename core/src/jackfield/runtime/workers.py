@@ -212,6 +212,7 @@ class AgentWorker:
     #: for samples that copy the data's answers; agents find their limit in their context
     _max_prompt_tokens: int | None = attrs.field(default=None, kw_only=True)
     _vocabulary: int | None = attrs.field(default=None, kw_only=True)  #: the model's number of token ids
+    _versions: bool = attrs.field(default=False, kw_only=True)  #: whether to write the weight version of each token
 
     async def run(self, jobs: Sequence[RolloutJob]) -> AsyncIterator[list[RolloutReport]]:
         """Run rollouts, or copy answers, write their samples to the backend, and yield reports, several at a time.
@@ -241,10 +242,10 @@ class AgentWorker:
         self, job: RolloutJob, group: str, rollout: int, texts: dict[float | None, bytes]
     ) -> _Made | RolloutReport:
         """Run a rollout, or copy answers; return what is to be written, or the report of a failure."""
-        supervised = job.sampling is None and not job.expert
+        how = {"supervised": job.sampling is None and not job.expert, "versions": self._versions}
         try:
             sequences, more = await self._sequences(job, rollout)
-            cells = [sequence_cells(job.task, each, texts, supervised=supervised) for each in sequences]
+            cells = [sequence_cells(job.task, each, texts, **how) for each in sequences]
             tags = tuple([{**sequence_tags(job.task, each, rollout), **more} for each in sequences])
         except JackfieldError as error:
             return job.failed(rollout, error)
@@ -320,7 +321,7 @@ class AgentWorker:
     async def prompt_ids(self, task: Task, most: int) -> tuple[int, ...]:
         """Return the first ``most`` tokens of a task's prompt, within the prompt's limit."""
         limit = most if self._max_prompt_tokens is None else min(most, self._max_prompt_tokens)
-        return self._tokenizer.encode_chat(task.messages)[:limit]
+        return encode_prompt(self._tokenizer, task, None)[:limit]
 
     async def records(
         self, partition: str, keys: Sequence[str], tags: Sequence[Mapping[str, Any]], *, with_reward: bool

@@ -319,7 +319,7 @@ def is_finished(config: RunConfig, checkpoint: Checkpoint | None) -> bool:
     try:
         found = unseal(marker.read_bytes())
         limits = found.get("limits", {"steps": found["steps"]})
-        return checkpoint.step == found["steps"] and limits == config.schedule.limits
+        return bool(checkpoint.step == found["steps"] and limits == config.schedule.limits)
     except (ValueError, KeyError) as error:
         what = "%s is damaged (%s); the run goes on from its newest checkpoint, and writes its model again"
         logging.getLogger("jackfield").warning(what, marker, error)

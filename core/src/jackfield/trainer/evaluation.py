@@ -67,7 +67,7 @@ class Evaluator:
         hooks = self.role.hooks
         hooks.emit(SamplesRecorded(step=version, partition=EVAL, samples=tuple(samples)))
         hooks.emit(EvaluationEnded(step=version, metrics=metrics))
-        return metrics["score"]
+        return float(metrics["score"])
 
     async def _records(self, version: int) -> list[SampleRecord]:
         """Run and score all tasks; return their samples without texts. An error of one task only becomes a tag."""

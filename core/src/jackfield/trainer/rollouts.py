@@ -216,9 +216,9 @@ class _Rollouts:
         # the worker enforces the deadline of each rollout; this one adds slack for the RPC
         seconds = 1.1 * max(job.seconds for job in jobs) + 10
         # an evaluation holds the devices from its beginning to its end
-        holds = generates and not jobs[0].evaluates
+        holds, aside = generates and not jobs[0].evaluates, self.role.config.schedule.partial_rollout
         try:
-            async with self.role.rollout_devices.hold("rollout") if holds else nullcontext():
+            async with self.role.rollout_devices.hold("rollout", steps_aside=aside) if holds else nullcontext():
                 await handle_each(self.role.clock, self.worker.run(jobs), seconds, self._missing, self._report)
         except DeadlineExceeded as error:
             await self._fail([name for name in rollouts if name in self.left], error)

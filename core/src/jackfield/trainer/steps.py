@@ -109,8 +109,8 @@ class StepSource:
         if schedule.is_async:
             batch = await self._lease_any(step)
         elif self.role.config.mode == "train":
-            groups = self.role.config.data.groups_per_batch
-            batch = await queue.lease(CONSUMER, groups, step=step.number, deadline_seconds=seconds)
+            most = self.role.config.data.groups_per_batch
+            batch = await queue.lease(CONSUMER, most, step=step.number, deadline_seconds=seconds)
         else:
             consumer, groups = (FORWARD, None) if index is None else (CONSUMER, step.sizes[index])
             batch = await queue.lease(consumer, groups, batch=step.number, deadline_seconds=seconds)

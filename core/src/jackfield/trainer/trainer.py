@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from math import inf, isfinite
@@ -253,7 +254,8 @@ class Trainer:
             await role.queue.ack(part, step=step.number, mini_batch=number if len(step.parts) > 1 else None)
         self.limits.count(done, step.batch.tags, role.clock.time() - step.started)
         self.limits.check(done, {"reward": step.metrics.get("reward/mean", -inf)})
-        hooks.emit(StepEnded(step=done, metrics={**step.metrics, **self._measured(step)}))
+        passed = await role.queue.drain_metrics()
+        hooks.emit(StepEnded(step=done, metrics={**step.metrics, **passed, **self._measured(step)}))
         await self.report_failures()
         if shown := role.config.observe.samples_per_step:
             chosen = step.batch.select(step.batch.by_partition()[TRAIN][:shown])
@@ -349,8 +351,9 @@ class Trainer:
         if self.role.explores:
             retries = {group: each["retry"] for group, each in zip(step.batch.groups, tags, strict=True)}
             measured["groups/retries"] = float(sum(retries.values()))
-        if versions := [each["weight_version_min"] for each in tags if "weight_version_min" in each]:
-            measured["staleness/max"] = float(max(step.number - min(versions), 0))
+        if ages := [max(step.number - each["weight_version_min"], 0) for each in tags if "weight_version_min" in each]:
+            measured |= {"staleness/max": float(max(ages)), "staleness/mean": sum(ages) / len(ages)}
+            measured |= {f"staleness/samples/{age}": float(count) for age, count in sorted(Counter(ages).items())}
         for lease, each in zip(step.batch.leases, tags, strict=True):
             is_new = each["batch"] == step.number or self.role.config.mode == "train"
             if lease.partition != TRAIN or not is_new:  # it is replayed or mixed in
