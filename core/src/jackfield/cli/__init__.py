@@ -6,12 +6,13 @@ Exit codes: 0 success; 1 a Jackfield error, printed on stderr (with ``--json``: 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import click
 
 from jackfield import __version__
-from jackfield.cli.commands import algorithms, checkpoint, config, env, plugins, replicas, report, run
+from jackfield.cli.commands import LazyGroup, algorithms, checkpoint, config, env, plugins, replicas, report, run
 from jackfield.cli.queue import queue
 from jackfield.errors import JackfieldError, RunError
 from jackfield.imports import own_process
@@ -19,8 +20,12 @@ from jackfield.imports import own_process
 __all__ = ["main"]
 
 
-class MainGroup(click.Group):
+class MainGroup(LazyGroup):
     """A click group that prints errors as text or JSON."""
+
+    lazy: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "bench": ("jackfield_bench.command", "Evaluate checkpoints on sets of held-out tasks; name the best.")
+    }
 
     def invoke(self, ctx: click.Context) -> Any:
         own_process()

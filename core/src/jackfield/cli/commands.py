@@ -12,7 +12,7 @@ from asyncio import CancelledError
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 
 import click
 
@@ -25,29 +25,25 @@ _part_option = click.option("--kind", type=click.Choice(_PARTS), help="Only comp
 _KINDS = ("engine", "rollout", "agent", "reward", "transfer_queue", "checkpoint_engine")
 kind_option = click.option("--kind", type=click.Choice(_KINDS), help="Only plugins of this kind.")
 _JSON = "jackfield.json"
-#: The commands of ``jackfield plugins``. All but the first are in jackfield-conformance.
-_PLUGIN_COMMANDS = {
-    "list": "List installed plugins, without importing them.",
-    "doctor": "Try plugins where they will run; print what to fix.",
-    "check": "Check that a plugin keeps its contract.",
-    "new": "Write a new plugin: a small one that works.",
-}
 
 
-class PluginGroup(click.Group):
-    """A click group that takes the commands for plugin authors from jackfield-conformance."""
+class LazyGroup(click.Group):
+    """A click group with commands of other packages, which are imported when they are used."""
+
+    lazy: ClassVar[Mapping[str, tuple[str, str]]] = {}  #: module and help of such commands
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_PLUGIN_COMMANDS)
+        return sorted({*self.commands, *self.lazy})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in _PLUGIN_COMMANDS and cmd_name not in self.commands:
+        if cmd_name in self.lazy and cmd_name not in self.commands:
+            package = (name := self.lazy[cmd_name][0]).partition(".")[0]
             try:
-                module = importlib.import_module("jackfield_conformance.commands")
+                module = importlib.import_module(name)
             except ModuleNotFoundError as error:
-                if error.name != "jackfield_conformance":
+                if error.name != package:
                     raise
-                needed, fix = "jackfield-conformance", f"{sys.executable} -m pip install jackfield-conformance"
+                needed, fix = (dist := package.replace("_", "-")), f"{sys.executable} -m pip install {dist}"
                 details = {"where": sys.executable, "expected": needed, "found": "not installed", "fix": fix}
                 report(ctx, PluginError(f"{ctx.command_path} {cmd_name} needs {needed}", **details), exit_code=2)
             self.add_command(getattr(module, cmd_name))
@@ -55,8 +51,20 @@ class PluginGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing them."""
+        helps = {name: help for name, (_, help) in self.lazy.items()}
+        helps |= {name: command.get_short_help_str(formatter.width) for name, command in self.commands.items()}
         with formatter.section("Commands"):
-            formatter.write_dl(list(_PLUGIN_COMMANDS.items()))
+            formatter.write_dl(sorted(helps.items()))
+
+
+class PluginGroup(LazyGroup):
+    """The group ``jackfield plugins``, whose commands for plugin authors are in jackfield-conformance."""
+
+    lazy: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "doctor": ("jackfield_conformance.commands", "Try plugins where they will run; print what to fix."),
+        "check": ("jackfield_conformance.commands", "Check that a plugin keeps its contract."),
+        "new": ("jackfield_conformance.commands", "Write a new plugin: a small one that works."),
+    }
 
 
 def report(ctx: click.Context, error: Exception, *, exit_code: int = 1) -> NoReturn:

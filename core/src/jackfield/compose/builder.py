@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import attrs
 import psutil
@@ -32,6 +32,9 @@ from jackfield.trainer.trainer import Trainer
 from jackfield.trainer.weights import EngineWeights, WeightSubscriber
 
 T = TypeVar("T")
+
+#: What the role bench does with a trainer that has not begun; it returns the number of evaluations.
+Bench: TypeAlias = Callable[[Trainer], Awaitable[int]]
 
 _WORKING = 0.8  #: share of the grace period for reaching a boundary; the rest is for closing
 _STARTING_SECONDS = 2.0  #: grace period of a run that is still starting and has nothing to save
@@ -118,6 +121,7 @@ class RunBuilder:
     stop: Stop
     factory: WorkerFactory
     make_workers: Callable[[Role, AsyncExitStack, OpenQueue], Awaitable[RunWorkers]]
+    bench: Bench | None = None  #: what the role bench does
     stack: AsyncExitStack = attrs.field(init=False)  #: closes what was started, in reverse order
     _loops: asyncio.TaskGroup = attrs.field(init=False)
     _background: list[asyncio.Task[None]] = attrs.field(init=False, factory=list)
@@ -138,6 +142,9 @@ class RunBuilder:
                 role.train_devices = DeviceLease(role.clock, config.deadlines.batch)
             if role.trains:
                 count = await self._train(checkpoint)
+            elif self.bench is not None:
+                self.stop.begun = True
+                count = await self.bench(await self._trainer())
             else:
                 count = await (self._explore() if role.name == "explore" else self._reward())
             self._finished = not role.trains or count == config.schedule.steps
@@ -171,8 +178,6 @@ class RunBuilder:
         role, config, folder = self.role, self.role.config, Path(self.role.config.folder)
         trainer = await self._trainer()
         self.stack.push_async_callback(trainer.report_failures)  # also those that end the run
-        if role.workers.watch is not None:
-            self._run(role.workers.watch)
         mixed = mixed_samples(config.mixing, role.queue, Values(role.workers.backend))
         first_step = await trainer.begin(checkpoint, mixed)
         await self._open_control()
@@ -264,6 +269,8 @@ class RunBuilder:
             await self._load(name)
         sync = None if weights is None else weights.sync
         trainer = Trainer(role=role, stop=self.stop.requested, sync=sync, **self._engines)
+        if role.workers.watch is not None:
+            self._run(role.workers.watch)
         if pool is not None:
             pool.source = weights
             self._run(pool.keep)
