@@ -1,8 +1,4 @@
-"""Metrics of evaluations with several rollouts per task, from their scores.
-
-A metric has a value for each task. Its mean has a 95 % confidence interval over tasks, which are independent of each
-other, unlike rollouts of one task (Miller, "Adding Error Bars to Evals", 2024, sections 2.1 and 2.2).
-"""
+"""Metrics of evaluations with several rollouts per task: tasks are independent, rollouts of one are not."""
 
 from __future__ import annotations
 
@@ -11,8 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
-#: Series of the 0.975 quantile of Student's t in the inverse degrees of freedom, from 4 on 0.03 % off (Abramowitz and
-#: Stegun, "Handbook of Mathematical Functions", 26.7.5).
+#: Series of Student's 0.975 quantile in inverse degrees of freedom (Abramowitz and Stegun, 26.7.5; 0.03 % off for 4).
 _T = (1.959963984540054, 2.3722712302985607, 2.8224986157396086, 2.555849679507719, 1.5895340533938196)
 
 
@@ -27,20 +22,20 @@ def best_of(scores: Sequence[float], k: int) -> float:
     return rising[-1] - math.fsum(steps)
 
 
-def majority(scores: Sequence[float], answers: Sequence[str | None]) -> float:
+def majority(rollouts: Sequence[tuple[float, str | None]]) -> float:
     """Return the mean score of the most frequent answer, or the mean over several of them.
 
-    Rollouts without an answer (None) do not vote. If no rollout has one, return the mean of all scores.
+    Rollouts without an answer (None) do not vote; if none has one, return the mean of all scores.
     """
-    votes, pairs = Counter(filter(None.__ne__, answers)), list(zip(scores, answers, strict=True))
+    votes = Counter(answer for _, answer in rollouts if answer is not None)
     chosen = [answer for answer, count in votes.items() if count == max(votes.values())] or [None]
-    return fmean(fmean(score for score, answer in pairs if answer == each) for each in chosen)
+    return fmean(fmean(score for score, answer in rollouts if answer == each) for each in chosen)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95 % confidence interval of the mean of 5 or more values by Student's t.
+    """Return the 95 % confidence interval of the mean by Student's t; None for fewer than 5 values, or equal ones.
 
-    Return None for fewer values, and for equal ones, which do not show how much values vary.
+    Values are of tasks (Miller, "Adding Error Bars to Evals", 2024, sections 2.1 and 2.2).
     """
     if len(values) < 5 or min(values) == max(values):
         return None
@@ -50,24 +45,22 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def metrics_of_tasks(
-    tasks: Sequence[Sequence[tuple[float, str | None]]], rollouts: int, success: float
+    tasks: Sequence[Sequence[tuple[float, str | None]]], most: int, success: float
 ) -> dict[str, float]:
-    """Return metrics ``NAME@k``, with intervals ``NAME@k/low`` and ``/high``, of tasks' rollouts (score and answer).
+    """Return metrics ``NAME@k`` with ``/low`` and ``/high`` of each task's rollouts (score and answer), at ``most`` k.
 
-    ``mean`` and ``maj`` are of all rollouts; ``best``, ``worst`` and ``pass`` (that one of ``k`` rollouts scores at
-    least ``success``) of 1, 2, 4, … and all. Tasks with fewer than ``k`` scores are left out.
+    ``mean`` and ``maj`` are of all rollouts; ``pass`` (one of ``k`` rollouts scores at least ``success``) is for 1, 2,
+    4, … and all, ``best`` and ``worst`` from 2 on. Tasks with fewer than ``k`` scores are left out.
     """
     values: dict[str, list[float]] = {}
-    for scores, answers in (zip(*task, strict=True) for task in tasks if task):
-        own = {f"mean@{rollouts}": fmean(scores), f"maj@{rollouts}": majority(scores, answers)}
-        for k in sorted({1 << power for power in range(rollouts.bit_length())} | {rollouts}):
-            if k <= len(scores):
-                own |= {f"best@{k}": best_of(scores, k), f"worst@{k}": -best_of([-each for each in scores], k)}
-                own[f"pass@{k}"] = best_of([float(each >= success) for each in scores], k)
-        for name, value in own.items():
-            values.setdefault(name, []).append(value)
-    found = {name: fmean(each) for name, each in values.items()}
-    for name, (low, high) in ((name, ends) for name, each in values.items() if (ends := interval(each))):
-        ends = (max(low, 0.0), min(high, 1.0)) if name.startswith("pass@") else (low, high)
-        found |= dict(zip((f"{name}/low", f"{name}/high"), ends, strict=True))
-    return found
+    for task in filter(None, tasks):
+        scores, own = [score for score, _ in task], {f"maj@{most}": majority(task)}
+        own[f"mean@{most}"], passed = fmean(scores), [float(score >= success) for score in scores]
+        for k in (each for each in {1 << power for power in range(most.bit_length())} | {most} if each <= len(task)):
+            own |= {f"best@{k}": best_of(scores, k), f"worst@{k}": -best_of([-score for score in scores], k)}
+            own[f"pass@{k}"] = best_of(passed, k)
+        for name in own.keys() - {"maj@1", "best@1", "worst@1"}:  # which are the mean
+            values.setdefault(name, []).append(own[name])
+    ends = {name: each for name in sorted(values) if (each := interval(values[name]))}
+    bounds = {f"{name}/{end}": each[end == "high"] for name, each in ends.items() for end in ("low", "high")}
+    return {name: fmean(values[name]) for name in sorted(values)} | bounds

@@ -6,8 +6,7 @@ Exit codes: 0 success; 1 a Jackfield error, printed on stderr (with ``--json``: 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import click
 
@@ -22,10 +21,6 @@ __all__ = ["main"]
 
 class MainGroup(LazyGroup):
     """A click group that prints errors as text or JSON."""
-
-    lazy: ClassVar[Mapping[str, tuple[str, str]]] = {
-        "bench": ("jackfield_bench.command", "Evaluate checkpoints on sets of held-out tasks; name the best.")
-    }
 
     def invoke(self, ctx: click.Context) -> Any:
         own_process()
@@ -43,6 +38,12 @@ class MainGroup(LazyGroup):
             ctx.exit(130)
 
 
+#: The commands of ``jackfield plugins`` that are in jackfield-conformance.
+_PLUGIN_COMMANDS = {
+    "doctor": "Try plugins where they will run; print what to fix.",
+    "check": "Check that a plugin keeps its contract.",
+    "new": "Write a new plugin: a small one that works.",
+}
 _COMMANDS = [run, replicas, checkpoint, queue, config, plugins, env, algorithms]
 
 
@@ -50,3 +51,7 @@ _COMMANDS = [run, replicas, checkpoint, queue, config, plugins, env, algorithms]
 @click.version_option(__version__, prog_name="jackfield")
 def main() -> None:
     """Reinforcement-learning post-training of language models, built from plugins."""
+
+
+main.module, main.lazy = "jackfield_bench.command", {"bench": "Evaluate checkpoints on sets of held-out tasks."}
+plugins.module, plugins.lazy = "jackfield_conformance.commands", _PLUGIN_COMMANDS

@@ -12,7 +12,7 @@ from asyncio import CancelledError
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import click
 
@@ -28,18 +28,19 @@ _JSON = "jackfield.json"
 
 
 class LazyGroup(click.Group):
-    """A click group with commands of other packages, which are imported when they are used."""
+    """A click group with commands in the module of another package, which is imported when they are used."""
 
-    lazy: ClassVar[Mapping[str, tuple[str, str]]] = {}  #: module and help of such commands
+    lazy: Mapping[str, str]  #: help by command
+    module: str
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*self.commands, *self.lazy})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in self.lazy and cmd_name not in self.commands:
-            package = (name := self.lazy[cmd_name][0]).partition(".")[0]
+            package = self.module.partition(".")[0]
             try:
-                module = importlib.import_module(name)
+                module = importlib.import_module(self.module)
             except ModuleNotFoundError as error:
                 if error.name != package:
                     raise
@@ -51,20 +52,9 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing them."""
-        helps = {name: help for name, (_, help) in self.lazy.items()}
-        helps |= {name: command.get_short_help_str(formatter.width) for name, command in self.commands.items()}
+        own = {name: command.get_short_help_str(formatter.width) for name, command in self.commands.items()}
         with formatter.section("Commands"):
-            formatter.write_dl(sorted(helps.items()))
-
-
-class PluginGroup(LazyGroup):
-    """The group ``jackfield plugins``, whose commands for plugin authors are in jackfield-conformance."""
-
-    lazy: ClassVar[Mapping[str, tuple[str, str]]] = {
-        "doctor": ("jackfield_conformance.commands", "Try plugins where they will run; print what to fix."),
-        "check": ("jackfield_conformance.commands", "Check that a plugin keeps its contract."),
-        "new": ("jackfield_conformance.commands", "Write a new plugin: a small one that works."),
-    }
+            formatter.write_dl(sorted({**self.lazy, **own}.items()))
 
 
 def report(ctx: click.Context, error: Exception, *, exit_code: int = 1) -> NoReturn:
@@ -376,7 +366,7 @@ def _described(kind: str | None) -> list[dict[str, Any]]:
     return [describe(part(one, name)) for one in _PARTS if kind in (None, one) for name in names(one)]
 
 
-@click.group(cls=PluginGroup)
+@click.group(cls=LazyGroup)
 def plugins() -> None:
     """List, check and create plugins."""
 

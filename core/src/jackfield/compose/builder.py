@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import attrs
 import psutil
@@ -32,9 +32,6 @@ from jackfield.trainer.trainer import Trainer
 from jackfield.trainer.weights import EngineWeights, WeightSubscriber
 
 T = TypeVar("T")
-
-#: What the role bench does with a trainer that has not begun; it returns the number of evaluations.
-Bench: TypeAlias = Callable[[Trainer], Awaitable[int]]
 
 _WORKING = 0.8  #: share of the grace period for reaching a boundary; the rest is for closing
 _STARTING_SECONDS = 2.0  #: grace period of a run that is still starting and has nothing to save
@@ -121,7 +118,6 @@ class RunBuilder:
     stop: Stop
     factory: WorkerFactory
     make_workers: Callable[[Role, AsyncExitStack, OpenQueue], Awaitable[RunWorkers]]
-    bench: Bench | None = None  #: what the role bench does
     stack: AsyncExitStack = attrs.field(init=False)  #: closes what was started, in reverse order
     _loops: asyncio.TaskGroup = attrs.field(init=False)
     _background: list[asyncio.Task[None]] = attrs.field(init=False, factory=list)
@@ -141,10 +137,7 @@ class RunBuilder:
             if not role.workers.shares_devices:
                 role.train_devices = DeviceLease(role.clock, config.deadlines.batch)
             if role.trains:
-                count = await self._train(checkpoint)
-            elif self.bench is not None:
-                self.stop.begun = True
-                count = await self.bench(await self._trainer())
+                count = await self.train(checkpoint)
             else:
                 count = await (self._explore() if role.name == "explore" else self._reward())
             self._finished = not role.trains or count == config.schedule.steps
@@ -173,10 +166,10 @@ class RunBuilder:
         """Start background loops that run until the role ends. An error of a loop ends the role."""
         self._background += [self._loops.create_task(loop()) for loop in loops]
 
-    async def _train(self, checkpoint: Checkpoint | None) -> int:
+    async def train(self, checkpoint: Checkpoint | None) -> int:
         """Train until the schedule ends or a stop is requested; return the completed steps."""
         role, config, folder = self.role, self.role.config, Path(self.role.config.folder)
-        trainer = await self._trainer()
+        trainer = await self.trainer()
         self.stack.push_async_callback(trainer.report_failures)  # also those that end the run
         mixed = mixed_samples(config.mixing, role.queue, Values(role.workers.backend))
         first_step = await trainer.begin(checkpoint, mixed)
@@ -257,7 +250,7 @@ class RunBuilder:
             control = serve_control(Path(config.folder), self._pool, self.role.clock, silence, port)
             await self.stack.enter_async_context(control)
 
-    async def _trainer(self) -> Trainer:
+    async def trainer(self) -> Trainer:
         """Build the trainer with engines, replicas and their weights."""
         role = self.role
         await self._load("actor")

@@ -59,7 +59,7 @@ def prepare(config: RunConfig, registry: Registry, hooks: Sequence[object], role
         registry.load(kind, local[kind])
     manager = hooks_of(config, registry, hooks)
     algorithm = resolve_algorithm(config, registry.resolve(config.rollout.name, "rollout").usable())
-    tasks = read_tasks(config, algorithm, role)
+    tasks = read_tasks(config, algorithm)
     prompt_limit(config)
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a log cannot show them
@@ -125,7 +125,7 @@ def check_capabilities(config: RunConfig, registry: Registry, role: RoleName = "
         (float8, "rollout", "weights_float8", "weights.dtype is float8_e4m3fn"),
         (delta, "checkpoint_engine", "delta", "weights.kind is delta"),
         (delta, "rollout", "weights_delta", "weights.kind is delta"),
-        (role not in ("all", "bench"), "checkpoint_engine", "retains_weights", "explorers come and go (--role)"),
+        (role != "all", "checkpoint_engine", "retains_weights", "explorers come and go (--role)"),
     ):
         if needed:
             registry.resolve(config.plugins[kind], kind).usable().require(capability, because)
@@ -183,26 +183,25 @@ def interpreters(config: RunConfig, registry: Registry) -> dict[str, str]:
 # -- tasks, model and tokenizer
 
 
-def read_tasks(config: RunConfig, algorithm: ResolvedAlgorithm, role: RoleName) -> dict[str, TaskSet]:
-    """Open the task files of the run: train, eval and ``eval-SET``, and expert, those that are used.
+def read_tasks(config: RunConfig, algorithm: ResolvedAlgorithm) -> dict[str, TaskSet]:
+    """Open the task files of the run: train, and expert, eval and other sets of the evaluation if they are used.
 
     Raise ``config.missing-key`` if no file is configured, or an error of the data with file and line.
     """
-    tasks, data, settings = {}, config.data, config.evaluation
-    evaluates = settings.every and (data.eval or not settings.sets)
-    for which, wanted in {"train": role != "bench", "eval": evaluates, "expert": algorithm.experts}.items():
+    tasks, sets = {}, config.evaluation.sets if config.evaluation.every else {}
+    evaluates = config.evaluation.every and (config.data.eval or not sets)
+    for which, wanted in {"train": True, "eval": evaluates, "expert": algorithm.experts}.items():
         if not wanted:
             continue
-        file: str | None = getattr(data, which)
+        file: str | None = getattr(config.data, which)
         if file is None:
             what, expected = f"no {which} data is given", "the path of a JSONL file"
             raise config.refusal(f"data.{which}", what, expected, code="config.missing-key")
-        limit = settings.tasks if which == "eval" else None
+        limit = config.evaluation.tasks if which == "eval" else None
         answers = which == "expert" or (which == "train" and config.mode == "offline")
-        tasks[which] = TaskSet(file, data.format, limit=limit, answers=answers)
-    for name, each in settings.sets.items() if settings.every else ():
-        tasks[f"eval-{name}"] = TaskSet(each.file, each.format or data.format, limit=each.tasks)
-    return tasks
+        tasks[which] = TaskSet(file, config.data.format, limit=limit, answers=answers)
+    own = config.data.format
+    return tasks | {name: TaskSet(one.file, one.format or own, limit=one.tasks) for name, one in sets.items()}
 
 
 def read_model(config: RunConfig) -> Mapping[str, Any]:

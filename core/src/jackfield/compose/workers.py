@@ -360,7 +360,7 @@ def load_plugins(worker: Worker, registry: Registry) -> None:
     here = [each.manifest for each in registry.records() if each.manifest and each.name == chosen[each.kind]]
     HookManager([], here).call("register_parts", register=register_any)
     if worker.kind == "agent" and worker.number == 0 and worker.algorithm is not None:
-        check_tokens(config, read_tasks(config, worker.algorithm, "all" if config.data.train else "bench"))
+        check_tokens(config, read_tasks(config, worker.algorithm))
 
 
 def _served(*targets: Any) -> dict[str, Service]:

@@ -14,10 +14,6 @@ from jackfield.errors import ConfigError
 from jackfield.settings import option
 
 
-def _is_pattern(_: object, __: object, value: str) -> None:
-    re.compile(value)
-
-
 @attrs.frozen(kw_only=True)
 class EvaluationSampling(SamplingParams):
     """Sampling parameters of evaluation responses, greedy by default."""
@@ -27,28 +23,27 @@ class EvaluationSampling(SamplingParams):
 
 @attrs.frozen(kw_only=True)
 class SetSettings:
-    """How one set of held-out tasks is evaluated."""
+    """The evaluation of one set of held-out tasks. Several greedy rollouts of a task are refused."""
 
     tasks: int | None = option(None, "use the first n held-out tasks; null: all", gt(0))
-    rollouts: int = option(1, "rollouts per task; several need a temperature above 0", gt(0))
+    rollouts: int = option(1, "rollouts per task; more than 1 need a temperature above 0", gt(0))
     sampling: EvaluationSampling = option(factory=EvaluationSampling, help="sampling parameters")
     success: float = option(1.0, "score from which a rollout passes, for pass@k")
-    answer: str | None = option(
-        None, "pattern of the answer that votes (maj@k): its last match's first group, or all; null: all", _is_pattern
+    answer: str = option(
+        "(?s).+",
+        "pattern of the answer that votes for maj@k: the first group, or all, of its last match; default: the response",
+        lambda _, __, value: re.compile(value),
     )
 
     def __attrs_post_init__(self) -> None:
-        """Refuse several greedy rollouts of a task, which would be equal."""
         if self.rollouts > 1 and self.sampling.temperature == 0:
-            what, expected = "greedy rollouts of a task are equal", "above 0, or one rollout per task"
-            raise ConfigError(
-                what, where="sampling.temperature", expected=expected, found=f"0, rollouts: {self.rollouts}"
-            )
+            where, found = "sampling.temperature of an evaluation", f"0, rollouts: {self.rollouts}"
+            raise ConfigError("greedy rollouts of a task are equal", where=where, expected="above 0", found=found)
 
 
 @attrs.frozen(kw_only=True)
 class EvaluationSet(SetSettings):
-    """A further set of held-out tasks, with its own settings."""
+    """A further set of held-out tasks with its own settings."""
 
     file: str = option(help="JSONL file of held-out tasks")
     format: TaskFormat | None = option(None, "how records become tasks; null: as data.format says")
@@ -56,11 +51,11 @@ class EvaluationSet(SetSettings):
 
 @attrs.frozen(kw_only=True)
 class EvaluationConfig(SetSettings):
-    """Evaluation on held-out tasks. The settings but ``every`` and ``sets`` are those of the set of ``data.eval``."""
+    """Evaluation on held-out tasks. Other settings than ``every`` and ``sets`` are those of the set ``data.eval``."""
 
     every: int = option(0, "evaluate every n steps (at the next weight sync) and at both ends; 0: never", ge(0))
     sets: Mapping[str, EvaluationSet] = option(
         factory=dict,
-        help="further sets by name, each with its file, format and settings; eval is the set of data.eval",
-        validator=deep_mapping(matches_re(r"(?!eval$)[\w-]+"), instance_of(EvaluationSet)),
+        help="further sets by name, each with file, format, tasks, rollouts, sampling, success, answer",
+        validator=deep_mapping(matches_re(r"(?!(eval|expert|failed|human|train)$)[\w-]+"), instance_of(EvaluationSet)),
     )

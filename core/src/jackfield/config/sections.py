@@ -342,7 +342,7 @@ class RunConfig:
         Refuse roles that cannot share the run, or must share it.
         """
         distributed = self.queue.rewards == "distributed"
-        if role in ("all", "bench"):
+        if role == "all":
             if distributed:
                 what = "in a run in one process, that process scores the samples"
                 raise self.refusal("queue.rewards", what, "train, or each role launched with --role")

@@ -147,8 +147,7 @@ class EngineRank:
 
     async def load(self, folder: str, model_only: bool = False) -> None:
         """Read a native checkpoint, or its model only."""
-        request = LoadCheckpointRequest(folder=folder, model_only=model_only)
-        await self._in_thread(self._engine.load_checkpoint, request)
+        await self._in_thread(self._engine.load_checkpoint, LoadCheckpointRequest(folder=folder, model_only=model_only))
 
     async def to(self, device: str) -> None:
         """Move everything to ``device``."""

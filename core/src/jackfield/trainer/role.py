@@ -27,7 +27,7 @@ from jackfield.runtime.workers import AgentWorker, Workers, is_lost, resubmitted
 WEIGHTS, FINISHED = "weights", "finished"  #: topics of the queue: the newest weights, and the end of the last step
 
 #: The part of a run that this process executes.
-RoleName: TypeAlias = Literal["all", "train", "explore", "reward", "bench"]
+RoleName: TypeAlias = Literal["all", "train", "explore", "reward"]
 
 
 @attrs.frozen(kw_only=True)
@@ -148,12 +148,10 @@ class Role:
         """Derive what the role does from its configuration, and create the counters."""
         config, algorithm = self.config, self.algorithm
         self.explores, self.trains = config.mode == "online", self.name in ("all", "train")
-        self.evaluates = self.name == "bench" or (self.trains and bool(config.evaluation.every))
+        self.evaluates = self.trains and bool(config.evaluation.every)
         self.generates = self.evaluates or (self.explores and self.name in ("all", "explore"))
         scores = self.name == "reward" or (self.trains and config.queue.rewards == "train")
         self.scores = self.explores and scores
-        if self.name == "bench":
-            self.engines = ("actor",)
         if self.trains:
             models = {"reference": algorithm.reference and config.model.lora is None, "critic": algorithm.critic}
             self.engines = ("actor", *(name for name, wanted in models.items() if wanted))

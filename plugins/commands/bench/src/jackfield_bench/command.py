@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from asyncio import CancelledError
+from functools import partial
 from pathlib import Path
 
 import click
@@ -45,7 +46,7 @@ def bench(
     from jackfield.plugins import discover
     from jackfield_bench.models import choose_models
     from jackfield_bench.tables import summary, text_table
-    from jackfield_bench.work import Work, bench_config
+    from jackfield_bench.work import BenchBuilder, Work, bench_config
 
     config, registry = load_config(file, overrides), discover()
     models = choose_models(config, checkpoint, everything=everything, newest=newest, base=base)
@@ -59,7 +60,7 @@ def bench(
             with stop.listening():
                 from jackfield import compose
 
-                compose.run(own, role="bench", registry=registry, stop=stop, bench=work)
+                compose.run(own, registry=registry, stop=stop, builder=partial(BenchBuilder, work=work))
         except CancelledError:
             if stop.code is None:
                 raise

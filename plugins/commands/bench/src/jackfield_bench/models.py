@@ -9,9 +9,10 @@ import attrs
 import xxhash
 
 from jackfield.config import RunConfig
-from jackfield.errors import EngineError, RunError
+from jackfield.errors import ConfigError, EngineError, RunError
 from jackfield.trainer.checkpoint import CheckpointStore, open_checkpoint
 
+BASE = "base"  #: name of the model that a run begins with
 _ADAPTER = "adapter_config.json"
 
 
@@ -35,9 +36,14 @@ def choose_models(
     taken. Without it, ``everything``, the ``newest`` checkpoints or, if no model is chosen, the newest one are taken
     from the run of the configuration. ``base`` puts the run's base model first.
     """
-    models = [huggingface_model(Path(config.model.path), "base")] if base else []
+    models = [huggingface_model(Path(config.model.path), BASE)] if base else []
+    if path is not None and (path / "manifest.json").is_file():
+        return [*models, checkpoint_model(path)]
     if path is not None and not (path / "checkpoints").is_dir():
-        return [*models, checkpoint_model(path) if (path / "manifest.json").is_file() else huggingface_model(path)]
+        if base:
+            what, expected = "a model's folder is evaluated alone", "--checkpoint with a checkpoint of the run"
+            raise ConfigError(what, where="--base", expected=expected, found=path, fix="leave out --base")
+        return [huggingface_model(path)]
     folders = list(CheckpointStore((path or Path(config.folder)) / "checkpoints").folders().values())
     if not (everything or newest or path) and base:
         return models

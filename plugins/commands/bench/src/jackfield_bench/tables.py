@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -31,7 +32,8 @@ _SAMPLES = pyarrow.schema(
         "metrics": pyarrow.string(),
     }
 )
-_SHOWN = ("mean", "maj", "best", "worst", "pass")  #: metrics in the order of a table's columns
+_OF_ALL = ("mean", "maj", "best", "worst")  #: metrics of all rollouts, in the order of a table's columns
+_PASS = re.compile(r"pass@\d+")
 
 
 def write_samples(file: Path, model: Model, name: str, samples: Sequence[SampleRecord]) -> None:
@@ -73,20 +75,20 @@ def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def text_table(results: Sequence[Mapping[str, Any]]) -> str:
-    """Return the results as lines of text: a row for each model and set, and the best model."""
-    found = summary(results)
-    names = {
-        name for each in results for name in each["metrics"] if "@" in name and not name.endswith(("/low", "/high"))
-    }
-    largest = {each["rollouts"] for each in results}
-    kept = [name for name in names if name.startswith("pass@") or int(name.partition("@")[2]) in largest]
-    columns = sorted(kept, key=lambda name: (_SHOWN.index(name.partition("@")[0]), int(name.partition("@")[2])))
-    rows = [["MODEL", "SET", "TASKS", "FAILED", *columns]]
+    """Return the results as lines of text: a row for each model and set, and the best model.
+
+    ``@K`` is of all rollouts, ``K`` of them per task.
+    """
+    found, draws = summary(results), {name for each in results for name in each["metrics"] if _PASS.fullmatch(name)}
+    passes = sorted(draws, key=lambda name: int(name.partition("@")[2]))
+    rows = [
+        ["MODEL", "SET", "TASKS", "K", "FAILED", *(f"{name}@K".upper() for name in _OF_ALL), *map(str.upper, passes)]
+    ]
     for each in results:
-        model, metrics = each["model"], each["metrics"]
+        model, metrics, k = each["model"], each["metrics"], each["rollouts"]
         marked = f"{model} *" if found["best_by_set"][each["set"]] == model else model
-        first = [marked, each["set"], f"{metrics['tasks']:g}", f"{metrics['failed']:.1%}"]
-        rows.append([*first, *(estimate(metrics, name) for name in columns)])
+        first = [marked, each["set"], f"{metrics['tasks']:g}", str(k), f"{metrics['failed']:.1%}"]
+        rows.append([*first, *(estimate(metrics, name) for name in (*(f"{of}@{k}" for of in _OF_ALL), *passes))])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     return "\n".join([*lines, f"best: {found['best']} (highest mean score over the sets; * in its set)"]) + "\n"

@@ -12,15 +12,18 @@ import attrs
 import xxhash
 
 from jackfield.abc.engine import ModelSpec
+from jackfield.abc.rollout import SamplingParams
+from jackfield.algorithms.settings import AlgorithmSettings, CriticSettings
+from jackfield.compose.builder import RunBuilder
 from jackfield.config import RunConfig, as_plain
-from jackfield.config.sections import PluginSection, QueueConfig
+from jackfield.config.sections import DataConfig, MixingConfig, PluginSection, QueueConfig
 from jackfield.errors import ConfigError, JackfieldError, RunError, did_you_mean
 from jackfield.files import digest_of, replace_file, seal, unseal
 from jackfield.observe import ObserveSettings
 from jackfield.plugins import Registry
-from jackfield.trainer.checkpoint import open_checkpoint
+from jackfield.trainer.checkpoint import Checkpoint, open_checkpoint
 from jackfield.trainer.trainer import Trainer
-from jackfield_bench.models import Model
+from jackfield_bench.models import BASE, Model
 from jackfield_bench.tables import result_line, write_samples
 
 _AUTO = PluginSection(name="auto")
@@ -32,41 +35,67 @@ def bench_config(config: RunConfig, registry: Registry, out: Path, sets: Sequenc
     """Return the configuration of a bench, which shares no file, lock, port or store with the run.
 
     ``sets`` are the names of the sets to evaluate; empty: all. Raise ``config.invalid-value`` for an unknown one, and
-    ``config.missing-key`` if there is none.
+    ``config.missing-key`` if there is none. Nothing is trained, so algorithm and training data are defaults.
     """
-    evaluation = config.evaluation
-    known = [*(["eval"] if config.data.eval is not None else []), *evaluation.sets]
-    if not known:
+    data, evaluation = config.data, config.evaluation
+    files = {} if data.eval is None else {"eval": data.eval}
+    files |= {name: each.file for name, each in evaluation.sets.items()}
+    if not files:
         fix = "name a file of held-out tasks, or several under evaluation.sets"
         raise config.refusal("data.eval", "there are no held-out tasks", "a file", code="config.missing-key", fix=fix)
     for name in sets:
-        if name not in known:
-            hint = did_you_mean(name, known)
-            details = {"where": "--set", "expected": f"one of {', '.join(known)}", "found": name}
-            raise ConfigError(f"the configuration has no set {name!r}{hint}", **details)
-    chosen = set(sets or known)
-    evaluation = attrs.evolve(evaluation, every=1, sets={k: v for k, v in evaluation.sets.items() if k in chosen})
-    nothing = {field.name: False for field in attrs.fields(ObserveSettings) if field.type in ("bool", bool)}
+        if name not in files:
+            details = {"where": "--set", "expected": f"one of {', '.join(files)}", "found": name}
+            raise ConfigError(f"the configuration has no set {name!r}{did_you_mean(name, files)}", **details)
+    chosen = set(sets or files)
+    further = {name: each for name, each in evaluation.sets.items() if name in chosen}
+    first = next(name for name in files if name in chosen)
+    form = data.format if first == "eval" else further[first].format or data.format
     alone: dict[str, Any] = {}
-    for kind, shares in {"transfer_queue": "durable", "checkpoint_engine": "retains_weights"}.items():
-        if shares in registry.resolve(config.plugins[kind], kind).usable().capabilities:
+    for kind, shared in {"transfer_queue": "durable", "checkpoint_engine": "retains_weights"}.items():
+        if shared in registry.resolve(config.plugins[kind], kind).usable().capabilities:
             alone[kind] = _AUTO  # a database, or a folder of weights, is the run's
     weights: ModelSpec = config.model
-    if not model.checkpoint and model.name != "base":
+    if not model.checkpoint and model.name != BASE:
         weights = attrs.evolve(weights, path=str(model.folder), lora=None)
+    silent = {field.name: False for field in attrs.fields(ObserveSettings) if field.default is True}
     return attrs.evolve(
         config,
         **alone,
         name=f"{config.name}-bench",
         folder=str(out),
+        mode="online",
         model=weights,
-        data=attrs.evolve(config.data, train=None, eval=config.data.eval if "eval" in chosen else None),
-        evaluation=evaluation,
+        data=DataConfig(
+            train=files[first],
+            eval=data.eval if "eval" in chosen else None,
+            format=form,
+            chat_template=data.chat_template,
+            max_prompt_tokens=data.max_prompt_tokens,
+        ),
+        sampling=config.sampling if config.mode == "online" else SamplingParams(),
+        algorithm=AlgorithmSettings(),
+        critic=CriticSettings(),
+        mixing=MixingConfig(),
+        evaluation=attrs.evolve(evaluation, every=1, sets=further),
         queue=QueueConfig(),
         cluster=attrs.evolve(config.cluster, metrics_port=None),
-        observe=ObserveSettings(**nothing),
+        observe=ObserveSettings(**silent),
         profile=None,
     )
+
+
+@attrs.define(kw_only=True, eq=False)
+class BenchBuilder(RunBuilder):
+    """Starts actor and replicas as for a run, and evaluates in the place of training."""
+
+    work: Work
+
+    async def train(self, checkpoint: Checkpoint | None) -> int:
+        """Do the work; return the number of evaluations."""
+        trainer = await self.trainer()
+        self.stop.begun = True
+        return await self.work.evaluate(trainer)
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -87,7 +116,7 @@ class Work:
         """Return the result of each model and set; None if it is not there, or was made with other settings."""
         return {(model.name, name): self._result(model, name) for model in self.models for name in self.sets}
 
-    async def __call__(self, trainer: Trainer) -> int:
+    async def evaluate(self, trainer: Trainer) -> int:
         """Evaluate what has no result; return the number of evaluations."""
         count = 0
         for model in self.models:
@@ -97,7 +126,6 @@ class Work:
             for name in missing:
                 await self._evaluate(model, name, trainer)
                 count += 1
-        await trainer.role.steps_done.advance(count)
         return count
 
     async def _load(self, model: Model, trainer: Trainer) -> None:
