@@ -27,8 +27,8 @@ def majority(rollouts: Sequence[tuple[float, str | None]]) -> float:
 
     Rollouts without an answer (None) do not vote; if none has one, return the mean of all scores.
     """
-    votes = Counter(answer for _, answer in rollouts if answer is not None)
-    chosen = [answer for answer, count in votes.items() if count == max(votes.values())] or [None]
+    votes: Counter[str | None] = Counter(answer for _, answer in rollouts if answer is not None)
+    chosen = {answer for _, answer in rollouts if votes[answer] == max(votes.values(), default=0)}
     return fmean(fmean(score for score, answer in rollouts if answer == each) for each in chosen)
 
 

@@ -303,7 +303,7 @@ class AgentWorker:
         if job.answer is not None and sequences:
             matches = re.finditer(job.answer, self._tokenizer.decode(sequences[-1].response_ids))
             found = [match[min(1, match.re.groups)] for match in matches]
-            tags["answer"] = xxhash.xxh3_64_hexdigest(found[-1] or "") if found else None
+            tags["answer"] = xxhash.xxh3_64_hexdigest((found[-1] or "").encode()) if found else None
         return sequences[-1:] if job.evaluates else sequences, tags
 
     def _answers(self, task: Task) -> list[AgentSequence]:

@@ -42,7 +42,7 @@ class Evaluator:
         return bool(self.sets) and (steps_done in (0, schedule.steps) or schedule.is_due(every, steps_done))
 
     async def evaluate(self, version: int) -> None:
-        """Evaluate and report all sets. Others than ``eval`` have metrics ``SET/NAME``, and the first of all ``score``."""
+        """Evaluate and report all sets. Others than ``eval`` have metrics ``SET/NAME``; ``score`` is of the first set."""
         most, metrics = self.role.config.observe.samples_per_evaluation, dict[str, float]()
         for name in self.sets:
             async with self.role.measure("evaluate", "trainer", version):
@@ -125,8 +125,8 @@ class Evaluator:
                 result, tags = found[report.keys[0]], report.written.tags[0]
                 ends = {tags[end] for end in ("weight_version_min", "weight_version_max") if end in tags}
                 if ends - {version}:
-                    what, details = "a sample has tokens of other weights", {"expected": version, "found": ends}
-                    raise WeightsError(what, code="weights.version", where=report.keys[0], **details)
+                    what, where = "an evaluation's sample has tokens of other weights", report.keys[0]
+                    raise WeightsError(what, code="weights.version", where=where, expected=version, found=ends)
                 told |= {
                     "response_tokens": tags["response_tokens"],
                     **{each: tags[each] for each in ("answer", *said(tags)) if each in tags},

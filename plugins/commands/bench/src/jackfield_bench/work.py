@@ -58,7 +58,7 @@ def bench_config(config: RunConfig, registry: Registry, out: Path, sets: Sequenc
     weights: ModelSpec = config.model
     if not model.checkpoint and model.name != BASE:
         weights = attrs.evolve(weights, path=str(model.folder), lora=None)
-    silent = {field.name: False for field in attrs.fields(ObserveSettings) if field.default is True}
+    silent: dict[str, Any] = {field.name: False for field in attrs.fields(ObserveSettings) if field.default is True}
     return attrs.evolve(
         config,
         **alone,
