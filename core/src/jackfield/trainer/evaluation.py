@@ -42,7 +42,7 @@ class Evaluator:
         return bool(self.sets) and (steps_done in (0, schedule.steps) or schedule.is_due(every, steps_done))
 
     async def evaluate(self, version: int) -> None:
-        """Evaluate and report all sets. Others than ``eval`` have metrics ``SET/NAME``; ``score`` is of the first set."""
+        """Evaluate and report all sets. Others than ``eval`` have metrics ``SET/NAME``; ``score`` is the first's."""
         most, metrics = self.role.config.observe.samples_per_evaluation, dict[str, float]()
         for name in self.sets:
             async with self.role.measure("evaluate", "trainer", version):
