@@ -1,4 +1,4 @@
-"""Metrics of evaluations with several rollouts per task: tasks are independent, rollouts of one are not."""
+"""Metrics of repeated rollouts. Tasks are independent, rollouts of one are not (Miller, "Adding Error Bars", 2024)."""
 
 from __future__ import annotations
 
@@ -33,10 +33,7 @@ def majority(rollouts: Sequence[tuple[float, str | None]]) -> float:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95 % confidence interval of the mean by Student's t; None for fewer than 5 values, or equal ones.
-
-    Values are of tasks (Miller, "Adding Error Bars to Evals", 2024, sections 2.1 and 2.2).
-    """
+    """Return the 95 % confidence interval of the mean by Student's t; None for fewer than 5 values, or equal ones."""
     if len(values) < 5 or min(values) == max(values):
         return None
     t = math.fsum(term / (len(values) - 1) ** power for power, term in enumerate(_T))

@@ -38,12 +38,6 @@ class MainGroup(LazyGroup):
             ctx.exit(130)
 
 
-#: The commands of ``jackfield plugins`` that are in jackfield-conformance.
-_PLUGIN_COMMANDS = {
-    "doctor": "Try plugins where they will run; print what to fix.",
-    "check": "Check that a plugin keeps its contract.",
-    "new": "Write a new plugin: a small one that works.",
-}
 _COMMANDS = [run, replicas, checkpoint, queue, config, plugins, env, algorithms]
 
 
@@ -54,4 +48,9 @@ def main() -> None:
 
 
 main.module, main.lazy = "jackfield_bench.command", {"bench": "Evaluate checkpoints on sets of held-out tasks."}
-plugins.module, plugins.lazy = "jackfield_conformance.commands", _PLUGIN_COMMANDS
+plugins.module = "jackfield_conformance.commands"
+plugins.lazy = {
+    "doctor": "Try plugins where they will run; print what to fix.",
+    "check": "Check that a plugin keeps its contract.",
+    "new": "Write a new plugin: a small one that works.",
+}

@@ -30,9 +30,7 @@ class SetSettings:
     sampling: EvaluationSampling = option(factory=EvaluationSampling, help="sampling parameters")
     success: float = option(1.0, "score from which a rollout passes, for pass@k")
     answer: str = option(
-        "(?s).+",
-        "pattern of the answer that votes for maj@k: the first group, or all, of its last match; default: the response",
-        lambda _, __, value: re.compile(value),
+        "(?s).+", "pattern whose last match (or its first group) votes in maj@k", lambda _, __, text: re.compile(text)
     )
 
     def __attrs_post_init__(self) -> None:
@@ -56,6 +54,6 @@ class EvaluationConfig(SetSettings):
     every: int = option(0, "evaluate every n steps (at the next weight sync) and at both ends; 0: never", ge(0))
     sets: Mapping[str, EvaluationSet] = option(
         factory=dict,
-        help="further sets by name, each with file, format, tasks, rollouts, sampling, success, answer",
+        help="further sets by name, each with its file, format and settings",
         validator=deep_mapping(matches_re(r"(?!(eval|expert|failed|human|train)$)[\w-]+"), instance_of(EvaluationSet)),
     )

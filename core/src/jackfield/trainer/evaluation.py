@@ -32,19 +32,18 @@ class Evaluator:
     role: Role
 
     @property
-    def sets(self) -> list[str]:
-        """The names of the sets of held-out tasks."""
+    def _sets(self) -> list[str]:
         return [name for name in (EVAL, *self.role.config.evaluation.sets) if name in self.role.tasks]
 
     def is_due(self, steps_done: int) -> bool:
         """Return whether to evaluate, if there are tasks: at both ends of the run and at due weight syncs."""
         schedule, every = self.role.schedule, self.role.config.evaluation.every
-        return bool(self.sets) and (steps_done in (0, schedule.steps) or schedule.is_due(every, steps_done))
+        return bool(self._sets) and (steps_done in (0, schedule.steps) or schedule.is_due(every, steps_done))
 
     async def evaluate(self, version: int) -> None:
         """Evaluate and report all sets. Others than ``eval`` have metrics ``SET/NAME``; ``score`` is the first's."""
         most, metrics = self.role.config.observe.samples_per_evaluation, dict[str, float]()
-        for name in self.sets:
+        for name in self._sets:
             async with self.role.measure("evaluate", "trainer", version):
                 own, samples = await self.evaluate_set(name, version, most)
             prefix = "" if name == EVAL else f"{name}/"
@@ -54,15 +53,13 @@ class Evaluator:
         self.role.hooks.emit(EvaluationEnded(step=version, metrics=metrics))
 
     async def evaluate_set(self, name: str, version: int, texts: int) -> tuple[dict[str, float], list[SampleRecord]]:
-        """Evaluate the weights that the replicas serve now, which are those of ``version``, on a set.
+        """Evaluate the weights of ``version``, which the replicas serve now, on a set.
 
-        Return metrics, and the samples by task and rollout, of which the first ``texts`` have texts. To the metrics of
-        :func:`~jackfield.algorithms.repeated.metrics_of_tasks` come ``score`` (the mean), ``failed`` (the share of
-        rollouts without a score, which count nowhere else) and means. An error that every task would have is raised;
-        so are ``reward.too-many-failures`` if no task has a score, and ``weights.version`` for tokens of other weights.
+        Return metrics, and the samples by task and rollout, of which the first ``texts`` have texts. ``failed`` is the
+        share of rollouts without a score, which count nowhere else. Raise an error that every task would have,
+        ``reward.too-many-failures`` if no task has a score, and ``weights.version`` for a token of other weights.
         """
-        config = self.role.config.evaluation
-        own = config.sets.get(name, config)
+        own = (config := self.role.config.evaluation).sets.get(name, config)
         async with self.role.rollout_devices.hold("rollout"):
             records = await self._records(name, own, version)
         if all(record.reward is None for record in records):
@@ -123,8 +120,7 @@ class Evaluator:
             result = ScoreResult(status="failed", error=report.error or "the agent loop returned no sequence")
             if report.keys:
                 result, tags = found[report.keys[0]], report.written.tags[0]
-                ends = {tags[end] for end in ("weight_version_min", "weight_version_max") if end in tags}
-                if ends - {version}:
+                if ends := {tags.get(f"weight_version_{end}", version) for end in ("min", "max")} - {version}:
                     what, where = "an evaluation's sample has tokens of other weights", report.keys[0]
                     raise WeightsError(what, code="weights.version", where=where, expected=version, found=ends)
                 told |= {
