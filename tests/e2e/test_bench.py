@@ -161,6 +161,24 @@ def test_a_bench_beside_a_run_that_trains_leaves_it_alone(
     assert len(acked) == len(set(acked))
 
 
+def test_a_run_is_followed_to_its_end_by_a_bench_that_it_does_not_wait_for(
+    made: Path, jackfield: CommandServer, tmp_path: Path
+) -> None:
+    """Each result is of one version: that of the checkpoint, as an evaluation of the run itself would have been."""
+    folder = tmp_path / "run"
+    arguments = settings(folder, made, "schedule.steps=6", "checkpoint.every=2")
+    follower = jackfield.start("bench", *arguments, "--base", "--follow", "200", "--json")
+    run = jackfield.start("run", *arguments)
+    assert 0 == run.wait().code
+    ended = follower.wait()
+    assert 0 == ended.code, ended.error
+    found = json.loads(ended.out)["results"]
+    assert [0, 0, 2, 2, 4, 4, 6, 6] == [each["step"] for each in found]
+    scores = {line["step"]: (line["score"], line["hard/score"]) for line in metrics(folder) if "score" in line}
+    for greedy, sampled in zip(found[::2], found[1::2], strict=True):
+        assert scores[greedy["step"]] == (greedy["metrics"]["score"], sampled["metrics"]["score"])
+
+
 def test_a_checkpoint_that_its_run_removes_is_named_and_the_others_go_on(
     done: Path, made: Path, jackfield: CommandServer, bench: Callable[..., Completed], tmp_path: Path
 ) -> None:
@@ -218,6 +236,7 @@ def test_a_signal_ends_it_in_order(done: Path, made: Path, jackfield: CommandSer
         (("evaluation.sets={more: {file: x, rolouts: 3}}",), 1, "config.unknown-key"),
         (("evaluation.answer='('",), 1, "config.invalid-value"),
         (("--all", "--newest", "2"), 2, None),
+        (("--checkpoint", "{tmp}", "--follow", "1"), 2, None),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import xxhash
 from jackfield.abc.engine import ModelSpec
 from jackfield.abc.rollout import SamplingParams
 from jackfield.algorithms.settings import AlgorithmSettings, CriticSettings
+from jackfield.clock import Clock
 from jackfield.compose.builder import RunBuilder
 from jackfield.config import RunConfig, as_plain
 from jackfield.config.sections import DataConfig, MixingConfig, PluginSection, QueueConfig
@@ -21,12 +23,13 @@ from jackfield.errors import ConfigError, JackfieldError, RunError, did_you_mean
 from jackfield.files import digest_of, replace_file, seal, unseal
 from jackfield.observe import ObserveSettings
 from jackfield.plugins import Registry
-from jackfield.trainer.checkpoint import Checkpoint, open_checkpoint
+from jackfield.trainer.checkpoint import FINISHED_FILE, Checkpoint, CheckpointStore, open_checkpoint
 from jackfield.trainer.trainer import Trainer
-from jackfield_bench.models import BASE, Model
+from jackfield_bench.models import BASE, Model, checkpoint_model
 from jackfield_bench.tables import result_line, write_samples
 
 _AUTO = PluginSection(name="auto")
+_LOOK_SECONDS = 0.5  #: between two looks at the folder of a run that is followed
 #: Sections that change what a model answers or how it is scored. Those of the model and the set are added.
 _SECTIONS = ("seed", "agent", "reward", "rollout")
 
@@ -98,13 +101,34 @@ class BenchBuilder(RunBuilder):
         return await self.work.evaluate(trainer)
 
 
+@attrs.frozen(kw_only=True)
+class Follow:
+    """The run whose checkpoints are evaluated as they appear."""
+
+    folder: Path
+    seconds: float  #: how long to wait for the next checkpoint
+
+    async def next(self, after: int, clock: Clock) -> list[Model]:
+        """Return the checkpoints after a step, once there are any; none if the run has finished, or in time."""
+        until, store = clock.time() + self.seconds, CheckpointStore(self.folder / "checkpoints")
+        while True:
+            finished, found = (self.folder / FINISHED_FILE).is_file(), list[Model]()
+            for folder in (folder for step, folder in store.folders().items() if step > after):
+                with suppress(RunError):  # the run has just removed it
+                    found.append(checkpoint_model(folder))
+            if found or finished or clock.time() >= until:
+                return found
+            await clock.sleep(_LOOK_SECONDS)
+
+
 @attrs.define(kw_only=True, eq=False)
 class Work:
     """Evaluates models on sets, and keeps each result in a file as soon as it is there."""
 
     config: RunConfig  #: of the bench
-    models: Sequence[Model]  #: with growing steps
+    models: list[Model]  #: with growing steps; it grows with :attr:`follow`
     say: Callable[[str], None]  #: shows a line of progress
+    follow: Follow | None = None  #: None: only the models that there are
 
     @property
     def sets(self) -> dict[str, Path]:
@@ -118,15 +142,28 @@ class Work:
 
     async def evaluate(self, trainer: Trainer) -> int:
         """Evaluate what has no result; return the number of evaluations."""
-        count = 0
-        for model in self.models:
-            missing = [name for name in self.sets if self._result(model, name) is None]
+        count, models = 0, list(self.models)
+        while models:
+            for model in models:
+                count += await self._evaluate_model(model, trainer)
+            models = [] if self.follow is None else await self.follow.next(models[-1].step, trainer.role.clock)
+            self.models += models
+        return count
+
+    async def _evaluate_model(self, model: Model, trainer: Trainer) -> int:
+        missing = [name for name in self.sets if self._result(model, name) is None]
+        try:
             if missing and model.checkpoint:
                 await self._load(model, trainer)
-            for name in missing:
-                await self._evaluate(model, name, trainer)
-                count += 1
-        return count
+        except RunError as error:
+            if self.follow is None or error.code != "run.no-checkpoint":
+                raise
+            self.say(f"{model.name} is left out: the run has removed it")
+            self.models.remove(model)
+            return 0
+        for name in missing:
+            await self._evaluate(model, name, trainer)
+        return len(missing)
 
     async def _load(self, model: Model, trainer: Trainer) -> None:
         """Read a checkpoint's model into the engine, and send its weights to the replicas."""
