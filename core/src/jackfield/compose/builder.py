@@ -139,7 +139,7 @@ class RunBuilder:
             if not (role.workers.shares_devices and role.engines):
                 role.train_devices = DeviceLease(role.clock, config.deadlines.batch)
             if role.trains:
-                count = await self._train(checkpoint)
+                count = await self.train(checkpoint)
             else:
                 count = await (self._explore() if role.name == "explore" else self._reward())
             self._finished = not role.trains or count == role.schedule.steps
@@ -168,13 +168,11 @@ class RunBuilder:
         """Start background loops that run until the role ends. An error of a loop ends the role."""
         self._background += [self._loops.create_task(loop()) for loop in loops]
 
-    async def _train(self, checkpoint: Checkpoint | None) -> int:
+    async def train(self, checkpoint: Checkpoint | None) -> int:
         """Train until the schedule ends or a stop is requested; return the completed steps."""
         role, config, folder = self.role, self.role.config, Path(self.role.config.folder)
-        trainer = await self._trainer()
+        trainer = await self.trainer()
         self.stack.push_async_callback(trainer.report_failures)  # also those that end the run
-        if role.workers.watch is not None:
-            self._run(role.workers.watch)
         mixed = mixed_samples(config, role.queue, Values(role.workers.backend))
         await role.queue.post(SHARED, shared_settings(config))
         await role.queue.post(FINISHED, {"steps": 0})
@@ -268,7 +266,7 @@ class RunBuilder:
             control = serve_control(Path(config.folder), self._pool, self.role.clock, silence, port)
             await self.stack.enter_async_context(control)
 
-    async def _trainer(self) -> Trainer:
+    async def trainer(self) -> Trainer:
         """Build the trainer with engines, replicas and their weights."""
         role = self.role
         await self._load("actor")
@@ -282,6 +280,8 @@ class RunBuilder:
             await self._load(name)
         sync = weights.sync if isinstance(weights, EngineWeights) else None
         trainer = Trainer(role=role, stop=self.stop.requested, sync=sync, **self._engines)
+        if role.workers.watch is not None:
+            self._run(role.workers.watch)
         if pool is not None:
             pool.source = weights
             self._run(pool.keep)

@@ -193,12 +193,13 @@ def interpreters(config: RunConfig, registry: Registry) -> dict[str, str]:
 
 
 def read_tasks(config: RunConfig, algorithm: ResolvedAlgorithm) -> dict[str, TaskSet]:
-    """Open the task files of the run: train, and eval and expert if they are used.
+    """Open the task files of the run: train, and expert, eval and other sets of the evaluation if they are used.
 
     Raise ``config.missing-key`` if no file is configured, or an error of the data with file and line.
     """
-    tasks = {}
-    used = {"train": config.mode != "train", "eval": config.evaluation.every, "expert": algorithm.experts}
+    tasks, sets = {}, config.evaluation.sets if config.evaluation.every else {}
+    evaluates = config.evaluation.every and (config.data.eval or not sets)
+    used = {"train": config.mode != "train", "eval": evaluates, "expert": algorithm.experts}
     for which, wanted in used.items():
         if not wanted:
             continue
@@ -212,7 +213,8 @@ def read_tasks(config: RunConfig, algorithm: ResolvedAlgorithm) -> dict[str, Tas
             tasks[which] = _archived_tasks(config, file, pairs=algorithm.pairs)
             continue
         tasks[which] = TaskSet(file, config.data.format, limit=limit, answers=answers)
-    return tasks
+    own = config.data.format
+    return tasks | {name: TaskSet(one.file, one.format or own, limit=one.tasks) for name, one in sets.items()}
 
 
 def _archived_tasks(config: RunConfig, file: str, *, pairs: bool) -> TaskSet:

@@ -12,6 +12,7 @@ import socket
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ def run(
     hooks: Sequence[object] = (),
     registry: Registry | None = None,
     stop: Stop | None = None,
+    builder: Callable[..., RunBuilder] = RunBuilder,
 ) -> RunResult:
     """Execute a run, or one role of it, in this process.
 
@@ -80,7 +82,7 @@ def run(
     trains on the explorers' samples. "explore" makes samples until every batch is trained on; any number of processes
     may do it, and join or leave at any time. "reward" scores samples, in one process at a time. ``hooks`` are listeners
     in addition to those of the configuration. The registry has the installed plugins; by default they are discovered.
-    ``stop`` requests an early end; without it, the run cannot be stopped early.
+    ``stop`` requests an early end; without it, the run cannot be stopped early. ``builder`` makes what does the work.
 
     The error that ended the run is raised. The folder keeps what was written, and the same call resumes from the newest
     checkpoint. Other explorers take over the batches of one that failed. If ``stop`` ends the run before a step is
@@ -88,7 +90,7 @@ def run(
     """
     stop = stop or Stop(config.checkpoint.grace_seconds)
     with asyncio.Runner() as runner:
-        return runner.run(stop.bounded(_run(config, role, hooks, registry or discover(), stop)))
+        return runner.run(stop.bounded(_run(config, role, hooks, registry or discover(), partial(builder, stop=stop))))
 
 
 def run_stages(stages: Mapping[str, RunConfig], say: Callable[[str], None], **options: Any) -> RunResult:
@@ -118,7 +120,7 @@ def run_stages(stages: Mapping[str, RunConfig], say: Callable[[str], None], **op
     return result
 
 
-async def _run(config: RunConfig, role: RoleName, hooks: Sequence[object], registry: Registry, stop: Stop) -> RunResult:
+async def _run(config: RunConfig, role: RoleName, hooks: Sequence[object], registry: Registry, build: Any) -> RunResult:
     check_mode(config := resolve_defaults(config), role)
     clock, config = Clock(), config.of_role(role)
     folder, trains, checkpoint = Path(config.folder), role in ("all", "train"), None
@@ -146,7 +148,7 @@ async def _run(config: RunConfig, role: RoleName, hooks: Sequence[object], regis
                 make_workers = workers.make
             for left in reversed(range(config.checkpoint.max_recoveries + 1)):
                 fresh = attrs.evolve(prepared)
-                builder = RunBuilder(role=fresh, stop=stop, factory=factory, make_workers=make_workers)
+                builder = build(role=fresh, factory=factory, make_workers=make_workers)
                 try:
                     with _reported(builder, checkpoint):
                         steps = await builder.execute(checkpoint)
@@ -231,7 +233,8 @@ def _check_same(checkpoint: Checkpoint, config: RunConfig, tasks: Mapping[str, T
         changed.append(("schedule.steps", f"{checkpoint.step} or more: so many are done", f"{steps}"))
     for which, digest in state["data"].items():
         if which in tasks and digest != tasks[which].digest:
-            changed.append((f"data.{which}", f"records of digest {digest}", tasks[which].digest))
+            where = f"data.{which}" if hasattr(config.data, which) else f"evaluation.sets.{which}.file"
+            changed.append((where, f"records of digest {digest}", tasks[which].digest))
     for path, expected, found in changed[:1]:
         what = "the folder holds a run with other settings, and results of both would be mixed"
         where, fix = f"{path}, {checkpoint.folder}", "give the run another folder, or the settings it had; "

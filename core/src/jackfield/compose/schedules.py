@@ -75,11 +75,8 @@ def _corrects(algorithm: ResolvedAlgorithm) -> bool:
     return by_ratio or algorithm.correction is not None or "rollout_log_probs" in part("loss", algorithm.loss).inputs
 
 
-def describe(config: RunConfig, algorithm: ResolvedAlgorithm, *, shared: bool) -> list[str]:
-    """Return sentences about a schedule: how stale samples are, who waits for whom, and what overlaps.
-
-    ``shared``: engine and replicas take turns on the same devices.
-    """
+def describe(config: RunConfig, algorithm: ResolvedAlgorithm) -> list[str]:
+    """Return sentences about a schedule: how stale samples are, who waits for whom, and what overlaps."""
     settings, data = config.schedule, config.data
     schedule = Schedule(**attrs.asdict(settings, recurse=False), explores=config.mode == "online")
     if config.mode == "explore":
@@ -108,7 +105,7 @@ def describe(config: RunConfig, algorithm: ResolvedAlgorithm, *, shared: bool) -
     in_flight = settings.rollouts_in_flight or groups * data.rollouts_per_group
     said.append(f"A group starts while fewer than {in_flight} rollouts run, so a straggler delays only its own group.")
     generates = bound > 0
-    if shared:
+    if config.cluster.shares_devices:
         said.append("Engine and replicas take turns on the same devices.")
         if generates:
             said.append("Rollouts of the next batches overlap with the wait for rewards, not with updates.")

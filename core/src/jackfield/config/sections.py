@@ -18,6 +18,7 @@ from jackfield.abc import KINDS
 from jackfield.abc.engine import ModelSpec, OptimizerSpec
 from jackfield.abc.rollout import SamplingParams
 from jackfield.algorithms.settings import AlgorithmSettings, CriticSettings
+from jackfield.config.evaluation import EvaluationConfig
 from jackfield.config.schedule import ScheduleConfig
 from jackfield.data.tasks import TaskFormat
 from jackfield.errors import ConfigError
@@ -121,22 +122,6 @@ class LogProbCheckConfig:
         "replica and rollout and correct them by importance weights (this enables algorithm.correction), but end the "
         "run for a distance to the inference pass",
     )
-
-
-@attrs.frozen(kw_only=True)
-class EvaluationSampling(SamplingParams):
-    """Sampling parameters of evaluation responses, greedy by default."""
-
-    temperature: float = option(0.0, "0: greedy; else 0.01 to 100", attrs.fields(SamplingParams).temperature.validator)
-
-
-@attrs.frozen(kw_only=True)
-class EvaluationConfig:
-    """Evaluation on the held-out tasks."""
-
-    every: int = option(0, "evaluate every n steps (at the next weight sync) and at both ends; 0: never", ge(0))
-    tasks: int | None = option(None, "use the first n held-out tasks; null: all", gt(0))
-    sampling: EvaluationSampling = option(factory=EvaluationSampling, help="sampling parameters")
 
 
 @attrs.frozen(kw_only=True)

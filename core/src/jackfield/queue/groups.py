@@ -12,7 +12,8 @@ from typing import Literal
 import attrs
 
 from jackfield.errors import DeadlineExceeded, QueueError, some
-from jackfield.queue.leases import Leases, missing
+from jackfield.queue.choices import missing
+from jackfield.queue.leases import Leases
 from jackfield.queue.meta import Batch, BatchMeta, GroupKey, NewGroup, RolloutReport, Written, group_of
 from jackfield.queue.records import BatchState, Group, Sample, Status, sequence_of
 from jackfield.queue.store import Controller
@@ -49,8 +50,7 @@ class Groups:
 
         Released batches come first, with their published groups. If all batches below ``below`` are claimed, wait,
         since another one may be released; without it, never. ``share`` is the part to claim while others explore.
-        ``rollouts`` is the expected number of rollouts per group of a new batch, for backpressure. The deadline runs
-        only while no batch changes and no consumer works with complete batches.
+        ``rollouts`` is the expected number per group, for backpressure. The deadline runs only while nothing changes.
         """
         if groups < 1 or rollouts < 1 or not explorer:
             raise QueueError("a batch is for a named explorer and one group or more", found=f"{explorer!r}, {groups}")
@@ -62,8 +62,8 @@ class Groups:
             others = any(each.explorers.keys() - {explorer} for each in mine.batches.values() if not each.is_complete)
             waits = others and share is not None and self._claims[explorer] >= share * (self._claims.total() + 1)
             if below is None or (mine.next_batch + below * waits if batch is None else batch.number) < below:
-                self._claims[explorer] += batch is None
                 if batch is None:
+                    self._claims[explorer] += 1
                     batch = mine.batches[mine.next_batch] = BatchState(mine, mine.next_batch, rollouts)
                     mine.next_batch += 1
                     batch.groups = [Group(batch, index) for index in range(groups)]
@@ -324,9 +324,7 @@ class Groups:
 
         A group that an acking consumer has leased is kept, as the consumer may have read everything. If it has not, it
         passes its batch as ``meta``, which is released, and leases its groups again. Acked groups are not retried.
-        ``keys`` are lost samples that the backend has already named (``found`` of ``queue.lost``).
-
-        Return the keys of lost samples that are no longer in the queue.
+        ``keys`` are lost samples that ``queue.lost`` has named. Return the keys of those that are gone from the queue.
         """
         lost = list(dict.fromkeys([*keys, *sorted(await self.leases.lost(self.core.state))]))
         mine = [] if meta is None else [group for groups in self.leases.held(meta).values() for group in groups]

@@ -11,8 +11,8 @@ from typing import Any
 import attrs
 
 from jackfield.abc.transfer_queue import KeysRequest
-from jackfield.errors import QueueError, some
-from jackfield.queue.choices import drawn, in_time
+from jackfield.errors import QueueError
+from jackfield.queue.choices import drawn, in_time, missing
 from jackfield.queue.meta import BatchMeta, Lease, Reuse, SamplerSpec
 from jackfield.queue.records import BatchState, Consumer, Group, Hold, State, Status, Use
 from jackfield.queue.store import Controller
@@ -380,36 +380,3 @@ def _are_made(consumer: Consumer, batch: int | None, count: int | None) -> bool:
 
 def _keys(groups: Iterable[Group]) -> list[str]:
     return list(chain.from_iterable([group.samples for group in groups]))
-
-
-def missing(batches: Sequence[BatchState], consumer: Consumer | None = None, wanted: str = "") -> str:
-    """Describe what batches lack to be final, or (``consumer``) for ``wanted`` groups of them to be leased."""
-    groups = [group for batch in batches for group in batch.groups]
-    found = {
-        "indexes without a group": [str(group.index) for group in groups if group.status < Status.OPEN],
-        "groups whose rollouts have not ended": [
-            f"{group.name} (task {group.task_id!r}, rollouts {', '.join(map(str, group.running()))})"
-            for group in groups
-            if group.status == Status.OPEN
-        ],
-    }
-    if consumer is None:
-        wanted = f"batch {batches[0].number} of partition {batches[0].partition.name!r}"
-        made = [group for group in groups if group.status == Status.PUBLISHED]
-        found["groups that no consumer has leased"] = [group.name for group in made if not group.holders()]
-        holders = {name for group in made if not group.is_acked() for name in group.holders()}
-        found["consumers that have leased groups and not acked them"] = sorted(holders)
-    else:
-        found["groups are ready"] = [group.name for group in groups if consumer.is_fresh(group)]
-        found["samples lack columns"] = [
-            f"{key} ({', '.join(sorted(consumer.columns - sample.columns))})"
-            for group in groups
-            for key, sample in group.samples.items()
-            if not consumer.columns <= sample.columns
-        ]
-        used = [(group, use) for group in groups if (use := group.uses.get(consumer.name)) is not None]
-        spent = [group.name for group, use in used if use.is_spent(consumer.reuse)]
-        found["groups have been used as often as they may"] = spent
-        found["groups are leased"] = [group.name for group in consumer.held]
-    lacks = [f"{len(names)} {what}: {some(names)}" for what, names in found.items() if names]
-    return "; ".join([wanted, *(lacks if groups else ["no explorer has claimed it"])])

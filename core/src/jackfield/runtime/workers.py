@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -16,6 +17,7 @@ from itertools import islice
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import attrs
+import xxhash
 
 from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence, ChatTokenizer
 from jackfield.abc.rollout import SamplingParams
@@ -177,6 +179,7 @@ class RolloutJob:
     seconds: float = 600.0  #: deadline of each rollout
     expert: bool = False  #: the answer joins samples of the policy, and gets all their columns
     evaluates: bool = False  #: keep the last sequence only, and report whole error texts
+    answer: str | None = None  #: pattern of the answer in a response, whose digest is the tag ``answer``; None: no tag
 
     def failed(self, rollout: int, error: JackfieldError) -> RolloutReport:
         """Report a rollout that failed, or raise an error that every rollout would have."""
@@ -298,6 +301,10 @@ class AgentWorker:
         own = {(name, getattr(one, name)) for one in asked for name in names if getattr(one, name) != sampling[name]}
         if own:  # the sampling parameters that the agent changed
             tags["own_sampling"] = ", ".join(sorted(f"{name}: {value}" for name, value in own))
+        if job.answer is not None and sequences:
+            matches = re.finditer(job.answer, self._tokenizer.decode(sequences[-1].response_ids))
+            found = [match[min(1, match.re.groups)] for match in matches]
+            tags["answer"] = xxhash.xxh3_64_hexdigest((found[-1] or "").encode()) if found else None
         return sequences[-1:] if job.evaluates else sequences, tags
 
     def _answers(self, task: Task) -> list[AgentSequence]:

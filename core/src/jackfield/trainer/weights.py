@@ -366,7 +366,7 @@ class ReplicaProbe:
 
     async def ask(self, replicas: Sequence[Replica], version: int) -> list[tuple[Replica, GenerateResult]]:
         """Let every replica generate; one with older weights refuses."""
-        config, agents, task = self.role.config, self.role.workers.agents, self.role.tasks["train"][0]
+        config, agents, task = self.role.config, self.role.workers.agents, next(iter(self.role.tasks.values()))[0]
         if not self._prompt_ids:
             ask = lambda: agents.of(0).prompt_ids(task, _PROBE_PROMPT)  # noqa: E731
             self._prompt_ids = tuple(await resubmitted(ask, "the probe's prompt is made"))
