@@ -197,7 +197,7 @@ def test_a_served_queue_is_filled_and_then_trained_on(
         (("mode=train",), "data.samples"),
         (("mode=explore", "schedule.mode=async"), "schedule.mode"),
         (("mode=explore", "checkpoint.at_end=false"), "checkpoint.at_end"),
-        (("mode=explore", "queue.max_samples=100"), "at queue"),
+        (("mode=explore", "queue.max_bytes=100"), "queue.max_samples"),
         (("mode=explore", "schedule.until.reward=1"), "schedule.until.reward"),
         (("schedule.until.score=1",), "evaluation.every"),
         (("data.epochs=2",), "data.epochs"),

@@ -53,7 +53,7 @@ def check_mode(config: RunConfig, role: RoleName = "all") -> None:
         (missing, "data.samples", "there are no samples", "a file or folder, or a filled queue's queue.address"),
         (mixed, f"mixing.{''.join(mixed[:1])}", "all samples are in data.samples, with data.epochs", "null"),
         (lost, "checkpoint.at_end", "the samples would be lost with the run", "true"),
-        (keeps and full, "queue", "nothing takes samples out of the queue", "no max_samples and no max_bytes"),
+        (keeps and full, "queue.max_samples", "nothing takes samples out of the queue", "null, max_bytes, too"),
         (keeps and until.reward is not None, "schedule.until.reward", "no step has a mean reward", "score, or null"),
         (
             until.score is not None and not config.evaluation.every,

@@ -59,8 +59,9 @@ class Groups:
             mine = self.core.state.partition(partition)
             offered = (each for each in mine.batches.values() if each.is_offered and not each.failure)
             batch = next((each for each in offered if not each.is_final()), None)
-            others = any(each.explorers.keys() - {explorer} for each in mine.batches.values() if not each.is_complete)
-            waits = others and share is not None and self._claims[explorer] >= share * (self._claims.total() + 1)
+            waits = share is not None and self._claims[explorer] >= share * (self._claims.total() + 1)
+            begun = (each for each in mine.batches.values() if waits and not each.is_complete)
+            waits = any(each.explorers.keys() - {explorer} for each in begun)  # others work on some
             if below is None or (mine.next_batch + below * waits if batch is None else batch.number) < below:
                 if batch is None:
                     self._claims[explorer] += 1
