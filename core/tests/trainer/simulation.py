@@ -322,7 +322,11 @@ class Simulation:
             "data": {"groups_per_batch": self.groups, "rollouts_per_group": self.runs},
             "algorithm": {"mini_batches": self.mini_batches, "epochs": self.epochs, "kl": self.kl},
             "schedule": {
-                **attrs.asdict(self.schedule, filter=lambda field, _: field.name not in ("explores", "trains")),
+                **{
+                    name: each
+                    for name, each in attrs.asdict(self.schedule).items()
+                    if name not in ("explores", "trains")
+                },
                 "max_retries": self.max_retries,
                 "reward_retries": 0,
             },

@@ -94,9 +94,12 @@ def describe(config: RunConfig, algorithm: ResolvedAlgorithm) -> list[str]:
         + (" Every token is of the weights that its step starts from." if not bound else ""),
     ]
     if bound:
-        said.append(f"A token's weights are at most {bound} steps older than those that its step starts from.")
-    ahead = f"the step {bound} steps before it" if bound > k - 1 else "the last step before its interval"
-    said.append(f"The explorer starts a batch when replicas have the weights of {ahead}; until then it waits.")
+        older = "one step" if bound == 1 else f"{bound} steps"
+        said.append(f"A token's weights are at most {older} older than those that its step starts from.")
+    start = f"b - {bound}" if bound else "b"
+    said.append(
+        f"The explorer starts batch b when replicas have the weights that step {start} starts from, and waits else."
+    )
     if schedule.is_async and settings.on_stale == "wait":
         said.append("The trainer waits for a straggler only when it would exceed that bound at the next step.")
     elif schedule.is_async:
@@ -104,15 +107,14 @@ def describe(config: RunConfig, algorithm: ResolvedAlgorithm) -> list[str]:
         said.append(f"The trainer waits for no straggler: a group beyond the bound is {late}, and counted.")
     in_flight = settings.rollouts_in_flight or groups * data.rollouts_per_group
     said.append(f"A group starts while fewer than {in_flight} rollouts run, so a straggler delays only its own group.")
-    generates = bound > 0
     if config.cluster.shares_devices:
         said.append("Engine and replicas take turns on the same devices.")
-        if generates:
-            said.append("Rollouts of the next batches overlap with the wait for rewards, not with updates.")
-    elif generates:
-        said.append("Rollouts of the next batches overlap with log-probs, updates and the wait for rewards.")
-    if not generates:
+    if not bound:
         said.append("Nothing overlaps with rollouts: replicas wait for each update, and the engine for each batch.")
+    elif config.cluster.shares_devices:
+        said.append("Rollouts of the next batches overlap with the wait for rewards, not with updates.")
+    else:
+        said.append("Rollouts of the next batches overlap with log-probs, updates and the wait for rewards.")
     passes = algorithm.reference or algorithm.recompute_old_log_probs or algorithm.critic
     if settings.stream_mini_batches:
         said.append(

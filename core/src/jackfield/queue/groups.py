@@ -59,15 +59,17 @@ class Groups:
             mine = self.core.state.partition(partition)
             offered = (each for each in mine.batches.values() if each.is_offered and not each.failure)
             batch = next((each for each in offered if not each.is_final()), None)
-            waits = share is not None and self._claims[explorer] >= share * (self._claims.total() + 1)
-            begun = (each for each in mine.batches.values() if waits and not each.is_complete)
-            waits = any(each.explorers.keys() - {explorer} for each in begun)  # others work on some
+            unready = (each for each in mine.batches.values() if share is not None and not each.is_complete)
+            others = any(each.explorers.keys() - {explorer} for each in unready)
+            waits = others and self._claims[explorer] >= (share or 0.0) * (self._claims.total() + 1)
             if below is None or (mine.next_batch + below * waits if batch is None else batch.number) < below:
                 if batch is None:
                     self._claims[explorer] += 1
                     batch = mine.batches[mine.next_batch] = BatchState(mine, mine.next_batch, rollouts)
-                    mine.next_batch += 1
-                    batch.groups = [Group(batch, index) for index in range(groups)]
+                    mine.next_batch, batch.groups = (
+                        mine.next_batch + 1,
+                        [Group(batch, index) for index in range(groups)],
+                    )
                     for group in batch.groups:
                         self.core.touch(group)
                 batch.is_offered, batch.explorers[explorer] = False, self.core.caller()
@@ -80,10 +82,7 @@ class Groups:
             await self.core.wait(self.leases.until(left, since, deadline_seconds), functools.partial(missing, left[:1]))
 
     async def end_holder(self, client: str) -> None:
-        """End the leases of a client that is gone, and release its explorers' batches, which are handed out again.
-
-        Open groups are dropped, which does not count as a retry; published groups are kept.
-        """
+        """End the leases of a client that is gone; hand out its explorers' batches again, published groups kept."""
         for batch in self.core.state.batches():
             for explorer in sorted(name for name, each in batch.explorers.items() if each == client):
                 del batch.explorers[explorer]
@@ -325,7 +324,7 @@ class Groups:
 
         A group that an acking consumer has leased is kept, as the consumer may have read everything. If it has not, it
         passes its batch as ``meta``, which is released, and leases its groups again. Acked groups are not retried.
-        ``keys`` are lost samples that ``queue.lost`` has named. Return the keys of those that are gone from the queue.
+        ``keys`` are lost samples that ``queue.lost`` named. Return the keys of those that are gone from the queue.
         """
         lost = list(dict.fromkeys([*keys, *sorted(await self.leases.lost(self.core.state))]))
         mine = [] if meta is None else [group for groups in self.leases.held(meta).values() for group in groups]
@@ -339,8 +338,11 @@ class Groups:
                     self._settle({group: gone})
         failed = [key for key in there if not self.core.state.knows(key)]
         if failed:
-            what = "values of %d samples are gone from the queue's store, or damaged in it; those needed come again: %s"
-            logging.getLogger("jackfield").warning(what, len(failed), some(failed))
+            logging.getLogger("jackfield").warning(
+                "values of %d samples are gone from the queue's store, or damaged in it; what is needed of them is "
+                "made again: %s",
+                *(len(failed), some(failed)),
+            )
         return tuple(key for key in lost if not self.core.state.knows(key))
 
     def _retry(self, group: Group, reason: str, counts: bool = True) -> None:
