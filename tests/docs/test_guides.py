@@ -20,7 +20,8 @@ from jackfield.abc.reward import RewardContext, ScoreRequest
 from jackfield.abc.transfer_queue import PutRequest, TransferQueueContext
 from jackfield.compose import run
 from jackfield.compose.resolve import resolve_algorithm
-from jackfield.config import load_config, make_config, plugin_settings
+from jackfield.compose.run import run_stages
+from jackfield.config import load_config, load_stages, make_config, plugin_settings
 from jackfield.plugins import HookManager, Registry
 from jackfield.plugins.hooks import StepEnded
 from jackfield.sdk.cells import column_from_rows
@@ -64,7 +65,8 @@ def test_configurations_in_the_documentation_are_valid(documented: Registry, tex
 def test_commands_in_the_documentation_are_valid(documented: Registry, words: list[str]) -> None:
     overrides = [word for word in words if OVERRIDE.fullmatch(word)]
     file = next((word for word in words if word.endswith(".yaml")), "examples/quickstart/grpo.yaml")
-    plugin_settings(load_config(REPOSITORY / file, overrides), documented)
+    for config in load_stages(REPOSITORY / file, overrides).values():
+        plugin_settings(config, documented)
     assert (REPOSITORY / file).is_file()
 
 
@@ -100,6 +102,26 @@ def test_own_model_own_data_own_reward_and_one_line_changed(model_folder: Path, 
     assert any(step["reward/max"] > 0 for step in steps(tmp_path))
     for name in ("config.yaml", "queue/controller.sqlite", "trace.json", "samples/train.jsonl", "samples/eval.jsonl"):
         assert (tmp_path / name).is_file(), name
+
+
+def test_the_stages_of_the_guide(model_folder: Path, tasks: Path, tmp_path: Path) -> None:
+    """SFT, then GRPO from its model until 16 samples are used."""
+    reward = ("reward.name=function", f"reward.path={GUIDES / 'my_reward.py'}:compute_score")
+    given = [each for each in small(tmp_path, model_folder, tasks, *reward) if not each.startswith("schedule.steps")]
+    ends = ("stages.sft.schedule.steps=1", "stages.grpo.schedule.until.samples=16")
+    said: list[str] = []
+    result = run_stages(load_stages(GUIDES / "stages.yaml", [*given, *ends]), said.append)
+    assert [f"stage 1 of 2: sft, in {tmp_path / '1-sft'}", f"stage 2 of 2: grpo, in {tmp_path / '2-grpo'}"] == said
+    assert (tmp_path / "2-grpo" / "model", 2) == (result.model, len(steps(result.folder)))
+
+
+def test_samples_are_collected_and_then_trained_on(model_folder: Path, tasks: Path, tmp_path: Path) -> None:
+    reward = ("reward.name=function", f"reward.path={GUIDES / 'my_reward.py'}:compute_score")
+    overrides = small(tmp_path / "collected", model_folder, tasks, "evaluation.every=0", *reward)
+    run(load_config(GUIDES / "minimal.yaml", [*overrides, "mode=explore"]))
+    learns = ("mode=train", f"data.samples={tmp_path / 'collected'}", "data.epochs=2", "schedule.steps=50")
+    overrides = small(tmp_path / "learned", model_folder, tasks, "evaluation.every=0", *reward, *learns)
+    assert 6 == run(load_config(GUIDES / "minimal.yaml", overrides)).steps
 
 
 def test_a_class_judges_and_metrics_are_the_further_numbers(build: Any) -> None:

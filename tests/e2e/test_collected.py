@@ -150,6 +150,9 @@ def test_limits_end_a_run_and_higher_ones_continue_it(
     assert 6 == lines(tmp_path / "limited")[-1]["step"]
     ok(jackfield(*command, "schedule.until.device_seconds=0.001"))
     assert 7 == lines(tmp_path / "limited")[-1]["step"]
+    other = quickstart_settings("other", *SMALL, "evaluation.every=1", "evaluation.tasks=2", "schedule.until.score=-1")
+    ok(jackfield("run", *other))
+    assert [1] == [line["step"] for line in lines(tmp_path / "other")], "the score before the first step does not count"
 
 
 def test_a_served_queue_is_filled_and_then_trained_on(
@@ -167,6 +170,8 @@ def test_a_served_queue_is_filled_and_then_trained_on(
         ok(main.wait())
         ok(more.wait())
         assert [4.0] * 8 == [line["samples"] for line in lines(tmp_path / "filled")]
+        ok(jackfield("run", *quickstart_settings("filled", *explore, "schedule.steps=9")))
+        assert [4.0] * 9 == [line["samples"] for line in lines(tmp_path / "filled")], "it goes on with more"
         train = (served, "mode=train", "checkpoint.every=1", "data.epochs=2", "schedule.steps=100", *durable, *SMALL)
         command = ("run", *quickstart_settings("train", *train))
         first = jackfield.start(*command)
@@ -174,9 +179,9 @@ def test_a_served_queue_is_filled_and_then_trained_on(
         first.send(signal.SIGKILL)
         first.wait()
         ok(jackfield(*command))
-        assert set(range(1, 17)) == {line["step"] for line in lines(tmp_path / "train")}
+        assert set(range(1, 19)) == {line["step"] for line in lines(tmp_path / "train")}
         acks = effective_acks(list(read_ledger(tmp_path / "queue")))["trainer"]
-        assert dict.fromkeys(range(8, 16), 4) == Counter(acks.values())
+        assert dict.fromkeys(range(9, 18), 4) == Counter(acks.values())
         assert all(line["staleness/max"] == line["step"] - 1 for line in lines(tmp_path / "train"))
     finally:
         controller.send(signal.SIGTERM)
@@ -191,6 +196,13 @@ def test_a_served_queue_is_filled_and_then_trained_on(
         (("mode=train", "data.samples=absent"), "absent"),
         (("mode=train",), "data.samples"),
         (("mode=explore", "schedule.mode=async"), "schedule.mode"),
+        (("mode=explore", "checkpoint.at_end=false"), "checkpoint.at_end"),
+        (("mode=explore", "queue.max_samples=100"), "at queue"),
+        (("mode=explore", "schedule.until.reward=1"), "schedule.until.reward"),
+        (("schedule.until.score=1",), "evaluation.every"),
+        (("data.epochs=2",), "data.epochs"),
+        (("mode=train", "data.samples=x", "mixing.replay={ratio: 1}"), "mixing.replay"),
+        (("cluster.placement=separate", "cluster.offload=true"), "cluster.offload"),
         (("mode=train", "schedule.stream_mini_batches=true", "data.samples=x"), "schedule.stream_mini_batches"),
     ],
     ids=str,

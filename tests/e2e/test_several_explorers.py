@@ -58,13 +58,14 @@ def test_explorers_with_different_tasks_share_the_batches(
     acks = effective_acks(list(read_ledger(tmp_path / "run")))["trainer"]
     assert dict.fromkeys(range(12), 4) == Counter(acks.values())
     rows = [json.loads(line) for line in (tmp_path / "run" / "samples" / "train.jsonl").read_text().splitlines()]
-    sources = Counter(row["task"].partition(":")[0] for row in rows)
+    sources = Counter(row["tags"]["task"].partition(":")[0] for row in rows)
     assert {"many", "few"} == sources.keys()
     assert 48 == sources.total()
     by_step = {row["step"]: set() for row in rows}
     for row in rows:
-        by_step[row["step"]].add(row["task"].partition(":")[0])
+        by_step[row["step"]].add(row["tags"]["task"].partition(":")[0])
     assert all(len(found) == 1 for found in by_step.values()), "an explorer's tasks fill its batch"
+    assert 1 <= sum(found == {"few"} for found in by_step.values()) <= 4, "a quarter of twelve batches, and one"
     assert 12 == len(lines(tmp_path / "run"))
 
 

@@ -143,12 +143,11 @@ def run(
     file: str, overrides: tuple[str, ...], address: str | None, role: Literal["explore", "reward", "train"] | None
 ) -> None:
     """Run training, or its stages, from a config FILE. OVERRIDES are settings such as schedule.steps=10."""
-    from jackfield.config import load_config, load_stages
+    from jackfield.config import load_stages
 
     if address is not None:
         overrides = (*overrides, "cluster.name=ray", f"cluster.ray.address={address}")
-    stages = {"": load_config(file, overrides, served=True)} if role else load_stages(file, overrides)
-    *_, config = stages.values()
+    *_, config = (stages := load_stages(file, overrides, served=role is not None)).values()
     from jackfield.compose.builder import Stop
 
     stop = Stop(config.checkpoint.grace_seconds)
@@ -171,8 +170,7 @@ def run(
         sys.exit(stop.code)
     else:
         if result.finished_before:
-            more = "for more steps raise schedule.steps, else take another folder"
-            click.echo(f"{result.folder} holds the finished run; {more}")
+            click.echo(f"{result.folder} holds the finished run; raise a limit, or take another folder")
         done = f"{result.steps} steps done; model in {result.model}"
         click.echo(done if config.mode != "explore" else f"{result.steps} batches of samples in {result.folder}")
 

@@ -175,6 +175,7 @@ class RunBuilder:
         self.stack.push_async_callback(trainer.report_failures)  # also those that end the run
         mixed = mixed_samples(config, role.queue, Values(role.workers.backend))
         await role.queue.post(SHARED, shared_settings(config))
+        await role.queue.post(FINISHED, {"steps": 0})
         first_step = await trainer.begin(checkpoint, mixed)
         await self._open_control()
         if role.scores:
@@ -211,7 +212,7 @@ class RunBuilder:
         check_joins(self.role.config, (await self.role.queue.wait_notice(SHARED, 0, seconds)).value)
         await self._open_control()
         exploring = Explorer(role=self.role, name=self.role.config.name).run()
-        tasks = [self._loops.create_task(each) for each in (exploring, self.role.queue.wait_notice(FINISHED, 0, inf))]
+        tasks = [self._loops.create_task(each) for each in (exploring, self._until_finished())]
         self._background += tasks
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return self.role.version.value
@@ -232,13 +233,20 @@ class RunBuilder:
         while not finished:
             before = pipeline.groups
             try:
-                await wait(role.queue.wait_notice(FINISHED, 0, 2 * seconds), seconds, who)
+                await wait(self._until_finished(), seconds, who)
                 finished = True
             except DeadlineExceeded:
                 if pipeline.groups == before:
                     raise
         await role.steps_done.advance(pipeline.groups)
         return pipeline.groups
+
+    async def _until_finished(self) -> None:
+        """Wait for the trainer's last step; a trainer that continues with more steps takes that back."""
+        number, steps = 0, 0
+        while not steps:
+            notice = await self.role.queue.wait_notice(FINISHED, number, inf)
+            number, steps = notice.number, notice.value["steps"]
 
     async def _start_replicas(self) -> ReplicaPool | None:
         """Start the rollout servers. Return None if this role has none."""

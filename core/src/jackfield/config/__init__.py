@@ -44,15 +44,15 @@ def load_config(file: str | Path, overrides: Sequence[str] = (), *, served: bool
     return make_config(_read(file), overrides, served=served)
 
 
-def load_stages(file: str | Path, overrides: Sequence[str] = ()) -> dict[str, RunConfig]:
-    """Read a file's ``stages`` by name; a file without them has one, whose name is empty.
+def load_stages(file: str | Path, overrides: Sequence[str] = (), *, served: bool = False) -> dict[str, RunConfig]:
+    """Read a file's ``stages`` by name; a file without them has one, whose name is empty. ``served`` ones are refused.
 
     A stage's settings replace the file's, and overrides replace both. Its folder is ``FOLDER/NUMBER-NAME``, and its
     model that of the stage before it, unless it names one.
     """
     values, made = _read(file), dict[str, RunConfig]()
-    if not (isinstance(values, Mapping) and values.get("stages")):
-        return {"": make_config(values, overrides)}
+    if served or not (isinstance(values, Mapping) and values.get("stages")):
+        return {"": make_config(values, overrides, served=served)}
     for override in overrides:
         values = apply_override(_named(values), override)
     stages = structure(dict[str, dict[str, Any]], values.pop("stages"), "stages")

@@ -10,7 +10,7 @@ import heapq
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from typing import Any, cast
 
 import attrs
@@ -269,10 +269,12 @@ class Sampler(ABC):
 
 @attrs.define(kw_only=True)
 class Sequential(Sampler):
-    """A sampler that takes the groups with the fewest uses first, in the order of batch and index."""
+    """A sampler that takes groups in the order of batch and index."""
+
+    epochs: bool = option(False, help="take the groups with the fewest uses first")
 
     def sample(self, ready: Ready, count: int | None) -> Sequence[str]:
-        return sorted(ready, key=ready.uses)[:count]
+        return list(islice(sorted(ready, key=ready.uses) if self.epochs else ready, count))
 
 
 @attrs.define(kw_only=True)

@@ -46,7 +46,7 @@ class Limits:
     def check(self, steps_done: int, found: Mapping[str, float]) -> None:
         """End the schedule with this step if one of these values has reached its limit."""
         for name, limit in attrs.asdict(self.role.config.schedule.until).items():
-            if limit is not None and found.get(name, -inf) >= limit and steps_done < self.role.schedule.steps:
+            if limit is not None and found.get(name, -inf) >= limit and 0 < steps_done < self.role.schedule.steps:
                 what = "schedule.until.%s: %g reached %g, the run ends with step %d"
                 logging.getLogger("jackfield").info(what, name, found[name], limit, steps_done)
                 self._end(steps_done)

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from jackfield.config.sections import MixConfig, ReplayConfig
-from jackfield.queue.meta import BatchMeta, Reuse
+from jackfield.queue.meta import BatchMeta, Reuse, SamplerSpec
 from jackfield.runtime.samples import TRAIN, oldest_version, trained
 from jackfield.trainer.role import Role
 
@@ -85,12 +85,13 @@ class StepSource:
 
     async def register(self) -> None:
         """Register the trainer with the queue, before any sample is put."""
-        config, epochs = self.role.config, None
+        config, epochs = self.role.config, dict[str, Any]()
         generated = ("rollout_log_probs", "reward") if config.mode != "offline" else ()
         columns, register = ("prompt_ids", "response_ids", "response_mask"), self.role.queue.register_consumer
         if config.mode == "train":
-            epochs = Reuse(max_uses=config.data.epochs)
-        await register(CONSUMER, TRAIN, columns + generated, reuse=epochs)
+            epochs["sampler"] = SamplerSpec(options={"epochs": True})
+            epochs["reuse"] = Reuse(max_uses=config.data.epochs)
+        await register(CONSUMER, TRAIN, columns + generated, **epochs)
         if self._forward:
             await register(FORWARD, TRAIN, columns, writes=self._forward)
         for partition, each in self._mixed.items():
