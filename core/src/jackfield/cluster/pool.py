@@ -265,7 +265,7 @@ class ReplicaPool:
                 await self._route()
             raise
         await asyncio.gather(*map(self._end, replicas))
-        what = "rollout replicas %s were removed, %d of their requests were generated again elsewhere"
+        what = "rollout replicas %s were removed, %d of their requests continue elsewhere"
         _LOG.info(what, ", ".join(map(str, sorted(before))), moved)
 
     def _set(self, replica: Replica, state: State) -> None:
