@@ -170,6 +170,8 @@ def test_training_interrupts_those_that_step_aside_and_they_go_on_after_it() -> 
         assert device.runs.is_set(), "training ends with the devices handed back"
         assert not any(task.done() for task in rolling)
         await asyncio.gather(*rolling)
+        assert 1.0 == await device.train("u", 5)
+        assert not device.runs.is_set(), "there is no rollout to hand the devices back to"
         return waited
 
     assert 1.0 == device.clock.run(main())
