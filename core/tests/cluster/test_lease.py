@@ -179,6 +179,19 @@ def test_training_interrupts_those_that_step_aside_and_they_go_on_after_it() -> 
     assert (["None to rollout", "a+", "b+", *turn], ["a-", "b-"]) == (device.log[:7], sorted(device.log[7:9]))
 
 
+def test_training_that_asks_while_rollouts_get_the_devices_waits_for_the_hand_overs_alone() -> None:
+    device = Device()
+
+    async def main() -> float:
+        rolling = asyncio.create_task(device.roll_out("a", 50))
+        await device.clock.sleep(0.5)
+        waited = await device.train("t", 5)
+        await rolling
+        return waited
+
+    assert 1.5 == device.clock.run(main())
+
+
 LOST = QueueError("samples were lost", code="queue.lost")
 
 
