@@ -16,7 +16,7 @@ import attrs
 from jackfield.abc.rollout import BaseRolloutServer
 from jackfield.clock import Clock
 from jackfield.config import RunConfig
-from jackfield.errors import ConfigError, JackfieldError, RunError, WorkerLost
+from jackfield.errors import ConfigError, JackfieldError, QueueError, RunError, WorkerLost
 from jackfield.plugins.hooks import WeightsSynced
 from jackfield.routing import LOST, Replica, ReplicaState, State
 
@@ -265,7 +265,7 @@ class ReplicaPool:
                 await self._route()
             raise
         await asyncio.gather(*map(self._end, replicas))
-        what = "rollout replicas %s were removed, %d of their requests were generated again elsewhere"
+        what = "rollout replicas %s were removed, %d of their requests continue elsewhere"
         _LOG.info(what, ", ".join(map(str, sorted(before))), moved)
 
     def _set(self, replica: Replica, state: State) -> None:
@@ -360,7 +360,7 @@ class DeviceLease:
                 self._aside.remove(role)
             self._wake()
             others = [each for each in self._aside if each != role]
-            if others and not isinstance(sys.exception(), asyncio.CancelledError):
+            if others and isinstance(sys.exception(), QueueError | None):  # any other error ends the run
                 async with self.hold(others[0]):  # what they run goes on
                     pass
 

@@ -140,7 +140,7 @@ class DeadlineConfig:
         "again; a separate thread sends heartbeats, even during long work",
         gt(0.0),
     )
-    drain: float = option(60.0, "for requests of a removed replica; the rest is generated again elsewhere", ge(0.0))
+    drain: float = option(60.0, "for requests of a removed replica; the rest continue elsewhere", ge(0.0))
 
 
 @attrs.frozen(kw_only=True)
