@@ -307,6 +307,7 @@ class DeviceLease:
     _seconds: float  #: deadline for acquiring the lease, and for a hand-over
     #: awaited when the role changes, with the previous role (None at first) and the new one
     hand_over: Callable[[str | None, str], Awaitable[None]] | None = None
+    waited: dict[str, float] = attrs.field(factory=dict, init=False)  #: seconds by role, until they are read
     _role: str | None = attrs.field(default=None, init=False)  #: the role that holds the lease, or held it last
     _holders: int = attrs.field(default=0, init=False)  #: those that other roles wait for
     _aside: list[str] = attrs.field(factory=list, init=False)  #: roles of the holders that step aside
@@ -337,9 +338,11 @@ class DeviceLease:
             self._holders += 1
 
         self._waiting[request], who = role, f"the devices, for {role}, while {self._role} holds them"
+        began = self._clock.time()
         try:
             await self._clock.wait_for(acquire(), self._seconds, who)
         finally:
+            self.waited[role] = self.waited.get(role, 0.0) + self._clock.time() - began
             del self._waiting[request]
             self._wake()
         try:

@@ -306,7 +306,7 @@ class RunConfig:
     @property
     def keeps_token_versions(self) -> bool:
         """Return whether samples have the column ``weight_versions``."""
-        return self.schedule.mode == "async" or self.schedule.partial_rollout
+        return self.algorithm.correction.by_token or self.schedule.mode == "async" or self.schedule.partial_rollout
 
     @property
     def engine_temperature(self) -> float:
