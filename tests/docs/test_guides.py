@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from click.testing import CliRunner
 
 from jackfield.abc.reward import RewardContext, ScoreRequest
 from jackfield.abc.transfer_queue import PutRequest, TransferQueueContext
+from jackfield.cli import main
 from jackfield.compose import run
 from jackfield.compose.resolve import resolve_algorithm
 from jackfield.compose.run import run_stages
@@ -49,7 +51,7 @@ def commands() -> list[Any]:
     for block in blocks("console"):
         for line in block.values[0].splitlines():
             words = shlex.split(line.removeprefix("$ "))
-            if {"run", "config"} & set(words) or any(word.endswith("quickstart.py") for word in words):
+            if {"run", "config", "bench"} & set(words) or any(word.endswith("quickstart.py") for word in words):
                 found.append(pytest.param(words, id=" ".join(words[:4])))
     return found
 
@@ -137,6 +139,24 @@ def test_a_class_judges_and_metrics_are_the_further_numbers(build: Any) -> None:
     assert ("ok", 0.0) == (judged.status, judged.score)
     scored = asyncio.run(main("my_reward.py:compute_score", keywords={"brevity": 0.3}))
     assert ("ok", 1.1, 2.0) == (scored.status, pytest.approx(scored.score), scored.metrics["words"])
+
+
+def test_checkpoints_are_benched_and_compared_task_by_task(model_folder: Path, tasks: Path, tmp_path: Path) -> None:
+    sets = (
+        f"evaluation.sets={{hard: {{file: {tasks}, rollouts: 4, sampling: {{temperature: 1.0, max_new_tokens: 4}}}}}}"
+    )
+    overrides = small(tmp_path, model_folder, tasks, sets, "evaluation.every=0", "checkpoint.every=1")
+    overrides += ["reward.pattern=null", "reward.ground_truth_pattern=null"]
+    file = str(GUIDES / "bench.yaml")
+    run(load_config(file, [*overrides, "schedule.steps=2"]))
+    ended = CliRunner().invoke(main, ["bench", file, *overrides, "--all", "--base"])
+    assert 0 == ended.exit_code, ended.output
+    results = json.loads((tmp_path / "bench" / "bench.json").read_text())["results"]
+    assert ["base", "step_00000001", "step_00000002"] == [each["model"] for each in results if each["set"] == "hard"]
+    means = {each["model"]: each["metrics"]["mean@4"] for each in results if each["set"] == "hard"}
+    compare = load(GUIDES / "compare_models.py").difference
+    gain, _ = compare(tmp_path / "bench", "base", "step_00000002", "hard")
+    assert means["step_00000002"] - means["base"] == pytest.approx(gain)
 
 
 def load(path: Path) -> Any:

@@ -73,6 +73,17 @@ def snapshot(folder: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in files}
 
 
+def compared(folder: Path, results: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Compare results of all models with the run's own evaluations, which are returned by step."""
+    evaluations = {line["step"]: line for line in metrics(folder) if line["kind"] == "evaluation"}
+    assert [0, 0, 1, 1, 2, 2] == [result["step"] for result in results]
+    assert [0, 1, 2] == sorted(evaluations)
+    for result in results:
+        line, prefix = evaluations[result["step"]], "" if result["set"] == "eval" else f"{result['set']}/"
+        assert {name: line[prefix + name] for name in result["metrics"]} == result["metrics"]
+    return evaluations
+
+
 def until(condition: Callable[[], bool], command: Command, seconds: float = 200.0) -> None:
     """Wait for what a running command does."""
     end = time.monotonic() + seconds
@@ -90,12 +101,7 @@ def test_each_checkpoint_has_the_metrics_of_the_evaluation_at_its_step(
     ended = bench(done, "--all", "--base", "--json")
     assert 0 == ended.code, ended.error
     found = json.loads(ended.out)
-    evaluations = {line["step"]: line for line in metrics(done) if line["kind"] == "evaluation"}
-    assert [0, 1, 2] == sorted(evaluations)
-    for result in found["results"]:
-        line = evaluations[result["step"]]
-        prefix = "" if result["set"] == "eval" else f"{result['set']}/"
-        assert {name: line[prefix + name] for name in result["metrics"]} == result["metrics"]
+    evaluations = compared(done, found["results"])
     scores = {step: (line["score"] + line["hard/score"]) / 2 for step, line in evaluations.items()}
     best = max(scores, key=lambda step: (scores[step], -step))
     assert found["best"] == ("base" if best == 0 else f"step_{best:08d}")
@@ -103,6 +109,35 @@ def test_each_checkpoint_has_the_metrics_of_the_evaluation_at_its_step(
     table = (done / "bench" / "bench.txt").read_text()
     assert 8 == len(table.splitlines())
     assert json.loads((done / "bench" / "bench.json").read_text()) == found
+
+
+def test_adapters_and_devices_in_turns_change_nothing(made: Path, jackfield: CommandServer, tmp_path: Path) -> None:
+    """A checkpoint's adapter is sent to the replicas, and engine and replicas take turns, as in the run."""
+    arguments = settings(tmp_path / "run", made, "model.lora={rank: 4}", "cluster.offload=true", "cluster.replicas=2")
+    assert 0 == jackfield("run", *arguments).code
+    ended = jackfield("bench", *arguments, "--all", "--base", "--json")
+    assert 0 == ended.code, ended.error
+    compared(tmp_path / "run", json.loads(ended.out)["results"])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.needs("module:ray")
+def test_a_bench_in_a_cluster_has_the_metrics_of_its_run(
+    made: Path,
+    jackfield: CommandServer,
+    tmp_path: Path,
+    ray_environment: dict[str, str],
+    ray_interpreters: str,
+) -> None:
+    cluster = f"cluster={(QUICKSTART.parent / 'guides' / 'ray_runtime.yaml').read_text()}"
+    more = (cluster, "cluster.ray.object_store_bytes=200000000", ray_interpreters, "algorithm.old_log_probs=engine")
+    arguments = [each for each in settings(tmp_path / "run", made, *more) if each != "cluster.threads=1"]
+    run = jackfield("run", *arguments, environment=ray_environment, seconds=400)
+    assert 0 == run.code, run.error
+    ended = jackfield("bench", *arguments, "--all", "--base", "--json", environment=ray_environment, seconds=400)
+    assert 0 == ended.code, ended.error
+    compared(tmp_path / "run", json.loads(ended.out)["results"])
 
 
 def test_samples_are_a_table_from_which_the_metrics_follow(done: Path, bench: Callable[..., Completed]) -> None:

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jackfield.cluster.pool import DeviceLease
-from jackfield.errors import DeadlineExceeded
+from jackfield.errors import DeadlineExceeded, QueueError
+from jackfield_testing import refused
 from jackfield_virtual_clock import VirtualClock
 
 
@@ -141,7 +142,7 @@ class Device:
                 left -= self.runs.is_set()
             self.log.append(f"{name}-")
 
-    async def train(self, name: str, seconds: int, error: type[BaseException] | None = None) -> float:
+    async def train(self, name: str, seconds: int, error: BaseException | None = None) -> float:
         """Return for how long it waited."""
         asked = self.clock.time()
         async with self.lease.hold("train"):
@@ -169,6 +170,8 @@ def test_training_interrupts_those_that_step_aside_and_they_go_on_after_it() -> 
         assert device.runs.is_set(), "training ends with the devices handed back"
         assert not any(task.done() for task in rolling)
         await asyncio.gather(*rolling)
+        assert 1.0 == await device.train("u", 5)
+        assert not device.runs.is_set(), "there is no rollout to hand the devices back to"
         return waited
 
     assert 1.0 == device.clock.run(main())
@@ -176,21 +179,37 @@ def test_training_interrupts_those_that_step_aside_and_they_go_on_after_it() -> 
     assert (["None to rollout", "a+", "b+", *turn], ["a-", "b-"]) == (device.log[:7], sorted(device.log[7:9]))
 
 
-@pytest.mark.parametrize("error", [ValueError, asyncio.CancelledError], ids=["fails", "is cancelled"])
-def test_training_that_fails_gives_the_devices_back_unless_the_run_ends(error: type[BaseException]) -> None:
-    """The trainer may generate lost samples again; whoever cancels it waits for no hand-over."""
+def test_training_that_asks_while_rollouts_get_the_devices_waits_for_the_hand_overs_alone() -> None:
+    device = Device()
+
+    async def main() -> float:
+        rolling = asyncio.create_task(device.roll_out("a", 50))
+        await device.clock.sleep(0.5)
+        waited = await device.train("t", 5)
+        await rolling
+        return waited
+
+    assert 1.5 == device.clock.run(main())
+
+
+LOST = QueueError("samples were lost", code="queue.lost")
+
+
+@pytest.mark.parametrize("error", [LOST, ValueError(), asyncio.CancelledError()], ids=lambda each: type(each).__name__)
+def test_training_that_fails_gives_the_devices_back_unless_the_run_ends(error: BaseException) -> None:
+    """Lost samples are generated again; any other error is raised without a wait for a hand-over."""
     device = Device()
 
     async def main() -> bool:
         rolling = asyncio.create_task(device.roll_out("a", 20))
         await device.clock.sleep(5.5)
-        with pytest.raises(error):
+        with pytest.raises(type(error)):
             await device.train("t", 5, error)
         given_back = device.runs.is_set()
         rolling.cancel()
         return given_back
 
-    assert (error is ValueError) == device.clock.run(main())
+    assert (error is LOST) == device.clock.run(main())
 
 
 def test_training_waits_for_those_that_do_not_step_aside_and_names_them() -> None:
@@ -200,7 +219,7 @@ def test_training_waits_for_those_that_do_not_step_aside_and_names_them() -> Non
     async def main() -> None:
         rolling = asyncio.gather(device.roll_out("a", 90), device.roll_out("b", 30, steps_aside=False))
         await device.clock.sleep(5.5)
-        with pytest.raises(DeadlineExceeded, match="for train, while rollout holds them"):
+        with refused("deadline", "for train, while rollout holds them"):
             await device.train("early", 5)
         await device.clock.sleep(10.0)
         assert await device.train("late", 5) > 1.0
@@ -220,7 +239,7 @@ def test_a_hand_over_that_takes_too_long_is_named() -> None:
     async def main() -> None:
         lease = DeviceLease(clock, 10.0, never)
         async with lease.hold("rollout", steps_aside=True):
-            with pytest.raises(DeadlineExceeded, match="the hand-over of devices from rollout to train"):
+            with refused("deadline", "the hand-over of devices from rollout to train"):
                 async with lease.hold("train"):
                     pass
 
@@ -248,14 +267,14 @@ def test_nothing_waits_for_ever_whatever_asks_for_the_devices(phases: list[tuple
     async def phase(name: str, asks: int, kind: str, seconds: int, ends: int | None) -> None:
         await device.clock.sleep(asks + 0.25)
         if kind in ("train", "fails"):
-            working = asyncio.ensure_future(device.train(name, seconds, ValueError if kind == "fails" else None))
+            working = asyncio.ensure_future(device.train(name, seconds, LOST if kind == "fails" else None))
         else:
             how = {"steps_aside": kind == "aside", "joins": kind == "joins"}
             working = asyncio.ensure_future(device.roll_out(name, seconds, **how))
         if ends is not None and kind == "aside":
             asyncio.get_running_loop().call_later(ends, working.cancel)
         (found,) = await asyncio.gather(working, return_exceptions=True)
-        assert found is None or isinstance(found, float | ValueError | asyncio.CancelledError), found
+        assert found is None or isinstance(found, float | QueueError | asyncio.CancelledError), found
 
     async def main() -> float:
         left = asyncio.create_task(device.roll_out("left", 10_000))

@@ -25,7 +25,6 @@ from jackfield.cluster.pool import ReplicaPool
 from jackfield.config import make_config
 from jackfield.errors import (
     ConfigError,
-    DeadlineExceeded,
     JackfieldError,
     PluginError,
     RolloutError,
@@ -711,7 +710,7 @@ def test_a_replica_that_is_late_in_a_hand_over_is_named() -> None:
 
     async def life() -> None:
         await world.pool.scale(2)
-        with pytest.raises(DeadlineExceeded, match="for rollout replica 1 to interrupt its requests"):
+        with refused("deadline", "for rollout replica 1 to interrupt its requests"):
             await world.pool.each("interrupt its requests", never)
 
     world.run(life)

@@ -11,8 +11,7 @@ from typing import Any
 import click
 
 from jackfield import __version__
-from jackfield.cli.commands import LazyGroup, algorithms, checkpoint, env, plugins, replicas, report, run
-from jackfield.cli.config import config
+from jackfield.cli.commands import LazyGroup, algorithms, checkpoint, config, env, plugins, replicas, report, run
 from jackfield.cli.queue import queue
 from jackfield.errors import JackfieldError, RunError
 from jackfield.imports import own_process

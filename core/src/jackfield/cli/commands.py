@@ -67,9 +67,9 @@ def report(ctx: click.Context, error: Exception, *, exit_code: int = 1) -> NoRet
 
 
 def show(found: Any, *columns: str) -> None:
-    """Print the result of a command: as JSON with ``--json``, else as YAML, or records as a table with ``columns``.
+    """Print a result: as JSON with ``--json``, else as YAML, or records as a table of the ``columns`` with values.
 
-    The table leaves out columns without values. Objects in a column are printed as YAML below their record.
+    Objects in a column are printed as YAML below their record.
     """
     text = json.dumps(found, indent=2, ensure_ascii=False)
     if click.get_current_context().meta.get(_JSON):
@@ -111,14 +111,13 @@ def _yaml(value: Any, *, flow: bool | None = None) -> str:
 
 def config_arguments(command: click.decorators.FC) -> click.decorators.FC:
     """Add the arguments FILE and OVERRIDES, which :func:`jackfield.config.load_config` takes."""
-    command = click.argument("overrides", nargs=-1)(command)
-    return click.argument("file", type=click.Path(dir_okay=False))(command)
+    return click.argument("file", type=click.Path(dir_okay=False))(click.argument("overrides", nargs=-1)(command))
 
 
 def deadline_option(default: float, help: str) -> Callable[[click.decorators.FC], click.decorators.FC]:
     """Return the option ``--deadline``, in seconds."""
-    type = click.FloatRange(min=0, min_open=True)
-    return click.option("--deadline", type=type, default=default, show_default=True, help=help)
+    positive = click.FloatRange(min=0, min_open=True)
+    return click.option("--deadline", type=positive, default=default, show_default=True, help=help)
 
 
 def json_option(command: click.decorators.FC) -> click.decorators.FC:
@@ -187,11 +186,11 @@ def replicas(folder: Path, count: int | None, deadline: float, as_json: bool) ->
     acknowledged the engine's weights. A removed one gets no new requests and finishes its current ones; after
     deadlines.drain seconds, the rest are generated again on other replicas.
     """
-    import attrs
+    from attrs import asdict
 
     from jackfield.cluster.control import scale_replicas
 
-    rows = [attrs.asdict(state) for state in scale_replicas(folder, count, seconds=deadline)]
+    rows = [asdict(state) for state in scale_replicas(folder, count, seconds=deadline)]
     show(rows, *rows[0])
 
 
@@ -233,6 +232,56 @@ def export(folder: Path, out: Path, merge: bool) -> None:
     found = find_checkpoint(folder)
     export_checkpoint(found, out, merge=merge)
     click.echo(f"model of step {found.step} in {out}")
+
+
+@click.group()
+def config() -> None:
+    """Show, explain and validate a config file."""
+
+
+@config.command("show")
+@config_arguments
+def show_config(file: str, overrides: tuple[str, ...]) -> None:
+    """Print the whole resolved configuration as YAML, including defaults."""
+    from jackfield import config
+
+    click.echo("---\n".join(map(config.show, config.load_stages(file, overrides).values())), nl=False)
+
+
+@config.command("explain")
+@config_arguments
+def explain_config(file: str, overrides: tuple[str, ...]) -> None:
+    """Say what the schedule does, and print every setting with its value and description, and a different default."""
+    from jackfield import config
+    from jackfield.compose.schedules import describe
+    from jackfield.plugins import discover
+
+    loaded, registry = config.load_config(file, overrides), discover()
+    click.echo("\n".join([*describe(loaded, _algorithm(loaded, registry)), ""]))
+    for path, value, default, text in config.explain(loaded, registry):
+        changed = "" if value == default else f"  (default: {default!r})"
+        click.echo(f"{path} = {value!r}{changed}" + (f"\n    {text}" if text else ""))
+
+
+@config.command()
+@config_arguments
+@json_option
+def validate(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Check all settings, also of plugins and components, and print the algorithm. Paths need not exist."""
+    from jackfield.config import load_config, plugin_settings
+    from jackfield.plugins import discover
+
+    plugin_settings(loaded := load_config(file, overrides), registry := discover())
+    algorithm = _algorithm(loaded, registry).as_plain()
+    show({"file": file, "status": "valid", "algorithm": {**algorithm, "replica_bound": loaded.rollout_bound}})
+
+
+def _algorithm(loaded: Any, registry: Any) -> Any:
+    from jackfield.compose.checks import hooks_of
+    from jackfield.compose.resolve import resolve_algorithm
+
+    hooks_of(loaded, registry)
+    return resolve_algorithm(loaded, registry.resolve(loaded.rollout.name, "rollout").usable())
 
 
 @click.group()

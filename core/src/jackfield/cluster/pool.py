@@ -16,7 +16,7 @@ import attrs
 from jackfield.abc.rollout import BaseRolloutServer
 from jackfield.clock import Clock
 from jackfield.config import RunConfig
-from jackfield.errors import ConfigError, JackfieldError, RunError, WorkerLost
+from jackfield.errors import ConfigError, JackfieldError, QueueError, RunError, WorkerLost
 from jackfield.plugins.hooks import WeightsSynced
 from jackfield.routing import LOST, Replica, ReplicaState, State
 
@@ -265,7 +265,7 @@ class ReplicaPool:
                 await self._route()
             raise
         await asyncio.gather(*map(self._end, replicas))
-        what = "rollout replicas %s were removed, %d of their requests were generated again elsewhere"
+        what = "rollout replicas %s were removed, %d of their requests continue elsewhere"
         _LOG.info(what, ", ".join(map(str, sorted(before))), moved)
 
     def _set(self, replica: Replica, state: State) -> None:
@@ -307,6 +307,7 @@ class DeviceLease:
     _seconds: float  #: deadline for acquiring the lease, and for a hand-over
     #: awaited when the role changes, with the previous role (None at first) and the new one
     hand_over: Callable[[str | None, str], Awaitable[None]] | None = None
+    waited: dict[str, float] = attrs.field(factory=dict, init=False)  #: seconds by role, until they are read
     _role: str | None = attrs.field(default=None, init=False)  #: the role that holds the lease, or held it last
     _holders: int = attrs.field(default=0, init=False)  #: those that other roles wait for
     _aside: list[str] = attrs.field(factory=list, init=False)  #: roles of the holders that step aside
@@ -337,9 +338,11 @@ class DeviceLease:
             self._holders += 1
 
         self._waiting[request], who = role, f"the devices, for {role}, while {self._role} holds them"
+        began = self._clock.time()
         try:
             await self._clock.wait_for(acquire(), self._seconds, who)
         finally:
+            self.waited[role] = self.waited.get(role, 0.0) + self._clock.time() - began
             del self._waiting[request]
             self._wake()
         try:
@@ -360,7 +363,7 @@ class DeviceLease:
                 self._aside.remove(role)
             self._wake()
             others = [each for each in self._aside if each != role]
-            if others and not isinstance(sys.exception(), asyncio.CancelledError):
+            if others and isinstance(sys.exception(), QueueError | None):  # any other error ends the run
                 async with self.hold(others[0]):  # what they run goes on
                     pass
 

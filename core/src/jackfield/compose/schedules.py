@@ -57,6 +57,11 @@ def check_schedule(config: RunConfig, algorithm: ResolvedAlgorithm) -> None:
         what = "every part of the algorithm is computed for the mini-batch or the group already"
         what = what if streams else "without schedule.stream_mini_batches there are whole batches"
         raise config.refusal("algorithm.scope", what, "batch")
+    if algorithm.correction is not None and algorithm.correction.by_token and config.mixing.human:
+        what = "samples from elsewhere have no weight versions by token"
+        raise config.refusal(
+            "mixing.human", what, "null, or no algorithm.correction.stale_only and max_token_staleness"
+        )
     if is_async and algorithm.experts:
         what = "in mode async the steps would use up the expert's answers first"
         raise config.refusal("data.expert_samples_per_batch", what, "0; mixing.expert adds samples to every step")

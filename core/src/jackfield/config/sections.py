@@ -140,7 +140,7 @@ class DeadlineConfig:
         "again; a separate thread sends heartbeats, even during long work",
         gt(0.0),
     )
-    drain: float = option(60.0, "for requests of a removed replica; the rest is generated again elsewhere", ge(0.0))
+    drain: float = option(60.0, "for requests of a removed replica; the rest continue elsewhere", ge(0.0))
 
 
 @attrs.frozen(kw_only=True)
@@ -306,7 +306,7 @@ class RunConfig:
     @property
     def keeps_token_versions(self) -> bool:
         """Return whether samples have the column ``weight_versions``."""
-        return self.schedule.mode == "async" or self.schedule.partial_rollout
+        return self.algorithm.correction.by_token or self.schedule.mode == "async" or self.schedule.partial_rollout
 
     @property
     def engine_temperature(self) -> float:

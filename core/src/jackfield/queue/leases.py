@@ -257,7 +257,7 @@ class Leases:
                 # from here to the next wait, file, ledger and state change together
                 name = self.archive.publish(file, core.store.end, len(core.store.coming) + 1)
                 core.record("archive", file=name, keys=keys)
-                self.consume([group for *_, group in part if group is not None])
+                self.consume([group for *_, group in part if group and group.status == Status.PUBLISHED])
                 self.rejected = self.rejected[sum(group is None for *_, group in part) :]  # they come last
                 core.discard(each.key for some, _, group in part if group is None for each in some)
 

@@ -128,7 +128,7 @@ class TransferQueue:
 
     @property
     def ledger(self) -> list[dict[str, Any]]:
-        """Every ack, commit, rollback, expiry, retirement, derivation, drop, release and loss, in order."""
+        """Acks, commits, rollbacks, expiries, retirements, derivations, drops, releases, losses and archived files."""
         return [*self._core.store.entries(), *self._core.store.coming]
 
     async def drain_failures(self) -> dict[str, str]:

@@ -229,17 +229,20 @@ class AdvantageWorker:
     def __init__(self, values: Values, algorithm: ResolvedAlgorithm) -> None:
         self._values, self._algorithm = values, algorithm
 
-    async def estimate(self, batch: BatchMeta, kl_coefficient: float = 0.0) -> tuple[dict[str, float], Written]:
+    async def estimate(
+        self, batch: BatchMeta, kl_coefficient: float = 0.0, version: int | None = None
+    ) -> tuple[dict[str, float], Written]:
         """Write ``advantages`` and ``returns``, float32 per response token, and related columns.
 
         ``batch`` has samples of the policy and of an expert, and greedy rollouts that serve as baselines.
-        ``kl_coefficient`` is that of the KL penalty in the reward. Return metrics (statistics of rewards and
+        ``kl_coefficient`` is that of the KL penalty in the reward; ``version`` that of the engine's weights, for the
+        staleness of tokens whose weight versions are kept. Return metrics (statistics of rewards and
         advantages, ``reward/kl``, diagnostics of the off-policy correction), and what was written for all samples but
         baselines. Expert samples have advantage 0 and weight 1.
         """
         algorithm, target = self._algorithm, trained(batch)
         assert algorithm.advantages is not None
-        rows = await self._read(own(target))
+        rows = await self._read(own(target), keeps_versions=version is not None)
         totals = rows.token_rewards.sum(-1)
         metrics = {
             "reward/mean": float(totals.mean()),
@@ -269,7 +272,11 @@ class AdvantageWorker:
         columns = {"advantages": column(estimated), "returns": column(returns)}
         if algorithm.correction is not None:
             old, rollout = rows.padded("old_log_probs"), rows.padded("rollout_log_probs")
-            weights, kept, diagnostics = algorithm.correction.weights(old, rollout, rows.mask)
+            staleness = None
+            if version is not None:
+                staleness = version - to_padded(to_nested(rows.columns["weight_versions"]), length=rows.mask.shape[1])
+                metrics["staleness/tokens/mean"] = float(staleness[rows.mask].float().mean())
+            weights, kept, diagnostics = algorithm.correction.weights(old, rollout, rows.mask, staleness)
             columns["rollout_weights"] = column(weights.masked_fill(kept == 0, 0.0), experts=1.0)
             metrics |= {f"correction/{name}": float(value) for name, value in diagnostics.items()}
         if "rewards" in algorithm.loss_columns:
@@ -302,7 +309,7 @@ class AdvantageWorker:
         }
         return await self._values.write(batch, values)
 
-    async def _read(self, batch: BatchMeta) -> _Responses:
+    async def _read(self, batch: BatchMeta, *, keeps_versions: bool) -> _Responses:
         algorithm = self._algorithm
         chosen = part("advantages", str(algorithm.advantages))
         taken = chosen.inputs
@@ -312,7 +319,7 @@ class AdvantageWorker:
         if "old_log_probs" in taken:
             names.add(algorithm.old_log_probs)
         if algorithm.correction is not None:
-            names |= {"old_log_probs", "rollout_log_probs"}
+            names |= {"old_log_probs", "rollout_log_probs", *(("weight_versions",) if keeps_versions else ())}
         if "anchor_ids" in taken:
             names.add("prompt_ids")
         return _Responses(batch, await self._values.read(batch, sorted(names)))

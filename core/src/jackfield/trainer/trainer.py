@@ -198,7 +198,9 @@ class Trainer:
         """Compute advantages from rewards, unless the algorithm trains on given answers."""
         if self.role.algorithm.advantages is not None:
             async with self.role.measure("advantages", "trainer", step.number):
-                metrics, written = await self.role.workers.estimator.estimate(step.part, self.kl_coefficient)
+                correction = self.role.algorithm.correction
+                version = self.role.updated if correction is not None and correction.by_token else None
+                metrics, written = await self.role.workers.estimator.estimate(step.part, self.kl_coefficient, version)
                 await self.role.queue.add_columns(step.rows, written)
                 step.estimates[step.index] = len(step.rows), metrics
 
@@ -354,6 +356,9 @@ class Trainer:
         if ages := [max(step.number - each["weight_version_min"], 0) for each in tags if "weight_version_min" in each]:
             measured |= {"staleness/max": float(max(ages)), "staleness/mean": sum(ages) / len(ages)}
             measured |= {f"staleness/samples/{age}": float(count) for age, count in sorted(Counter(ages).items())}
+        for devices in (self.role.train_devices, self.role.rollout_devices):  # one lease, if they are shared
+            measured |= {f"waits/{name}/devices": seconds for name, seconds in devices.waited.items()}
+            devices.waited.clear()
         for lease, each in zip(step.batch.leases, tags, strict=True):
             is_new = each["batch"] == step.number or self.role.config.mode == "train"
             if lease.partition != TRAIN or not is_new:  # it is replayed or mixed in

@@ -165,7 +165,8 @@ class Life:
 Lives = st.lists(st.tuples(st.lists(st.sampled_from(["step", "drop", "save"]), max_size=4), st.sampled_from(MOMENTS)))
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.timeout(300)
+@settings(max_examples=25, deadline=None)
 @given(lives=Lives, durable=st.booleans())
 def test_each_sample_is_there_once_whenever_the_process_dies(
     tmp_path_factory: pytest.TempPathFactory, lives: list[tuple[list[str], str]], durable: bool

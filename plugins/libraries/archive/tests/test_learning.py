@@ -107,7 +107,8 @@ def test_an_archive_gets_other_rewards(archive: Path, tmp_path: Path) -> None:
     found = {one.key: one for file in files_of(out) for one in read_samples(file)}
     rewards = {key: array("f", one.cells["reward"][1])[0] for key, one in found.items() if "reward" in one.cells}
     assert {"1": 1 / 3, "2": 2 / 3, "3": 1.0, "6": 1.0, "7": 7 / 8, "8": 1.0} == pytest.approx(rewards)
-    assert ("failed", "five") == (found["5"].status, found["5"].tags["reason"].rpartition(" ")[2])
+    assert "failed" == found["5"].status
+    assert "five" in found["5"].tags["reason"]
     assert {"rollout": 0, "reward/new": 3.0} == found["1"].tags
     assert "advantages" not in found["1"].cells
     assert array("f", [-0.5, -0.25]).tobytes() == found["1"].cells["rollout_log_probs"][1]
