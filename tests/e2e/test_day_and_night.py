@@ -128,7 +128,13 @@ def finished_run(folder: Path, model: Path, score: float, *, of_step: int = 3) -
 def test_a_model_that_does_not_fit_is_not_served_and_a_restart_serves_the_promoted_one(
     jackfield: CommandServer, quickstart_settings: Settings, made: Path, tmp_path: Path
 ) -> None:
-    command = ("serve", *quickstart_settings("served", "rollout.openai={}"))
+    trains = (
+        "mode=offline",
+        "algorithm.name=sft",
+        "model.lora={rank: 2}",
+        "sampling.temperature=0",
+    )  # it has no effect
+    command = ("serve", *quickstart_settings("served", "rollout.openai={}", *trains))
     other = finished_run(tmp_path / "other", made / "model", 0.9)
     weights = load_file(other / "model" / "model.safetensors")
     save_file({f"{name}.more": tensor for name, tensor in weights.items()}, other / "model" / "model.safetensors")
@@ -176,3 +182,28 @@ def test_replicas_without_an_address_are_refused(jackfield: CommandServer, quick
     refused = jackfield("serve", *quickstart_settings("served"))
     assert 1 == refused.code
     assert "rollout.openai" in refused.error
+
+
+def test_replicas_in_a_ray_cluster_take_over_a_promoted_model(
+    jackfield: CommandServer,
+    quickstart_settings: Settings,
+    ray_environment: dict[str, str],
+    ray_interpreters: str,
+    made: Path,
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("ray")
+    ray = ("cluster.name=ray", "cluster.ray.num_cpus=2", "cluster.ray.object_store_bytes=200000000", ray_interpreters)
+    settings = quickstart_settings("served", *ray, "cluster.replicas=2", "rollout.openai={}")
+    serving = jackfield.start("serve", *settings, environment=ray_environment)
+    wait_until(serving, lambda: serving.out.count("/v1") == 2)
+    users = Users(serving.out.split(), "Ben has 6 books.")
+    assert [0] * 6 == users.ask(1, n=1).choices[0].model_extra["weight_versions"]
+    good = finished_run(tmp_path / "good", made / "model", 0.9)
+    ok(jackfield("promote", str(good), str(tmp_path / "served"), "--score", "0.9"))
+    wait_until(serving, lambda: "serving version 1" in serving.out)
+    for number in (0, 1):
+        assert [1] * 6 == users.ask(number, n=1).choices[0].model_extra["weight_versions"]
+    users.end_clients()
+    serving.send(signal.SIGTERM)
+    assert 128 + signal.SIGTERM == serving.wait().code

@@ -13,11 +13,20 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
+from jackfield.abc.rollout import SamplingParams
+from jackfield.algorithms.settings import AlgorithmSettings, CriticSettings
 from jackfield.compose.builder import RunBuilder
 from jackfield.compose.workers import WorkerFactory
 from jackfield.config import RunConfig
 from jackfield.config.schedule import ScheduleConfig
-from jackfield.config.sections import EvaluationConfig, MixingConfig, PluginSection, QueueConfig
+from jackfield.config.sections import (
+    DataConfig,
+    EvaluationConfig,
+    MixingConfig,
+    PluginSection,
+    QueueConfig,
+    WeightsConfig,
+)
 from jackfield.errors import ConfigError, JackfieldError, RunError
 from jackfield.files import replace_file
 from jackfield.observe import ObserveSettings
@@ -85,13 +94,20 @@ def read_promoted(folder: Path) -> Promoted | None:
 def serve_config(config: RunConfig) -> RunConfig:
     """Return the configuration of a server, which shares no file, lock or store with the run."""
     silent: dict[str, Any] = {field.name: False for field in attrs.fields(ObserveSettings) if field.default is True}
+    data = config.data
     return attrs.evolve(
         config,
         name=f"{config.name}-serve",
         folder=str(served_folder(config.folder)),
         mode="explore",  # it has replicas and no engine
-        data=attrs.evolve(config.data, samples=None, epochs=1),
+        model=attrs.evolve(config.model, lora=None),
+        data=DataConfig(train=data.train or data.eval, format=data.format, chat_template=data.chat_template),
+        sampling=SamplingParams(),
+        algorithm=AlgorithmSettings(),
+        critic=CriticSettings(),
         schedule=ScheduleConfig(),
+        checkpoint=attrs.evolve(config.checkpoint, at_end=True, resume=True),
+        weights=WeightsConfig(dtype=config.weights.dtype),
         evaluation=EvaluationConfig(),
         mixing=MixingConfig(),
         queue=QueueConfig(),
