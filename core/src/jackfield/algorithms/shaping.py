@@ -254,7 +254,7 @@ class Correction:
 
     @property
     def by_token(self) -> bool:
-        """Whether it needs the weight version of each token."""
+        """Return whether it needs the weight version of each token."""
         return self.stale_only or self.max_token_staleness is not None
 
     def weights(

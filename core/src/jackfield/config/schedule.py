@@ -55,5 +55,5 @@ class ScheduleConfig:
 
     @property
     def limits(self) -> dict[str, float]:
-        """What ends the run, by name: ``steps``, and the limits of ``until`` that are set."""
+        """Return what ends the run, by name: ``steps``, and the limits of ``until`` that are set."""
         return {"steps": self.steps, **attrs.asdict(self.until, filter=lambda _, value: value is not None)}

@@ -85,6 +85,7 @@ class Leases:
         step: int | None = None,
         fresh: bool = True,
         max_staleness: int | None = None,
+        first: Sequence[str] = (),
         deadline_seconds: float = 600.0,
     ) -> BatchMeta:
         """Lease groups, whose samples are ordered by rollout and sequence.
@@ -94,9 +95,9 @@ class Leases:
         then gets an empty batch. With ``groups``, too, lease that many of them in the order in which they became ready,
         and wait for no others.
 
-        With ``max_staleness`` and ``step``, lease ``groups`` groups of all batches that the consumer has not used,
-        oldest weights first. Each step takes as many. The call also waits for groups that still run if later steps
-        could not take all of these within ``max_staleness`` steps of the weights that they started with.
+        With ``max_staleness`` and ``step``, lease ``groups`` groups of all batches that the consumer has not used:
+        those named ``first``, then the oldest weights. Each step takes as many. The call also waits for groups that
+        still run if later steps could not take all of these within ``max_staleness`` steps of their first weights.
 
         Otherwise, the consumer's sampler chooses among the groups of all batches: ``groups`` of them, or all ready
         ones and at least one. With ``fresh``, it may choose groups that the consumer has not used yet, and the call
@@ -120,7 +121,7 @@ class Leases:
                 if batch is not None:
                     found = self._unused(mine, batch, groups)
                 elif max_staleness is not None:
-                    found = in_time(mine, groups or 1, step or 0, max_staleness)
+                    found = in_time(mine, groups or 1, step or 0, max_staleness, first)
                 else:
                     found = self._choose(mine, groups, step, fresh)
                 if found is not None:
