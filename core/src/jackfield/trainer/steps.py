@@ -32,7 +32,7 @@ class Step:
     part: BatchMeta = attrs.field(init=False)  #: what was leased last
     index: int | None = None  #: the number of that part; None: samples whose rewards are pending
     leased: bool = False  #: whether the trainer holds the lease on it
-    order: list[str] = attrs.field(factory=list)  #: the groups of the last part, which keep their places after a loss
+    order: list[str] = attrs.field(factory=list)  #: the groups of the last part, which are leased again after a loss
     parts: dict[int, BatchMeta] = attrs.field(factory=dict)  #: by number, the last one included
     rows: BatchMeta = attrs.field(init=False)  #: the samples of the part that models are trained on
     new: BatchMeta = attrs.field(init=False)  #: the samples of the part without log-probs and values
@@ -130,7 +130,9 @@ class StepSource:
         """Lease any complete groups, as many as a batch has. Drop those that are too stale, unless they may be used."""
         queue, schedule, config = self.role.queue, self.role.schedule, self.role.config
         groups, bound = config.data.groups_per_batch, schedule.staleness_bound
-        which: dict[str, Any] = {"step": step.number, "deadline_seconds": config.deadlines.batch, "first": step.order}
+        which: dict[str, Any] = {"step": step.number, "deadline_seconds": config.deadlines.batch}
+        if step.order:
+            return await queue.lease(CONSUMER, again=step.order[:groups], **which)
         last = bound if schedule.on_stale == "wait" else schedule.steps  # nothing is waited for
         while True:
             batch = await queue.lease(CONSUMER, groups, max_staleness=last, **which)
@@ -138,10 +140,7 @@ class StepSource:
             if stale := batch.select(late):
                 _count_stale(step, stale)
             if not stale or schedule.on_stale == "train_corrected":
-                places, before = batch.by_group(), step.order[:groups]
-                new = iter([name for name in places if name not in before])
-                ordered = [name if name in places else next(new) for name in before or places]
-                return batch.select([at for name in ordered for at in places[name]])
+                return batch
             await queue.release(batch)
             reason = f"its oldest weights are more than {bound} steps old at step {step.number}"
             await queue.drop_groups(list(stale.by_group()), reason, counts=False)
