@@ -279,7 +279,7 @@ class Leases:
                 self._return(self.core.state.consumers[name], group)
 
     def _finish(self, groups: Iterable[Group]) -> tuple[list[Group], list[str]]:
-        """Return the published groups that every consumer is done with, and their samples; archive or delete them."""
+        """Return groups that every consumer is done with, and their samples; delete them if there is no archive."""
         done = []
         for group in groups:
             consumers = group.batch.partition.consumers if group.status == Status.PUBLISHED else []
