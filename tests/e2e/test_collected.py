@@ -197,8 +197,9 @@ def test_a_served_queue_is_filled_and_then_trained_on(
         (("mode=train",), "data.samples"),
         (("mode=explore", "schedule.mode=async"), "schedule.mode"),
         (("mode=explore", "checkpoint.at_end=false"), "checkpoint.at_end"),
-        (("mode=explore", "queue.max_samples=100"), "at queue"),
+        (("mode=explore", "queue.max_bytes=100"), "queue.max_samples"),
         (("mode=explore", "schedule.until.reward=1"), "schedule.until.reward"),
+        (("mode=explore", "queue.archive=kept"), "queue.archive"),
         (("schedule.until.score=1",), "evaluation.every"),
         (("data.epochs=2",), "data.epochs"),
         (("mode=train", "data.samples=x", "mixing.replay={ratio: 1}"), "mixing.replay"),
@@ -216,3 +217,15 @@ def test_what_makes_no_sense_is_refused_by_name(
     assert 1 == refused.code
     assert where in refused.error
     assert not (tmp_path / "refused").exists()
+
+
+def test_an_archive_is_trained_on(jackfield: CommandServer, quickstart_settings: Settings, tmp_path: Path) -> None:
+    """What a training run consumed and kept is trained on again, by another algorithm, without its first policy."""
+    archive = tmp_path / "archive"
+    ok(jackfield("run", *quickstart_settings("first", *SMALL, f"queue.archive={archive}")))
+    learns = ("mode=train", f"data.samples={archive}", "data.train=null", "algorithm.name=rloo", "schedule.steps=50")
+    ok(jackfield("run", *quickstart_settings("second", *SMALL, *learns)))
+    first, second = lines(tmp_path / "first"), lines(tmp_path / "second")
+    assert [4.0] * 3 == [line["samples"] for line in second]
+    rewards = [sum(line["reward/mean"] for line in each) for each in (first, second)]
+    assert rewards[0] == pytest.approx(rewards[1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,29 +14,23 @@ from typing import Any
 
 import openai
 import pytest
+from safetensors.torch import load_file, save_file
 
 from jackfield_commands import CommandServer
 
-from .conftest import ROOT
-from .test_collected import lines, ok
+from .test_collected import lines, ok, wait_until
 from .test_modes import GRADED
 
 pytestmark = pytest.mark.timeout(240)
 
 Settings = Callable[..., list[str]]
-GUIDES = ROOT / "examples" / "guides"
-
-
-def command(*arguments: object) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    texts = [sys.executable, *map(str, arguments)]
-    return subprocess.Popen(texts, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def done(*arguments: object) -> tuple[int, str]:
-    process = command(*arguments)
-    out, error = process.communicate(timeout=60)
-    return process.returncode, out + error
+    """Run a Python module; return its status and output."""
+    texts = [sys.executable, *map(str, arguments)]
+    ended = subprocess.run(texts, capture_output=True, text=True, timeout=60)
+    return ended.returncode, ended.stdout + ended.stderr
 
 
 class Users(threading.Thread):
@@ -64,24 +58,28 @@ class Users(threading.Thread):
         chat = self.clients[number].chat.completions
         return chat.create(model="any", messages=messages, n=n, max_tokens=6, extra_body=more)
 
+    def end_clients(self) -> None:
+        for client in self.clients:
+            client.close()
+
     def end(self) -> None:
         self.ending.set()
         self.join(60)
-        for client in self.clients:
-            client.close()
+        self.end_clients()
         assert self.failure is None, self.failure
 
 
 def test_from_a_day_to_the_next(
     jackfield: CommandServer, quickstart_settings: Settings, made: Path, tmp_path: Path
 ) -> None:
-    day, promoted = tmp_path / "day", tmp_path / "promoted.json"
+    day, served = tmp_path / "day", tmp_path / "served"
     question = json.loads((made / "problems.jsonl").read_text().splitlines()[0])["question"]
-    serving = command(GUIDES / "serve_day_and_night.py", made / "model", "--collect", day, "--promoted", promoted)
-    assert serving.stdout is not None
+    address = f"rollout.openai={{collect: {day}}}"
+    serving = jackfield.start("serve", *quickstart_settings("served", "cluster.replicas=2", address))
     users = None
     try:
-        users = Users([serving.stdout.readline().strip() for _ in range(2)], question)
+        wait_until(serving, lambda: serving.out.count("\n") == 2)
+        users = Users(serving.out.splitlines(), question)
         for number in (0, 1, 0, 1):  # the day: users ask for two answers and rate them
             answer = users.ask(number, n=2)
             for choice in answer.choices:
@@ -99,12 +97,12 @@ def test_from_a_day_to_the_next(
         run = tmp_path / "learned"
         assert [0.5] * 2 == [line["reward/mean"] for line in lines(run)]
         assert all(line["grad_norm"] > 0 for line in lines(run))
-        code, said = done(GUIDES / "promote.py", run, promoted, "--score", "1.5")
-        assert (1, True) == (code, "not promoted" in said), said
-        assert not promoted.exists()
-        code, said = done(GUIDES / "promote.py", run, promoted, "--score", "0")
-        assert (0, True) == (code, "as version 1" in said), said
-        assert f"serving version 1: {run / 'model'}\n" == serving.stdout.readline()
+        refused = jackfield("promote", str(run), str(served), "--score", "1.5")
+        assert 1 == refused.code
+        assert "run.not-promoted" in refused.error
+        assert not (served / "serve" / "promoted.json").exists()
+        assert "as version 1" in ok(jackfield("promote", str(run), str(served), "--score", "0"))
+        wait_until(serving, lambda: f"serving version 1: {run / 'model'}" in serving.out)
         for number in (0, 1):
             assert [1] * 6 == users.ask(number, n=1).choices[0].model_extra["weight_versions"]
         users.end()
@@ -112,6 +110,100 @@ def test_from_a_day_to_the_next(
     finally:
         if users is not None and users.is_alive():
             users.ending.set()
-        serving.send_signal(signal.SIGINT)
-        _, error = serving.communicate(timeout=60)
-    assert (0, "") == (serving.returncode, error)
+        serving.send(signal.SIGTERM)
+    assert 128 + signal.SIGTERM == serving.wait().code, serving.error
+    assert "ended" in serving.out
+
+
+def finished_run(folder: Path, model: Path, score: float, *, of_step: int = 3) -> Path:
+    """A folder that looks like a finished run of three steps, whose last evaluation was after ``of_step``."""
+    shutil.copytree(model, folder / "model")
+    (folder / "finished.json").touch()
+    records = [{"kind": "step", "step": step} for step in (1, 2, 3)]
+    records.append({"kind": "evaluation", "step": of_step, "score": score})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    return folder
+
+
+def test_a_model_that_does_not_fit_is_not_served_and_a_restart_serves_the_promoted_one(
+    jackfield: CommandServer, quickstart_settings: Settings, made: Path, tmp_path: Path
+) -> None:
+    trains = (
+        "mode=offline",
+        "algorithm.name=sft",
+        "model.lora={rank: 2}",
+        "sampling.temperature=0",
+    )  # it has no effect
+    command = ("serve", *quickstart_settings("served", "rollout.openai={}", *trains))
+    other = finished_run(tmp_path / "other", made / "model", 0.9)
+    weights = load_file(other / "model" / "model.safetensors")
+    save_file({f"{name}.more": tensor for name, tensor in weights.items()}, other / "model" / "model.safetensors")
+    serving = jackfield.start(*command)
+    wait_until(serving, lambda: "/v1" in serving.out)
+    ok(jackfield("promote", str(other), str(tmp_path / "served"), "--score", "0.9"))
+    wait_until(serving, lambda: "version 1 is not served" in serving.error)
+    users = Users(serving.out.split(), "Ben has 6 books.")
+    assert [0] * 6 == users.ask(0, n=1).choices[0].model_extra["weight_versions"]
+    good = finished_run(tmp_path / "good", made / "model", 0.9)
+    ok(jackfield("promote", str(good), str(tmp_path / "served"), "--score", "0.9"))
+    wait_until(serving, lambda: "serving version 2" in serving.out)
+    assert [2] * 6 == users.ask(0, n=1).choices[0].model_extra["weight_versions"]
+    users.end_clients()
+    serving.send(signal.SIGKILL)
+    serving.wait()
+    serving = jackfield.start(*command)
+    wait_until(serving, lambda: "serving version 2" in serving.out)
+    users = Users(serving.out.split()[:1], "Ben has 6 books.")
+    assert [2] * 6 == users.ask(0, n=1).choices[0].model_extra["weight_versions"]
+    users.end_clients()
+    serving.send(signal.SIGINT)
+    assert 128 + signal.SIGINT == serving.wait().code
+
+
+@pytest.mark.parametrize("lacks", ["score", "evaluation at the end", "model"])
+def test_a_run_that_is_not_good_enough_is_not_promoted(
+    jackfield: CommandServer, made: Path, tmp_path: Path, lacks: str
+) -> None:
+    run = finished_run(
+        tmp_path / "run",
+        made / "model",
+        0.4 if lacks == "score" else 0.9,
+        of_step=2 if lacks == "evaluation at the end" else 3,
+    )
+    if lacks == "model":
+        (run / "finished.json").unlink()
+    refused = jackfield("promote", str(run), str(tmp_path / "served"), "--score", "0.5")
+    assert 1 == refused.code
+    assert "run.not-promoted" in refused.error
+    assert not (tmp_path / "served").exists()
+
+
+def test_replicas_without_an_address_are_refused(jackfield: CommandServer, quickstart_settings: Settings) -> None:
+    refused = jackfield("serve", *quickstart_settings("served"))
+    assert 1 == refused.code
+    assert "rollout.openai" in refused.error
+
+
+def test_replicas_in_a_ray_cluster_take_over_a_promoted_model(
+    jackfield: CommandServer,
+    quickstart_settings: Settings,
+    ray_environment: dict[str, str],
+    ray_interpreters: str,
+    made: Path,
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("ray")
+    ray = ("cluster.name=ray", "cluster.ray.num_cpus=2", "cluster.ray.object_store_bytes=200000000", ray_interpreters)
+    settings = quickstart_settings("served", *ray, "cluster.replicas=2", "rollout.openai={}")
+    serving = jackfield.start("serve", *settings, environment=ray_environment)
+    wait_until(serving, lambda: serving.out.count("/v1") == 2)
+    users = Users(serving.out.split(), "Ben has 6 books.")
+    assert [0] * 6 == users.ask(1, n=1).choices[0].model_extra["weight_versions"]
+    good = finished_run(tmp_path / "good", made / "model", 0.9)
+    ok(jackfield("promote", str(good), str(tmp_path / "served"), "--score", "0.9"))
+    wait_until(serving, lambda: "serving version 1" in serving.out)
+    for number in (0, 1):
+        assert [1] * 6 == users.ask(number, n=1).choices[0].model_extra["weight_versions"]
+    users.end_clients()
+    serving.send(signal.SIGTERM)
+    assert 128 + signal.SIGTERM == serving.wait().code

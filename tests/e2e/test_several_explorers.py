@@ -33,7 +33,7 @@ def shared(quickstart_settings: Settings, tmp_path: Path) -> Callable[..., list[
 def test_explorers_with_different_tasks_share_the_batches(
     jackfield: CommandServer, shared: Callable[..., list[str]], tmp_path: Path, made: Path
 ) -> None:
-    """Each batch is whole and trained on once; one explorer takes a quarter of the batches, with its own tasks."""
+    """Each batch is whole, has the tasks of one explorer, and is trained on once."""
     problems = [json.loads(line) for line in (made / "problems.jsonl").read_text().splitlines()]
     tasks = {}
     for name, chosen in {"many": problems[:40], "few": problems[40:50]}.items():
@@ -65,7 +65,6 @@ def test_explorers_with_different_tasks_share_the_batches(
     for row in rows:
         by_step[row["step"]].add(row["tags"]["task"].partition(":")[0])
     assert all(len(found) == 1 for found in by_step.values()), "an explorer's tasks fill its batch"
-    assert 1 <= sum(found == {"few"} for found in by_step.values()) <= 4, "a quarter of twelve batches, and one"
     assert 12 == len(lines(tmp_path / "run"))
 
 

@@ -164,7 +164,7 @@ class RunBuilder:
             self.stack.push_async_callback(lambda: connection.close("" if self._finished else early))
         return backend
 
-    def _run(self, *loops: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def run_loops(self, *loops: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Start background loops that run until the role ends. An error of a loop ends the role."""
         self._background += [self._loops.create_task(loop()) for loop in loops]
 
@@ -177,14 +177,14 @@ class RunBuilder:
         await role.queue.post(SHARED, shared_settings(config))
         await role.queue.post(FINISHED, {"steps": 0})
         first_step = await trainer.begin(checkpoint, mixed)
-        await self._open_control()
+        await self.open_control()
         if role.scores:
             pipeline = RewardPipeline(role=role)
             await pipeline.register()
-            self._run(pipeline.run)
+            self.run_loops(pipeline.run)
         if role.name == "all" and config.mode != "train":
-            self._run(Explorer(role=role, name="explorer-0").run)
-        self._run(*(samples.keep for samples in mixed))
+            self.run_loops(Explorer(role=role, name="explorer-0").run)
+        self.run_loops(*(samples.keep for samples in mixed))
         with self.stop.boundary("with a checkpoint after this step"):
             steps = await trainer.run(first_step)
             if steps == role.schedule.steps:
@@ -202,15 +202,15 @@ class RunBuilder:
 
     async def _explore(self) -> int:
         """Explore for a trainer elsewhere until it has all batches, or has ended; return the newest version."""
-        pool = await self._start_replicas()
+        pool = await self.start_replicas()
         assert pool is not None
         pool.source = weights = WeightSubscriber(role=self.role, pool=pool)
         self.stop.begun = True
-        self._run(pool.keep, weights.run)
+        self.run_loops(pool.keep, weights.run)
         who, seconds = "the trainer to say which weights it has", self.role.config.deadlines.batch
         await self.role.version.until(lambda version: version >= 0, seconds, who)
         check_joins(self.role.config, (await self.role.queue.wait_notice(SHARED, 0, seconds)).value)
-        await self._open_control()
+        await self.open_control()
         exploring = Explorer(role=self.role, name=self.role.config.name).run()
         tasks = [self._loops.create_task(each) for each in (exploring, self._until_finished())]
         self._background += tasks
@@ -228,7 +228,7 @@ class RunBuilder:
         pipeline, finished = RewardPipeline(role=role), False
         await pipeline.register()
         self.stop.begun = True
-        self._run(pipeline.run)
+        self.run_loops(pipeline.run)
         who = "the trainer to finish, or the explorers to bring a group"
         while not finished:
             before = pipeline.groups
@@ -248,7 +248,7 @@ class RunBuilder:
             notice = await self.role.queue.wait_notice(FINISHED, number, inf)
             number, steps = notice.number, notice.value["steps"]
 
-    async def _start_replicas(self) -> ReplicaPool | None:
+    async def start_replicas(self) -> ReplicaPool | None:
         """Start the rollout servers. Return None if this role has none."""
         workers = self.role.workers
         if not workers.replicas:
@@ -258,7 +258,7 @@ class RunBuilder:
         await pool.start(workers.replicas)
         return pool
 
-    async def _open_control(self) -> None:
+    async def open_control(self) -> None:
         """Let other processes list and scale the replicas, if there are any."""
         config = self.role.config
         if self._pool is not None:
@@ -270,7 +270,7 @@ class RunBuilder:
         """Build the trainer with engines, replicas and their weights."""
         role = self.role
         await self._load("actor")
-        pool = await self._start_replicas()
+        pool = await self.start_replicas()
         weights: EngineWeights | WeightSubscriber | None = None
         if pool is not None and not role.engines:
             weights = WeightSubscriber(role=role, pool=pool)  # it keeps those of the model's folder
@@ -281,10 +281,10 @@ class RunBuilder:
         sync = weights.sync if isinstance(weights, EngineWeights) else None
         trainer = Trainer(role=role, stop=self.stop.requested, sync=sync, **self._engines)
         if role.workers.watch is not None:
-            self._run(role.workers.watch)
+            self.run_loops(role.workers.watch)
         if pool is not None:
             pool.source = weights
-            self._run(pool.keep)
+            self.run_loops(pool.keep)
         return trainer
 
     async def _load(self, name: str) -> None:

@@ -45,6 +45,7 @@ def check_mode(config: RunConfig, role: RoleName = "all") -> None:
     mixed = [name for name, each in attrs.asdict(config.mixing, recurse=False).items() if each is not None and trains]
     missing = trains and data.samples is None and config.queue.address is None
     keeps, until, full = mode == "explore", config.schedule.until, config.queue.max_samples or config.queue.max_bytes
+    unknown = until.score is not None and not config.evaluation.every
     lost = keeps and config.queue.address is None and not config.checkpoint.at_end
     for wrong, where, what, expected in (
         (role not in ("all", *ROLES.get(mode, ())), "mode", f"mode {mode} has no role {role}", "another role or mode"),
@@ -53,14 +54,10 @@ def check_mode(config: RunConfig, role: RoleName = "all") -> None:
         (missing, "data.samples", "there are no samples", "a file or folder, or a filled queue's queue.address"),
         (mixed, f"mixing.{''.join(mixed[:1])}", "all samples are in data.samples, with data.epochs", "null"),
         (lost, "checkpoint.at_end", "the samples would be lost with the run", "true"),
-        (keeps and full, "queue", "nothing takes samples out of the queue", "no max_samples and no max_bytes"),
+        (keeps and full, "queue.max_samples", "nothing takes samples out of the queue", "null, max_bytes, too"),
         (keeps and until.reward is not None, "schedule.until.reward", "no step has a mean reward", "score, or null"),
-        (
-            until.score is not None and not config.evaluation.every,
-            "evaluation.every",
-            "until.score needs it",
-            "above 0",
-        ),
+        (keeps and config.queue.archive, "queue.archive", "no sample is consumed; export the run's queue", "null"),
+        (unknown, "evaluation.every", "schedule.until.score needs it", "above 0"),
         (placement == "separate" and config.cluster.offload, "cluster.offload", "no side is ever idle", "false"),
     ):
         if wrong:

@@ -101,11 +101,9 @@ def run_stages(stages: Mapping[str, RunConfig], say: Callable[[str], None], **op
     registry, (*earlier, last) = discover(), stages
     for name, config in stages.items() if earlier else ():
         try:
-            for where in ("mode", "model.lora") if name != last else ():
-                if config.model.lora if where != "mode" else config.mode == "explore":
-                    raise config.refusal(
-                        where, "the next stage starts from a whole model", "no such stage but the last"
-                    )
+            if name != last and (config.mode == "explore" or config.model.lora):
+                where = "mode" if config.mode == "explore" else "model.lora"
+                raise config.refusal(where, "the next stage starts from a whole model", "such a stage comes last")
             check_mode(config)
             model = attrs.evolve(config.model, path=stages[next(iter(stages))].model.path)
             prepare(attrs.evolve(resolve_defaults(config), model=model), registry, (), "all", Clock())

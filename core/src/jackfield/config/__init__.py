@@ -68,11 +68,11 @@ def load_stages(file: str | Path, overrides: Sequence[str] = (), *, served: bool
 
 
 def _merged(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with others in their place; sections are merged."""
-    inner = {
-        key: each for key, each in own.items() if isinstance(each, Mapping) and isinstance(common.get(key), Mapping)
-    }
-    return {**common, **own, **{key: _merged(common[key], each) for key, each in inner.items()}}
+    """Return settings with others in their place; sections are merged, unless they get another ``name``."""
+    both = {key: (common[key], own[key]) for key in own.keys() & common.keys() if key != "name"}
+    maps = {key: pair for key, pair in both.items() if all(isinstance(each, Mapping) for each in pair)}
+    same = {key: pair for key, pair in maps.items() if pair[1].get("name") in (None, pair[0].get("name"))}
+    return {**common, **own, **{key: _merged(*pair) for key, pair in same.items()}}
 
 
 def _read(file: str | Path) -> Any:
