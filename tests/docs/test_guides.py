@@ -52,7 +52,7 @@ def commands() -> list[Any]:
         for line in block.values[0].splitlines():
             words = shlex.split(line.removeprefix("$ "))
             if {"run", "config", "bench"} & set(words) or any(word.endswith("quickstart.py") for word in words):
-                found.append(pytest.param(words, id=" ".join(words[:4])))
+                found.append(pytest.param(words, id=" ".join(words)))
     return found
 
 

@@ -6,12 +6,21 @@ from collections.abc import Sequence
 from math import inf
 
 from jackfield.errors import QueueError, some
-from jackfield.queue.meta import Ready
+from jackfield.queue.meta import GroupKey, Ready
 from jackfield.queue.records import BatchState, Consumer, Group, Status
 
 
+def in_places(consumer: Consumer, names: Sequence[str]) -> list[Group] | None:
+    """Return the groups in the places of these, by key; None while they are not all ready."""
+    keys = map(GroupKey.of, names)
+    found = [consumer.partition.batches[key.batch].groups[key.index] for key in keys]
+    for group in found:
+        group.batch.require_well()
+    return found if all(map(consumer.is_fresh, found)) else None
+
+
 def in_time(consumer: Consumer, count: int, step: int, max_staleness: int) -> list[Group] | None:
-    """Return ``count`` ready groups, those with the oldest weights first; None while there are too few.
+    """Return ``count`` ready groups, the oldest weights first; None while there are too few.
 
     A group has to be trained on by the step ``oldest version + max_staleness``. There is None also while a group that
     still runs is among those that have to be taken now, because the steps that are left take ``count`` groups each.
@@ -22,9 +31,8 @@ def in_time(consumer: Consumer, count: int, step: int, max_staleness: int) -> li
     for group in (group for batch in consumer.partition.batches.values() for group in batch.groups):
         if group.status in (Status.OPEN, Status.PUBLISHED) and not taken(group):
             by[group] = _oldest_version(group) + max_staleness
-    ready = sorted(
-        filter(consumer.is_fresh, consumer.usable), key=lambda group: (by[group], group.batch.number, group.index)
-    )
+    order = lambda group: (by[group], group.batch.number, group.index)  # noqa: E731
+    ready = sorted(filter(consumer.is_fresh, consumer.usable), key=order)
     running = {last for group, last in by.items() if not consumer.is_fresh(group)}
     chosen = ready[:count]
     for last in running:  # all groups due by then, less those that can be taken after this step

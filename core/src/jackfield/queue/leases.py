@@ -12,7 +12,7 @@ import attrs
 
 from jackfield.abc.transfer_queue import KeysRequest
 from jackfield.errors import QueueError
-from jackfield.queue.choices import drawn, in_time, missing
+from jackfield.queue.choices import drawn, in_places, in_time, missing
 from jackfield.queue.meta import BatchMeta, Lease, Reuse, SamplerSpec
 from jackfield.queue.records import BatchState, Consumer, Group, Hold, State, Status, Use
 from jackfield.queue.store import Controller
@@ -85,6 +85,7 @@ class Leases:
         step: int | None = None,
         fresh: bool = True,
         max_staleness: int | None = None,
+        again: Sequence[str] = (),
         deadline_seconds: float = 600.0,
     ) -> BatchMeta:
         """Lease groups, whose samples are ordered by rollout and sequence.
@@ -94,9 +95,11 @@ class Leases:
         then gets an empty batch. With ``groups``, too, lease that many of them in the order in which they became ready,
         and wait for no others.
 
-        With ``max_staleness`` and ``step``, lease ``groups`` groups of all batches that the consumer has not used,
+        With ``max_staleness`` and ``step``, lease ``groups`` groups of all batches that the consumer has not used, the
         oldest weights first. Each step takes as many. The call also waits for groups that still run if later steps
         could not take all of these within ``max_staleness`` steps of the weights that they started with.
+
+        With ``again``, lease the groups with these keys, or what is made in the place of those that were dropped.
 
         Otherwise, the consumer's sampler chooses among the groups of all batches: ``groups`` of them, or all ready
         ones and at least one. With ``fresh``, it may choose groups that the consumer has not used yet, and the call
@@ -117,7 +120,9 @@ class Leases:
         self.core.wake()  # a producer under backpressure may generate what this call waits for
         try:
             while True:
-                if batch is not None:
+                if again:
+                    found = in_places(mine, again)
+                elif batch is not None:
                     found = self._unused(mine, batch, groups)
                 elif max_staleness is not None:
                     found = in_time(mine, groups or 1, step or 0, max_staleness)
@@ -274,7 +279,7 @@ class Leases:
                 self._return(self.core.state.consumers[name], group)
 
     def _finish(self, groups: Iterable[Group]) -> tuple[list[Group], list[str]]:
-        """Return the published groups that every consumer is done with, and their samples; archive or delete them."""
+        """Return groups that every consumer is done with, and their samples; delete them if there is no archive."""
         done = []
         for group in groups:
             consumers = group.batch.partition.consumers if group.status == Status.PUBLISHED else []

@@ -32,6 +32,7 @@ class Step:
     part: BatchMeta = attrs.field(init=False)  #: what was leased last
     index: int | None = None  #: the number of that part; None: samples whose rewards are pending
     leased: bool = False  #: whether the trainer holds the lease on it
+    order: list[str] = attrs.field(factory=list)  #: the groups of the last part, which are leased again after a loss
     parts: dict[int, BatchMeta] = attrs.field(factory=dict)  #: by number, the last one included
     rows: BatchMeta = attrs.field(init=False)  #: the samples of the part that models are trained on
     new: BatchMeta = attrs.field(init=False)  #: the samples of the part without log-probs and values
@@ -57,7 +58,7 @@ class Step:
         """Continue with a part that was leased."""
         self.part, self.index, self.leased, self.rows = part, index, True, trained(part)
         if index is not None:
-            self.parts[index] = part
+            self.parts[index], self.order = part, list(part.by_group())
         chosen = part if index is None else self.rows
         self.new = chosen.select(at for at, group in enumerate(chosen.groups) if group not in self.passed)
 
@@ -130,6 +131,8 @@ class StepSource:
         queue, schedule, config = self.role.queue, self.role.schedule, self.role.config
         groups, bound = config.data.groups_per_batch, schedule.staleness_bound
         which: dict[str, Any] = {"step": step.number, "deadline_seconds": config.deadlines.batch}
+        if step.order:
+            return await queue.lease(CONSUMER, again=step.order[:groups], **which)
         last = bound if schedule.on_stale == "wait" else schedule.steps  # nothing is waited for
         while True:
             batch = await queue.lease(CONSUMER, groups, max_staleness=last, **which)

@@ -47,6 +47,7 @@ def test_the_best_has_the_highest_mean_over_sets_and_is_the_earliest_of_equal_on
     found = summary(results)
     assert ("a", {"x": "b", "y": "a"}) == (found["best"], found["best_by_set"])
     assert all("key" not in each for each in found["results"])
+    assert (None, "best: none") == (summary([])["best"], text_table([]).splitlines()[-1][:10])
 
 
 def test_the_table_has_what_each_set_has() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from array import array
 from contextlib import suppress
 from pathlib import Path
@@ -198,3 +200,29 @@ def test_each_sample_is_there_once_whenever_the_process_dies(
     dropped = [sample for sample in files if sample.status == "dropped"]
     assert len(dropped) >= 2, "those of the last life at least"
     assert {"all rewards are equal"} == {sample.tags["reason"] for sample in dropped}
+
+
+_FULL = """
+import resource, sys
+from pathlib import Path
+from jackfield.errors import QueueError
+from jackfield.sdk.archive import SavedSample
+from jackfield_archive import Archive, write_samples
+folder = Path(sys.argv[1])
+archive = Archive(folder, "queue")
+archive.open(None)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # no file grows beyond it, as on a full disk
+for work in (lambda: archive.open(None), lambda: write_samples(folder / "queue-1.parquet", [SavedSample(cells={})])):
+    try:
+        work()
+    except QueueError as error:
+        print(error.code, error.where)
+print(sorted(path.name for path in folder.iterdir() if path.is_file()))
+"""
+
+
+def test_a_full_disk_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
+    """When the archive is opened, before the first step, and when a file is written."""
+    words = [sys.executable, "-c", _FULL, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=50, check=True)
+    assert [f"queue.store {tmp_path}"] * 2 + ["[]"] == done.stdout.splitlines()

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
 from jackfield.errors import ConfigError, PluginNotFound, QueueError
 from jackfield.sdk.archive import SavedSample
 from jackfield_archive import COLUMNS, files_of, load_reward, read_samples, rescore, write_samples, write_tasks
+from jackfield_archive.__main__ import main
 
 
 def sample(key: str, group: str, reward: float, status: str = "trained", prompt: Sequence[int] = (1, 2)) -> SavedSample:
@@ -59,6 +61,15 @@ def test_the_best_sample_of_each_group_is_the_answer(archive: Path, tmp_path: Pa
     ]
     assert ("c", [3], [[[8, 8], [1, 0]]]) == (found[2]["id"], found[2]["prompt_ids"], found[2]["answers"])
     assert ["a", "c"] == [one["id"] for one in tasks(archive, tmp_path / "good.jsonl", min_reward=0.6)]
+
+
+def test_a_command_writes_tasks(archive: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    done = CliRunner().invoke(main, ["tasks", str(archive), str(out), "--min-reward", "0.6"])
+    assert (0, f"2 tasks in {out}\n") == (done.exit_code, done.output)
+    done = CliRunner().invoke(main, ["tasks", str(tmp_path / "nothing"), str(out)])
+    assert 1 == done.exit_code
+    assert "there is no archive" in done.output
 
 
 def test_pairs_are_of_one_prompt_and_different_rewards(archive: Path, tmp_path: Path) -> None:

@@ -56,12 +56,12 @@ def _row(sample: SampleRecord) -> dict[str, Any]:
     }
 
 
-def best_model(results: Sequence[Mapping[str, Any]]) -> str:
-    """Return the model with the highest mean of ``score`` over the sets; the earliest of equal ones."""
+def best_model(results: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the model with the highest mean of ``score`` over the sets, the earliest of equals; None: no results."""
     scores: dict[str, list[float]] = {}
     for each in results:
         scores.setdefault(each["model"], []).append(each["metrics"]["score"])
-    return max(scores, key=lambda model: fmean(scores[model]))
+    return max(scores, key=lambda model: fmean(scores[model]), default=None)
 
 
 def summary(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -91,7 +91,9 @@ def text_table(results: Sequence[Mapping[str, Any]]) -> str:
         rows.append([*first, *(estimate(metrics, name) for name in (*(f"{of}@{k}" for of in _OF_ALL), *passes))])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "\n".join([*lines, f"best: {found['best']} (highest mean score over the sets; * in its set)"]) + "\n"
+    return (
+        "\n".join([*lines, f"best: {found['best'] or 'none'} (highest mean score over the sets; * in its set)"]) + "\n"
+    )
 
 
 def estimate(metrics: Mapping[str, float], name: str) -> str:

@@ -37,11 +37,10 @@ def main() -> None:
 @main.command()
 @_ARCHIVE
 @click.argument("out", type=click.Path(path_type=Path, dir_okay=False))
-@click.option("--pairs", is_flag=True, help="Also write the worst sample of each group, as the rejected answer (dpo).")
 @click.option("--min-reward", type=float, help="Leave out groups whose best reward is lower.")
-def tasks(archive: Path, out: Path, pairs: bool, min_reward: float | None) -> None:
-    """Write the best sample of each group to OUT, a file of JSON lines for data.train."""
-    click.echo(f"{write_tasks(archive, out, pairs=pairs, min_reward=min_reward)} tasks in {out}")
+def tasks(archive: Path, out: Path, min_reward: float | None) -> None:
+    """Write the best sample of each group to OUT, a file of JSON lines for data.train (sft)."""
+    click.echo(f"{write_tasks(archive, out, min_reward=min_reward)} tasks in {out}")
 
 
 @main.command("rescore")
