@@ -14,7 +14,7 @@ from jackfield.cli.commands import LazyGroup, plugins
 
 @pytest.mark.parametrize(("group", "name"), [(main, "bench"), (plugins, "new")])
 def test_a_missing_package_is_named_with_its_fix(monkeypatch: pytest.MonkeyPatch, group: LazyGroup, name: str) -> None:
-    monkeypatch.setattr(group, "module", "jackfield_absent.command")
+    monkeypatch.setattr(group, "lazy", {**group.lazy, name: ("jackfield_absent.command", "")})
     monkeypatch.setattr(group, "commands", {each: one for each, one in group.commands.items() if each != name})
     path = [name] if group is main else ["plugins", name]
     refused = CliRunner().invoke(main, [*path, "x"])
