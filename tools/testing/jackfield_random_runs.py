@@ -14,8 +14,10 @@ from jackfield.simulation import FAULTS, PHASES, ROLES, Fault, SimulationSetting
 _SCHEDULE: dict[str, tuple[Any, ...]] = {"sync_interval": (1, 1, 2, 3), "sync_offset": (0, 1, 2)}
 _TIMES: tuple[Any, ...] = (0.0, 2.0, {"uniform": (1.0, 20.0)}, {"lognormvariate": (1.5, 1.0)}, (0.5, 0.5, 30.0))
 
+_LATE = (1.0, 20.0, 100.0)
 
-def random_settings(seed: int, *, faults: int = 2) -> SimulationSettings:
+
+def random_settings(seed: int, *, faults: int = 3) -> SimulationSettings:
     """Return a run of a few steps under a random schedule, with up to ``faults`` faults."""
     draw = random.Random(f"run {seed}")
     known = {field.name for field in attrs.fields(ScheduleConfig)}
@@ -42,12 +44,13 @@ def random_settings(seed: int, *, faults: int = 2) -> SimulationSettings:
         faults=[random_fault(draw) for _ in range(draw.randint(0, faults))],
         shared=draw.random() < 0.5,
         explorers=draw.choice((1, 1, 2)),
-        slots=draw.choice((None, None, 3)),
+        slots=draw.choice((100, 100, 3)),
         failing=draw.choice((0.0, 0.0, 0.1)),
     )
 
 
 def random_fault(draw: random.Random) -> Fault:
     """Return a fault of any role in any phase."""
-    place = {"role": draw.choice(ROLES), "phase": draw.choice(PHASES), "kind": draw.choice(FAULTS)}
-    return Fault(**place, at=draw.randint(1, 4), number=draw.randint(0, 1), seconds=draw.choice((1.0, 20.0, 100.0)))
+    role, phase, kind = map(draw.choice, (ROLES, PHASES, FAULTS))
+    at = draw.randint(1, 16 if phase in ("generate", "reward") else 4)
+    return Fault(role=role, phase=phase, kind=kind, at=at, number=draw.randint(0, 1), seconds=draw.choice(_LATE))

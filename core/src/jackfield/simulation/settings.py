@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import attrs
-from attrs.validators import ge, in_
+from attrs.validators import in_
 
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.config import RunConfig, as_plain, make_config
@@ -20,12 +20,7 @@ Duration: TypeAlias = (
 ROLES = ("trainer", "explorer", "reward worker", "agent worker", "engine rank", "store unit", "controller")
 PHASES = ("generate", "reward", "log_probs", "update", "sync", "checkpoint", "between")
 FAULTS = ("dies", "freezes", "answers late", "answers twice")
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "model": {"path": "none"},
-    "data": {"groups_per_batch": 4, "rollouts_per_group": 2},
-    "schedule": {"steps": 6},
-    "checkpoint": {"every": 2},
-}
+_DEFAULTS = {"model": {"path": "none"}, "data": {"groups_per_batch": 4, "rollouts_per_group": 2}}
 _OFF = {"log_prob_check": {"every": 0}, "evaluation": {"every": 0}, "observe": {"samples_per_step": 0}}
 
 
@@ -40,7 +35,7 @@ class Times:
     sync: Duration = 1.0  #: of a weight sync
     checkpoint: Duration = 0.0  #: of saving an engine
 
-    def draw(self, stage: str, seed: int, batch: int, group: int = 0, rollout: int = 0, again: object = 0) -> float:
+    def draw(self, stage: str, seed: int, batch: int, group: int = 0, rollout: int = 0, again: str = "") -> float:
         """Return the seconds of a stage at a place; ``again`` tells what is repeated there from what came before."""
         duration, draw = getattr(self, stage), random.Random(f"{seed}/{stage}/{batch}/{group}/{rollout}/{again}")
         if callable(duration):
@@ -63,7 +58,7 @@ class Fault:
     role: str = attrs.field(validator=in_(ROLES))
     phase: str = attrs.field(validator=in_(PHASES))
     kind: str = attrs.field(validator=in_(FAULTS))
-    at: int = attrs.field(default=1, validator=ge(1))
+    at: int = 1
     number: int = 0  #: of the worker, explorer or unit
     seconds: float = 20.0
 
@@ -78,11 +73,13 @@ class SimulationSettings:
     shared: bool = False  #: whether engine and replicas take turns on the same devices
     explorers: int = 1
     workers: int = 2  #: agent workers, and reward workers
-    slots: int | None = None  #: rollouts that all replicas generate at a time; None: any number
+    slots: int = 1 << 20  #: rollouts that all replicas generate at a time
     units: int = 2  #: of the store
     failing: float = 0.0  #: share of the scores that fail
     deadline: float = 5000.0  #: virtual seconds within which each step has to end
-    algorithm: ResolvedAlgorithm = ResolvedAlgorithm(loss="ppo", advantages="grpo", recompute_old_log_probs=True)
+    algorithm: ResolvedAlgorithm = attrs.field(
+        default=ResolvedAlgorithm(loss="ppo", advantages="grpo", recompute_old_log_probs=True), repr=False
+    )
 
     @classmethod
     def of_config(cls, config: RunConfig, times: Times, **others: Any) -> SimulationSettings:
