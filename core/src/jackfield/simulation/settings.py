@@ -50,7 +50,7 @@ class Times:
 class Fault:
     """What happens to a role when a phase begins for the ``at``-th time.
 
-    What dies or freezes is found after half a second, or after the heartbeat's deadline, and replaced. Without trainer,
+    What dies or freezes is found after two seconds, or after the heartbeat's deadline, and replaced. Without trainer,
     controller or engine rank the run resumes from its newest checkpoint. What answers late takes ``seconds`` more;
     trainer, explorer and controller share an event loop, which stands still. Else the next answer is repeated.
     """

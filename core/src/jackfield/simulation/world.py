@@ -20,7 +20,7 @@ from jackfield.simulation.settings import Fault, SimulationSettings
 
 T = TypeVar("T")
 Who = tuple[str, int]  #: a role and its number
-_DETECTION = 0.5  #: seconds until a death is found, in which a worker may still do something
+_DETECTION = 2.0  #: seconds until a death is found, in which a worker may still do something
 _CELL = ('["jagged","float32",[]]', b"")  #: a value that an engine has written
 
 
