@@ -272,13 +272,14 @@ class Simulation(World):
 
     async def update(self, batch: BatchMeta, loss: Any, comparison: object = None) -> tuple[dict[str, float], Any]:
         """Train on a mini-batch, which may not be staler than the schedule allows."""
-        step, most = self.role.updated, self.role.schedule.max_staleness
+        step, schedule = self.role.updated, self.role.schedule
+        most: int = getattr(schedule, "staleness_bound", schedule.max_staleness)
         await self.store.reach(batch.keys)
         await self.guard(_RANK, self.spend("update", step, sum(each == step for each, _ in self.model)))
         ages = {
             key: step - tags.get("weight_version_min", step) for key, tags in zip(batch.keys, batch.tags, strict=True)
         }
-        if getattr(self.role.schedule, "on_stale", "") != "train_corrected" and max(ages.values()) > most:
+        if getattr(schedule, "on_stale", "") != "train_corrected" and max(ages.values()) > most:
             raise _broken("staleness", f"step {step}: {ages}, and at most {most} steps are allowed")
         if loss.name != "value":
             self.model.append((step, batch.keys))
@@ -303,6 +304,8 @@ class Simulation(World):
         acked = Counter((*map(int, key.split("/")[1:3]), step) for key, steps in used.items() for step in steps)
         if config.mixing.replay is None:
             groups = Counter(step for _, _, step in acked)
+            if again := [place for place, count in Counter(place[:2] for place in acked).items() if count > 1]:
+                raise _broken("nothing twice", f"the ledger has further uses of batch and group {again[0]}")
             if again := [key for key, steps in used.items() if len(steps) > 1]:
                 raise _broken("nothing twice", f"the ledger has further uses of {some(again)}")
             if groups != dict.fromkeys(range(config.schedule.steps), config.data.groups_per_batch):
