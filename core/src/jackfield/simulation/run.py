@@ -35,7 +35,7 @@ from jackfield.runtime.workers import AgentWorker, Workers
 from jackfield.simulation.world import LosingStore, Who, World
 from jackfield.trainer.role import Role, RunWorkers
 from jackfield.trainer.rollouts import Explorer, RewardPipeline
-from jackfield.trainer.trainer import CONSUMER, Trainer
+from jackfield.trainer.trainer import Trainer
 
 _RANK, _TRAINER = ("engine rank", 0), ("trainer", 0)
 #: Calls of the queue that a role repeats if it answers twice, as if it had not got the result.
@@ -300,7 +300,7 @@ class Simulation(World):
 
     def _check(self, known: int) -> None:
         """Check that each group was trained on once, by ledger and model, and that the store has what is known."""
-        config, used = self.config, uses(self.queue.ledger).get(CONSUMER, {})
+        config, used = self.config, uses(self.queue.ledger).get("trainer", {})
         acked = Counter((*map(int, key.split("/")[1:3]), step) for key, steps in used.items() for step in steps)
         if config.mixing.replay is None:
             groups = Counter(step for _, _, step in acked)
