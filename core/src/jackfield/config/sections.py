@@ -18,6 +18,7 @@ from jackfield.abc import KINDS
 from jackfield.abc.engine import ModelSpec, OptimizerSpec
 from jackfield.abc.rollout import SamplingParams
 from jackfield.algorithms.settings import AlgorithmSettings, CriticSettings
+from jackfield.config.schedule import ScheduleConfig
 from jackfield.data.tasks import TaskFormat
 from jackfield.errors import ConfigError
 from jackfield.observe import ObserveSettings
@@ -54,17 +55,6 @@ class DataConfig:
     max_prompt_tokens: int | None = option(
         None, "maximum tokens of a prompt; a longer one ends the run; null: what leaves room for a response", gt(0)
     )
-
-
-@attrs.frozen(kw_only=True)
-class ScheduleConfig:
-    """When batches are generated, trained on and published."""
-
-    steps: int = option(100, "training steps", gt(0))
-    sync_interval: int = option(1, "k: publish weights every k steps", gt(0))
-    sync_offset: int = option(0, "o: batches that explorers may run ahead", ge(0))
-    max_retries: int = option(8, "retries of a failed group, and groups in a row that may end without a score", ge(0))
-    reward_retries: int = option(1, "how often a sample is scored again before its reward fails", ge(0))
 
 
 @attrs.frozen(kw_only=True)

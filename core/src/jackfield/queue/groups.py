@@ -46,11 +46,8 @@ class Groups:
         """Claim the next batch to generate. Return None when all batches below ``below`` are final.
 
         Released batches come first; they keep their published groups and their own number of groups. If all batches
-        below ``below`` are claimed, wait, since another explorer's batch may be released. Without ``below`` it never
-        waits.
-
-        ``rollouts`` is the expected number of rollouts per group of a new batch, for backpressure. The deadline runs
-        only while no batch changes and no consumer works with complete batches.
+        below ``below`` are claimed, wait, since another explorer's batch may be released. ``rollouts`` is the expected
+        number per group, for backpressure. The deadline runs only while no batch changes and no consumer has work.
         """
         if groups < 1 or rollouts < 1 or not explorer:
             found = f"explorer {explorer!r}, {groups} groups, {rollouts} rollouts"
@@ -202,7 +199,7 @@ class Groups:
                 message, expected = "the group is not this explorer's any more", f"{group.key}, assigned and not opened"
                 raise QueueError(message, where=str(key), expected=expected, found=group.status.name.lower())
             group.status, group.name = Status.OPEN, str(key)
-            group.task_id, group.rollouts, group.tags = new.task_id, new.rollouts, new.tags
+            group.task_id, group.rollouts, group.tags, group.version = new.task_id, new.rollouts, new.tags, new.version
             self.core.state.groups[group.name] = group
 
     async def end_rollouts(self, reports: Sequence[RolloutReport]) -> tuple[str, ...]:
@@ -237,6 +234,8 @@ class Groups:
                 own = {**own, "operation": made.operation, "parents": list(made.parents)}
             group.samples[key] = Sample(report.rollout, own, columns, size)
         self.core.state.count(len(report.keys), sum(report.written.sizes))
+        self.core.metrics["generated/samples"] += len(report.keys)
+        self.core.metrics["generated/response_tokens"] += sum(own.get("response_tokens", 0) for own in tags)
         group.ended[report.rollout] = report.error
         if report.error is not None:
             self.core.fail(f"{group.name}/{report.rollout}", report.error)
@@ -289,15 +288,15 @@ class Groups:
         finally:
             self._feeds = [each for each in self._feeds if each is not entry]
 
-    async def drop_groups(self, groups: Sequence[str], reason: str) -> None:
-        """Drop and retry groups. Groups that are gone are skipped.
+    async def drop_groups(self, groups: Sequence[str], reason: str, *, counts: bool = True) -> None:
+        """Drop and retry groups. Groups that are gone are skipped; ``counts`` says whether max_retries limits it.
 
         If an acking consumer has leased a group, or it never existed, raise a QueueError and drop none.
         """
         found = [group for name in groups if (group := self.core.state.group(name)) is not None]
         self.leases.require_free(found)
         for group in found:
-            self._retry(group, reason)
+            self._retry(group, reason, counts)
 
     async def fail_samples(self, reasons: Mapping[str, str]) -> None:
         """Fail samples by key and publish or retry their groups again. Samples that are gone are skipped.
@@ -344,11 +343,12 @@ class Groups:
             )
         return tuple(key for key in lost if not self.core.state.knows(key))
 
-    def _retry(self, group: Group, reason: str) -> None:
-        """Drop a group and retry its index, or fail its batch after too many retries."""
+    def _retry(self, group: Group, reason: str, counts: bool = True) -> None:
+        """Drop a group and retry its index, or fail its batch after too many retries that count."""
         self.leases.forget(group)
-        group.reasons.append(reason)
-        group.retry, group.reissue = group.retry + 1, 0
+        if counts:
+            group.reasons.append(reason)
+        group.retry, group.reissue = (group.retry + 1, 0) if counts else (group.retry, group.reissue + 1)
         self.core.record("drop", group=group.name, task_id=group.task_id, reason=reason)
         if group.retry <= self.max_retries:
             self._vacate(group)

@@ -9,7 +9,8 @@ import attrs
 
 from jackfield.abc.transfer_queue import KeysRequest
 from jackfield.errors import QueueError, some
-from jackfield.queue.meta import BatchMeta, Lease, Ready, Reuse, SamplerSpec
+from jackfield.queue.choices import drawn, in_time
+from jackfield.queue.meta import BatchMeta, Lease, Reuse, SamplerSpec
 from jackfield.queue.records import BatchState, Consumer, Group, Hold, State, Status, Use
 from jackfield.queue.store import Controller
 
@@ -73,14 +74,21 @@ class Leases:
         batch: int | None = None,
         step: int | None = None,
         fresh: bool = True,
+        max_staleness: int | None = None,
         deadline_seconds: float = 600.0,
     ) -> BatchMeta:
-        """Lease groups, whose samples are ordered by index, rollout and sequence.
+        """Lease groups, whose samples are ordered by rollout and sequence.
 
-        With ``batch``, lease all groups of one batch that the consumer has not had, and wait until the batch is
-        complete and they are ready. If the batch was consumed or there is no such group, raise a QueueError.
+        With ``batch``, lease all groups of one batch that the consumer has not had, by index, and wait until the batch
+        is complete and they are ready. If the batch was consumed or there is no such group, raise a QueueError; a stage
+        then gets an empty batch. With ``groups``, too, lease that many of them in the order in which they became ready,
+        and wait for no others.
 
-        Without it, the consumer's sampler chooses among the groups of all batches: ``groups`` of them, or all ready
+        With ``max_staleness`` and ``step``, lease ``groups`` groups of all batches that the consumer has not used,
+        oldest weights first. Each step takes as many. The call also waits for groups that still run if later steps
+        could not take all of these within ``max_staleness`` steps of the weights that they started with.
+
+        Otherwise, the consumer's sampler chooses among the groups of all batches: ``groups`` of them, or all ready
         ones and at least one. With ``fresh``, it may choose groups that the consumer has not used yet, and the call
         waits until there are enough; otherwise it returns at once as many used groups as there are. Groups that are too
         stale at ``step`` (of the trainer) are retired; those in cooldown after a use are not offered.
@@ -99,10 +107,18 @@ class Leases:
         self.core.wake()  # a producer under backpressure may generate what this call waits for
         try:
             while True:
-                found = self._choose(mine, groups, step, fresh) if batch is None else self._unused(mine, batch)
+                if batch is not None:
+                    found = self._unused(mine, batch, groups)
+                elif max_staleness is not None:
+                    found = in_time(mine, groups or 1, step or 0, max_staleness)
+                else:
+                    found = self._choose(mine, groups, step, fresh)
                 if found is not None:
                     break
+                began, made = self.core.clock.time(), _are_made(mine, batch, groups)
                 await self.core.wait(until, describe)
+                what = f"waits/{consumer}/{'columns' if made else 'rollouts'}"
+                self.core.metrics[what] += self.core.clock.time() - began
         finally:
             mine.awaited.remove(batch)
         mine.epoch += bool(found)
@@ -119,8 +135,11 @@ class Leases:
             leases=(Lease(mine.partition.name, mine.name, mine.epoch),) * len(keys),
         )
 
-    def _unused(self, consumer: Consumer, batch: int) -> list[Group] | None:
-        """Return the groups of a complete batch that a consumer has not had, or None while they are not ready."""
+    def _unused(self, consumer: Consumer, batch: int, count: int | None) -> list[Group] | None:
+        """Return the groups of a complete batch that a consumer has not had, or None while they are not ready.
+
+        With ``count``, return the first ones that became ready.
+        """
         batches, name = consumer.partition.batches, f"{consumer.partition.name}/{batch}"
         found = batches.get(batch)
         if batch < 0 or (found is None and batch < consumer.partition.next_batch):
@@ -129,11 +148,14 @@ class Leases:
         if found is None:
             return None  # no explorer has claimed it
         found.require_well()
+        if count is not None:
+            ready = [group for group in consumer.usable if group.batch is found and consumer.is_fresh(group)]
+            return ready[:count] if len(ready) >= count else None
         left = (group for group in found.groups if group.status != Status.CONSUMED)
         if not all(consumer.is_fresh(group) or (group.is_made and consumer.has_had(group)) for group in left):
             return None
         fresh = [group for group in found.groups if consumer.is_fresh(group)]
-        if not fresh:
+        if not fresh and not consumer.writes:
             message = f"consumer {consumer.name!r} has had all groups of the batch already"
             raise QueueError(message, where=name, fix="lease each batch once")
         return fresh
@@ -143,8 +165,8 @@ class Leases:
         self._retire_stale(consumer, step, fresh)
         usable = [group for group in consumer.usable if consumer.is_rested(group, step, fresh)]
         wanted = (count or 1) if fresh else 0
-        drawn = _drawn(consumer, usable, step, count) if len(usable) >= wanted else []
-        return drawn if len(drawn) >= wanted else None
+        chosen = drawn(consumer, usable, step, count) if len(usable) >= wanted else []
+        return chosen if len(chosen) >= wanted else None
 
     def held(self, meta: BatchMeta, *, whole: bool = True) -> dict[tuple[Consumer, int], list[Group]]:
         """Return the existing groups of a batch by lease, and check that leases are valid and groups whole."""
@@ -195,16 +217,20 @@ class Leases:
         consumer.held.pop(group, None)
         consumer.offer(group)
 
-    async def ack(self, meta: BatchMeta, step: int | None = None) -> None:
-        """Ack leased groups. The ack becomes final with the commit of ``step``, or at once without a step."""
+    async def ack(self, meta: BatchMeta, step: int | None = None, mini_batch: int | None = None) -> None:
+        """Ack leased groups. The ack becomes final with the commit of ``step``, or at once without a step.
+
+        The ledger records the ``mini_batch`` of the step.
+        """
         for (consumer, epoch), groups in self.held(meta).items():
             for group in groups:
                 group.uses.setdefault(consumer.name, Use()).steps.append(step)
                 self._return(consumer, group)
-            self.core.record("ack", consumer=consumer.name, step=step, epoch=epoch, keys=_keys(groups))
+            part = {} if mini_batch is None else {"mini_batch": mini_batch}
+            self.core.record("ack", consumer=consumer.name, step=step, epoch=epoch, keys=_keys(groups), **part)
             if step is not None and (capacity := consumer.reuse.capacity) is not None:
                 used = [group for group in consumer.usable if consumer.name in group.uses]
-                best = set(_drawn(consumer, used, step, capacity) if len(used) > capacity else used)
+                best = set(drawn(consumer, used, step, capacity) if len(used) > capacity else used)
                 self._retire(consumer, [group for group in used if group not in best], step)
             self._finish(groups)
 
@@ -319,19 +345,16 @@ class Leases:
             self._finish(groups)
 
 
+def _are_made(consumer: Consumer, batch: int | None, count: int | None) -> bool:
+    """Return whether the groups that a lease waits for are made and lack only columns."""
+    batches = [each for number, each in consumer.partition.batches.items() if batch in (None, number)]
+    groups = [group for each in batches for group in each.groups if not consumer.has_had(group)]
+    wanted = count or (len(groups) if batch is not None else 1)
+    return bool(groups) and sum(group.is_made for group in groups) >= wanted
+
+
 def _keys(groups: Iterable[Group]) -> list[str]:
     return list(chain.from_iterable([group.samples for group in groups]))
-
-
-def _drawn(consumer: Consumer, groups: Sequence[Group], step: int | None, count: int | None) -> list[Group]:
-    """Return the groups that a consumer's sampler chooses, and check its choice."""
-    named = {group.name: group for group in sorted(groups, key=lambda group: (group.batch.number, group.index))}
-    chosen = consumer.sampler.sample(Ready(named, consumer.name, step), count)
-    if len(set(chosen) & named.keys()) != len(chosen) or (count is not None and len(chosen) > count):
-        what = f"a sampler of consumer {consumer.name!r} chose groups that it was not offered, twice, or too many"
-        expected = "as many distinct ready ones as were asked for, at most"
-        raise QueueError(what, expected=expected, found=some(list(chosen)))
-    return [named[name] for name in chosen]
 
 
 def missing(batches: Sequence[BatchState], consumer: Consumer | None = None, wanted: str = "") -> str:

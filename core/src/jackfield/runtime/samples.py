@@ -172,12 +172,13 @@ class StepValues(Values):
     """Values of the batch that a trainer works on, for all engines and the advantage worker of one process.
 
     Each value is read once, and what was written here is not read. A batch under other leases ends what was kept, so
-    samples that are generated or chosen again are read again.
+    samples that are generated or chosen again are read again; a further part of the same step does not.
     """
 
     def __init__(self, backend: TransferQueueBackend) -> None:
         super().__init__(backend)
         self._leases: set[Lease] = set()
+        self._step: int | None = None
         self._cells: dict[str, dict[str, Cell]] = {}  #: by column and key
 
     async def read(self, meta: BatchMeta, names: Sequence[str]) -> dict[str, Column]:
@@ -205,7 +206,10 @@ class StepValues(Values):
 
     def _begin(self, meta: BatchMeta) -> None:
         if not self._leases.issuperset(meta.leases):
-            self._leases, self._cells = set(meta.leases), {}
+            if meta.step is None or meta.step != self._step:
+                self._leases, self._cells = set(), {}
+            self._leases.update(meta.leases)
+        self._step = meta.step
 
     def _keep(self, meta: BatchMeta, columns: Mapping[str, Column]) -> None:
         for name, column in columns.items():

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 
 import attrs
 
@@ -204,9 +204,16 @@ class EngineWeights:
             return WeightsSynced(version=version)
         return await self.synchronizer.sync(version)
 
-    def hold(self) -> AbstractAsyncContextManager[None]:
-        """Block training and weight syncs, and give replicas the device."""
-        return self.role.train_devices.hold("rollout", joins=True)
+    @asynccontextmanager
+    async def hold(self) -> AsyncIterator[None]:
+        """Block training and weight syncs between two steps, and give replicas the device."""
+        role, held = self.role, False
+        while not held:
+            who = f"the trainer to make all updates of step {role.updated + 1}"
+            await role.clock.wait_for(role.whole.wait(), role.config.deadlines.batch, who)
+            async with role.train_devices.hold("rollout", joins=True):
+                if held := role.whole.is_set():
+                    yield
 
     async def load(self, replica: Replica) -> None:
         """Send the current weights to a replica that joins or was restarted, inside :meth:`hold`."""

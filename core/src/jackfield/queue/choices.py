@@ -1,0 +1,52 @@
+"""Choices among the groups that a consumer may lease."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from jackfield.errors import QueueError, some
+from jackfield.queue.meta import Ready
+from jackfield.queue.records import Consumer, Group, Status
+
+
+def in_time(consumer: Consumer, count: int, step: int, max_staleness: int) -> list[Group] | None:
+    """Return ``count`` ready groups, those with the oldest weights first; None while there are too few.
+
+    A group has to be trained on by the step ``oldest version + max_staleness``. There is None also while a group that
+    still runs is among those that have to be taken now, because the steps that are left take ``count`` groups each.
+    """
+    if len(consumer.usable) < count:
+        return None
+    by, taken = dict[Group, float](), consumer.has_had
+    for group in (group for batch in consumer.partition.batches.values() for group in batch.groups):
+        if group.status in (Status.OPEN, Status.PUBLISHED) and not taken(group):
+            by[group] = _oldest_version(group) + max_staleness
+    ready = sorted(
+        filter(consumer.is_fresh, consumer.usable), key=lambda group: (by[group], group.batch.number, group.index)
+    )
+    running = {last for group, last in by.items() if not consumer.is_fresh(group)}
+    chosen = ready[:count]
+    for last in running:  # all groups due by then, less those that can be taken after this step
+        due = sum(each <= last for each in by.values()) - max(last - step, 0) * count
+        if due > sum(by[group] <= last for group in chosen):
+            return None
+    return chosen if len(chosen) == count else None
+
+
+def drawn(consumer: Consumer, groups: Sequence[Group], step: int | None, count: int | None) -> list[Group]:
+    """Return the groups that a consumer's sampler chooses, and check its choice."""
+    named = {group.name: group for group in sorted(groups, key=lambda group: (group.batch.number, group.index))}
+    chosen = consumer.sampler.sample(Ready(named, consumer.name, step), count)
+    if len(set(chosen) & named.keys()) != len(chosen) or (count is not None and len(chosen) > count):
+        what = f"a sampler of consumer {consumer.name!r} chose groups that it was not offered, twice, or too many"
+        expected = "as many distinct ready ones as were asked for, at most"
+        raise QueueError(what, expected=expected, found=some(list(chosen)))
+    return [named[name] for name in chosen]
+
+
+def _oldest_version(group: Group) -> float:
+    """Return the oldest weight version of a group's tokens, or while it runs that of its start; infinite: unknown."""
+    if group.status != Status.PUBLISHED:
+        return inf if group.version is None else group.version
+    return min((sample.tags.get("weight_version_min", inf) for sample in group.samples.values()), default=inf)
