@@ -67,6 +67,7 @@ class Explorer:
             while batch := await claim(below=role.schedule.steps, deadline_seconds=seconds):
                 may_start = partial(role.schedule.may_start, batch.number)
                 if not may_start(progress.value):
+                    self._lists.create_task(self._fill_earlier(partial(claim, below=batch.number)))
                     who = f"the trainer, by {self.name} to start batch {batch.number}"
                     async with role.measure("wait_for_weights", "explorer", batch.number):
                         await progress.until(may_start, seconds, who)
@@ -75,6 +76,11 @@ class Explorer:
                 while self._waiting or self._running >= self._most:
                     self._changed.clear()
                     await self._changed.wait()
+
+    async def _fill_earlier(self, claim: Callable[..., Awaitable[Batch | None]]) -> None:
+        """Fill what others release, until the batches that the trainer needs first are final."""
+        while batch := await claim(deadline_seconds=self.role.config.deadlines.batch):
+            self._lists.create_task(self._fill(batch, asyncio.Event()))
 
     async def _fill(self, batch: Batch, given: asyncio.Event) -> None:
         """Have a batch's groups generated, and again those that are dropped; set ``given`` after the first ones."""
