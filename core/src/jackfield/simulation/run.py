@@ -197,8 +197,8 @@ class Simulation(World):
         return called
 
     async def _explore(self, number: int) -> None:
-        """Run an explorer, and another one in its place if it dies."""
-        for life in range(1 + len(self.settings.faults)):
+        """Run an explorer; the first one is replaced if it dies, and others leave."""
+        for life in range(1 if number else 1 + len(self.settings.faults)):
             name = f"explorer-{number}-{life}"
             _CLIENT.set(name)
             try:
