@@ -63,15 +63,15 @@ class Explorer:
             await self._explore(self.role.schedule.steps)
 
     async def _explore(self, below: int) -> None:
-        """Fill the batches below a number; while one may not start, those before it that others release."""
+        """Fill the batches below a number; while one waits for weights or room, those before it that others release."""
         role, seconds = self.role, self.role.config.deadlines.batch
         progress = role.version if self._groups else role.steps_done
         groups = role.config.data.groups_per_batch + (role.algorithm.experts if role.explores else 0)
         claim = partial(role.queue.claim_batch, TRAIN, self.name, groups, rollouts=self._rollouts)
         while batch := await claim(below=below, deadline_seconds=seconds):
+            self._lists.create_task(self._explore(batch.number))
             may_start = partial(role.schedule.may_start, batch.number)
             if not may_start(progress.value):
-                self._lists.create_task(self._explore(batch.number))
                 who = f"the trainer, by {self.name} to start batch {batch.number}"
                 async with role.measure("wait_for_weights", "explorer", batch.number):
                     await progress.until(may_start, seconds, who)
