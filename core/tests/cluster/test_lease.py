@@ -8,7 +8,7 @@ import pytest
 
 from jackfield.cluster.pool import DeviceLease
 from jackfield.errors import DeadlineExceeded
-from jackfield_virtual_clock import VirtualClock
+from jackfield.simulation import VirtualClock
 
 
 def test_roles_take_turns_and_hand_over_once() -> None:

@@ -24,9 +24,9 @@ from jackfield.cluster.pool import ReplicaPool
 from jackfield.config import make_config
 from jackfield.errors import ConfigError, JackfieldError, PluginError, RolloutError, RunError, WeightsError, WorkerLost
 from jackfield.routing import Replica, Router
+from jackfield.simulation import VirtualClock
 from jackfield.weights import WeightsSynced
 from jackfield_testing import refused
-from jackfield_virtual_clock import VirtualClock
 
 START, TRANSFER, DRAIN = 10.0, 5.0, 30.0
 

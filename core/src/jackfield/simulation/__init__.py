@@ -77,14 +77,15 @@ def check_seeds(seeds: Iterable[int], settings_of: Callable[[int], SimulationSet
 
 
 def _attempt(settings: SimulationSettings, seed: int) -> tuple[Simulation, BaseException | None]:
-    run, error = Simulation(settings, seed), None
+    run = Simulation(settings, seed)
     try:
         run.run()
     except (Exception, asyncio.CancelledError) as raised:
-        error = raised
+        error: BaseException = raised
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-    return run, error
+        return run, error
+    return run, None
 
 
 def _kind(error: BaseException) -> object:

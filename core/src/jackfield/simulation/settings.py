@@ -20,8 +20,15 @@ Duration: TypeAlias = (
 ROLES = ("trainer", "explorer", "reward worker", "agent worker", "engine rank", "store unit", "controller")
 PHASES = ("generate", "reward", "log_probs", "update", "sync", "checkpoint", "between")
 FAULTS = ("dies", "freezes", "answers late", "answers twice")
-_DEFAULTS = {"model": {"path": "none"}, "data": {"groups_per_batch": 4, "rollouts_per_group": 2}}
-_OFF = {"log_prob_check": {"every": 0}, "evaluation": {"every": 0}, "observe": {"samples_per_step": 0}}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "model": {"path": "none"},
+    "data": {"groups_per_batch": 4, "rollouts_per_group": 2},
+}
+_OFF: dict[str, dict[str, Any]] = {
+    "log_prob_check": {"every": 0},
+    "evaluation": {"every": 0},
+    "observe": {"samples_per_step": 0},
+}
 
 
 @attrs.frozen(kw_only=True)

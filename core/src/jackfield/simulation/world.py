@@ -120,7 +120,8 @@ class World:
 
     async def guard(self, who: Who, work: Awaitable[T]) -> T:
         """Return what a worker answers, late if a fault says so, or raise WorkerLost when it is found dead."""
-        condition, task = self.condition(who), asyncio.ensure_future(work)
+        condition = self.condition(who)
+        task: asyncio.Future[Any] = asyncio.ensure_future(work)
         try:
             await asyncio.wait([task, condition.stopped], return_when=asyncio.FIRST_COMPLETED)
             late, condition.late = condition.late, 0.0
@@ -131,7 +132,8 @@ class World:
                 task.cancel()
                 await asyncio.wait([condition.lost])
                 raise WorkerLost(f"the {who[0]} {who[1]} died")
-            return task.result()
+            found: T = task.result()
+            return found
         finally:
             task.cancel()
             await asyncio.wait([task])
