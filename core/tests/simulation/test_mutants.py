@@ -67,15 +67,13 @@ def a_lease_ignores_staleness(patch: Patch) -> None:
 
 
 def the_ack_comes_before_the_update(patch: Patch) -> None:
-    next_batch = Trainer.next_batch
+    advantages = Trainer.advantages
 
-    async def early(self: Any, step: Any) -> bool:
-        found = await next_batch(self, step)
-        if found:
-            await self.role.queue.ack(step.batch, step=step.number)
-        return found
+    async def early(self: Any, step: Any) -> None:
+        await self.role.queue.ack(step.part, step=step.number)
+        await advantages(self, step)
 
-    patch.setattr(Trainer, "next_batch", early)
+    patch.setattr(Trainer, "advantages", early)
 
 
 def an_ended_lease_is_still_good(patch: Patch) -> None:
