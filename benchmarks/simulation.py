@@ -21,9 +21,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools" / "testing"))
 
-from jackfield_random_runs import random_settings
-
 from jackfield.simulation import check_seeds
+from jackfield_random_runs import random_settings
 
 LIMIT = 60.0  #: seconds for a thousand seeds on two cores
 
@@ -43,7 +42,9 @@ def main() -> None:
         f"for each, {1000 * found['seconds'] / seeds:.0f} s for a thousand (at most {LIMIT:.0f} s)"
     )
     if arguments.json:
-        print(json.dumps({"machine": platform.platform(), "cores": os.cpu_count(), "load": os.getloadavg()[0], **found}))
+        print(
+            json.dumps({"machine": platform.platform(), "cores": os.cpu_count(), "load": os.getloadavg()[0], **found})
+        )
 
 
 def measure(seeds: int, processes: int) -> dict[str, Any]:

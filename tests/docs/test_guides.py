@@ -143,6 +143,19 @@ def test_own_advantages(model_folder: Path, tasks: Path, tmp_path: Path) -> None
     assert 1 == run(load_config(GUIDES / "minimal.yaml", overrides)).steps
 
 
+def test_the_archive_of_a_run_is_read_and_learnt_from(model_folder: Path, tasks: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "archive"
+    overrides = small(tmp_path / "run", model_folder, tasks, f"queue.archive={archive}", "schedule.steps=2")
+    overrides += ["reward.pattern=null", "reward.ground_truth_pattern=null", "evaluation.every=0"]
+    assert 2 == run(load_config(GUIDES / "minimal.yaml", overrides)).steps
+    found = load(GUIDES / "read_archive.py").rewards_by_step(archive)
+    expected = {step["step"] - 1: pytest.approx(step["reward/mean"], abs=1e-6) for step in steps(tmp_path / "run")}
+    assert expected == found
+    learning = small(tmp_path / "sft", model_folder, archive, "schedule.steps=1", "evaluation.every=0")
+    learning += ["mode=offline", "algorithm.name=sft", "data.rollouts_per_group=1"]
+    assert 1 == run(load_config(GUIDES / "minimal.yaml", learning)).steps
+
+
 def test_a_run_goes_on_and_its_ledger_counts_every_sample_once(model_folder: Path, tasks: Path, tmp_path: Path) -> None:
     reward = ("reward.pattern=null", "reward.ground_truth_pattern=null")
     for length in (1, 3):

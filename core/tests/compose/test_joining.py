@@ -10,7 +10,7 @@ import pytest
 
 from jackfield.abc.rollout import BaseRolloutServer, ServerInfo, UpdateWeightsRequest, WeightReceipt, WorkerReceipt
 from jackfield.algorithms.settings import ResolvedAlgorithm
-from jackfield.cluster.pool import DeviceLease
+from jackfield.cluster.pool import DeviceLease, ReplicaPool
 from jackfield.config import make_config
 from jackfield.plugins import HookManager
 from jackfield.simulation import VirtualClock
@@ -41,12 +41,14 @@ def test_newer_weights_wait_for_one_that_joins_or_are_its_first(seconds: float) 
     clock = VirtualClock()
 
     async def main() -> None:
-        members = [replica(clock, 0)]
         values = {"model": {"path": "none"}, "data": {"train": "none"}, "deadlines": {"sync": 60.0}}
         hooks, algorithm = HookManager(), ResolvedAlgorithm(loss="ppo", loss_options={})
         role = Role(config=make_config(values, ()), name="explore", algorithm=algorithm, clock=clock, hooks=hooks)
         role.rollout_devices = DeviceLease(clock, 60.0)
-        subscriber = WeightSubscriber(role=role, replicas=members)
+        pool = ReplicaPool(None, role.config, clock)  # type: ignore[arg-type]
+        members = pool.members
+        members.append(replica(clock, 0))
+        subscriber = WeightSubscriber(role=role, pool=pool)
         await subscriber.load_all(published(1))
         later = asyncio.ensure_future(clock.sleep(4.0))
         later.add_done_callback(lambda _: loads.append(asyncio.ensure_future(subscriber.load_all(newer))))

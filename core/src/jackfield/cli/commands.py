@@ -1,4 +1,4 @@
-"""All commands but ``jackfield queue``, and what commands share: options, and how results and errors are printed."""
+"""Most commands, and what commands share: options, and how results and errors are printed."""
 
 from __future__ import annotations
 
@@ -25,29 +25,25 @@ _part_option = click.option("--kind", type=click.Choice(_PARTS), help="Only comp
 _KINDS = ("engine", "rollout", "agent", "reward", "transfer_queue", "checkpoint_engine")
 kind_option = click.option("--kind", type=click.Choice(_KINDS), help="Only plugins of this kind.")
 _JSON = "jackfield.json"
-#: The commands of ``jackfield plugins``. All but the first are in jackfield-conformance.
-_PLUGIN_COMMANDS = {
-    "list": "List installed plugins, without importing them.",
-    "doctor": "Try plugins where they will run; print what to fix.",
-    "check": "Check that a plugin keeps its contract.",
-    "new": "Write a new plugin: a small one that works.",
-}
 
 
-class PluginGroup(click.Group):
-    """A click group that takes the commands for plugin authors from jackfield-conformance."""
+class LazyGroup(click.Group):
+    """A click group with commands in modules of other packages, which are imported when they are used."""
+
+    lazy: Mapping[str, tuple[str, str]]  #: module and help by command
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_PLUGIN_COMMANDS)
+        return sorted({*self.commands, *self.lazy})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in _PLUGIN_COMMANDS and cmd_name not in self.commands:
+        if cmd_name in self.lazy and cmd_name not in self.commands:
+            package = (name := self.lazy[cmd_name][0]).partition(".")[0]
             try:
-                module = importlib.import_module("jackfield_conformance.commands")
+                module = importlib.import_module(name)
             except ModuleNotFoundError as error:
-                if error.name != "jackfield_conformance":
+                if error.name != package:
                     raise
-                needed, fix = "jackfield-conformance", f"{sys.executable} -m pip install jackfield-conformance"
+                needed, fix = (dist := package.replace("_", "-")), f"{sys.executable} -m pip install {dist}"
                 details = {"where": sys.executable, "expected": needed, "found": "not installed", "fix": fix}
                 report(ctx, PluginError(f"{ctx.command_path} {cmd_name} needs {needed}", **details), exit_code=2)
             self.add_command(getattr(module, cmd_name))
@@ -55,8 +51,9 @@ class PluginGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing them."""
+        own = {name: command.get_short_help_str(formatter.width) for name, command in self.commands.items()}
         with formatter.section("Commands"):
-            formatter.write_dl(list(_PLUGIN_COMMANDS.items()))
+            formatter.write_dl(sorted({**{name: text for name, (_, text) in self.lazy.items()}, **own}.items()))
 
 
 def report(ctx: click.Context, error: Exception, *, exit_code: int = 1) -> NoReturn:
@@ -145,20 +142,21 @@ def json_option(command: click.decorators.FC) -> click.decorators.FC:
 def run(
     file: str, overrides: tuple[str, ...], address: str | None, role: Literal["explore", "reward", "train"] | None
 ) -> None:
-    """Run training from a config FILE. OVERRIDES are settings such as schedule.steps=10."""
-    from jackfield.config import load_config
+    """Run training, or its stages, from a config FILE. OVERRIDES are settings such as schedule.steps=10."""
+    from jackfield.config import load_config, load_stages
 
     if address is not None:
         overrides = (*overrides, "cluster.name=ray", f"cluster.ray.address={address}")
-    config = load_config(file, overrides, served=role is not None)
+    stages = {"": load_config(file, overrides, served=True)} if role else load_stages(file, overrides)
+    *_, config = stages.values()
     from jackfield.compose.builder import Stop
 
     stop = Stop(config.checkpoint.grace_seconds)
     try:
         with stop.listening():
-            from jackfield import compose
+            from jackfield.compose.run import run_stages
 
-            result = compose.run(config, role=role or "all", stop=stop)
+            result = run_stages(stages, click.echo, role=role or "all", stop=stop)
     except CancelledError:
         if stop.code is None:
             raise
@@ -175,7 +173,8 @@ def run(
         if result.finished_before:
             more = "for more steps raise schedule.steps, else take another folder"
             click.echo(f"{result.folder} holds the finished run; {more}")
-        click.echo(f"{result.steps} steps done; model in {result.model}")
+        done = f"{result.steps} steps done; model in {result.model}"
+        click.echo(done if config.mode != "explore" else f"{result.steps} batches of samples in {result.folder}")
 
 
 @click.command()
@@ -236,52 +235,6 @@ def export(folder: Path, out: Path, merge: bool) -> None:
     found = find_checkpoint(folder)
     export_checkpoint(found, out, merge=merge)
     click.echo(f"model of step {found.step} in {out}")
-
-
-@click.group()
-def config() -> None:
-    """Show, explain and validate a config file."""
-
-
-@config.command("show")
-@config_arguments
-def show_config(file: str, overrides: tuple[str, ...]) -> None:
-    """Print the whole resolved configuration as YAML, including defaults."""
-    from jackfield import config
-
-    click.echo(config.show(config.load_config(file, overrides)), nl=False)
-
-
-@config.command("explain")
-@config_arguments
-def explain_config(file: str, overrides: tuple[str, ...]) -> None:
-    """Print every setting with its value and description, and its default if different."""
-    from jackfield import config
-    from jackfield.plugins import discover
-
-    for path, value, default, text in config.explain(config.load_config(file, overrides), discover()):
-        changed = "" if value == default else f"  (default: {default!r})"
-        click.echo(f"{path} = {value!r}{changed}" + (f"\n    {text}" if text else ""))
-
-
-@config.command()
-@config_arguments
-@json_option
-def validate(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Check all settings, including those of plugins and components, and print the resolved algorithm.
-
-    Paths need not exist.
-    """
-    from jackfield.compose.checks import hooks_of
-    from jackfield.compose.resolve import resolve_algorithm
-    from jackfield.config import load_config, plugin_settings
-    from jackfield.plugins import discover
-
-    loaded, registry = load_config(file, overrides), discover()
-    plugin_settings(loaded, registry)
-    hooks_of(loaded, registry)
-    algorithm = resolve_algorithm(loaded, registry.resolve(loaded.rollout.name, "rollout").usable()).as_plain()
-    show({"file": file, "status": "valid", "algorithm": {**algorithm, "replica_bound": loaded.rollout_bound}})
 
 
 @click.group()
@@ -368,7 +321,7 @@ def _described(kind: str | None) -> list[dict[str, Any]]:
     return [describe(part(one, name)) for one in _PARTS if kind in (None, one) for name in names(one)]
 
 
-@click.group(cls=PluginGroup)
+@click.group(cls=LazyGroup)
 def plugins() -> None:
     """List, check and create plugins."""
 

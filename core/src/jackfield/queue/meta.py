@@ -10,7 +10,7 @@ import heapq
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice, pairwise
+from itertools import chain, pairwise
 from typing import Any, cast
 
 import attrs
@@ -269,10 +269,10 @@ class Sampler(ABC):
 
 @attrs.define(kw_only=True)
 class Sequential(Sampler):
-    """A sampler that takes groups in the order of batch and index."""
+    """A sampler that takes the groups with the fewest uses first, in the order of batch and index."""
 
     def sample(self, ready: Ready, count: int | None) -> Sequence[str]:
-        return list(islice(ready, count))
+        return sorted(ready, key=ready.uses)[:count]
 
 
 @attrs.define(kw_only=True)

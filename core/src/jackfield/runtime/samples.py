@@ -9,7 +9,7 @@ import json
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -29,7 +29,7 @@ from jackfield.sdk.jagged import from_padded, lengths, to_padded
 if TYPE_CHECKING:
     import torch
 
-_INT64, _BOOL, _FLOAT32 = (f'["jagged","{dtype}",[]]' for dtype in ("int64", "bool", "float32"))
+_INT64, _INT32, _BOOL, _FLOAT32 = (f'["jagged","{dtype}",[]]' for dtype in ("int64", "int32", "bool", "float32"))
 _JSON = '["json","uint8",[]]'
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
@@ -38,6 +38,7 @@ TRAIN = "train"  #: the partition that the trainer consumes
 _WRITTEN_ONCE = {
     *("prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "reward", "reward_dimensions", "rewards"),
     *("ref_log_probs", "old_log_probs", "values", "advantages", "returns", "rollout_weights", "expert_mask"),
+    "weight_versions",
 }
 
 
@@ -87,14 +88,15 @@ def sampling_seed(*place: object) -> int:
 
 
 def sequence_cells(
-    task: Task, sequence: AgentSequence, texts: dict[float | None, bytes], *, supervised: bool = False
+    task: Task, sequence: AgentSequence, texts: dict[float | None, bytes], *, supervised: bool, versions: bool
 ) -> dict[str, Cell]:
     """Return the values of a sample by column.
 
     ``prompt_ids`` and ``response_ids`` are int64, ``response_mask`` is bool, ``rollout_log_probs`` is float32. ``task``
     is JSON for the reward pipeline: the task's record, and the reward if the agent has computed it. ``texts`` keeps it
     for further samples of the task, by reward. Samples that are only imitated (``supervised``) have neither log-probs
-    nor a task. Other types raise what ``array`` and JSON do.
+    nor a task. With ``versions``, ``weight_versions`` is int32, -1 on tokens that are not the model's. Other types
+    raise what ``array`` and JSON do.
     """
     cells: dict[str, Cell] = {
         "prompt_ids": (_INT64, array("q", tuple(sequence.prompt_ids)).tobytes()),
@@ -107,6 +109,9 @@ def sequence_cells(
             record = {"data_source": task.data_source, "ground_truth": task.ground_truth, "extra_info": task.fields}
             text = texts[sequence.reward] = _encode({**record, "reward": sequence.reward}).encode()
         cells["task"] = _JSON, text
+        if versions:
+            made = zip(sequence.weight_versions or repeat(-1), sequence.response_mask, strict=False)
+            cells["weight_versions"] = _INT32, array("i", [each if mask else -1 for each, mask in made]).tobytes()
     return cells
 
 

@@ -85,9 +85,12 @@ class StepSource:
 
     async def register(self) -> None:
         """Register the trainer with the queue, before any sample is put."""
-        generated = ("rollout_log_probs", "reward") if self.role.explores else ()
+        config, epochs = self.role.config, None
+        generated = ("rollout_log_probs", "reward") if config.mode != "offline" else ()
         columns, register = ("prompt_ids", "response_ids", "response_mask"), self.role.queue.register_consumer
-        await register(CONSUMER, TRAIN, columns + generated)
+        if config.mode == "train":
+            epochs = Reuse(max_uses=config.data.epochs)
+        await register(CONSUMER, TRAIN, columns + generated, reuse=epochs)
         if self._forward:
             await register(FORWARD, TRAIN, columns, writes=self._forward)
         for partition, each in self._mixed.items():
@@ -105,6 +108,9 @@ class StepSource:
         queue, schedule, seconds = self.role.queue, self.role.schedule, self.role.config.deadlines.batch
         if schedule.is_async:
             batch = await self._lease_any(step)
+        elif self.role.config.mode == "train":
+            most = self.role.config.data.groups_per_batch
+            batch = await queue.lease(CONSUMER, most, step=step.number, deadline_seconds=seconds)
         else:
             consumer, groups = (FORWARD, None) if index is None else (CONSUMER, step.sizes[index])
             batch = await queue.lease(consumer, groups, batch=step.number, deadline_seconds=seconds)
