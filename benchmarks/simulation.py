@@ -38,8 +38,8 @@ def main() -> None:
     seeds = arguments.seeds or (60 if arguments.quick else 1000)
     found = measure(seeds, arguments.processes)
     print(
-        f"{seeds} seeds in {found['seconds']:.1f} s on {arguments.processes} processes: {found['cpu_ms']:.0f} ms of a core "
-        f"for each, {1000 * found['seconds'] / seeds:.0f} s for a thousand (at most {LIMIT:.0f} s)"
+        f"{seeds} seeds in {found['seconds']:.1f} s on {arguments.processes} processes: {found['cpu_ms']:.0f} ms of a "
+        f"core for each, {1000 * found['seconds'] / seeds:.0f} s for a thousand (at most {LIMIT:.0f} s)"
     )
     if arguments.json:
         print(

@@ -143,6 +143,14 @@ def test_own_advantages(model_folder: Path, tasks: Path, tmp_path: Path) -> None
     assert 1 == run(load_config(GUIDES / "minimal.yaml", overrides)).steps
 
 
+def test_schedules_are_simulated_and_checked() -> None:
+    """A batch that is generated ahead hides generation, and no fault breaks an invariant."""
+    guide = load(GUIDES / "simulate_schedule.py")
+    seconds = guide.compare(4)
+    assert seconds[1] < 0.8 * seconds[0]
+    check_seeds(range(20), guide.with_a_fault)
+
+
 def test_the_archive_of_a_run_is_read_and_learnt_from(model_folder: Path, tasks: Path, tmp_path: Path) -> None:
     archive = tmp_path / "archive"
     overrides = small(tmp_path / "run", model_folder, tasks, f"queue.archive={archive}", "schedule.steps=2")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import operator
 import os
 import random
@@ -34,7 +33,7 @@ from jackfield.queue.meta import Written
 from jackfield.queue.store import STORE_FILE, uses
 from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.samples import trained
-from jackfield.runtime.workers import AgentWorker, Workers
+from jackfield.runtime.workers import AgentWorker, RolloutJob, Workers
 from jackfield.simulation.world import LosingStore, Who, World
 from jackfield.trainer.role import Role, RunWorkers
 from jackfield.trainer.rollouts import Explorer, RewardPipeline
@@ -54,32 +53,27 @@ class _Tasks(list[Task]):
 class _Worker:
     """An agent or reward worker whose answers faults delay, repeat or prevent."""
 
-    run_: Simulation
+    world: Simulation
     who: Who
-    make: Callable[[], Any]
-    worker: Any = None
+    worker: Any
 
-    def __attrs_post_init__(self) -> None:
-        self.run_.restarts[self.who] = self.restart
-        self.restart()
+    def begin(self, *arguments: Any) -> Any:
+        return self.world.guard(self.who, self.worker.begin(*arguments))
 
-    def restart(self) -> None:
-        self.worker = self.make()
+    def reward(self, *arguments: Any) -> Any:
+        return self._answers(self.worker.reward(*arguments))
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self.worker, name)
-        if name == "begin":
-            return lambda *arguments: self.run_.guard(self.who, method(*arguments))
-        return lambda *arguments: self.answers(arguments[-1], method(*arguments))
-
-    async def answers(self, jobs: Sequence[Any], found: Any) -> Any:
-        for job in jobs if self.who[0] == "agent worker" else ():
+    def run(self, jobs: Sequence[RolloutJob]) -> Any:
+        for job in jobs:
             key, again = job.group, f"{job.group.retry}/{job.group.reissue}/{job.restart}"
-            self.run_.places |= {seed: (key.batch, key.index, n, again) for n, seed in job.rollouts.items()}
+            self.world.places |= {seed: (key.batch, key.index, n, again) for n, seed in job.rollouts.items()}
+        return self._answers(self.worker.run(jobs))
+
+    async def _answers(self, found: Any) -> Any:
         async with aclosing(found):
-            while (answer := await self.run_.guard(self.who, anext(found, None))) is not None:
+            while (answer := await self.world.guard(self.who, anext(found, None))) is not None:
                 yield answer
-                if self.run_.repeats(self.who):
+                if self.world.repeats(self.who):
                     yield answer
 
 
@@ -104,19 +98,11 @@ class Simulation(World):
 
     def run(self) -> None:
         """Run to the end and check the invariants."""
-        log, warnings = logging.getLogger("jackfield"), logging.Handler()
-        warnings.emit = lambda record: self.note(record.getMessage())  # type: ignore[method-assign]
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a disk takes most of the time
         with tempfile.TemporaryDirectory(prefix="jackfield-", dir=memory) as folder:
             self.config = self.settings.config(folder)
             self.heartbeat = self.config.deadlines.heartbeat
-            log.propagate = False
-            log.addHandler(warnings)
-            try:
-                self.clock.run(self._run())
-            finally:
-                log.removeHandler(warnings)
-                log.propagate = True
+            self.clock.run(self._run())
 
     def busy(self) -> dict[str, float]:
         """Return for how long each stage was at work; its lane was idle for the rest of ``clock.now``."""
@@ -167,7 +153,7 @@ class Simulation(World):
             pipeline = RewardPipeline(role=role)
             await pipeline.register()
             async with asyncio.TaskGroup() as loops:
-                running = [pipeline.run(), self._watch("engine rank"), self._watch("controller"), self._progress()]
+                running = [pipeline.run(), self._watch(), self._progress()]
                 running += [self._explore(number) for number in range(self.settings.explorers)]
                 background = [loops.create_task(each) for each in running]
                 await self.guard(_TRAINER, trainer.run(first))
@@ -184,7 +170,10 @@ class Simulation(World):
         reward: Any = parts(concurrency=None, compute_score=self._score, post_process_scores=lambda results: results)
 
         def start(kind: str, make: Callable[[], Any]) -> Any:
-            return Workers([_Worker(self, (kind, number), make) for number in range(self.settings.workers)])
+            started = [_Worker(self, (kind, number), make()) for number in range(self.settings.workers)]
+            for each in started:  # another one begins with nothing
+                self.restarts[each.who] = lambda each=each: setattr(each, "worker", make())  # type: ignore[misc]
+            return Workers(started)
 
         agents = start("agent worker", lambda: AgentWorker(values, text, self.clock, lambda asked: agent))
         rewards = start("reward worker", lambda: RewardWorker(values, reward, text, self.clock, self.config))
@@ -216,10 +205,11 @@ class Simulation(World):
             except WorkerLost:
                 await self.queue.end_holder(name)
 
-    async def _watch(self, kind: str) -> None:
-        """Raise WorkerLost as soon as a worker is found dead without which the run ends."""
-        await asyncio.wait([self.condition((kind, 0)).lost])
-        raise WorkerLost(f"the {kind} died")
+    async def _watch(self) -> None:
+        """Raise WorkerLost as soon as engine rank or controller is found dead."""
+        needed = [self.condition(who).lost for who in (_RANK, ("controller", 0))]
+        await asyncio.wait(needed, return_when=asyncio.FIRST_COMPLETED)
+        raise WorkerLost("the run cannot go on")
 
     async def _progress(self) -> None:
         """Raise DeadlineExceeded if a step does not end in time."""
