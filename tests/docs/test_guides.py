@@ -24,6 +24,7 @@ from jackfield.config import load_config, make_config, plugin_settings
 from jackfield.plugins import HookManager, Registry
 from jackfield.plugins.hooks import StepEnded
 from jackfield.sdk.cells import column_from_rows
+from jackfield.simulation import check_seeds
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"

@@ -262,7 +262,7 @@ class Simulation(World):
         await self.queue.add_columns(batch, await self.store.reach(batch.keys, column))
 
     async def estimate(self, batch: BatchMeta, kl_coefficient: float) -> tuple[dict[str, float], Written]:
-        """Write advantages."""
+        """Write the advantages of a batch."""
         await self.store.reach(batch.keys)
         return {}, await self.store.reach(trained(batch).keys, "advantages", "returns")
 
