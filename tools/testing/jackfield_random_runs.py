@@ -43,8 +43,11 @@ def random_settings(seed: int, *, faults: int = 4) -> SimulationSettings:
     }
     fewest = 2 if schedule.get("stream_mini_batches") else 1
     run["algorithm"]["mini_batches"] = draw.randint(fewest, run["data"]["groups_per_batch"])
-    if schedule.get("mode") == "async":  # test_seeds.py has what further updates break when samples are lost
+    # test_seeds.py has what further updates of the same groups break when samples are lost between them
+    if schedule.get("mode") == "async":
         run["algorithm"] = {"mini_batches": 1, "epochs": 1}
+    elif schedule.get("stream_mini_batches"):
+        run["algorithm"]["epochs"] = 1
     return SimulationSettings(
         run=run,
         times=Times(
