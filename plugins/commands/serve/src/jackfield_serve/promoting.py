@@ -18,10 +18,10 @@ from jackfield.algorithms.settings import AlgorithmSettings, CriticSettings
 from jackfield.compose.builder import RunBuilder
 from jackfield.compose.workers import WorkerFactory
 from jackfield.config import RunConfig
+from jackfield.config.evaluation import EvaluationConfig
 from jackfield.config.schedule import ScheduleConfig
 from jackfield.config.sections import (
     DataConfig,
-    EvaluationConfig,
     MixingConfig,
     PluginSection,
     QueueConfig,
