@@ -178,6 +178,27 @@ def test_a_run_that_is_not_good_enough_is_not_promoted(
     assert not (tmp_path / "served").exists()
 
 
+def test_exploration_goes_on_with_a_promoted_model(
+    jackfield: CommandServer, quickstart_settings: Settings, made: Path, tmp_path: Path
+) -> None:
+    """Samples say which model made each token; the queue has those of both models."""
+    small = ("data.groups_per_batch=2", "data.rollouts_per_group=2", *GRADED)
+    ends = ("schedule.steps=4000", "checkpoint.every=1000", "schedule.rollouts_in_flight=2")
+    exploring = jackfield.start("serve", "--explore", *quickstart_settings("explored", *small, *ends))
+    explored = tmp_path / "explored"
+    wait_until(exploring, lambda: (explored / "metrics.jsonl").exists() and len(lines(explored)) > 1)
+    good = finished_run(tmp_path / "good", made / "model", 0.9)
+    ok(jackfield("promote", str(good), str(explored), "--score", "0.9"))
+    wait_until(exploring, lambda: "serving version 1" in exploring.out)
+    there = len(lines(explored))
+    wait_until(exploring, lambda: len(lines(explored)) > there + 4)
+    exploring.send(signal.SIGTERM)
+    assert 128 + signal.SIGTERM == exploring.wait().code, exploring.error
+    ok(jackfield("queue", "export", str(explored), str(tmp_path / "rows.jsonl")))
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert {0, 1} == {row["tags"]["weight_version_min"] for row in rows if "weight_version_min" in row["tags"]}
+
+
 def test_replicas_without_an_address_are_refused(jackfield: CommandServer, quickstart_settings: Settings) -> None:
     refused = jackfield("serve", *quickstart_settings("served"))
     assert 1 == refused.code

@@ -320,8 +320,8 @@ def check_rows(config: RunConfig) -> None:
         needed, first, own = ["prompt_ids", "response_ids"], next(_read(file), None), name == TRAIN
         if name != "expert" and config.mode != "offline":
             unread = config.algorithm.old_log_probs == "engine" and config.algorithm.correction.enabled is False
-            needed += [] if own and unread else ["rollout_log_probs"]
             needed += [] if own and first is not None and "task" in first.cells else ["reward"]  # it can be scored
+            needed += [] if own and unread else ["rollout_log_probs"]
         if first is None or not first.cells.keys() >= set(needed):
             where = "data.samples" if name == TRAIN else f"mixing.{name}.samples"
             expected = f"rows with the columns {', '.join(needed)} at least"

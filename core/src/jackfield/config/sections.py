@@ -215,8 +215,7 @@ class ClusterConfig:
     device: str = option("cpu", "torch device of engine and rollout server")
     placement: Literal["shared", "separate"] | None = option(
         None,
-        "shared: engines and replicas take turns on devices; separate: each has its own; null: separate on a CPU that "
-        "has cores for the threads of all, without Ray, else shared",
+        "shared: engines and replicas take turns; separate: own devices; null: shared unless a CPU has cores for all",
     )
     threads: int | None = option(None, "torch threads; null: torch's default", [gt(0), le(4096)])
     replicas: int = option(1, "rollout servers", gt(0))

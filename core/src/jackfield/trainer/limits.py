@@ -32,7 +32,7 @@ class Limits:
         """Continue with what a checkpoint's run had used."""
         self.used = used
         most = self.role.config.schedule.steps
-        self._end(min(int(used.get("steps", most)), most))
+        self.role.schedule = attrs.evolve(self.role.schedule, steps=min(int(used.get("steps", most)), most))
 
     def count(self, steps_done: int, tags: Sequence[Mapping[str, Any]], seconds: float) -> None:
         """Add a step's samples and time."""
@@ -49,7 +49,4 @@ class Limits:
             if limit is not None and found.get(name, -inf) >= limit and 0 < steps_done < self.role.schedule.steps:
                 what = "schedule.until.%s: %g reached %g, the run ends with step %d"
                 logging.getLogger("jackfield").info(what, name, found[name], limit, steps_done)
-                self._end(steps_done)
-
-    def _end(self, steps: int) -> None:
-        self.role.schedule = attrs.evolve(self.role.schedule, steps=steps)
+                self.role.schedule = attrs.evolve(self.role.schedule, steps=steps_done)

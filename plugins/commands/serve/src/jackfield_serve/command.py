@@ -14,7 +14,8 @@ from jackfield.cli.commands import config_arguments
 
 @click.command()
 @config_arguments
-def serve(file: str, overrides: tuple[str, ...]) -> None:
+@click.option("--explore", is_flag=True, help="Explore the run's tasks into its queue as with mode: explore, then end.")
+def serve(file: str, overrides: tuple[str, ...], explore: bool) -> None:
     """Answer users with the replicas of a config FILE at addresses of OpenAI's API, until Ctrl-C or SIGTERM.
 
     OVERRIDES are settings such as rollout.openai.port=8000. The replicas begin with model.path and take over each model
@@ -23,13 +24,18 @@ def serve(file: str, overrides: tuple[str, ...]) -> None:
     from jackfield import compose
     from jackfield.compose.builder import Stop
     from jackfield.config import load_config
-    from jackfield_serve.promoting import ServeBuilder, serve_config
+    from jackfield_serve.promoting import ServeBuilder, serve_config, served_folder
 
-    config = serve_config(load_config(file, overrides))
+    given = load_config(file, (*overrides, "mode=explore") if explore else overrides)
+    config = given if explore else serve_config(given)
     stop = Stop(config.checkpoint.grace_seconds)
+    builder = partial(ServeBuilder, say=click.echo, folder=served_folder(given.folder), explores=explore)
     try:
         with stop.listening():
-            compose.run(config, stop=stop, builder=partial(ServeBuilder, say=click.echo))
+            result = compose.run(config, stop=stop, builder=builder)
+            if not result.stopped:
+                click.echo(f"{result.steps} batches of samples in {result.folder}")
+                return
     except CancelledError:
         if stop.code is None:
             raise

@@ -15,6 +15,7 @@ import attrs
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.abc.rollout import SamplingParams
 from jackfield.algorithms.settings import AlgorithmSettings, CriticSettings
+from jackfield.cluster.pool import ReplicaPool
 from jackfield.compose.builder import RunBuilder
 from jackfield.compose.workers import WorkerFactory
 from jackfield.config import RunConfig
@@ -33,6 +34,7 @@ from jackfield.observe import ObserveSettings
 from jackfield.routing import Replica
 from jackfield.settings import structure
 from jackfield.trainer.checkpoint import Checkpoint
+from jackfield.trainer.trainer import Trainer
 from jackfield.weights import WeightSender, WeightSynchronizer
 
 if TYPE_CHECKING:
@@ -143,6 +145,7 @@ class PromotedWeights:
     """
 
     config: RunConfig
+    folder: Path  #: the server's
     factory: WorkerFactory
     replicas: Sequence[Replica]  #: the pool's own list
     say: Callable[[str], Any]
@@ -158,7 +161,7 @@ class PromotedWeights:
         """Load each newly promoted model, until cancelled. One with other tensors is refused, and not loaded."""
         seen, expected = 0, await asyncio.to_thread(shapes, self.config.model.path)
         while True:
-            found = await asyncio.to_thread(read_promoted, Path(self.config.folder))
+            found = await asyncio.to_thread(read_promoted, self.folder)
             if found is not None and found.version > seen:
                 seen = found.version
                 if await asyncio.to_thread(shapes, found.model) == expected:
@@ -206,13 +209,16 @@ class ServeBuilder(RunBuilder):
     """Starts the replicas of a run, and serves users in the place of training."""
 
     say: Callable[[str], Any]
+    folder: Path  #: the server's
+    explores: bool = False  #: whether it explores the tasks of the run, and ends with them
 
     async def train(self, checkpoint: Checkpoint | None) -> int:
-        """Serve until a stop is requested; a rollout server without an address for users is refused."""
-        pool, config = await self.start_replicas(), self.role.config
+        """Serve until a stop is requested, or explore; a rollout server without an address for users is refused."""
+        if self.explores:
+            return await super().train(checkpoint)
+        pool = await self.start_replicas()
         assert pool is not None
-        weights = PromotedWeights(config=config, factory=self.factory, replicas=pool.members, say=self.say)
-        pool.source = weights
+        weights = self._promoted(pool)
         self.run_loops(pool.keep)
         await self.open_control()
         for replica in pool.members:
@@ -224,3 +230,16 @@ class ServeBuilder(RunBuilder):
         with self.stop.boundary("without further answers"):
             await self.stop.requested.wait()
         return 0
+
+    async def trainer(self) -> Trainer:
+        """Build what takes the explored batches; the replicas follow promoted models meanwhile."""
+        trainer, pool = await super().trainer(), self._pool
+        assert pool is not None
+        self.run_loops(self._promoted(pool).follow)
+        return trainer
+
+    def _promoted(self, pool: ReplicaPool) -> PromotedWeights:
+        """Return the new source of weights of the pool."""
+        options: Any = {"config": self.role.config, "folder": self.folder, "factory": self.factory, "say": self.say}
+        pool.source = weights = PromotedWeights(replicas=pool.members, **options)
+        return weights
