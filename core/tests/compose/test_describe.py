@@ -19,7 +19,7 @@ SEPARATE = "cluster.placement=separate"
             ("schedule.sync_offset=1", SEPARATE),
             [
                 "at most one step older",
-                "batch b when replicas have the weights that step b - 1",
+                "until replicas have the weights that step b - 1",
                 "overlap with log-probs",
             ],
             ["take turns", "Nothing overlaps"],

@@ -266,7 +266,7 @@ STREAM = ("schedule.stream_mini_batches=true", "algorithm.mini_batches=4")
         (("mode=offline", "algorithm.name=sft", ASYNC), "schedule.mode"),
         (
             (ASYNC, "algorithm.name=mix", "data.expert=e.jsonl", "data.expert_samples_per_batch=2"),
-            "data.expert_samples_per_batch",
+            "data.expert",
         ),
     ],
 )

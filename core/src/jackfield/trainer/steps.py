@@ -32,7 +32,7 @@ class Step:
     part: BatchMeta = attrs.field(init=False)  #: what was leased last
     index: int | None = None  #: the number of that part; None: samples whose rewards are pending
     leased: bool = False  #: whether the trainer holds the lease on it
-    order: list[str] = attrs.field(factory=list)  #: the groups of the last part, which are leased again after a loss
+    groups: dict[int, list[str]] = attrs.field(factory=dict)  #: of each part, which are leased again after a loss
     parts: dict[int, BatchMeta] = attrs.field(factory=dict)  #: by number, the last one included
     rows: BatchMeta = attrs.field(init=False)  #: the samples of the part that models are trained on
     new: BatchMeta = attrs.field(init=False)  #: the samples of the part without log-probs and values
@@ -58,7 +58,7 @@ class Step:
         """Continue with a part that was leased."""
         self.part, self.index, self.leased, self.rows = part, index, True, trained(part)
         if index is not None:
-            self.parts[index], self.order = part, list(part.by_group())
+            self.parts[index] = part
         chosen = part if index is None else self.rows
         self.new = chosen.select(at for at, group in enumerate(chosen.groups) if group not in self.passed)
 
@@ -108,7 +108,9 @@ class StepSource:
     async def lease(self, step: Step, index: int | None) -> BatchMeta:
         """Lease a part of a step, and refuse one that is staler than the schedule allows."""
         queue, schedule, seconds = self.role.queue, self.role.schedule, self.role.config.deadlines.batch
-        if schedule.is_async:
+        if index in step.groups:
+            batch = await queue.lease(CONSUMER, again=step.groups[index], deadline_seconds=seconds)
+        elif schedule.is_async:
             batch = await self._lease_any(step)
         elif self.role.config.mode == "train":
             most = self.role.config.data.groups_per_batch
@@ -119,9 +121,11 @@ class StepSource:
         if schedule.explores and batch:
             schedule.check(step.number, oldest_version(batch.tags))
         batch = attrs.evolve(batch, step=step.number if schedule.stream_mini_batches else None)
-        own, place = len(set(batch.groups)), step.number * len(step.sizes) + (index or 0)
-        for partition, each in self._mixed.items() if index is not None else ():
-            if more := further_groups(each.ratio, place, own):
+        if index is None:
+            return batch
+        step.groups[index] = list(batch.by_group())
+        for partition, each in self._mixed.items():
+            if more := further_groups(each.ratio, step.number * len(step.sizes) + index, len(step.groups[index])):
                 which: dict[str, Any] = {"step": step.number, "fresh": partition != TRAIN}
                 batch = batch.joined(await queue.lease(_consumer(partition), more, deadline_seconds=seconds, **which))
         return batch
@@ -131,8 +135,6 @@ class StepSource:
         queue, schedule, config = self.role.queue, self.role.schedule, self.role.config
         groups, bound = config.data.groups_per_batch, schedule.staleness_bound
         which: dict[str, Any] = {"step": step.number, "deadline_seconds": config.deadlines.batch}
-        if step.order:
-            return await queue.lease(CONSUMER, again=step.order[:groups], **which)
         last = bound if schedule.on_stale == "wait" else schedule.steps  # nothing is waited for
         while True:
             batch = await queue.lease(CONSUMER, groups, max_staleness=last, **which)
