@@ -101,7 +101,7 @@ TRINITY_PLANS: Sequence[Plan] = (
     Plan(name="k=2", k=2),
     Plan(name="k=10", k=10),
     Plan(name="offset 1", o=1),
-    Plan(name="async", k=10, staleness=20),
+    Plan(name="async", k=10, staleness=30),
 )
 TRINITY: dict[Workload, Sequence[float]] = dict(
     zip(

@@ -100,7 +100,7 @@ class RolloutDevice:
             until = now + work.generate / self.scale
         else:
             self._free = until = max(now, self._free) + work.generate / (work.groups * work.rollouts) / self.scale
-        while (left := until - self.now) > 0:
+        while (left := until - self.now) > 1e-6:
             await self._moves.wait()
             await self.clock.sleep(left)
         if slow:

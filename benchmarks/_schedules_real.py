@@ -78,7 +78,7 @@ def really_run(work: Workload, plan: Plan, steps: int, scale: float, folder: Pat
     }
     values["data"] |= {"train": str(folder / "tasks.jsonl")}
     ends = Ends()
-    with (folder / "output.txt").open("w") as output, contextlib.redirect_stdout(output):
+    with (folder / "output.txt").open("w") as output, contextlib.redirect_stderr(output):
         run(make_config(values, ()), hooks=[ends], registry=plugins.registry())
     return ends
 
