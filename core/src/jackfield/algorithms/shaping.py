@@ -230,8 +230,8 @@ class Correction:
 
     enabled: bool | None = option(
         None,
-        "null: on if the rollout server's log-probs differ from the engine's by more than rounding, and with "
-        "sampling filters (top_p, top_k, min_p)",
+        "null: on if the rollout server's log-probs differ from the engine's by more than rounding, with sampling "
+        "filters (top_p, top_k, min_p), and with schedule.mode: async",
     )
     level: Literal["token", "sequence", "geometric"] = option(
         "token", "a ratio per token, of the whole response, or of the response's geometric mean"

@@ -11,6 +11,7 @@ from jackfield.algorithms import Algorithm, Part, algorithm, part
 from jackfield.algorithms.registry import COUNTS
 from jackfield.algorithms.settings import CriticSettings, ResolvedAlgorithm
 from jackfield.algorithms.shaping import Correction
+from jackfield.compose.schedules import check_schedule
 from jackfield.config.sections import RunConfig, WeightsConfig
 from jackfield.plugins import Manifest
 
@@ -27,7 +28,7 @@ def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm
     settings, chosen = config.algorithm, _algorithm(config)
     loss = part("loss", chosen.loss)
     estimator = part("advantages", chosen.advantages) if chosen.advantages else None
-    kl = part("kl", settings.kl.name) if settings.kl.coefficient else None
+    kl = part("kl", settings.kl.name) if settings.kl.coefficient or settings.kl.measure else None
     correction, from_engine = _correction(config, loss, rollout, sampled=estimator is not None)
     needs, learns = chosen.needs, "expert_mask" in loss.needs
     experts = config.data.expert_samples_per_batch if learns and config.data.expert else 0
@@ -67,6 +68,7 @@ def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm
         pairs=preparation is not None and "pair_ids" in preparation.inputs,
     )
     _check(config, resolved, there.keys())
+    check_schedule(config, resolved)
     return resolved
 
 
@@ -141,6 +143,7 @@ def _check(config: RunConfig, resolved: ResolvedAlgorithm, there: Set[str]) -> N
         (full and weights != WeightsConfig(dtype=weights.dtype), "weights", "kind: delta, for what a delta has"),
         (config.data.format.rejected_key and not resolved.pairs, "data.format.rejected_key", "a loss of pairs (dpo)"),
         (kl.target and not kl.coefficient, "algorithm.kl.target", "algorithm.kl.coefficient above 0, where it begins"),
+        (kl.measure and (kl.coefficient or kl.in_reward), "algorithm.kl.measure", "coefficient: 0, in_reward: false"),
         (kl.in_reward and estimator is None, "algorithm.kl.in_reward", "an algorithm with rewards"),
     ):
         if idle:
@@ -151,16 +154,19 @@ def _check(config: RunConfig, resolved: ResolvedAlgorithm, there: Set[str]) -> N
 def _correction(config: RunConfig, loss: Part, rollout: Manifest, *, sampled: bool) -> tuple[Correction | None, bool]:
     """Return the correction, and whether the old log-probs come from the engine.
 
-    It is on by default if numerics differ and the loss takes token weights but does not weight itself. If the old
+    It is on by default if numerics differ or the schedule is asynchronous, and the loss takes token weights but does
+    not weight itself. If the old
     log-probs are the rollout server's, the loss's ratio already weights, and the correction only rejects. Sampling
     filters change the server's log-probs, so that ratios to them would not start at 1.
     """
     settings, given, active = config.algorithm.correction, config.algorithm.old_log_probs, config.sampling_filters
     mismatch, weighs_itself = config.log_prob_check.on_mismatch == "correct", "rollout_log_probs" in loss.inputs
     exact = rollout.capabilities.get("engine_log_probs") == "full" and not config.rounds and not active
-    fits = (mismatch or not exact) and not loss.per_sequence and not weighs_itself
+    differs = mismatch or not exact or config.schedule.mode == "async"
+    fits = differs and not loss.per_sequence and not weighs_itself
     corrects = sampled and (fits if settings.enabled is None else settings.enabled)
-    from_engine = given == "engine" or (given == "auto" and bool(corrects or active))
+    around_old = weighs_itself and "old_log_probs" in loss.inputs  # decoupled PPO: it weights by old over rollout
+    from_engine = given == "engine" or (given == "auto" and bool(corrects or active or around_old))
     if given == "rollout" and active:
         what = "the rollout server's log-probs are of what the sampling filters leave, not of the policy"
         expected = f"engine or auto, or no {', '.join(f'sampling.{name}' for name in active)}"

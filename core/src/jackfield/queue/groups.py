@@ -46,11 +46,8 @@ class Groups:
         """Claim the next batch to generate. Return None when all batches below ``below`` are final.
 
         Released batches come first; they keep their published groups and their own number of groups. If all batches
-        below ``below`` are claimed, wait, since another explorer's batch may be released. Without ``below`` it never
-        waits.
-
-        ``rollouts`` is the expected number of rollouts per group of a new batch, for backpressure. The deadline runs
-        only while no batch changes and no consumer works with complete batches.
+        below ``below`` are claimed, wait, since another explorer's batch may be released. ``rollouts`` is the expected
+        number per group, for backpressure. The deadline runs only while no batch changes and no consumer has work.
         """
         if groups < 1 or rollouts < 1 or not explorer:
             found = f"explorer {explorer!r}, {groups} groups, {rollouts} rollouts"
@@ -237,6 +234,8 @@ class Groups:
                 own = {**own, "operation": made.operation, "parents": list(made.parents)}
             group.samples[key] = Sample(report.rollout, own, columns, size)
         self.core.state.count(len(report.keys), sum(report.written.sizes))
+        self.core.metrics["generated/samples"] += len(report.keys)
+        self.core.metrics["generated/response_tokens"] += sum(own.get("response_tokens", 0) for own in tags)
         group.ended[report.rollout] = report.error
         if report.error is not None:
             self.core.fail(f"{group.name}/{report.rollout}", report.error)

@@ -115,7 +115,10 @@ class Leases:
                     found = self._choose(mine, groups, step, fresh)
                 if found is not None:
                     break
+                began, made = self.core.clock.time(), _are_made(mine, batch, groups)
                 await self.core.wait(until, describe)
+                what = f"waits/{consumer}/{'columns' if made else 'rollouts'}"
+                self.core.metrics[what] += self.core.clock.time() - began
         finally:
             mine.awaited.remove(batch)
         mine.epoch += bool(found)
@@ -340,6 +343,14 @@ class Leases:
         if groups:
             self.core.record("retire", consumer=consumer.name, step=step, keys=_keys(groups))
             self._finish(groups)
+
+
+def _are_made(consumer: Consumer, batch: int | None, count: int | None) -> bool:
+    """Return whether the groups that a lease waits for are made and lack only columns."""
+    batches = [each for number, each in consumer.partition.batches.items() if batch in (None, number)]
+    groups = [group for each in batches for group in each.groups if not consumer.has_had(group)]
+    wanted = count or (len(groups) if batch is not None else 1)
+    return bool(groups) and sum(group.is_made for group in groups) >= wanted
 
 
 def _keys(groups: Iterable[Group]) -> list[str]:

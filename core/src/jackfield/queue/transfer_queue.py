@@ -134,6 +134,19 @@ class TransferQueue:
         failures, self._core.failures = self._core.failures, {}
         return failures
 
+    async def drain_metrics(self) -> dict[str, float]:
+        """Return what has passed since the last call.
+
+        ``waits/CONSUMER/rollouts`` and ``waits/CONSUMER/columns`` are the seconds that leases waited for groups to be
+        made, and then for columns such as the reward. ``generated/samples`` and ``generated/response_tokens/mean`` are
+        of the rollouts that ended, whether they are used or not.
+        """
+        found = dict(self._core.metrics)
+        self._core.metrics.clear()
+        if count := found.get("generated/samples"):
+            found["generated/response_tokens/mean"] = found.pop("generated/response_tokens") / count
+        return found
+
     async def stats(self) -> dict[str, int]:
         """Return the numbers of samples, bytes, and open batches and groups."""
         state = self._core.state

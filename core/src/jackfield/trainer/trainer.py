@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from math import isfinite
@@ -19,7 +20,7 @@ from jackfield.queue.meta import BatchMeta
 from jackfield.queue.sample_files import ImportedSamples
 from jackfield.runtime.engine import EngineGroup
 from jackfield.runtime.profile import flame_graph
-from jackfield.runtime.samples import TRAIN, global_counts, mini_batches, oldest_version, own, said_metrics, trained
+from jackfield.runtime.samples import TRAIN, global_counts, mini_batches, own, said_metrics, trained
 from jackfield.runtime.workers import is_lost
 from jackfield.trainer.checkpoint import Checkpoint, Checkpointer, random_state
 from jackfield.trainer.evaluation import Evaluator
@@ -240,7 +241,8 @@ class Trainer:
         role, hooks, done = self.role, self.role.hooks, step.number + 1
         for number, part in sorted(step.parts.items()):  # final with the next checkpoint
             await role.queue.ack(part, step=step.number, mini_batch=number if len(step.parts) > 1 else None)
-        hooks.emit(StepEnded(step=done, metrics={**step.metrics, **self._measured(step)}))
+        passed = await role.queue.drain_metrics()
+        hooks.emit(StepEnded(step=done, metrics={**step.metrics, **passed, **self._measured(step)}))
         await self.report_failures()
         if shown := role.config.observe.samples_per_step:
             chosen = step.batch.select(step.batch.by_partition()[TRAIN][:shown])
@@ -329,7 +331,9 @@ class Trainer:
         }
         if self.role.explores:
             retries = {group: each["retry"] for group, each in zip(step.batch.groups, tags, strict=True)}
-            measured["staleness/max"] = float(step.number - oldest_version(tags))
+            ages = [step.number - each["weight_version_min"] for each in tags if "weight_version_min" in each]
+            measured |= {"staleness/max": float(max(ages)), "staleness/mean": sum(ages) / len(ages)}
+            measured |= {f"staleness/samples/{age}": float(count) for age, count in sorted(Counter(ages).items())}
             measured["groups/retries"] = float(sum(retries.values()))
         for lease, each in zip(step.batch.leases, tags, strict=True):
             if lease.partition != TRAIN or each["batch"] != step.number:  # it is replayed or mixed in
