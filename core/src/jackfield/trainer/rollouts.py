@@ -295,6 +295,8 @@ class RewardPipeline:
 
         async def record(report: RewardReport) -> None:
             ended = dict.fromkeys(map(group_of, report.results))
+            if not ended.keys() <= left.keys():
+                return  # a report that has come before
             await self._record(some_groups(ended), report)
             for name in ended:
                 del left[name]

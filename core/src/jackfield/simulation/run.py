@@ -1,0 +1,329 @@
+"""A simulated run: the real schedule, queue, explorer, reward pipeline and trainer around workers that take time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from contextvars import ContextVar
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+
+from jackfield.abc.agent import AgentLoopOutput, AgentSequence
+from jackfield.abc.reward import ScoreRequest, ScoreResult
+from jackfield.cluster.pool import DeviceLease
+from jackfield.compose.run import starting_point
+from jackfield.config import RunConfig
+from jackfield.data.tasks import Task
+from jackfield.errors import QueueError, RunError, WorkerLost, some
+from jackfield.plugins import HookManager, hookimpl
+from jackfield.plugins.hooks import StageEnded, StepEnded, WeightsSynced
+from jackfield.queue import BatchMeta, TransferQueue, Values
+from jackfield.queue.meta import Written
+from jackfield.queue.store import STORE_FILE, uses
+from jackfield.runtime.rewards import RewardWorker
+from jackfield.runtime.samples import trained
+from jackfield.runtime.workers import AgentWorker, Workers
+from jackfield.simulation.world import LosingStore, Who, World
+from jackfield.trainer.role import Role, RunWorkers
+from jackfield.trainer.rollouts import Explorer, RewardPipeline
+from jackfield.trainer.trainer import CONSUMER, Trainer
+
+_RANK, _TRAINER = ("engine rank", 0), ("trainer", 0)
+#: Calls of the queue that a role repeats if it answers twice, as if it had not got the result.
+_REPEATED = {"ack": "trainer", "end_rollouts": "explorer", "commit": "controller", "add_columns": "engine rank"}
+_CLIENT: ContextVar[str | None] = ContextVar("client", default=None)  #: of the queue
+
+
+class _Tasks(list[Task]):
+    digest = "simulated"
+
+
+@attrs.define(eq=False)
+class _Worker:
+    """An agent or reward worker whose answers faults delay, repeat or prevent."""
+
+    run_: Simulation
+    who: Who
+    make: Callable[[], Any]
+    worker: Any = None
+
+    def __attrs_post_init__(self) -> None:
+        self.run_.restarts[self.who] = self.restart
+        self.restart()
+
+    def restart(self) -> None:
+        self.worker = self.make()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self.worker, name)
+        if name == "begin":
+            return lambda *arguments: self.run_.guard(self.who, method(*arguments))
+        return lambda *arguments: self.answers(arguments[-1], method(*arguments))
+
+    async def answers(self, jobs: Sequence[Any], found: Any) -> Any:
+        for job in jobs if self.who[0] == "agent worker" else ():
+            key, again = job.group, f"{job.group.retry}/{job.group.reissue}/{job.restart}"
+            self.run_.places |= {seed: (key.batch, key.index, n, again) for n, seed in job.rollouts.items()}
+        async with aclosing(found):
+            while (answer := await self.run_.guard(self.who, anext(found, None))) is not None:
+                yield answer
+                if self.run_.repeats(self.who):
+                    yield answer
+
+
+@attrs.define(eq=False)
+class Simulation(World):
+    """A simulated run with its resumes, and what it did. Its methods are also those of the engine.
+
+    Times are in virtual seconds. An invariant that is broken raises ``run.simulation``.
+    """
+
+    loaded: int = 0  #: the weight version of the replicas
+    model: list[tuple[int, Sequence[str]]] = attrs.field(factory=list)  #: step and samples of each of its updates
+    starts: int = 0  #: 1, and the number of resumes
+    steps: dict[int, Mapping[str, float]] = attrs.field(factory=dict)  #: metrics by completed steps
+    stages: list[StageEnded] = attrs.field(factory=list)  #: for a timeline
+    places: dict[int, tuple[int, int, int, str]] = attrs.field(factory=dict)  #: of rollouts, by sampling seed
+    slots: asyncio.Semaphore = attrs.field(init=False)
+    config: RunConfig = attrs.field(init=False)
+    store: LosingStore = attrs.field(init=False)
+    queue: TransferQueue = attrs.field(init=False)
+    role: Role = attrs.field(init=False)
+
+    def run(self) -> None:
+        """Run to the end and check the invariants."""
+        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a checkpoint waits for the disk twice
+        with tempfile.TemporaryDirectory(prefix="jackfield-", dir=memory) as folder:
+            self.config = self.settings.config(folder)
+            self.heartbeat = self.config.deadlines.heartbeat
+            self.clock.run(self._run())
+
+    def busy(self) -> dict[str, float]:
+        """Return for how long each stage was at work; its lane was idle for the rest of ``clock.now``."""
+        found, until = Counter[str](), Counter[str]()
+        for stage, start, end, _ in sorted(self.spans, key=lambda span: span[1]):
+            found[stage] += max(0.0, end - max(start, until[stage]))  # type: ignore[assignment]
+            until[stage] = max(end, until[stage])  # type: ignore[assignment]
+        return dict(found)
+
+    async def _run(self) -> None:
+        loop: Any = asyncio.get_running_loop()
+        loop.run_in_executor = _at_once
+        self.store = LosingStore(self)
+        while True:
+            self.starts += 1
+            self.note(f"start {self.starts}")
+            try:
+                return await self._live()
+            except (WorkerLost, BaseExceptionGroup) as error:
+                if isinstance(error, BaseExceptionGroup) and error.subgroup(WorkerLost) is None:
+                    raise
+                if self.starts > len(self.settings.faults):
+                    raise _broken("progress", f"{self.starts} starts for {len(self.settings.faults)} faults") from error
+            if not self.config.queue.durable:
+                self.store = LosingStore(self)
+
+    async def _live(self) -> None:
+        """Run from the newest checkpoint to the end, or until what the run cannot do without is found dead."""
+        config, clock, queue, hooks = self.config, self.clock, self.config.queue, HookManager([self])
+        tasks: Any = {"train": _Tasks(Task(id=f"task-{n}", messages=({"content": f"{n}"},)) for n in range(64))}
+        checkpoint, self.model = starting_point(config, tasks), []
+        limits: Any = {"max_samples": queue.max_samples, "max_bytes": queue.max_bytes, "durable": queue.durable}
+        file, retries = Path(config.folder) / "queue" / STORE_FILE, config.schedule.max_retries
+        self.queue = TransferQueue(self.store, clock, store=file, max_retries=retries, **limits)
+        self.queue.caller = _CLIENT.get
+        for name, kind in _REPEATED.items():
+            setattr(self.queue, name, self._repeating(kind, getattr(self.queue, name)))
+        await self.queue.start()
+        self.role = role = Role(config=config, algorithm=self.settings.algorithm, clock=clock, hooks=hooks, tasks=tasks)
+        role.queue, role.workers, self.slots = self.queue, self._workers(), asyncio.Semaphore(self.settings.slots)
+        role.rollout_devices = role.train_devices = DeviceLease(clock, config.deadlines.batch)
+        if not self.settings.shared:
+            role.train_devices = DeviceLease(clock, config.deadlines.batch)
+        engine: Any = self
+        trainer = Trainer(role=role, actor=engine, critic=engine if role.algorithm.critic else None, sync=self.sync)
+        try:
+            first = await self.guard(_TRAINER, trainer.begin(checkpoint))
+            pipeline = RewardPipeline(role=role)
+            await pipeline.register()
+            async with asyncio.TaskGroup() as loops:
+                running = [pipeline.run(), self._watch("engine rank"), self._watch("controller"), self._progress()]
+                running += [self._explore(number) for number in range(self.settings.explorers)]
+                background = [loops.create_task(each) for each in running]
+                await self.guard(_TRAINER, trainer.run(first))
+                for task in background:
+                    task.cancel()
+            self._check((await self.queue.stats())["samples"])
+        finally:
+            await self.queue.close()
+
+    def _workers(self) -> RunWorkers:
+        values, clock, config, anything = Values(self.store), self.clock, self.config, SimpleNamespace
+        text: Any = anything(decode=lambda ids: "")
+        reward: Any = anything(concurrency=None, compute_score=self._score, post_process_scores=lambda results: results)
+        made: dict[str, Any] = {
+            "agent worker": lambda: AgentWorker(values, text, clock, lambda _: anything(run=self._generate)),  # type: ignore[arg-type,return-value]
+            "reward worker": lambda: RewardWorker(values, reward, text, clock, config),
+        }
+        agents, rewards = (
+            Workers[Any]([_Worker(self, (kind, number), make) for number in range(self.settings.workers)])
+            for kind, make in made.items()
+        )
+        parts: Any = {"estimator": self, "places": None}
+        return RunWorkers(backend=self.store, agents=agents, rewards=rewards, **parts)
+
+    def _repeating(self, kind: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of the queue that may be called twice: the second call is refused, or changes nothing."""
+
+        async def called(*arguments: Any, **named: Any) -> Any:
+            result = await method(*arguments, **named)
+            if self.repeats((kind, 0)):
+                try:
+                    await method(*arguments, **named)
+                except QueueError as error:
+                    if error.code != "queue.lease":
+                        raise
+            return result
+
+        return called
+
+    async def _explore(self, number: int) -> None:
+        """Run an explorer, and another one in its place if it dies."""
+        for life in range(1 + len(self.settings.faults)):
+            name = f"explorer-{number}-{life}"
+            _CLIENT.set(name)
+            try:
+                return await self.guard(("explorer", number), Explorer(role=self.role, name=name).run())
+            except WorkerLost:
+                await self.queue.end_holder(name)
+
+    async def _watch(self, kind: str) -> None:
+        """Raise WorkerLost as soon as a worker is found dead without which the run ends."""
+        await asyncio.wait([self.condition((kind, 0)).lost])
+        raise WorkerLost(f"the {kind} died")
+
+    async def _progress(self) -> None:
+        """Raise DeadlineExceeded if a step does not end in time."""
+        done, steps = self.role.steps_done.value, self.role.steps_done
+        while True:
+            done = await steps.until(lambda now, before=done: now > before, self.settings.deadline, "a step")
+
+    @hookimpl
+    def step_ended(self, event: StepEnded) -> None:
+        """Record a step."""
+        self.steps[event.step] = event.metrics
+        self.note(f"step {event.step} has ended")
+        self.begin("between")
+
+    @hookimpl
+    def stage_ended(self, event: StageEnded) -> None:
+        """Record a stage."""
+        self.stages.append(event)
+
+    # -- the work of agents, rewards, replicas, engines and advantage worker
+
+    async def _generate(self, sampling: Mapping[str, Any], **fields: Any) -> AgentLoopOutput:
+        async with self.slots:
+            before = self.loaded
+            await self.spend("generate", *self.places[sampling["seed"]])
+        tokens: Any = {"prompt_ids": (1,), "response_ids": (1, 2), "response_mask": (1, 1)}
+        versions, log_probs = (before, self.loaded), (-1.0, -1.0)
+        made = AgentSequence(**tokens, response_log_probs=log_probs, weight_versions=versions)
+        return AgentLoopOutput(sequences=(made,))
+
+    async def _score(self, request: ScoreRequest) -> ScoreResult:
+        _, batch, group, retry, rollout, _ = request.idempotency_key.rsplit("/", 5)
+        await self.spend("reward", int(batch), int(group), int(rollout.partition("r")[0]), retry)
+        draw = random.Random(f"{self.seed}/{request.idempotency_key}")
+        if draw.random() < self.settings.failing:
+            raise ValueError("no score")
+        return ScoreResult(score=float(draw.random() < 0.5))
+
+    async def sync(self, version: int) -> WeightsSynced:
+        """Bring a weight version to the replicas."""
+        await self.guard(_RANK, self.spend("sync", version))
+        self.note(f"weights {version} are published")
+        self.loaded = version
+        return WeightsSynced(version=version)
+
+    async def compute(self, kind: str, batch: BatchMeta, column: str, adapter_off: bool = False) -> None:
+        """Write log-probs or values."""
+        await self.store.reach(batch.keys)
+        await self.guard(_RANK, self.spend("log_probs", self.role.updated))
+        await self.queue.add_columns(batch, await self.store.reach(batch.keys, column))
+
+    async def estimate(self, batch: BatchMeta, kl_coefficient: float) -> tuple[dict[str, float], Written]:
+        """Write advantages."""
+        await self.store.reach(batch.keys)
+        return {}, await self.store.reach(trained(batch).keys, "advantages", "returns")
+
+    async def prepare(self, batch: BatchMeta) -> Written:
+        """Write what a loss prepares."""
+        return await self.store.reach(batch.keys, "prepared")
+
+    async def update(self, batch: BatchMeta, loss: Any, comparison: object = None) -> tuple[dict[str, float], Any]:
+        """Train on a mini-batch, which may not be staler than the schedule allows."""
+        step, most = self.role.updated, self.role.schedule.max_staleness
+        await self.store.reach(batch.keys)
+        await self.guard(_RANK, self.spend("update", step, sum(each == step for each, _ in self.model)))
+        ages = {
+            key: step - tags.get("weight_version_min", step) for key, tags in zip(batch.keys, batch.tags, strict=True)
+        }
+        if getattr(self.role.schedule, "on_stale", "") != "train_corrected" and max(ages.values()) > most:
+            raise _broken("staleness", f"step {step}: {ages}, and at most {most} steps are allowed")
+        if loss.name != "value":
+            self.model.append((step, batch.keys))
+        self.note(f"step {step} trains on {some(batch.keys, 1)}")
+        return {"policy/loss": 0.0, "value/loss": 0.0, "grad_norm": 1.0}, {}
+
+    async def save(self, folder: str, format: str) -> None:
+        """Save the model."""
+        await self.guard(_RANK, self.spend("checkpoint", self.role.updated))
+        Path(folder).mkdir()
+        Path(folder, "model.json").write_text(json.dumps(self.model))
+
+    async def load(self, folder: str) -> None:
+        """Load a saved model."""
+        self.model = [(step, keys) for step, keys in json.loads(Path(folder, "model.json").read_text())]
+
+    # -- the invariants
+
+    def _check(self, known: int) -> None:
+        """Check that each group was trained on once, by ledger and model, and that the store has what is known."""
+        config, used = self.config, uses(self.queue.ledger).get(CONSUMER, {})
+        acked = Counter((*map(int, key.split("/")[1:3]), step) for key, steps in used.items() for step in steps)
+        if config.mixing.replay is None:
+            groups = Counter(step for _, _, step in acked)
+            if again := [key for key, steps in used.items() if len(steps) > 1]:
+                raise _broken("nothing twice", f"the ledger has further uses of {some(again)}")
+            if groups != dict.fromkeys(range(config.schedule.steps), config.data.groups_per_batch):
+                raise _broken("nothing lost", f"the ledger has these numbers of groups by step: {groups}")
+            moved = [place for place in acked if place[0] != place[2]]
+            if moved and getattr(config.schedule, "mode", "sync") == "sync":
+                raise _broken("step t trains on batch t", f"batch, group and step {moved[0]}")
+        learnt = Counter((*map(int, key.split("/")[1:3]), step) for step, keys in self.model for key in keys)
+        if wrong := [place for place in learnt | acked if learnt[place] != config.algorithm.epochs * acked[place]]:
+            raise _broken(
+                "model = ledger", f"batch, group and step {wrong[0]} is {learnt[wrong[0]]} times in the model"
+            )
+        rows = {key for _, key in self.store._cells}
+        if len(rows) != known or rows & used.keys():
+            raise _broken("store = ledger", f"{known} samples are known, and there are {some(sorted(rows))}")
+
+
+async def _at_once(_: object, work: Callable[..., Any], *arguments: Any) -> Any:
+    """Do work that would have a thread, for which a virtual clock would not wait."""
+    return work(*arguments)
+
+
+def _broken(invariant: str, found: str) -> RunError:
+    return RunError(f"the invariant {invariant!r} is broken", code="run.simulation", where=invariant, found=found)
