@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import _schedules_plugins as plugins
+import attrs
 from _schedules_bound import Plan, Workload
 from _vs_trl_task import VOCABULARY, make_tokenizer
 
 from jackfield.compose import run
+from jackfield.compose.builder import Stop
 from jackfield.config import make_config
 from jackfield.data.tasks import SeededOrder
 from jackfield.plugins import hookimpl
@@ -22,22 +24,19 @@ from jackfield.plugins.hooks import StepEnded
 SEED = 7
 
 
+@attrs.define(eq=False)
 class Ends:
-    """Records when steps end."""
+    """Records when steps end, and ends the run after the last one that counts."""
 
-    def __init__(self) -> None:
-        self.at: list[float] = []
-        self.metrics: list[dict[str, float]] = []
+    stop: Stop
+    last: int
+    at: list[float] = attrs.field(factory=list)
 
     @hookimpl
     def step_ended(self, event: StepEnded) -> None:
         self.at.append(time.monotonic())
-        self.metrics.append(dict(event.metrics))
-
-    def per_step(self, window: tuple[int, int]) -> float:
-        """Return the seconds per step between the ends of two steps."""
-        first, last = window
-        return (self.at[last - 1] - self.at[first - 1]) / (last - first)
+        if event.step >= self.last:
+            self.stop.requested.set()
 
 
 def settings(work: Workload, plan: Plan, steps: int) -> dict[str, Any]:
@@ -64,8 +63,10 @@ def settings(work: Workload, plan: Plan, steps: int) -> dict[str, Any]:
     }
 
 
-def really_run(work: Workload, plan: Plan, steps: int, scale: float, folder: Path) -> Ends:
-    """Run the plan; seconds are those of the workload, divided by ``scale``."""
+def really_run(work: Workload, plan: Plan, window: tuple[int, int], scale: float, folder: Path) -> float:
+    """Run the plan with the workload's seconds divided by ``scale``; return the seconds per step of a window."""
+    first, last = window
+    steps = last + plan.bound + plan.k + 2  # rollouts of later steps compete for the devices until the end
     write_task(work, steps, folder)
     own = {"name": plugins.NAME, "workload": work.name, "scale": scale}
     cores = os.cpu_count() or 1
@@ -77,10 +78,10 @@ def really_run(work: Workload, plan: Plan, steps: int, scale: float, folder: Pat
         **dict.fromkeys(("engine", "rollout", "reward"), own),
     }
     values["data"] |= {"train": str(folder / "tasks.jsonl")}
-    ends = Ends()
+    ends = Ends(Stop(5.0), last)
     with (folder / "output.txt").open("w") as output, contextlib.redirect_stderr(output):
-        run(make_config(values, ()), hooks=[ends], registry=plugins.registry())
-    return ends
+        run(make_config(values, ()), hooks=[ends], registry=plugins.registry(), stop=ends.stop)
+    return (ends.at[last - 1] - ends.at[first - 1]) / (last - first)
 
 
 def write_task(work: Workload, steps: int, folder: Path) -> None:

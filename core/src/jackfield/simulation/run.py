@@ -35,7 +35,8 @@ from jackfield.runtime.workers import AgentWorker, Workers
 from jackfield.simulation.world import LosingStore, Who, World
 from jackfield.trainer.role import Role, RunWorkers
 from jackfield.trainer.rollouts import Explorer, RewardPipeline
-from jackfield.trainer.trainer import CONSUMER, Trainer
+from jackfield.trainer.steps import CONSUMER
+from jackfield.trainer.trainer import Trainer
 
 _RANK, _TRAINER = ("engine rank", 0), ("trainer", 0)
 #: Calls of the queue that a role repeats if it answers twice, as if it had not got the result.
@@ -272,7 +273,7 @@ class Simulation(World):
 
     async def update(self, batch: BatchMeta, loss: Any, comparison: object = None) -> tuple[dict[str, float], Any]:
         """Train on a mini-batch, which may not be staler than the schedule allows."""
-        step, most = self.role.updated, self.role.schedule.max_staleness
+        step, most = self.role.updated, self.role.schedule.staleness_bound
         await self.store.reach(batch.keys)
         await self.guard(_RANK, self.spend("update", step, sum(each == step for each, _ in self.model)))
         ages = {
