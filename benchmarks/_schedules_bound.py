@@ -93,7 +93,7 @@ _SEPARATE: Sequence[Workload] = (
     Workload(name="GSM8K 1.5B", generate=13.8, update=4.8, sync=4.7),
     Workload(name="GSM8K 7B", generate=15.8, update=22.5, sync=2.2),
     Workload(name="ALFWorld batch 32", generate=203.0, tail=85.0, update=53.0, sync=8.0),
-    # The barrier of 186 s at each sync: a straggler of 171 s, an update of 7 s (an eighth of the larger batch's), a sync.
+    # The barrier of 186 s at each sync: a straggler of 171 s, an update of 7 s (an eighth of batch 32's), the sync.
     Workload(name="ALFWorld batch 4", groups=4, generate=20.1, tail=171.0, update=7.0, sync=8.0),
 )
 TRINITY_PLANS: Sequence[Plan] = (

@@ -1,4 +1,4 @@
-"""Plugins that sleep for the times of a workload: an engine, a rollout server and a reward. All else of a run is real."""
+"""Plugins that sleep for the times of a workload: an engine, a rollout server and a reward."""
 
 from __future__ import annotations
 

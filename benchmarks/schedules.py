@@ -2,15 +2,16 @@
 
     python benchmarks/schedules.py [--only recipe trinity] [--kinds simulated real] [--scale N] [--quick] [--json]
 
-The first workload is that of the recipe "Asynchronous Reward Agent": steps of 160 s on one shared device, of which 120 s
-are computation, and rewards that take 1 to 40 s per sample. The others are the stage times behind the tables of the
-Trinity-RFT report, with separate devices for rollouts and training. ``_schedules_bound.py`` has their times, the plans,
-and the bound: the longest path through a step, or the work of the busiest device.
+The first workload is that of the recipe "Asynchronous Reward Agent": steps of 160 s on one shared device, of which
+120 s are computation, and rewards that take 1 to 40 s per sample. The others are the stage times behind the tables of
+the Trinity-RFT report, with separate devices for rollouts and training. ``_schedules_bound.py`` has their times, the
+plans, and the bound: the longest path through a step, or the work of the busiest device.
 
 ``simulated`` runs the real schedule, queue, explorer, reward pipeline and trainer on virtual time. ``real`` runs
-``jackfield.compose.run`` with an engine, a rollout server and a reward that sleep, everything else included, and its
-seconds are divided by ``--scale`` (by default 100; 20 for GSM8K, whose steps are short). Figures are seconds of the workload per step,
-between the ends of two steps in the middle of the run. ``--quick`` simulates all, and runs one plan really.
+``jackfield.compose.run`` with an engine, a rollout server and a reward that sleep, everything else included. Its
+seconds are divided by ``--scale``: by default by 100, or by 20 and 50 where steps are short. Figures are seconds of the
+workload per step, between the ends of two steps in the middle of the run. ``--quick`` takes few steps, and runs one
+plan really.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ from _schedules_bound import Plan, Workload
 from jackfield.errors import JackfieldError
 
 _QUICK = {("recipe", "update pipeline")}
+#: Seconds of a workload in a second of a real run, so that a step takes a second or more.
+_SCALES = {"GSM8K 1.5B": 20.0, "GSM8K 7B": 20.0, "ALFWorld batch 4": 50.0}
 
 
-def window(work: Workload, plan: Plan) -> tuple[int, int]:
+def window(work: Workload, plan: Plan, quick: bool = False) -> tuple[int, int]:
     """Return the numbers of completed steps between which time is taken, both at a sync."""
     if plan.k > 2:
-        return 10, 30
-    return (4, 14) if work.shared else (4, 12)
+        return (10, 20) if quick and not work.tail else (10, 30)
+    if quick:
+        return 2, 4
+    return (4, 14) if work.shared else (4, 20)
 
 
-def scale_of(work: Workload, given: float | None) -> float:
-    """Return how many seconds of a workload take one second in a real run."""
-    return given or (20.0 if work.name.startswith("GSM8K") else 100.0)
-
-
-def measured(work: Workload, plan: Plan, scale: float, kinds: Sequence[str]) -> dict[str, float]:
-    """Return the seconds per step of the bound, of a simulated and of a real run."""
-    chosen = window(work, plan)
+def measured(
+    work: Workload, plan: Plan, chosen: tuple[int, int], scale: float, kinds: Sequence[str]
+) -> dict[str, float]:
+    """Return the seconds per step of a window: of the bound, of a simulated and of a real run."""
     found = {"bound": bounds.bound(work, plan, chosen)}
     if "simulated" in kinds:
         from _schedules_simulated import simulate
@@ -78,10 +79,12 @@ def compared(
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
     """Measure the plans of a workload, print a row for each, and return the figures relative to the first one."""
-    scale, base, table = scale_of(work, arguments.scale), dict[str, float](), dict[str, Any]()
+    scale, base, table = arguments.scale or _SCALES.get(work.name, 100.0), dict[str, float](), dict[str, Any]()
     for plan, seed in plans.items():
-        runs = [kind for kind in kinds if kind == "simulated" or not arguments.quick or (work.name, plan.name) in _QUICK]
-        found = measured(work, plan, scale, runs)
+        runs = [
+            kind for kind in kinds if kind == "simulated" or not arguments.quick or (work.name, plan.name) in _QUICK
+        ]
+        found = measured(work, plan, window(work, plan, arguments.quick), scale, runs)
         base = base or found
         ours = {name: figure(base[name], seconds) for name, seconds in found.items() if name in base}
         row: dict[str, Any] = {
@@ -93,7 +96,9 @@ def compared(
             "share_of_bound": {name: found["bound"] / found[name] for name in found if name != "bound"},
         }
         table[plan.name] = row
-        texts = [f"{name} {seconds:7.2f} s ({row['share_of_bound'].get(name, 1):.3f})" for name, seconds in found.items()]
+        texts = [
+            f"{name} {seconds:7.2f} s ({row['share_of_bound'].get(name, 1):.3f})" for name, seconds in found.items()
+        ]
         figures = [f"{name} {value:.2f}" for name, value in ours.items()]
         print(f"{work.name:18} {plan.name:20} {'  '.join(texts)}  |  {', '.join(figures)}, seed {seed:g}", flush=True)
     return table
@@ -112,9 +117,7 @@ def main() -> None:
     loads, found = [os.getloadavg()[0]], dict[str, Any](recipe={}, trinity={})
     try:
         if "recipe" in arguments.only:
-            found["recipe"] = compared(
-                bounds.RECIPE, bounds.RECIPE_PLANS, saving, arguments.kinds, arguments
-            )
+            found["recipe"] = compared(bounds.RECIPE, bounds.RECIPE_PLANS, saving, arguments.kinds, arguments)
         for work, seeds in bounds.TRINITY.items() if "trinity" in arguments.only else ():
             if arguments.workloads is None or work.name in arguments.workloads:
                 plans = dict(zip(bounds.TRINITY_PLANS, seeds, strict=True))

@@ -148,7 +148,10 @@ def main() -> None:
         rewards = [line["reward/mean"] for line in trained]
         curves.setdefault(name, []).append(list(zip(samples, ends, rewards, strict=True)))
         scores.setdefault(name, []).append([line["score"] for line in lines if line["kind"] == "evaluation"][-1])
-        print(f"seed {seed}  {name:20} score {scores[name][-1]:.3f}  reward {rewards[0]:.3f} to {rewards[-1]:.3f}", flush=True)
+        print(
+            f"seed {seed}  {name:20} score {scores[name][-1]:.3f}  reward {rewards[0]:.3f} to {rewards[-1]:.3f}",
+            flush=True,
+        )
     found = summary(scores)
     for name, each in found.items():
         print(f"{name:20} " + "  ".join(f"{key} {value:.3f}" for key, value in each.items()))
