@@ -118,6 +118,7 @@ def main() -> None:
     try:
         if "recipe" in arguments.only:
             found["recipe"] = compared(bounds.RECIPE, bounds.RECIPE_PLANS, saving, arguments.kinds, arguments)
+            found["recipe"]["both"]["seed_other_models"] = bounds.OTHER_MODELS
         for work, seeds in bounds.TRINITY.items() if "trinity" in arguments.only else ():
             if arguments.workloads is None or work.name in arguments.workloads:
                 plans = dict(zip(bounds.TRINITY_PLANS, seeds, strict=True))
