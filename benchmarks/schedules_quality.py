@@ -10,6 +10,7 @@ and over seconds. Seconds compare schedules only if nothing else used the machin
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import json
 import statistics
@@ -20,6 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "quickstart"
+THREADS = "cluster.threads=1"  #: two threads wait for each other if other work uses the cores
 _ASYNC = ("schedule.mode=async", "schedule.max_staleness=2")
 #: Overrides of the quickstart's run.
 SCHEDULES: dict[str, tuple[str, ...]] = {
@@ -42,6 +44,7 @@ def overrides(steps: int, quick: bool) -> list[str]:
         f"evaluation.every={steps}",
         f"evaluation.tasks={tasks}",
         "checkpoint.at_end=false",
+        THREADS,
     ]
 
 
@@ -58,13 +61,11 @@ def warmed_up(seed: int, folder: Path, quick: bool) -> Path:
     made = folder / f"seed{seed}"
     if not (made / "warmup" / "model").exists():
         sys.path.insert(0, str(EXAMPLE))
-        from make_task import make_task
-
-        make_task(made / "made", seed)
+        importlib.import_module("make_task").make_task(made / "made", seed)
         steps = 40 if quick else 400
         own = [f"seed={seed}", f"folder={made / 'warmup'}", f"model.path={made / 'made' / 'model'}"]
         own += [f"data.train={made / 'made' / 'demonstrations.jsonl'}", "evaluation.every=0"]
-        own += [f"schedule.steps={steps}", f"optimizer.total_steps={steps}", "checkpoint.at_end=false"]
+        own += [f"schedule.steps={steps}", f"optimizer.total_steps={steps}", "checkpoint.at_end=false", THREADS]
         call("run", str(EXAMPLE / "warmup.yaml"), *own, folder=made / "warmup")
     return made
 
