@@ -227,7 +227,7 @@ class Places:
     async def end(self, number: int) -> None:
         return
 
-    async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
+    async def route(self, replicas: Mapping[int, Replica], seconds: float, updating: Sequence[int] = ()) -> int:
         return 0
 
 

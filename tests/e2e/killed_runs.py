@@ -12,6 +12,8 @@ place. Moments are events of the run and steps in the life of its files, so that
     opened, renamed or removed
 ``checkpoint``
     the same, of files in an unfinished or doomed checkpoint only
+``/NAME``
+    the same, of files whose path has this text only
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class Killer:
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event in _AUDITED and isinstance(arguments[0], str | os.PathLike):
             path = os.fspath(arguments[0])
-            if path.startswith(self.folder) and (self.place == "anywhere" or ".partial" in path):
+            part = {"anywhere": "", "checkpoint": ".partial"}.get(self.place, self.place)
+            if path.startswith(self.folder) and part in path:
                 self._count()
 
     def _count(self) -> None:

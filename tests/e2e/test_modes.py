@@ -15,7 +15,7 @@ from jackfield.queue import read_ledger
 
 from .conftest import QUICKSTART, Run
 
-TIMES = ("seconds", "time", "samples_per_second")
+TIMES = ("seconds", "time", "samples_per_second", "waits")
 
 
 def steps(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -88,6 +88,8 @@ def test_rollout_and_engine_agree_on_log_probs(small_run: Run) -> None:
         ("schedule.mode=async", "schedule.max_staleness=3", "schedule.sync_interval=2", "schedule.steps=6"),
         ("schedule.mode=async", "algorithm.name=decoupled_ppo", "schedule.on_stale=train_corrected"),
         ("schedule.mode=async", "schedule.rollouts_in_flight=4", "algorithm.correction.enabled=false"),
+        ("schedule.mode=async", "algorithm.correction={stale_only: true, max_token_staleness: 1}"),
+        ("algorithm.kl.measure=true",),
     ],
     ids=lambda overrides: ",".join(overrides),
 )
@@ -107,6 +109,17 @@ def test_kl_to_the_reference_starts_at_zero_and_grows(small_run: Run, lora: tupl
     divergences = [line["policy/kl"] for line in steps(lines)]
     assert 0.0 == pytest.approx(divergences[0], abs=1e-6)
     assert divergences[-1] > 1e-6
+
+
+def test_kl_and_entropy_are_reported_without_a_penalty(small_run: Run) -> None:
+    """And the losses are those of a run that does not measure the KL."""
+    _, plain = small_run("plain", INVARIANT, "optimizer.warmup_steps=0", *GRADED)
+    _, lines = small_run("kl", INVARIANT, "algorithm.kl.measure=true", "optimizer.warmup_steps=0", *GRADED)
+    divergences = [line["policy/kl"] for line in steps(lines)]
+    assert 0.0 == pytest.approx(divergences[0], abs=1e-6)
+    assert divergences[-1] > 1e-6
+    assert [line["policy/loss"] for line in steps(plain)] == [line["policy/loss"] for line in steps(lines)]
+    assert all(0 < line["policy/entropy_estimate"] < 20 for line in steps(plain))
 
 
 def test_lora_reaches_the_rollout_server(small_run: Run) -> None:

@@ -11,7 +11,7 @@ import pytest
 from jackfield.algorithms import algorithm, names, part, register, registry
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.compose.resolve import resolve_algorithm
-from jackfield.config import make_config
+from jackfield.config import RunConfig, make_config
 from jackfield.errors import ConfigError
 from jackfield.plugins import Manifest
 from jackfield.trainer.weights import LogProbCheck
@@ -23,8 +23,12 @@ def rollout(**capabilities: Any) -> Manifest:
     )
 
 
+def resolved_config(*overrides: str) -> RunConfig:
+    return make_config({"model": {"path": "somewhere"}}, overrides)
+
+
 def resolved(*overrides: str, server: Manifest | None = None) -> ResolvedAlgorithm:
-    config = make_config({"model": {"path": "somewhere"}}, overrides)
+    config = resolved_config(*overrides)
     return resolve_algorithm(config, server or rollout(engine_log_probs="full"))
 
 

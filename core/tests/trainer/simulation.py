@@ -29,7 +29,6 @@ from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
 from jackfield.cluster.pool import DeviceLease
 from jackfield.config import make_config
-from jackfield.config.sections import ScheduleConfig
 from jackfield.data.tasks import Task
 from jackfield.errors import QueueError
 from jackfield.plugins import HookManager, hookimpl
@@ -323,7 +322,11 @@ class Simulation:
             "data": {"groups_per_batch": self.groups, "rollouts_per_group": self.runs},
             "algorithm": {"mini_batches": self.mini_batches, "epochs": self.epochs, "kl": self.kl},
             "schedule": {
-                **{field.name: getattr(self.schedule, field.name) for field in attrs.fields(ScheduleConfig)},
+                **{
+                    name: each
+                    for name, each in attrs.asdict(self.schedule).items()
+                    if name not in ("explores", "trains")
+                },
                 "max_retries": self.max_retries,
                 "reward_retries": 0,
             },

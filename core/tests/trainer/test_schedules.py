@@ -292,3 +292,13 @@ def test_metrics_of_parts_are_combined() -> None:
     assert 16 == len(rewards) == metrics["samples"]
     assert (0.0, 1.0) == (metrics["reward/min"], metrics["reward/max"])
     assert isinstance(run.actor.updates[0][0], BatchMeta)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_an_asynchronous_step_that_loses_samples_takes_what_is_made_in_their_places(seed: int) -> None:
+    """Each place of each batch is used as often as there are epochs."""
+    drawn = random.Random(seed)
+    deaths = sorted(drawn.uniform(0, 150) for _ in range(3))
+    settings = {"mini_batches": 2, "epochs": 2, "max_retries": 9, "deaths": deaths, "rollout_seconds": long_tail}
+    uses = Counter(trained_groups(asynchronous(2, 6, **settings)))
+    assert {f"{batch}/{index}": 2 for batch in range(6) for index in range(4)} == uses

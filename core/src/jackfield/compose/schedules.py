@@ -17,9 +17,10 @@ def check_schedule(config: RunConfig, algorithm: ResolvedAlgorithm) -> None:
     is_async, streams, online = schedule.mode == "async", schedule.stream_mini_batches, config.mode == "online"
     groups = config.data.groups_per_batch + algorithm.experts
     whole = [name for name, kind in _of_whole_batch(algorithm).items() if kind]
-    for where in () if online else ("mode", "stream_mini_batches", "rollouts_in_flight", "partial_rollout"):
+    idle = ["mode", "stream_mini_batches", "partial_rollout"] + ["rollouts_in_flight"] * (config.mode != "explore")
+    for where in () if online else idle:
         if getattr(schedule, where) != getattr(ScheduleConfig(), where):
-            raise config.refusal(f"schedule.{where}", "without rollouts it has no effect", "mode: online")
+            raise config.refusal(f"schedule.{where}", f"in mode {config.mode} it has no effect", "mode: online")
     for wrong, where, what, expected in (
         (is_async and schedule.sync_offset, "sync_offset", "in mode async max_staleness paces the explorers", "0"),
         (not is_async and schedule.max_staleness is not None, "max_staleness", "it belongs to mode async", "null"),
@@ -56,6 +57,11 @@ def check_schedule(config: RunConfig, algorithm: ResolvedAlgorithm) -> None:
         what = "every part of the algorithm is computed for the mini-batch or the group already"
         what = what if streams else "without schedule.stream_mini_batches there are whole batches"
         raise config.refusal("algorithm.scope", what, "batch")
+    if algorithm.correction is not None and algorithm.correction.by_token and config.mixing.human:
+        what = "samples from elsewhere have no weight versions by token"
+        raise config.refusal(
+            "mixing.human", what, "null, or no algorithm.correction.stale_only and max_token_staleness"
+        )
     if is_async and algorithm.experts:
         what = "in mode async the steps would use up the expert's answers first"
         raise config.refusal("data.expert_samples_per_batch", what, "0; mixing.expert adds samples to every step")
@@ -74,13 +80,14 @@ def _corrects(algorithm: ResolvedAlgorithm) -> bool:
     return by_ratio or algorithm.correction is not None or "rollout_log_probs" in part("loss", algorithm.loss).inputs
 
 
-def describe(config: RunConfig, algorithm: ResolvedAlgorithm, *, shared: bool) -> list[str]:
-    """Return sentences about a schedule: how stale samples are, who waits for whom, and what overlaps.
-
-    ``shared``: engine and replicas take turns on the same devices.
-    """
+def describe(config: RunConfig, algorithm: ResolvedAlgorithm) -> list[str]:
+    """Return sentences about a schedule: how stale samples are, who waits for whom, and what overlaps."""
     settings, data = config.schedule, config.data
-    schedule = Schedule(**attrs.asdict(settings), explores=config.mode == "online")
+    schedule = Schedule(**attrs.asdict(settings, recurse=False), explores=config.mode == "online")
+    if config.mode == "explore":
+        return [f"{settings.steps} batches of {data.groups_per_batch} groups are generated with one model and scored."]
+    if config.mode == "train":
+        return ["Steps train on samples that were collected before: none is too stale, and staleness is counted."]
     if not schedule.explores:
         return [f"{settings.steps} steps train on answers from the data; nothing is generated, and nothing is stale."]
     bound, k, groups = schedule.staleness_bound, settings.sync_interval, data.groups_per_batch
@@ -92,9 +99,12 @@ def describe(config: RunConfig, algorithm: ResolvedAlgorithm, *, shared: bool) -
         + (" Every token is of the weights that its step starts from." if not bound else ""),
     ]
     if bound:
-        said.append(f"A token's weights are at most {bound} steps older than those that its step starts from.")
-    ahead = f"the step {bound} steps before it" if bound > k - 1 else "the last step before its interval"
-    said.append(f"The explorer starts a batch when replicas have the weights of {ahead}; until then it waits.")
+        older = "one step" if bound == 1 else f"{bound} steps"
+        said.append(f"A token's weights are at most {older} older than those that its step starts from.")
+    start = f"b - {bound}" if bound else "b"
+    said.append(
+        f"The explorer starts batch b when replicas have the weights that step {start} starts from, and waits else."
+    )
     if schedule.is_async and settings.on_stale == "wait":
         said.append("The trainer waits for a straggler only when it would exceed that bound at the next step.")
     elif schedule.is_async:
@@ -102,15 +112,14 @@ def describe(config: RunConfig, algorithm: ResolvedAlgorithm, *, shared: bool) -
         said.append(f"The trainer waits for no straggler: a group beyond the bound is {late}, and counted.")
     in_flight = settings.rollouts_in_flight or groups * data.rollouts_per_group
     said.append(f"A group starts while fewer than {in_flight} rollouts run, so a straggler delays only its own group.")
-    generates = bound > 0
-    if shared:
+    if config.cluster.shares_devices:
         said.append("Engine and replicas take turns on the same devices.")
-        if generates:
-            said.append("Rollouts of the next batches overlap with the wait for rewards, not with updates.")
-    elif generates:
-        said.append("Rollouts of the next batches overlap with log-probs, updates and the wait for rewards.")
-    if not generates:
+    if not bound:
         said.append("Nothing overlaps with rollouts: replicas wait for each update, and the engine for each batch.")
+    elif config.cluster.shares_devices:
+        said.append("Rollouts of the next batches overlap with the wait for rewards, not with updates.")
+    else:
+        said.append("Rollouts of the next batches overlap with log-probs, updates and the wait for rewards.")
     passes = algorithm.reference or algorithm.recompute_old_log_probs or algorithm.critic
     if settings.stream_mini_batches:
         said.append(

@@ -11,6 +11,18 @@ from jackfield.settings import option
 
 
 @attrs.frozen(kw_only=True)
+class UntilConfig:
+    """What ends a run before ``schedule.steps``: the first of these that is reached at the end of a step."""
+
+    samples: int | None = option(None, "samples, trained on or (mode: explore) collected", gt(0))
+    tokens: int | None = option(None, "tokens of responses", gt(0))
+    seconds: float | None = option(None, "seconds of the run's steps, without starts", gt(0.0))
+    device_seconds: float | None = option(None, "the same, times the places of this run's ranks and replicas", gt(0.0))
+    reward: float | None = option(None, "mean reward of a step's samples")
+    score: float | None = option(None, "mean score of an evaluation")
+
+
+@attrs.frozen(kw_only=True)
 class ScheduleConfig:
     """When batches are generated, trained on and published."""
 
@@ -37,5 +49,11 @@ class ScheduleConfig:
     partial_rollout: bool = option(
         False, "on shared devices a training phase interrupts rollouts, which go on from their tokens afterwards"
     )
+    until: UntilConfig = option(factory=UntilConfig, help="what ends the run before its last step")
     max_retries: int = option(8, "retries of a failed group, and groups in a row that may end without a score", ge(0))
     reward_retries: int = option(1, "how often a sample is scored again before its reward fails", ge(0))
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """Return what ends the run, by name: ``steps``, and the limits of ``until`` that are set."""
+        return {"steps": self.steps, **attrs.asdict(self.until, filter=lambda _, value: value is not None)}

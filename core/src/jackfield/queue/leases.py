@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
+from operator import itemgetter
+from typing import Any
 
 import attrs
 
 from jackfield.abc.transfer_queue import KeysRequest
-from jackfield.errors import QueueError, some
-from jackfield.queue.choices import drawn, in_time
+from jackfield.errors import QueueError
+from jackfield.queue.choices import drawn, in_places, in_time, missing
 from jackfield.queue.meta import BatchMeta, Lease, Reuse, SamplerSpec
 from jackfield.queue.records import BatchState, Consumer, Group, Hold, State, Status, Use
 from jackfield.queue.store import Controller
+from jackfield.queue.values import leaving
+from jackfield.sdk.archive import SavedSample, batches
+
+_FILE_BYTES = 1 << 28  #: bytes of values per file of an archive
 
 
 @attrs.define(eq=False)
@@ -20,6 +27,9 @@ class Leases:
     """The part of the queue that tracks readiness, leases and acks of whole groups."""
 
     core: Controller
+    archive: Any = None  #: a ``jackfield_archive.Archive``: finished samples stay until it has them, ``rejected`` too
+    deleting: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)
+    rejected: list[tuple[list[SavedSample], int, Group | None]] = attrs.field(factory=list, init=False)
 
     async def register_consumer(
         self,
@@ -75,6 +85,7 @@ class Leases:
         step: int | None = None,
         fresh: bool = True,
         max_staleness: int | None = None,
+        again: Sequence[str] = (),
         deadline_seconds: float = 600.0,
     ) -> BatchMeta:
         """Lease groups, whose samples are ordered by rollout and sequence.
@@ -84,9 +95,11 @@ class Leases:
         then gets an empty batch. With ``groups``, too, lease that many of them in the order in which they became ready,
         and wait for no others.
 
-        With ``max_staleness`` and ``step``, lease ``groups`` groups of all batches that the consumer has not used,
+        With ``max_staleness`` and ``step``, lease ``groups`` groups of all batches that the consumer has not used, the
         oldest weights first. Each step takes as many. The call also waits for groups that still run if later steps
         could not take all of these within ``max_staleness`` steps of the weights that they started with.
+
+        With ``again``, lease the groups with these keys, or what is made in the place of those that were dropped.
 
         Otherwise, the consumer's sampler chooses among the groups of all batches: ``groups`` of them, or all ready
         ones and at least one. With ``fresh``, it may choose groups that the consumer has not used yet, and the call
@@ -107,7 +120,9 @@ class Leases:
         self.core.wake()  # a producer under backpressure may generate what this call waits for
         try:
             while True:
-                if batch is not None:
+                if again:
+                    found = in_places(mine, again)
+                elif batch is not None:
                     found = self._unused(mine, batch, groups)
                 elif max_staleness is not None:
                     found = in_time(mine, groups or 1, step or 0, max_staleness)
@@ -235,10 +250,21 @@ class Leases:
             self._finish(groups)
 
     async def commit(self, step: int) -> None:
-        """Make all acks up to ``step`` final, once the checkpoint of the weights that contain them is durable."""
-        state = self.core.state
-        state.committed = max(step, state.committed)
-        self.core.record("commit", step=step, keys=self._finish(list(state.groups.values())))
+        """Make all acks up to ``step``, whose checkpoint is durable, final, and archive what is to be deleted."""
+        core = self.core
+        async with self.deleting:
+            core.state.committed = max(step, core.state.committed)
+            done, keys = self._finish(list(core.state.groups.values()))
+            core.record("commit", step=step, keys=keys)
+            coming = [leaving(group, dict.fromkeys(group.samples)) for group in done if self.archive]
+            for part in batches([*coming, *self.rejected], itemgetter(1), _FILE_BYTES):
+                file, keys = await self.archive.write(core.backend, [each for some, *_ in part for each in some])
+                # from here to the next wait, file, ledger and state change together
+                name = self.archive.publish(file, core.store.end, len(core.store.coming) + 1)
+                core.record("archive", file=name, keys=keys)
+                self.consume([group for *_, group in part if group and group.status == Status.PUBLISHED])
+                self.rejected = self.rejected[sum(group is None for *_, group in part) :]  # they come last
+                core.discard(each.key for some, _, group in part if group is None for each in some)
 
     def take_back(self, step: int) -> None:
         """Revoke every ack after ``step``, because the restored weights do not contain it."""
@@ -252,16 +278,17 @@ class Leases:
                     del group.uses[name]
                 self._return(self.core.state.consumers[name], group)
 
-    def _finish(self, groups: Iterable[Group]) -> list[str]:
-        """Delete the published groups that every consumer is done with; return the keys of their samples."""
+    def _finish(self, groups: Iterable[Group]) -> tuple[list[Group], list[str]]:
+        """Return the published groups that every consumer is done with, and their samples; archive or delete them."""
         done = []
         for group in groups:
             consumers = group.batch.partition.consumers if group.status == Status.PUBLISHED else []
             if consumers and all(each.is_done(group, self.core.state.committed) for each in consumers):
                 done.append(group)
         keys = _keys(done)
-        self.consume(done)
-        return keys
+        if self.archive is None:
+            self.consume(done)
+        return done, keys
 
     def consume(self, groups: Sequence[Group]) -> None:
         """Delete groups that every consumer is done with, and batches without groups."""
@@ -310,20 +337,23 @@ class Leases:
         batches = batch.partition.batches.values()
         return starving and batch is next((each for each in batches if not each.is_complete and not each.failure), None)
 
-    def forget(self, group: Group) -> None:
-        """Remove a group's current retry from the queue and from every consumer. Its values are deleted."""
+    def forget(self, group: Group, reason: str | None = None) -> None:
+        """Remove a group's current retry, which was dropped if there is a reason. Its values are deleted."""
         for consumer in group.batch.partition.consumers:
             consumer.usable.pop(group, None)
             consumer.held.pop(group, None)
-        self.remove(group, list(group.samples))
+        self.remove(group, dict.fromkeys(group.samples, reason), "dropped")
         del self.core.state.groups[group.name]
         group.status, group.ended, group.uses = Status.ASSIGNED, {}, {}
         self.core.touch(group)
 
-    def remove(self, group: Group, keys: Sequence[str]) -> None:
-        """Remove samples from their group. Their values are deleted."""
-        self.core.state.count(-len(keys), -sum([group.samples.pop(key).bytes for key in keys]))
-        self.core.discard(keys, group.batch.partition.name)
+    def remove(self, group: Group, reasons: Mapping[str, str | None], status: str) -> None:
+        """Remove samples from their group. Their values are deleted, or archived first if there are reasons."""
+        if self.archive is not None and any(reasons.values()):
+            self.rejected.append(leaving(group, reasons, status))
+        else:
+            self.core.discard(reasons, group.batch.partition.name)
+        self.core.state.count(-len(reasons), -sum([group.samples.pop(key).bytes for key in reasons]))
 
     def _retire_stale(self, consumer: Consumer, step: int | None, fresh: bool) -> None:
         if step is None or consumer.reuse.max_staleness is None:
@@ -355,36 +385,3 @@ def _are_made(consumer: Consumer, batch: int | None, count: int | None) -> bool:
 
 def _keys(groups: Iterable[Group]) -> list[str]:
     return list(chain.from_iterable([group.samples for group in groups]))
-
-
-def missing(batches: Sequence[BatchState], consumer: Consumer | None = None, wanted: str = "") -> str:
-    """Describe what batches lack to be final, or (``consumer``) for ``wanted`` groups of them to be leased."""
-    groups = [group for batch in batches for group in batch.groups]
-    found = {
-        "indexes without a group": [str(group.index) for group in groups if group.status < Status.OPEN],
-        "groups whose rollouts have not ended": [
-            f"{group.name} (task {group.task_id!r}, rollouts {', '.join(map(str, group.running()))})"
-            for group in groups
-            if group.status == Status.OPEN
-        ],
-    }
-    if consumer is None:
-        wanted = f"batch {batches[0].number} of partition {batches[0].partition.name!r}"
-        made = [group for group in groups if group.status == Status.PUBLISHED]
-        found["groups that no consumer has leased"] = [group.name for group in made if not group.holders()]
-        holders = {name for group in made if not group.is_acked() for name in group.holders()}
-        found["consumers that have leased groups and not acked them"] = sorted(holders)
-    else:
-        found["groups are ready"] = [group.name for group in groups if consumer.is_fresh(group)]
-        found["samples lack columns"] = [
-            f"{key} ({', '.join(sorted(consumer.columns - sample.columns))})"
-            for group in groups
-            for key, sample in group.samples.items()
-            if not consumer.columns <= sample.columns
-        ]
-        used = [(group, use) for group in groups if (use := group.uses.get(consumer.name)) is not None]
-        spent = [group.name for group, use in used if use.is_spent(consumer.reuse)]
-        found["groups have been used as often as they may"] = spent
-        found["groups are leased"] = [group.name for group in consumer.held]
-    lacks = [f"{len(names)} {what}: {some(names)}" for what, names in found.items() if names]
-    return "; ".join([wanted, *(lacks if groups else ["no explorer has claimed it"])])

@@ -271,8 +271,10 @@ class Sampler(ABC):
 class Sequential(Sampler):
     """A sampler that takes groups in the order of batch and index."""
 
+    epochs: bool = option(False, help="take the groups with the fewest uses first")
+
     def sample(self, ready: Ready, count: int | None) -> Sequence[str]:
-        return list(islice(ready, count))
+        return list(islice(sorted(ready, key=ready.uses) if self.epochs else ready, count))
 
 
 @attrs.define(kw_only=True)

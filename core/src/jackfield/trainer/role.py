@@ -24,7 +24,8 @@ from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.samples import AdvantageWorker
 from jackfield.runtime.workers import AgentWorker, Workers, is_lost, resubmitted
 
-WEIGHTS, FINISHED = "weights", "finished"  #: topics of the queue: the newest weights, and the end of the last step
+#: Topics of the queue: the settings that all processes share, the newest weights, and the end of the last step.
+SHARED, WEIGHTS, FINISHED = "shared", "weights", "finished"
 
 #: The part of a run that this process executes.
 RoleName: TypeAlias = Literal["all", "train", "explore", "reward"]
@@ -40,7 +41,8 @@ class Schedule(ScheduleConfig):
     on any complete groups, as many as a batch has; the same rule, with another bound, paces the explorers.
     """
 
-    explores: bool = True  #: False: the run trains on answers from the data, and no replica needs new weights
+    explores: bool = True  #: False: the run trains on answers or samples from elsewhere; no replica needs new weights
+    trains: bool = True  #: False: no weights are ever newer than those of the replicas
 
     @property
     def is_async(self) -> bool:
@@ -50,6 +52,8 @@ class Schedule(ScheduleConfig):
     @property
     def staleness_bound(self) -> int:
         """The maximum steps between a token's weights and the step that trains on it."""
+        if not self.trains:
+            return self.steps
         if self.is_async:
             return self.sync_interval if self.max_staleness is None else self.max_staleness
         return self.sync_interval - 1 + self.sync_offset
@@ -137,7 +141,7 @@ class Role:
     clock: Clock
     hooks: HookManager
     explores: bool = attrs.field(init=False)  #: whether the run trains on responses that its policy generates
-    trains: bool = attrs.field(init=False)
+    trains: bool = attrs.field(init=False)  #: whether it takes the samples, and trains unless it only collects them
     evaluates: bool = attrs.field(init=False)
     generates: bool = attrs.field(init=False)  #: whether this role has replicas
     scores: bool = attrs.field(init=False)  #: whether this role scores the samples of the training batches
@@ -157,16 +161,17 @@ class Role:
     def __attrs_post_init__(self) -> None:
         """Derive what the role does from its configuration, and create the counters."""
         config, algorithm = self.config, self.algorithm
-        self.explores, self.trains = config.mode == "online", self.name in ("all", "train")
+        self.explores, self.trains = config.mode in ("online", "explore"), self.name in ("all", "train")
         self.evaluates = self.trains and bool(config.evaluation.every)
         self.generates = self.evaluates or (self.explores and self.name in ("all", "explore"))
         scores = self.name == "reward" or (self.trains and config.queue.rewards == "train")
-        self.scores = self.explores and scores
-        if self.trains:
+        self.scores = config.mode != "offline" and scores
+        if self.trains and config.mode != "explore":
             models = {"reference": algorithm.reference and config.model.lora is None, "critic": algorithm.critic}
             self.engines = ("actor", *(name for name, wanted in models.items() if wanted))
         self.score_seconds = config.deadlines.reward * (config.schedule.reward_retries + 1)
-        self.schedule = Schedule(**attrs.asdict(config.schedule), explores=self.explores)
+        settings = attrs.asdict(config.schedule, recurse=False)
+        self.schedule = Schedule(**settings, explores=self.explores, trains=config.mode != "explore")
         self.version, self.steps_done = Progress(self.clock), Progress(self.clock)
         self.whole.set()
 

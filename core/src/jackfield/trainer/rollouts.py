@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Container, Itera
 from contextlib import nullcontext
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
@@ -62,7 +62,8 @@ class Explorer:
         role, seconds = self.role, self.role.config.deadlines.batch
         progress = role.version if self._groups else role.steps_done
         groups = role.config.data.groups_per_batch + (role.algorithm.experts if role.explores else 0)
-        claim = partial(role.queue.claim_batch, TRAIN, self.name, groups, rollouts=self._rollouts)
+        share = role.config.data.share
+        claim = partial(role.queue.claim_batch, TRAIN, self.name, groups, rollouts=self._rollouts, share=share)
         async with asyncio.TaskGroup() as self._lists:
             while batch := await claim(below=role.schedule.steps, deadline_seconds=seconds):
                 may_start = partial(role.schedule.may_start, batch.number)
@@ -81,7 +82,8 @@ class Explorer:
         left = batch.vacant
         if not left:  # it was restored complete, and may still lose a group
             given.set()
-        async for keys in self.role.queue.groups_to_fill(batch, self.role.config.deadlines.batch):
+        until: Literal["final", "published"] = "final" if self.role.schedule.trains else "published"
+        async for keys in self.role.queue.groups_to_fill(batch, self.role.config.deadlines.batch, until=until):
             _, names = self._begun.setdefault(batch.number, (self.role.clock.time(), set()))
             for key in keys:
                 names.add(str(key))
@@ -214,9 +216,9 @@ class _Rollouts:
         # the worker enforces the deadline of each rollout; this one adds slack for the RPC
         seconds = 1.1 * max(job.seconds for job in jobs) + 10
         # an evaluation holds the devices from its beginning to its end
-        holds = generates and not jobs[0].evaluates
+        holds, aside = generates and not jobs[0].evaluates, self.role.config.schedule.partial_rollout
         try:
-            async with self.role.rollout_devices.hold("rollout") if holds else nullcontext():
+            async with self.role.rollout_devices.hold("rollout", steps_aside=aside) if holds else nullcontext():
                 await handle_each(self.role.clock, self.worker.run(jobs), seconds, self._missing, self._report)
         except DeadlineExceeded as error:
             await self._fail([name for name in rollouts if name in self.left], error)

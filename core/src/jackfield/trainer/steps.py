@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from jackfield.config.sections import MixConfig, ReplayConfig
-from jackfield.queue.meta import BatchMeta, Reuse
+from jackfield.queue.meta import BatchMeta, Reuse, SamplerSpec
 from jackfield.runtime.samples import TRAIN, oldest_version, trained
 from jackfield.trainer.role import Role
 
@@ -32,6 +32,7 @@ class Step:
     part: BatchMeta = attrs.field(init=False)  #: what was leased last
     index: int | None = None  #: the number of that part; None: samples whose rewards are pending
     leased: bool = False  #: whether the trainer holds the lease on it
+    order: list[str] = attrs.field(factory=list)  #: the groups of the last part, which are leased again after a loss
     parts: dict[int, BatchMeta] = attrs.field(factory=dict)  #: by number, the last one included
     rows: BatchMeta = attrs.field(init=False)  #: the samples of the part that models are trained on
     new: BatchMeta = attrs.field(init=False)  #: the samples of the part without log-probs and values
@@ -57,7 +58,7 @@ class Step:
         """Continue with a part that was leased."""
         self.part, self.index, self.leased, self.rows = part, index, True, trained(part)
         if index is not None:
-            self.parts[index] = part
+            self.parts[index], self.order = part, list(part.by_group())
         chosen = part if index is None else self.rows
         self.new = chosen.select(at for at, group in enumerate(chosen.groups) if group not in self.passed)
 
@@ -85,9 +86,13 @@ class StepSource:
 
     async def register(self) -> None:
         """Register the trainer with the queue, before any sample is put."""
-        generated = ("rollout_log_probs", "reward") if self.role.explores else ()
+        config, epochs = self.role.config, dict[str, Any]()
+        generated = ("rollout_log_probs", "reward") if config.mode != "offline" else ()
         columns, register = ("prompt_ids", "response_ids", "response_mask"), self.role.queue.register_consumer
-        await register(CONSUMER, TRAIN, columns + generated)
+        if config.mode == "train":
+            epochs["sampler"] = SamplerSpec(options={"epochs": True})
+            epochs["reuse"] = Reuse(max_uses=config.data.epochs)
+        await register(CONSUMER, TRAIN, columns + generated, **epochs)
         if self._forward:
             await register(FORWARD, TRAIN, columns, writes=self._forward)
         for partition, each in self._mixed.items():
@@ -105,6 +110,9 @@ class StepSource:
         queue, schedule, seconds = self.role.queue, self.role.schedule, self.role.config.deadlines.batch
         if schedule.is_async:
             batch = await self._lease_any(step)
+        elif self.role.config.mode == "train":
+            most = self.role.config.data.groups_per_batch
+            batch = await queue.lease(CONSUMER, most, step=step.number, deadline_seconds=seconds)
         else:
             consumer, groups = (FORWARD, None) if index is None else (CONSUMER, step.sizes[index])
             batch = await queue.lease(consumer, groups, batch=step.number, deadline_seconds=seconds)
@@ -123,6 +131,8 @@ class StepSource:
         queue, schedule, config = self.role.queue, self.role.schedule, self.role.config
         groups, bound = config.data.groups_per_batch, schedule.staleness_bound
         which: dict[str, Any] = {"step": step.number, "deadline_seconds": config.deadlines.batch}
+        if step.order:
+            return await queue.lease(CONSUMER, again=step.order[:groups], **which)
         last = bound if schedule.on_stale == "wait" else schedule.steps  # nothing is waited for
         while True:
             batch = await queue.lease(CONSUMER, groups, max_staleness=last, **which)

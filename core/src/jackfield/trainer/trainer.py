@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from jackfield.runtime.samples import TRAIN, global_counts, mini_batches, own, s
 from jackfield.runtime.workers import is_lost
 from jackfield.trainer.checkpoint import Checkpoint, Checkpointer, random_state
 from jackfield.trainer.evaluation import Evaluator
+from jackfield.trainer.limits import Limits
 from jackfield.trainer.role import Role
 from jackfield.trainer.steps import Step, StepSource, mean_metrics
 from jackfield.trainer.weights import LogProbCheck, publish
@@ -45,6 +46,7 @@ class Trainer:
     evaluator: Evaluator = attrs.field(init=False)
     checkpoints: Checkpointer = attrs.field(init=False)
     source: StepSource = attrs.field(init=False)
+    limits: Limits = attrs.field(init=False)
     kl_coefficient: float = attrs.field(init=False)  #: of the KL penalty, in the loss or in the reward
     _synced: WeightsSynced | None = attrs.field(default=None, init=False)  #: report of the newest published version
     _published: int = attrs.field(default=0, init=False)  #: the weight version that the replicas serve
@@ -54,7 +56,8 @@ class Trainer:
         role = self.role
         trained = {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}
         self.log_prob_check, self.evaluator = LogProbCheck(role=role), Evaluator(role=role)
-        self.checkpoints = Checkpointer(role=role, engines=trained)
+        self.checkpoints = Checkpointer(role=role, engines=trained if role.engines else {})
+        self.limits = Limits(role=role)
         self.source, self.kl_coefficient = StepSource(role=role), role.config.algorithm.kl.coefficient
 
     async def begin(self, checkpoint: Checkpoint | None = None, imported: Sequence[ImportedSamples] = ()) -> int:
@@ -62,18 +65,25 @@ class Trainer:
 
         Return the first step. Explorers start at the end of this call.
         """
-        role, first_step = self.role, 0
+        role, first_step, data = self.role, 0, self.role.config.data
+        given = role.config.mode == "train" and data.samples is None  # the queue has what an earlier run collected
         await self.source.register()
         if checkpoint is None:
-            await role.queue.clear()
+            if not given:
+                await role.queue.clear()
             for samples in imported:
                 await samples.put()
+            if role.config.mode == "train":
+                await self.limits.use_up_data()
+            if given:
+                await self.checkpoints.save(0, self._state())  # what is in the queue cannot be made again
             await self.evaluate(0)
         else:
             restored, first_step = await self.checkpoints.load(checkpoint), checkpoint.step
             self.kl_coefficient = restored["kl_coefficient"]
-            self._published = role.updated = first_step
-            if self.sync is not None:
+            self.limits.restore(restored.get("used", {}))
+            self._published = role.updated = first_step if role.engines else 0
+            if self.sync is not None and first_step:
                 async with role.train_devices.hold("train"):
                     self._synced = await self.sync(first_step)
         await self.release_explorers(first_step)
@@ -81,7 +91,8 @@ class Trainer:
 
     async def run(self, first_step: int = 0) -> int:
         """Train until the schedule ends or a stop is requested; return the completed steps."""
-        for number in range(first_step, self.role.schedule.steps):
+        number = first_step
+        while number < self.role.schedule.steps:
             async with self.profile(number + 1):
                 step = Step(number=number, started=self.role.clock.time(), sizes=self.source.sizes)
                 while not step.trained:
@@ -93,7 +104,7 @@ class Trainer:
                             await self.old_log_probs(step)
                             await self.values(step)
                             step.passed.update(step.new.groups)
-                            if step.index is not None:
+                            if step.index is not None and self.role.engines:
                                 await self.advantages(step)
                                 await self.update_critic(step)
                                 await self.update_actor(step)
@@ -102,8 +113,8 @@ class Trainer:
                 await self.acknowledge(step)
                 await self.evaluate(number + 1)
                 await self.checkpoint(number + 1)
-            await self.release_explorers(number + 1)
-        return self.role.schedule.steps
+            await self.release_explorers(number := number + 1)
+        return number
 
     @asynccontextmanager
     async def recover_lost_samples(self, step: Step) -> AsyncIterator[None]:
@@ -166,14 +177,14 @@ class Trainer:
 
     async def reference_log_probs(self, step: Step) -> None:
         """Compute log-probs of the reference policy, if the algorithm has one."""
-        if self.role.algorithm.reference and step.new:
+        if self.role.algorithm.reference and step.new and self.role.engines:
             async with self.role.measure("reference_log_probs", "trainer", step.number):
                 model, off = self.reference or self.actor, self.reference is None
                 await model.compute("log_probs", step.new, "ref_log_probs", adapter_off=off)
 
     async def old_log_probs(self, step: Step) -> None:
         """Compute log-probs of the policy before the update, unless the rollout's are used."""
-        if self.role.algorithm.recompute_old_log_probs and step.new:
+        if self.role.algorithm.recompute_old_log_probs and step.new and self.role.engines:
             async with self.role.measure("old_log_probs", "trainer", step.number):
                 await self.actor.compute("log_probs", step.new, "old_log_probs")
 
@@ -187,7 +198,9 @@ class Trainer:
         """Compute advantages from rewards, unless the algorithm trains on given answers."""
         if self.role.algorithm.advantages is not None:
             async with self.role.measure("advantages", "trainer", step.number):
-                metrics, written = await self.role.workers.estimator.estimate(step.part, self.kl_coefficient)
+                correction = self.role.algorithm.correction
+                version = self.role.updated if correction is not None and correction.by_token else None
+                metrics, written = await self.role.workers.estimator.estimate(step.part, self.kl_coefficient, version)
                 await self.role.queue.add_columns(step.rows, written)
                 step.estimates[step.index] = len(step.rows), metrics
 
@@ -239,14 +252,18 @@ class Trainer:
     async def acknowledge(self, step: Step) -> None:
         """Acknowledge the batch to the queue, and report the step to the hooks."""
         role, hooks, done = self.role, self.role.hooks, step.number + 1
-        for number, part in sorted(step.parts.items()):  # final with the next checkpoint
+        for number, part in sorted(step.parts.items()) if role.engines else ():  # final with the next checkpoint
             await role.queue.ack(part, step=step.number, mini_batch=number if len(step.parts) > 1 else None)
+        self.limits.count(done, step.batch.tags, role.clock.time() - step.started)
+        self.limits.check(done, {"reward": step.metrics.get("reward/mean", -inf)})
         passed = await role.queue.drain_metrics()
         hooks.emit(StepEnded(step=done, metrics={**step.metrics, **passed, **self._measured(step)}))
         await self.report_failures()
         if shown := role.config.observe.samples_per_step:
             chosen = step.batch.select(step.batch.by_partition()[TRAIN][:shown])
-            if samples := await role.records(TRAIN, chosen.keys, chosen.tags, with_reward=role.explores):
+            if samples := await role.records(
+                TRAIN, chosen.keys, chosen.tags, with_reward=role.config.mode != "offline"
+            ):
                 hooks.emit(SamplesRecorded(step=done, partition=TRAIN, samples=samples))
 
     async def report_failures(self) -> None:
@@ -257,14 +274,18 @@ class Trainer:
     async def evaluate(self, steps_done: int) -> None:
         """Evaluate the weights that the replicas serve, if an evaluation is due."""
         if self.evaluator.is_due(steps_done):
-            await self.evaluator.evaluate(self._published)
+            score = await self.evaluator.evaluate(self._published)
+            self.limits.check(steps_done, {"score": score})
 
     async def checkpoint(self, steps_done: int) -> None:
         """Write a checkpoint if one is due. It makes the acks of the steps before it final."""
         if not self.role.config.checkpoint.every:
             await self.role.queue.commit(steps_done - 1)  # no run can resume from here, so acks are final now
         if self.checkpoints.is_due(steps_done):
-            await self.checkpoints.save(steps_done, {"kl_coefficient": self.kl_coefficient})
+            await self.checkpoints.save(steps_done, self._state())
+
+    def _state(self) -> dict[str, Any]:
+        return {"kl_coefficient": self.kl_coefficient, "used": self.limits.used}
 
     async def checkpoint_before(self, step: Step) -> int:
         """Write a checkpoint of the state before a step. Return the number of completed steps.
@@ -273,14 +294,14 @@ class Trainer:
         """
         if step.number > self.checkpoints.saved:
             schedule = self.role.schedule
-            again_from = None if schedule.sync_offset or schedule.is_async else step.number
-            await self.checkpoints.save(step.number, {"kl_coefficient": self.kl_coefficient}, again_from=again_from)
+            ahead = schedule.sync_offset or schedule.is_async or self.role.config.mode in ("train", "explore")
+            await self.checkpoints.save(step.number, self._state(), again_from=None if ahead else step.number)
         return step.number
 
     async def release_explorers(self, steps_done: int) -> None:
         """Let explorers continue; it is the last stage, so that checkpoints are undisturbed."""
         self.checkpoints.random = random_state()
-        if self.role.name == "train":
+        if self.role.name == "train" or not self.role.engines:
             await publish(self.role, self._synced, self._published)
         await self.role.version.advance(self._published)
         await self.role.steps_done.advance(steps_done)
@@ -331,12 +352,16 @@ class Trainer:
         }
         if self.role.explores:
             retries = {group: each["retry"] for group, each in zip(step.batch.groups, tags, strict=True)}
-            ages = [step.number - each["weight_version_min"] for each in tags if "weight_version_min" in each]
+            measured["groups/retries"] = float(sum(retries.values()))
+        if ages := [max(step.number - each["weight_version_min"], 0) for each in tags if "weight_version_min" in each]:
             measured |= {"staleness/max": float(max(ages)), "staleness/mean": sum(ages) / len(ages)}
             measured |= {f"staleness/samples/{age}": float(count) for age, count in sorted(Counter(ages).items())}
-            measured["groups/retries"] = float(sum(retries.values()))
+        for devices in (self.role.train_devices, self.role.rollout_devices):  # one lease, if they are shared
+            measured |= {f"waits/{name}/devices": seconds for name, seconds in devices.waited.items()}
+            devices.waited.clear()
         for lease, each in zip(step.batch.leases, tags, strict=True):
-            if lease.partition != TRAIN or each["batch"] != step.number:  # it is replayed or mixed in
+            is_new = each["batch"] == step.number or self.role.config.mode == "train"
+            if lease.partition != TRAIN or not is_new:  # it is replayed or mixed in
                 name = f"samples/{'replayed' if lease.partition == TRAIN else lease.partition}"
                 measured[name] = measured.get(name, 0.0) + 1.0
         return measured
