@@ -27,6 +27,7 @@ from jackfield.config import load_config, load_stages, make_config, plugin_setti
 from jackfield.plugins import HookManager, Registry
 from jackfield.plugins.hooks import StepEnded
 from jackfield.sdk.cells import column_from_rows
+from jackfield.simulation import check_seeds
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
@@ -183,6 +184,14 @@ def test_own_advantages(model_folder: Path, tasks: Path, tmp_path: Path) -> None
     overrides = small(tmp_path, model_folder, tasks, "schedule.steps=1", "algorithm.advantages={name: leave_one_out}")
     overrides += ["reward.pattern=null", "reward.ground_truth_pattern=null"]
     assert 1 == run(load_config(GUIDES / "minimal.yaml", overrides)).steps
+
+
+def test_schedules_are_simulated_and_checked() -> None:
+    """A batch that is generated ahead hides generation, and no fault breaks an invariant."""
+    guide = load(GUIDES / "simulate_schedule.py")
+    seconds = guide.compare(4)
+    assert seconds[1] < 0.8 * seconds[0]
+    check_seeds(range(20), guide.with_a_fault)
 
 
 def test_the_archive_of_a_run_is_read_and_learnt_from(model_folder: Path, tasks: Path, tmp_path: Path) -> None:

@@ -7,11 +7,20 @@ from typing import Any
 
 import attrs
 
-from jackfield.config.sections import ScheduleConfig
+from jackfield.config.schedule import ScheduleConfig
 from jackfield.simulation import FAULTS, PHASES, ROLES, Fault, SimulationSettings, Times
 
 #: What is drawn of a schedule, so far as it has these settings.
-_SCHEDULE: dict[str, tuple[Any, ...]] = {"sync_interval": (1, 1, 2, 3), "sync_offset": (0, 1, 2)}
+_SCHEDULE: dict[str, tuple[Any, ...]] = {
+    "sync_interval": (1, 1, 2, 3),
+    "sync_offset": (0, 1, 2),
+    "mode": ("sync", "sync", "async"),
+    "max_staleness": (2, 3, 4),
+    "on_stale": ("wait", "train_corrected", "drop"),
+    "stream_mini_batches": (False, True),
+    "rollouts_in_flight": (None, None, 1, 5),
+}
+_ASYNC_ONLY, _SYNC_ONLY = ("max_staleness", "on_stale"), ("sync_offset", "stream_mini_batches")
 _TIMES: tuple[Any, ...] = (0.0, 2.0, {"uniform": (1.0, 20.0)}, {"lognormvariate": (1.5, 1.0)}, (0.5, 0.5, 30.0))
 
 _LATE = (1.0, 20.0, 100.0)
@@ -22,6 +31,8 @@ def random_settings(seed: int, *, faults: int = 4) -> SimulationSettings:
     draw = random.Random(f"run {seed}")
     known = {field.name for field in attrs.fields(ScheduleConfig)}
     schedule = {name: draw.choice(values) for name, values in _SCHEDULE.items() if name in known}
+    for name in _SYNC_ONLY if schedule.get("mode") == "async" else _ASYNC_ONLY:
+        schedule.pop(name, None)
     run = {
         "schedule": {**schedule, "steps": draw.randint(3, 6), "max_retries": 12, "reward_retries": draw.randint(0, 1)},
         "data": {"groups_per_batch": draw.randint(2, 4), "rollouts_per_group": draw.randint(1, 2)},
@@ -30,7 +41,13 @@ def random_settings(seed: int, *, faults: int = 4) -> SimulationSettings:
         "queue": {"durable": draw.random() < 0.5, "max_samples": draw.choice((None, None, 8))},
         "deadlines": {"batch": 1000.0, "rollout": 300.0, "reward": 100.0},
     }
-    run["algorithm"]["mini_batches"] = draw.randint(1, run["data"]["groups_per_batch"])
+    fewest = 2 if schedule.get("stream_mini_batches") else 1
+    run["algorithm"]["mini_batches"] = draw.randint(fewest, run["data"]["groups_per_batch"])
+    # test_seeds.py has what further updates of the same groups break when samples are lost between them
+    if schedule.get("mode") == "async":
+        run["algorithm"] = {"mini_batches": 1, "epochs": 1}
+    elif schedule.get("stream_mini_batches"):
+        run["algorithm"]["epochs"] = 1
     return SimulationSettings(
         run=run,
         times=Times(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jackfield.queue.transfer_queue import TransferQueue
-from jackfield_virtual_clock import VirtualClock
+from jackfield.simulation import VirtualClock
 
 
 @pytest.fixture

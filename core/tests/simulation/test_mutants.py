@@ -16,6 +16,7 @@ from jackfield.simulation import check_seeds
 from jackfield.trainer.checkpoint import Checkpointer
 from jackfield.trainer.role import Schedule
 from jackfield.trainer.rollouts import Explorer
+from jackfield.trainer.steps import StepSource
 from jackfield.trainer.trainer import Trainer
 from jackfield_random_runs import random_settings
 
@@ -56,16 +57,23 @@ def a_lease_takes_an_incomplete_batch(patch: Patch) -> None:
     patch.setattr(Leases, "_unused", early)
 
 
+def a_lease_ignores_staleness(patch: Patch) -> None:
+    async def any_groups(self: Any, step: Any) -> Any:
+        groups, seconds = self.role.config.data.groups_per_batch, self.role.config.deadlines.batch
+        return await self.role.queue.lease("trainer", groups, step=step.number, deadline_seconds=seconds)
+
+    patch.setattr(StepSource, "_lease_any", any_groups)
+    patch.setattr(Schedule, "check", lambda self, step, oldest: 0)
+
+
 def the_ack_comes_before_the_update(patch: Patch) -> None:
-    next_batch = Trainer.next_batch
+    advantages = Trainer.advantages
 
-    async def early(self: Any, step: Any) -> bool:
-        found = await next_batch(self, step)
-        if found:
-            await self.role.queue.ack(step.batch, step=step.number)
-        return found
+    async def early(self: Any, step: Any) -> None:
+        await self.role.queue.ack(step.part, step=step.number)
+        await advantages(self, step)
 
-    patch.setattr(Trainer, "next_batch", early)
+    patch.setattr(Trainer, "advantages", early)
 
 
 def an_ended_lease_is_still_good(patch: Patch) -> None:
@@ -159,7 +167,24 @@ def every_retry_is_the_last_one(patch: Patch) -> None:
     patch.setattr(Explorer, "_make_groups", once)
 
 
-MUTANTS = [value for name, value in list(globals().items()) if getattr(value, "__annotations__", {}).keys() == {"patch", "return"}]
+MUTANTS = [
+    gate_is_off_by_one,
+    an_ack_counts_twice,
+    a_dropped_group_is_not_retried,
+    a_lease_takes_an_incomplete_batch,
+    a_lease_ignores_staleness,
+    the_ack_comes_before_the_update,
+    an_ended_lease_is_still_good,
+    a_resume_keeps_later_acks,
+    a_resume_skips_a_step,
+    completed_updates_are_made_again,
+    samples_of_dead_workers_stay,
+    consumed_samples_stay,
+    batches_of_dead_explorers_are_lost,
+    a_rollout_counts_twice,
+    a_step_skips_the_publication,
+    every_retry_is_the_last_one,
+]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
@@ -167,5 +192,4 @@ def test_a_mutant_is_found(mutant: Callable[[Patch], None], monkeypatch: Patch) 
     mutant(monkeypatch)
     with pytest.raises(RunError) as caught:
         check_seeds(range(SEEDS), random_settings)
-    print(caught.value)
     assert "run.simulation" == caught.value.code

@@ -86,8 +86,6 @@ class Groups:
         for batch in self.core.state.batches():
             for explorer in sorted(name for name, each in batch.explorers.items() if each == client):
                 del batch.explorers[explorer]
-                # also when it is complete, for one of its groups may still be dropped
-                batch.is_offered = batch.is_offered or not (batch.explorers or batch.is_final())
                 if batch.is_complete or batch.failure is not None:
                     continue
                 reason = f"explorer {explorer!r} was released"
@@ -97,6 +95,7 @@ class Groups:
                         self.leases.forget(group)
                     group.reissue += 1
                     self._vacate(group)
+                batch.is_offered = batch.is_offered or (not batch.explorers and bool(batch.vacant()))
                 where = {"partition": batch.partition.name, "batch": batch.number}
                 self.core.record("release", **where, groups=[group.index for group in again], reason=reason)
         self.leases.end(lambda consumer, hold: hold.client == client)

@@ -6,6 +6,7 @@ The schedule, queue, explorer, reward pipeline and trainer are the real ones. Wo
 from __future__ import annotations
 
 import asyncio
+import logging
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -60,7 +61,7 @@ def check_seeds(seeds: Iterable[int], settings_of: Callable[[int], SimulationSet
 
     def check(number: int) -> None:
         for seed in listed[number::processes]:
-            failed[number] = seed
+            failed[number] = seed  # also if this process ends meanwhile
             if _attempt(settings_of(seed), seed)[1] is not None:
                 return
         failed[number] = -1
@@ -71,36 +72,36 @@ def check_seeds(seeds: Iterable[int], settings_of: Callable[[int], SimulationSet
     check(0)
     for process in others:
         process.join()
-    for seed in sorted(seed for seed in failed if seed != -1)[:1]:
+    for seed in sorted({*failed} - {-1})[:1]:
         simulate(settings_of(seed), seed=seed)
         raise RunError("a process of the simulation ended", code="run.simulation", where=f"seed {seed}")
 
 
 def _attempt(settings: SimulationSettings, seed: int) -> tuple[Simulation, BaseException | None]:
-    run, error = Simulation(settings, seed), None
+    run, log = Simulation(settings, seed), logging.getLogger("jackfield")
+    error: BaseException | None = None
+    log.disabled = True
     try:
         run.run()
     except (Exception, asyncio.CancelledError) as raised:
         error = raised
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
+    finally:
+        log.disabled = False
     return run, error
 
 
 def _kind(error: BaseException) -> object:
-    return (
-        (error.code, error.code == "run.simulation" and error.where)
-        if isinstance(error, JackfieldError)
-        else type(error)
-    )
+    if not isinstance(error, JackfieldError):
+        return type(error)
+    return error.code, error.where if error.code == "run.simulation" else None
 
 
 def _smaller(settings: SimulationSettings) -> Iterator[SimulationSettings]:
     """Yield the settings with one fault less, and with fewer steps."""
     for at in range(len(settings.faults)):
         yield attrs.evolve(settings, faults=[*settings.faults[:at], *settings.faults[at + 1 :]])
-    steps = settings.config("").schedule.steps
-    for fewer in sorted({steps // 2, steps - 1} - {0}):
-        yield attrs.evolve(
-            settings, run={**settings.run, "schedule": {**settings.run.get("schedule", {}), "steps": fewer}}
-        )
+    schedule = attrs.asdict(settings.config("").schedule)
+    for fewer in sorted({schedule["steps"] // 2, schedule["steps"] - 1} - {0}):
+        yield attrs.evolve(settings, run={**settings.run, "schedule": {**schedule, "steps": fewer}})

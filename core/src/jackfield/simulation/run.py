@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import operator
 import os
 import random
 import tempfile
@@ -11,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,11 +33,10 @@ from jackfield.queue.meta import Written
 from jackfield.queue.store import STORE_FILE, uses
 from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.samples import trained
-from jackfield.runtime.workers import AgentWorker, Workers
+from jackfield.runtime.workers import AgentWorker, RolloutJob, Workers
 from jackfield.simulation.world import LosingStore, Who, World
 from jackfield.trainer.role import Role, RunWorkers
 from jackfield.trainer.rollouts import Explorer, RewardPipeline
-from jackfield.trainer.steps import CONSUMER
 from jackfield.trainer.trainer import Trainer
 
 _RANK, _TRAINER = ("engine rank", 0), ("trainer", 0)
@@ -52,32 +53,27 @@ class _Tasks(list[Task]):
 class _Worker:
     """An agent or reward worker whose answers faults delay, repeat or prevent."""
 
-    run_: Simulation
+    world: Simulation
     who: Who
-    make: Callable[[], Any]
-    worker: Any = None
+    worker: Any
 
-    def __attrs_post_init__(self) -> None:
-        self.run_.restarts[self.who] = self.restart
-        self.restart()
+    def begin(self, *arguments: Any) -> Any:
+        return self.world.guard(self.who, self.worker.begin(*arguments))
 
-    def restart(self) -> None:
-        self.worker = self.make()
+    def reward(self, *arguments: Any) -> Any:
+        return self._answers(self.worker.reward(*arguments))
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self.worker, name)
-        if name == "begin":
-            return lambda *arguments: self.run_.guard(self.who, method(*arguments))
-        return lambda *arguments: self.answers(arguments[-1], method(*arguments))
-
-    async def answers(self, jobs: Sequence[Any], found: Any) -> Any:
-        for job in jobs if self.who[0] == "agent worker" else ():
+    def run(self, jobs: Sequence[RolloutJob]) -> Any:
+        for job in jobs:
             key, again = job.group, f"{job.group.retry}/{job.group.reissue}/{job.restart}"
-            self.run_.places |= {seed: (key.batch, key.index, n, again) for n, seed in job.rollouts.items()}
+            self.world.places |= {seed: (key.batch, key.index, n, again) for n, seed in job.rollouts.items()}
+        return self._answers(self.worker.run(jobs))
+
+    async def _answers(self, found: Any) -> Any:
         async with aclosing(found):
-            while (answer := await self.run_.guard(self.who, anext(found, None))) is not None:
+            while (answer := await self.world.guard(self.who, anext(found, None))) is not None:
                 yield answer
-                if self.run_.repeats(self.who):
+                if self.world.repeats(self.who):
                     yield answer
 
 
@@ -102,7 +98,7 @@ class Simulation(World):
 
     def run(self) -> None:
         """Run to the end and check the invariants."""
-        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a checkpoint waits for the disk twice
+        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a disk takes most of the time
         with tempfile.TemporaryDirectory(prefix="jackfield-", dir=memory) as folder:
             self.config = self.settings.config(folder)
             self.heartbeat = self.config.deadlines.heartbeat
@@ -110,11 +106,11 @@ class Simulation(World):
 
     def busy(self) -> dict[str, float]:
         """Return for how long each stage was at work; its lane was idle for the rest of ``clock.now``."""
-        found, until = Counter[str](), Counter[str]()
+        found, until = dict.fromkeys(self.begun, 0.0), dict.fromkeys(self.begun, 0.0)
         for stage, start, end, _ in sorted(self.spans, key=lambda span: span[1]):
-            found[stage] += max(0.0, end - max(start, until[stage]))  # type: ignore[assignment]
-            until[stage] = max(end, until[stage])  # type: ignore[assignment]
-        return dict(found)
+            found[stage] += max(0.0, end - max(start, until[stage]))
+            until[stage] = max(end, until[stage])
+        return found
 
     async def _run(self) -> None:
         loop: Any = asyncio.get_running_loop()
@@ -157,7 +153,7 @@ class Simulation(World):
             pipeline = RewardPipeline(role=role)
             await pipeline.register()
             async with asyncio.TaskGroup() as loops:
-                running = [pipeline.run(), self._watch("engine rank"), self._watch("controller"), self._progress()]
+                running = [pipeline.run(), self._watch(), self._progress()]
                 running += [self._explore(number) for number in range(self.settings.explorers)]
                 background = [loops.create_task(each) for each in running]
                 await self.guard(_TRAINER, trainer.run(first))
@@ -168,19 +164,21 @@ class Simulation(World):
             await self.queue.close()
 
     def _workers(self) -> RunWorkers:
-        values, clock, config, anything = Values(self.store), self.clock, self.config, SimpleNamespace
-        text: Any = anything(decode=lambda ids: "")
-        reward: Any = anything(concurrency=None, compute_score=self._score, post_process_scores=lambda results: results)
-        made: dict[str, Any] = {
-            "agent worker": lambda: AgentWorker(values, text, clock, lambda _: anything(run=self._generate)),  # type: ignore[arg-type,return-value]
-            "reward worker": lambda: RewardWorker(values, reward, text, clock, config),
-        }
-        agents, rewards = (
-            Workers[Any]([_Worker(self, (kind, number), make) for number in range(self.settings.workers)])
-            for kind, make in made.items()
-        )
-        parts: Any = {"estimator": self, "places": None}
-        return RunWorkers(backend=self.store, agents=agents, rewards=rewards, **parts)
+        values, parts = Values(self.store), SimpleNamespace
+        text: Any = parts(decode=lambda ids: "")
+        agent: Any = parts(run=self._generate)
+        reward: Any = parts(concurrency=None, compute_score=self._score, post_process_scores=lambda results: results)
+
+        def start(kind: str, make: Callable[[], Any]) -> Any:
+            started = [_Worker(self, (kind, number), make()) for number in range(self.settings.workers)]
+            for each in started:  # another one begins with nothing
+                self.restarts[each.who] = lambda each=each: setattr(each, "worker", make())  # type: ignore[misc]
+            return Workers(started)
+
+        agents = start("agent worker", lambda: AgentWorker(values, text, self.clock, lambda asked: agent))
+        rewards = start("reward worker", lambda: RewardWorker(values, reward, text, self.clock, self.config))
+        others: Any = {"estimator": self, "places": None}
+        return RunWorkers(backend=self.store, agents=agents, rewards=rewards, **others)
 
     def _repeating(self, kind: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """Return a method of the queue that may be called twice: the second call is refused, or changes nothing."""
@@ -198,8 +196,8 @@ class Simulation(World):
         return called
 
     async def _explore(self, number: int) -> None:
-        """Run an explorer, and another one in its place if it dies."""
-        for life in range(1 + len(self.settings.faults)):
+        """Run an explorer; the first one is replaced if it dies, and others leave."""
+        for life in range(1 if number else 1 + len(self.settings.faults)):
             name = f"explorer-{number}-{life}"
             _CLIENT.set(name)
             try:
@@ -207,16 +205,17 @@ class Simulation(World):
             except WorkerLost:
                 await self.queue.end_holder(name)
 
-    async def _watch(self, kind: str) -> None:
-        """Raise WorkerLost as soon as a worker is found dead without which the run ends."""
-        await asyncio.wait([self.condition((kind, 0)).lost])
-        raise WorkerLost(f"the {kind} died")
+    async def _watch(self) -> None:
+        """Raise WorkerLost as soon as engine rank or controller is found dead."""
+        needed = [self.condition(who).lost for who in (_RANK, ("controller", 0))]
+        await asyncio.wait(needed, return_when=asyncio.FIRST_COMPLETED)
+        raise WorkerLost("the run cannot go on")
 
     async def _progress(self) -> None:
         """Raise DeadlineExceeded if a step does not end in time."""
-        done, steps = self.role.steps_done.value, self.role.steps_done
+        steps = self.role.steps_done
         while True:
-            done = await steps.until(lambda now, before=done: now > before, self.settings.deadline, "a step")
+            await steps.until(partial(operator.lt, steps.value), self.settings.deadline, "a step")
 
     @hookimpl
     def step_ended(self, event: StepEnded) -> None:
@@ -263,7 +262,7 @@ class Simulation(World):
         await self.queue.add_columns(batch, await self.store.reach(batch.keys, column))
 
     async def estimate(self, batch: BatchMeta, kl_coefficient: float) -> tuple[dict[str, float], Written]:
-        """Write advantages."""
+        """Write the advantages of a batch."""
         await self.store.reach(batch.keys)
         return {}, await self.store.reach(trained(batch).keys, "advantages", "returns")
 
@@ -273,14 +272,12 @@ class Simulation(World):
 
     async def update(self, batch: BatchMeta, loss: Any, comparison: object = None) -> tuple[dict[str, float], Any]:
         """Train on a mini-batch, which may not be staler than the schedule allows."""
-        step, most = self.role.updated, self.role.schedule.staleness_bound
+        step, schedule = self.role.updated, self.role.schedule
         await self.store.reach(batch.keys)
         await self.guard(_RANK, self.spend("update", step, sum(each == step for each, _ in self.model)))
-        ages = {
-            key: step - tags.get("weight_version_min", step) for key, tags in zip(batch.keys, batch.tags, strict=True)
-        }
-        if getattr(self.role.schedule, "on_stale", "") != "train_corrected" and max(ages.values()) > most:
-            raise _broken("staleness", f"step {step}: {ages}, and at most {most} steps are allowed")
+        age = max(step - int(tags.get("weight_version_min", step)) for tags in batch.tags)
+        if age > schedule.staleness_bound and schedule.on_stale != "train_corrected":
+            raise _broken("staleness", f"step {step} trains on tokens that are {age} steps old: {some(batch.keys)}")
         if loss.name != "value":
             self.model.append((step, batch.keys))
         self.note(f"step {step} trains on {some(batch.keys, 1)}")
@@ -300,22 +297,21 @@ class Simulation(World):
 
     def _check(self, known: int) -> None:
         """Check that each group was trained on once, by ledger and model, and that the store has what is known."""
-        config, used = self.config, uses(self.queue.ledger).get(CONSUMER, {})
-        acked = Counter((*map(int, key.split("/")[1:3]), step) for key, steps in used.items() for step in steps)
+        config, used = self.config, uses(self.queue.ledger).get("trainer", {})
+        acked = Counter((*_place(key), step or 0) for key, steps in used.items() for step in steps)
+        learnt = Counter((*_place(key), step) for step, keys in self.model for key in keys)
         if config.mixing.replay is None:
-            groups = Counter(step for _, _, step in acked)
-            if again := [key for key, steps in used.items() if len(steps) > 1]:
-                raise _broken("nothing twice", f"the ledger has further uses of {some(again)}")
+            groups, places = Counter(step for *_, step in acked), Counter(place[:2] for place in acked)
+            again: list[Any] = [key for key, steps in used.items() if len(steps) > 1]
+            if again := again or [place for place, count in places.items() if count > 1]:
+                raise _broken("nothing twice", f"the ledger has further uses of {again[0]}")
             if groups != dict.fromkeys(range(config.schedule.steps), config.data.groups_per_batch):
                 raise _broken("nothing lost", f"the ledger has these numbers of groups by step: {groups}")
-            moved = [place for place in acked if place[0] != place[2]]
-            if moved and getattr(config.schedule, "mode", "sync") == "sync":
+            if config.schedule.mode == "sync" and (moved := [place for place in acked if place[0] != place[2]]):
                 raise _broken("step t trains on batch t", f"batch, group and step {moved[0]}")
-        learnt = Counter((*map(int, key.split("/")[1:3]), step) for step, keys in self.model for key in keys)
         if wrong := [place for place in learnt | acked if learnt[place] != config.algorithm.epochs * acked[place]]:
-            raise _broken(
-                "model = ledger", f"batch, group and step {wrong[0]} is {learnt[wrong[0]]} times in the model"
-            )
+            found = f"{learnt[wrong[0]]} updates, {acked[wrong[0]]} acked samples"
+            raise _broken("model = ledger", f"batch, group and step {wrong[0]}: {found}")
         rows = {key for _, key in self.store._cells}
         if len(rows) != known or rows & used.keys():
             raise _broken("store = ledger", f"{known} samples are known, and there are {some(sorted(rows))}")
@@ -324,6 +320,12 @@ class Simulation(World):
 async def _at_once(_: object, work: Callable[..., Any], *arguments: Any) -> Any:
     """Do work that would have a thread, for which a virtual clock would not wait."""
     return work(*arguments)
+
+
+def _place(key: str) -> tuple[int, int]:
+    """Return batch and group of a sample."""
+    _, batch, group, _ = key.split("/", 3)
+    return int(batch), int(group)
 
 
 def _broken(invariant: str, found: str) -> RunError:

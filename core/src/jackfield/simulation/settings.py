@@ -14,14 +14,11 @@ from jackfield.config import RunConfig, as_plain, make_config
 
 #: Seconds; measured seconds to draw from; a method of :class:`random.Random` with its arguments, as in
 #: ``{"uniform": [1, 40]}``; or a function of stage, batch (or step), group (or mini-batch), rollout and a generator.
-Duration: TypeAlias = (
-    float | Sequence[float] | Mapping[str, Sequence[float]] | Callable[[str, int, int, int, random.Random], float]
-)
+Duration: TypeAlias = float | Sequence[float] | Mapping[str, Sequence[float]] | Callable[..., float]
 ROLES = ("trainer", "explorer", "reward worker", "agent worker", "engine rank", "store unit", "controller")
 PHASES = ("generate", "reward", "log_probs", "update", "sync", "checkpoint", "between")
 FAULTS = ("dies", "freezes", "answers late", "answers twice")
-_DEFAULTS = {"model": {"path": "none"}, "data": {"groups_per_batch": 4, "rollouts_per_group": 2}}
-_OFF = {"log_prob_check": {"every": 0}, "evaluation": {"every": 0}, "observe": {"samples_per_step": 0}}
+_OFF: dict[str, Any] = {"log_prob_check": {"every": 0}, "evaluation": {"every": 0}, "observe": {"samples_per_step": 0}}
 
 
 @attrs.frozen(kw_only=True)
@@ -35,11 +32,11 @@ class Times:
     sync: Duration = 1.0  #: of a weight sync
     checkpoint: Duration = 0.0  #: of saving an engine
 
-    def draw(self, stage: str, seed: int, batch: int, group: int = 0, rollout: int = 0, again: str = "") -> float:
-        """Return the seconds of a stage at a place; ``again`` tells what is repeated there from what came before."""
-        duration, draw = getattr(self, stage), random.Random(f"{seed}/{stage}/{batch}/{group}/{rollout}/{again}")
+    def draw(self, stage: str, seed: int, *place: int, again: str = "") -> float:
+        """Return the seconds of a stage at batch, group and rollout; ``again`` tells what is repeated there."""
+        duration, draw = getattr(self, stage), random.Random(f"{seed}/{stage}/{place}/{again}")
         if callable(duration):
-            return float(duration(stage, batch, group, rollout, draw))
+            return float(duration(stage, *place, draw))
         if isinstance(duration, Mapping):
             ((method, arguments),) = duration.items()
             return max(float(getattr(draw, method)(*arguments)), 0.0)
@@ -48,19 +45,14 @@ class Times:
 
 @attrs.frozen(kw_only=True)
 class Fault:
-    """What happens to a role when a phase begins for the ``at``-th time.
-
-    What dies or freezes is found after two seconds, or after the heartbeat's deadline, and replaced. Without trainer,
-    controller or engine rank the run resumes from its newest checkpoint. What answers late takes ``seconds`` more;
-    trainer, explorer and controller share an event loop, which stands still. Else the next answer is repeated.
-    """
+    """What happens to a role when a phase begins for the ``at``-th time: the guide on simulation describes it."""
 
     role: str = attrs.field(validator=in_(ROLES))
     phase: str = attrs.field(validator=in_(PHASES))
     kind: str = attrs.field(validator=in_(FAULTS))
     at: int = 1
     number: int = 0  #: of the worker, explorer or unit
-    seconds: float = 20.0
+    seconds: float = 20.0  #: by which an answer is late
 
 
 @attrs.frozen(kw_only=True)
@@ -72,9 +64,8 @@ class SimulationSettings:
     faults: Sequence[Fault] = ()
     shared: bool = False  #: whether engine and replicas take turns on the same devices
     explorers: int = 1
-    workers: int = 2  #: agent workers, and reward workers
+    workers: int = 2  #: agent workers, reward workers, and units of the store
     slots: int = 1 << 20  #: rollouts that all replicas generate at a time
-    units: int = 2  #: of the store
     failing: float = 0.0  #: share of the scores that fail
     deadline: float = 5000.0  #: virtual seconds within which each step has to end
     algorithm: ResolvedAlgorithm = attrs.field(
@@ -88,6 +79,5 @@ class SimulationSettings:
 
     def config(self, folder: str) -> RunConfig:
         """Return the configuration of the run in a folder."""
-        values = {**self.run, "folder": folder}
-        values |= {name: {**section, **self.run.get(name, {})} for name, section in _DEFAULTS.items()}
-        return make_config(values | {name: {**self.run.get(name, {}), **section} for name, section in _OFF.items()})
+        off = {name: {**self.run.get(name, {}), **section} for name, section in _OFF.items()}
+        return make_config({"model": {"path": "none"}, **self.run, **off, "folder": folder})

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import attrs
 
-from jackfield.abc.transfer_queue import GetRequest, GetResult, PutRequest, PutResult, TransferQueueContext
+from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.clock import Clock
 from jackfield.errors import QueueError, WorkerLost
 from jackfield.queue.meta import Written, partition_of
 from jackfield.queue.values import MemoryBackend, MemoryConfig
-from jackfield.simulation.settings import Fault, SimulationSettings
+from jackfield.simulation.settings import SimulationSettings
 
 T = TypeVar("T")
 Who = tuple[str, int]  #: a role and its number
@@ -93,24 +93,23 @@ class World:
         """Begin a phase, in which faults may strike."""
         self.begun[phase] += 1
         for fault in self.settings.faults:
-            if fault.phase == phase and fault.at == self.begun[phase]:
-                self._strike(fault)
+            if (fault.phase, fault.at) == (phase, self.begun[phase]):
+                alone = fault.role in ("trainer", "engine rank", "controller")
+                count = self.settings.explorers if fault.role == "explorer" else self.settings.workers
+                self._strike((fault.role, 0 if alone else fault.number % count), fault.kind, fault.seconds)
 
-    def _strike(self, fault: Fault) -> None:
-        counts = {"explorer": self.settings.explorers, "store unit": self.settings.units}
-        counts |= dict.fromkeys(("agent worker", "reward worker"), self.settings.workers)
-        who = fault.role, fault.number % counts.get(fault.role, 1)
-        self.note(f"{who[0]} {who[1]} {fault.kind}, when {fault.phase} {fault.at} begins")
+    def _strike(self, who: Who, kind: str, seconds: float) -> None:
+        self.note(f"{who[0]} {who[1]} {kind}")
         condition = self.condition(who)
-        if fault.kind == "answers twice":
+        if kind == "answers twice":
             condition.twice = True
-        elif fault.kind == "answers late" and fault.role in ("trainer", "explorer", "controller"):
-            self.clock.now += fault.seconds
-        elif fault.kind == "answers late":
-            condition.late += fault.seconds
+        elif kind == "answers late" and who[0] in ("trainer", "explorer", "controller"):
+            self.clock.now += seconds  # they share an event loop
+        elif kind == "answers late":
+            condition.late += seconds
         elif not condition.stopped.done():
             condition.stopped.set_result(None)
-            found = _DETECTION if fault.kind == "dies" else self.heartbeat
+            found = _DETECTION if kind == "dies" else self.heartbeat
             asyncio.get_running_loop().call_later(found, self._lose, who)
 
     def _lose(self, who: Who) -> None:
@@ -120,18 +119,20 @@ class World:
 
     async def guard(self, who: Who, work: Awaitable[T]) -> T:
         """Return what a worker answers, late if a fault says so, or raise WorkerLost when it is found dead."""
-        condition, task = self.condition(who), asyncio.ensure_future(work)
+        condition = self.condition(who)
+        task: asyncio.Future[Any] = asyncio.ensure_future(work)
         try:
             await asyncio.wait([task, condition.stopped], return_when=asyncio.FIRST_COMPLETED)
             late, condition.late = condition.late, 0.0
-            if late or condition.stopped.done():
+            if late:
                 await asyncio.wait([condition.stopped], timeout=late)
             if condition.stopped.done():
                 await asyncio.wait([condition.lost], timeout=_DETECTION)
                 task.cancel()
                 await asyncio.wait([condition.lost])
                 raise WorkerLost(f"the {who[0]} {who[1]} died")
-            return task.result()
+            found: T = task.result()
+            return found
         finally:
             task.cancel()
             await asyncio.wait([task])
@@ -146,7 +147,7 @@ class World:
         """Take the time of a stage."""
         self.begin(stage)
         start = self.clock.now
-        await self.clock.sleep(self.settings.times.draw(stage, self.seed, batch, group, rollout, again))
+        await self.clock.sleep(self.settings.times.draw(stage, self.seed, batch, group, rollout, again=again))
         self.spans.append((stage, start, self.clock.now, batch))
 
 
@@ -156,11 +157,11 @@ class LosingStore(MemoryBackend):
     def __init__(self, world: World) -> None:
         super().__init__(MemoryConfig(), TransferQueueContext())
         self.world, self.gone = world, set[str]()
-        for unit in range(world.settings.units):
+        for unit in range(world.settings.workers):
             world.restarts["store unit", unit] = lambda unit=unit: self._lose(unit)  # type: ignore[misc]
 
     def _unit(self, key: str) -> int:
-        return zlib.crc32(key.encode()) % self.world.settings.units
+        return zlib.crc32(key.encode()) % self.world.settings.workers
 
     def _lose(self, unit: int) -> None:
         self.gone |= {key for _, key in self._cells if self._unit(key) == unit}
@@ -174,19 +175,18 @@ class LosingStore(MemoryBackend):
                 await self.world.guard(("store unit", unit), asyncio.sleep(0))
             except WorkerLost:
                 lost |= {key for key in keys if self._unit(key) == unit}
-        if columns:
-            self.gone = (self.gone - set(keys)) | lost
+        self.gone = (self.gone - set(keys)) | lost if columns else self.gone
         if lost:
             raise QueueError(f"{len(lost)} samples went with a unit", code="queue.lost", found=sorted(lost))
         for key in keys if columns else ():
             self._cells.setdefault((partition_of(key), key), {}).update(dict.fromkeys(columns, _CELL))
         return Written(columns=columns, sizes=(8,) * len(keys))
 
-    async def put(self, request: PutRequest) -> PutResult:
+    async def put(self, request: Any) -> Any:
         await self.reach(request.keys, *request.columns)
         return await super().put(request)
 
-    async def get(self, request: GetRequest) -> GetResult:
+    async def get(self, request: Any) -> Any:
         await self.reach(request.keys)
         return await super().get(request)
 

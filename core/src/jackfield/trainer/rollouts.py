@@ -59,23 +59,28 @@ class Explorer:
 
     async def run(self) -> None:
         """Explore until all batches are finished; batches that others released come first."""
+        async with asyncio.TaskGroup() as self._lists:
+            await self._explore(self.role.schedule.steps)
+
+    async def _explore(self, below: int) -> None:
+        """Fill the batches below a number; while one waits for weights or room, those before it that others release."""
         role, seconds = self.role, self.role.config.deadlines.batch
         progress = role.version if self._groups else role.steps_done
         groups = role.config.data.groups_per_batch + (role.algorithm.experts if role.explores else 0)
         share = role.config.data.share
         claim = partial(role.queue.claim_batch, TRAIN, self.name, groups, rollouts=self._rollouts, share=share)
-        async with asyncio.TaskGroup() as self._lists:
-            while batch := await claim(below=role.schedule.steps, deadline_seconds=seconds):
-                may_start = partial(role.schedule.may_start, batch.number)
-                if not may_start(progress.value):
-                    who = f"the trainer, by {self.name} to start batch {batch.number}"
-                    async with role.measure("wait_for_weights", "explorer", batch.number):
-                        await progress.until(may_start, seconds, who)
-                self._lists.create_task(self._fill(batch, given := asyncio.Event()))
-                await given.wait()  # the queue, the worker and the device have deadlines for what is waited for here
-                while self._waiting or self._running >= self._most:
-                    self._changed.clear()
-                    await self._changed.wait()
+        while batch := await claim(below=below, deadline_seconds=seconds):
+            self._lists.create_task(self._explore(batch.number))
+            may_start = partial(role.schedule.may_start, batch.number)
+            if not may_start(progress.value):
+                who = f"the trainer, by {self.name} to start batch {batch.number}"
+                async with role.measure("wait_for_weights", "explorer", batch.number):
+                    await progress.until(may_start, seconds, who)
+            self._lists.create_task(self._fill(batch, given := asyncio.Event()))
+            await given.wait()  # the queue, the worker and the device have deadlines for what is waited for here
+            while self._waiting or self._running >= self._most:
+                self._changed.clear()
+                await self._changed.wait()
 
     async def _fill(self, batch: Batch, given: asyncio.Event) -> None:
         """Have a batch's groups generated, and again those that are dropped; set ``given`` after the first ones."""
