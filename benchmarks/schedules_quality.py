@@ -70,9 +70,14 @@ def warmed_up(seed: int, folder: Path, quick: bool) -> Path:
     return made
 
 
+def folder_of(made: Path, name: str) -> Path:
+    """Return the folder of a run."""
+    return made / name.replace(" ", "").replace(",", "-").replace("=", "")
+
+
 def learnt(seed: int, name: str, made: Path, shared: list[str]) -> list[dict[str, Any]]:
     """Train under a schedule, unless that is done; return the lines of its metrics."""
-    folder = made / name.replace(" ", "").replace(",", "-").replace("=", "")
+    folder = folder_of(made, name)
     metrics, done = folder / "metrics.jsonl", folder / "model"
     if not done.exists():
         own = [f"seed={seed}", f"folder={folder}", f"model.path={made / 'warmup' / 'model'}", "checkpoint.resume=false"]
@@ -81,20 +86,20 @@ def learnt(seed: int, name: str, made: Path, shared: list[str]) -> list[dict[str
     return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
-def summary(scores: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+def summary(scores: dict[str, dict[int, float]]) -> dict[str, dict[str, float]]:
     """Return the mean score of each schedule, its deviation, and how many deviations of a difference below on-policy.
 
     Differences are taken seed by seed. Noise is the standard error of their mean, and at least that of on-policy.
     """
     base, found = scores["on-policy"], dict[str, dict[str, float]]()
     for name, own in scores.items():
-        pairs = [mine - other for mine, other in zip(own, base, strict=False)]
-        spread = max(statistics.stdev(each) if len(each) > 1 else 0.0 for each in (pairs, base))
+        pairs = [own[seed] - base[seed] for seed in own.keys() & base.keys()]
+        spread = max(statistics.stdev(each) if len(each) > 1 else 0.0 for each in (pairs, list(base.values())))
         noise = spread / max(len(pairs), 1) ** 0.5
-        mean = statistics.fmean(pairs)
+        mean = statistics.fmean(pairs) if pairs else 0.0
         found[name] = {
-            "score": statistics.fmean(own),
-            "deviation": statistics.stdev(own) if len(own) > 1 else 0.0,
+            "score": statistics.fmean(own.values()),
+            "deviation": statistics.stdev(own.values()) if len(own) > 1 else 0.0,
             "difference": mean,
             "noise": noise,
             "below": mean / noise if noise else 0.0,
@@ -133,14 +138,17 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES))
     parser.add_argument("--folder", type=Path, default=Path("runs/benchmark_schedules"))
     parser.add_argument("--plot", type=Path, help="file of the picture, SVG; default: in the folder")
+    parser.add_argument("--finished", action="store_true", help="start nothing, and show the runs that have finished")
     parser.add_argument("--quick", action="store_true", help="two short runs")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     arguments = parser.parse_args()
     seeds, names, steps = arguments.seeds, arguments.schedules, arguments.steps
     if arguments.quick:
         seeds, names, steps = seeds[:1], ["on-policy", "async"], 4
-    curves, scores = dict[str, Any](), dict[str, list[float]]()
+    curves, scores = dict[str, Any](), dict[str, dict[int, float]]()
     for seed, name in itertools.product(seeds, names):
+        if arguments.finished and not (folder_of(arguments.folder / f"seed{seed}", name) / "model").exists():
+            continue
         made = warmed_up(seed, arguments.folder, arguments.quick)
         lines = learnt(seed, name, made, overrides(steps, arguments.quick))
         trained = [line for line in lines if line["kind"] == "step"]
@@ -148,9 +156,9 @@ def main() -> None:
         samples = itertools.accumulate(line["samples"] for line in trained)
         rewards = [line["reward/mean"] for line in trained]
         curves.setdefault(name, []).append(list(zip(samples, ends, rewards, strict=True)))
-        scores.setdefault(name, []).append([line["score"] for line in lines if line["kind"] == "evaluation"][-1])
+        scores.setdefault(name, {})[seed] = [line["score"] for line in lines if line["kind"] == "evaluation"][-1]
         print(
-            f"seed {seed}  {name:20} score {scores[name][-1]:.3f}  reward {rewards[0]:.3f} to {rewards[-1]:.3f}",
+            f"seed {seed}  {name:20} score {scores[name][seed]:.3f}  reward {rewards[0]:.3f} to {rewards[-1]:.3f}",
             flush=True,
         )
     found = summary(scores)

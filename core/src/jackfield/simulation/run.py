@@ -261,7 +261,7 @@ class Simulation(World):
         await self.guard(_RANK, self.spend("log_probs", self.role.updated))
         await self.queue.add_columns(batch, await self.store.reach(batch.keys, column))
 
-    async def estimate(self, batch: BatchMeta, kl_coefficient: float) -> tuple[dict[str, float], Written]:
+    async def estimate(self, batch: BatchMeta, *options: object) -> tuple[dict[str, float], Written]:
         """Write the advantages of a batch."""
         await self.store.reach(batch.keys)
         return {}, await self.store.reach(trained(batch).keys, "advantages", "returns")
