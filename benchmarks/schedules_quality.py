@@ -155,7 +155,7 @@ def main() -> None:
         ends = itertools.accumulate(line["seconds/step"] for line in trained)
         samples = itertools.accumulate(line["samples"] for line in trained)
         rewards = [line["reward/mean"] for line in trained]
-        curves.setdefault(name, []).append(list(zip(samples, ends, rewards, strict=True)))
+        curves.setdefault(name, {})[seed] = list(zip(samples, ends, rewards, strict=True))
         scores.setdefault(name, {})[seed] = [line["score"] for line in lines if line["kind"] == "evaluation"][-1]
         print(
             f"seed {seed}  {name:20} score {scores[name][seed]:.3f}  reward {rewards[0]:.3f} to {rewards[-1]:.3f}",
@@ -164,7 +164,9 @@ def main() -> None:
     found = summary(scores)
     for name, each in found.items():
         print(f"{name:20} " + "  ".join(f"{key} {value:.3f}" for key, value in each.items()))
-    draw(curves, arguments.plot or arguments.folder / "schedules.svg")
+    shared = set.intersection(*(set(each) for each in curves.values()))  # means of other seeds would mislead
+    drawn = {name: [each[seed] for seed in sorted(shared)] for name, each in curves.items()}
+    draw(drawn, arguments.plot or arguments.folder / "schedules.svg")
     if arguments.json:
         print(json.dumps({"schedules": found}))
 
