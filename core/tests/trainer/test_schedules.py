@@ -264,6 +264,8 @@ def test_a_late_straggler_is_trained_on_or_generated_again_and_counted(on_stale:
     counted = [event.metrics.get("stale/samples", 0.0) for event in run.recorder.steps]
     assert 2.0 == sum(counted), "the two rollouts of one group"
     assert 2.0 == sum(event.metrics.get("stale/samples/to_2_tokens", 0.0) for event in run.recorder.steps)
+    (task,) = {name for event in run.recorder.steps for name in event.metrics if name.startswith("stale/tasks/")}
+    assert "stale/tasks/task-0-1-0" == task
     if on_stale == "drop":
         assert max(staleness(run)) <= 1
         assert ["train/0/1/0"] == [entry["group"] for entry in run.ledger if entry["event"] == "drop"]

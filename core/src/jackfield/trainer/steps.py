@@ -149,13 +149,11 @@ class StepSource:
 
 
 def _count_stale(step: Step, stale: BatchMeta) -> None:
-    """Count samples that are beyond the bound, also by length."""
-    counts = {"stale/samples": len(stale), "stale/groups": len(stale.by_group())}
+    """Count samples that are beyond the bound, also by length and by task."""
     for tags in stale.tags:
-        name = f"stale/samples/to_{1 << max(int(tags['response_tokens']) - 1, 0).bit_length()}_tokens"
-        counts[name] = counts.get(name, 0) + 1
-    for name, count in counts.items():
-        step.metrics[name] = step.metrics.get(name, 0.0) + count
+        length = 1 << max(int(tags["response_tokens"]) - 1, 0).bit_length()
+        for name in ("stale/samples", f"stale/samples/to_{length}_tokens", f"stale/tasks/{tags['task']}"):
+            step.metrics[name] = step.metrics.get(name, 0.0) + 1.0
 
 
 def mean_metrics(found: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
