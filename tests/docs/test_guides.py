@@ -52,7 +52,7 @@ def commands() -> list[Any]:
     for block in blocks("console"):
         for line in block.values[0].splitlines():
             words = shlex.split(line.removeprefix("$ "))
-            if {"run", "config", "bench"} & set(words) or any(word.endswith("quickstart.py") for word in words):
+            if {"run", "config", "bench", "plan"} & set(words) or any(word.endswith("quickstart.py") for word in words):
                 found.append(pytest.param(words, id=" ".join(words)))
     return found
 
@@ -192,6 +192,21 @@ def test_schedules_are_simulated_and_checked() -> None:
     seconds = guide.compare(4)
     assert seconds[1] < 0.8 * seconds[0]
     check_seeds(range(20), guide.with_a_fault)
+
+
+def test_a_schedule_is_planned_as_the_guide_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The documented command, with fewer steps, finds what the guide says of the file and of the best schedule."""
+    monkeypatch.chdir(REPOSITORY)
+    (shown,) = [block.values[0] for block in blocks("console") if block.values[0].startswith("$ jackfield plan")]
+    command = shlex.split(shown.splitlines()[0].removeprefix("$ jackfield"))
+    ended = CliRunner().invoke(main, [*command, "--steps", "4", "--json"])
+    assert 0 == ended.exit_code, ended.output
+    found = json.loads(ended.output)
+    (own,) = [float(seconds) for seconds in re.findall(r"a step takes ([\d.]+) s", shown)]
+    assert own == pytest.approx(found["own"]["step_time"], rel=0.05)
+    assert " ".join(found["best"]["overrides"]) in shown
+    fastest = re.search(r"^STEP.*\n([\d.]+) s", shown, re.M)
+    assert fastest and float(fastest[1]) == pytest.approx(found["others"][0]["step_time"], rel=0.05)
 
 
 def test_the_archive_of_a_run_is_read_and_learnt_from(model_folder: Path, tasks: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from jackfield_simulation.run import Simulation
 from jackfield_simulation.settings import SimulationSettings, Times
 
 STEPS = 8  #: that are measured by default
-_SECONDS = 20.0  #: of all simulations
+_SECONDS = 20.0  #: of processor time, of all simulations; so a plan does not depend on the load
 _ROLLOUTS = 9_000  #: that are simulated in all; if there would be more, each group is simulated as one
 _EQUAL = 1.01  #: of two step times that differ by less, the less stale schedule is better
 _SEED = 0
@@ -96,7 +96,7 @@ def make_plan(config: RunConfig, manifest: Manifest, times: Times, steps: int = 
     """
     if config.mode != "online":
         raise config.refusal("mode", "only training on rollouts has a schedule to plan", "online")
-    until, found, left_out = time.monotonic() + _SECONDS, list[Prediction](), list[Mapping[str, str]]()
+    until, found, left_out = time.process_time() + _SECONDS, list[Prediction](), list[Mapping[str, str]]()
     check_mode(config)
     algorithm = resolve_algorithm(config, manifest)
     candidates = list(_candidates(config))
@@ -106,7 +106,7 @@ def make_plan(config: RunConfig, manifest: Manifest, times: Times, steps: int = 
     own = predict("this file", config, algorithm)
     for name, other in candidates:
         try:
-            if time.monotonic() > until:
+            if time.process_time() > until:
                 raise RunError("the time for simulations ran out: use fewer --steps")
             check_mode(other)
             found.append(predict(name, other, resolve_algorithm(other, manifest)))

@@ -136,6 +136,7 @@ class World:
         finally:
             task.cancel()
             await asyncio.wait([task])
+            _ = task.cancelled() or task.exception()  # an error that comes with a cancellation is not logged
 
     def repeats(self, who: Who) -> bool:
         """Return whether a worker's answer is to be repeated now."""
