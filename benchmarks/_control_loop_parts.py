@@ -107,7 +107,9 @@ class Rank:
 class Estimator:
     """An estimator that returns no advantages."""
 
-    async def estimate(self, batch: BatchMeta, kl_coefficient: float = 0.0) -> tuple[dict[str, float], Written]:
+    async def estimate(
+        self, batch: BatchMeta, kl_coefficient: float = 0.0, version: int | None = None
+    ) -> tuple[dict[str, float], Written]:
         return {}, Written(columns=(), sizes=(0,) * len(batch))
 
 

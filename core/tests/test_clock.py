@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from jackfield.clock import Clock
-from jackfield.simulation import VirtualClock
 from jackfield_testing import refused
+from jackfield_virtual_clock import VirtualClock
 
 Wrap = Callable[["asyncio.Future[int]"], Awaitable[int]]
 

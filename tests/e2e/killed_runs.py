@@ -29,7 +29,6 @@ import signal
 import sys
 from typing import Any
 
-from jackfield import compose
 from jackfield.cli import main
 from jackfield.config import load_config
 from jackfield.plugins import hookimpl
@@ -94,7 +93,8 @@ def child(command: dict[str, Any], answers: int) -> None:
     if command["kill"] is not None:
         folder = load_config(command["config"], command["overrides"]).folder
         killer = Killer(folder, *command["kill"])
-        compose.run = functools.partial(compose.run, hooks=[killer])
+        running = importlib.import_module("jackfield.compose.run")
+        running.run = functools.partial(running.run, hooks=[killer])  # type: ignore[attr-defined]
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):

@@ -15,7 +15,7 @@ from jackfield.queue.meta import Batch, BatchMeta, GroupKey, Lineage, NewGroup, 
 from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.queue.values import MemoryBackend, MemoryConfig, Values
 from jackfield.sdk.cells import column_from_rows, dense_column
-from jackfield.simulation import VirtualClock
+from jackfield_virtual_clock import VirtualClock
 
 
 class Memory(MemoryBackend):

@@ -48,8 +48,8 @@ from jackfield.queue.store import STORE_FILE, Store
 from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.queue.values import MemoryBackend, MemoryConfig, Values
 from jackfield.sdk.cells import dense_column
-from jackfield.simulation import VirtualClock
 from jackfield_testing import refused
+from jackfield_virtual_clock import VirtualClock
 
 MAX_RETRIES = 50
 _CALL_SECONDS = 60.0

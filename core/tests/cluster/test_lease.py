@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from jackfield.cluster.pool import DeviceLease
 from jackfield.errors import DeadlineExceeded, QueueError
-from jackfield.simulation import VirtualClock
 from jackfield_testing import refused
+from jackfield_virtual_clock import VirtualClock
 
 
 def test_roles_take_turns_and_hand_over_once() -> None:

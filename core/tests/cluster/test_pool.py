@@ -33,9 +33,9 @@ from jackfield.errors import (
     WorkerLost,
 )
 from jackfield.routing import Replica, Router
-from jackfield.simulation import VirtualClock
 from jackfield.weights import WeightsSynced
 from jackfield_testing import refused
+from jackfield_virtual_clock import VirtualClock
 
 START, TRANSFER, DRAIN = 10.0, 5.0, 30.0
 

@@ -14,10 +14,10 @@ from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.cluster.pool import DeviceLease, Places, ReplicaPool
 from jackfield.config import make_config
 from jackfield.plugins import HookManager
-from jackfield.simulation import VirtualClock
 from jackfield.trainer.role import Role
 from jackfield.trainer.weights import WeightSubscriber
 from jackfield.weights import Replica, WeightsSynced
+from jackfield_virtual_clock import VirtualClock
 
 
 def replica(clock: VirtualClock, number: int) -> Any:

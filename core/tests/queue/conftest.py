@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jackfield.queue.transfer_queue import TransferQueue
-from jackfield.simulation import VirtualClock
+from jackfield_virtual_clock import VirtualClock
 
 
 @pytest.fixture

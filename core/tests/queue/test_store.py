@@ -14,7 +14,7 @@ from jackfield.queue.meta import Lineage
 from jackfield.queue.records import State
 from jackfield.queue.store import STORE_FILE, Store, effective_acks, read_ledger
 from jackfield.queue.transfer_queue import TransferQueue
-from jackfield.simulation import VirtualClock
+from jackfield_virtual_clock import VirtualClock
 
 pytest.importorskip("torch")
 from jackfield_queue_bench import Bench, Memory

@@ -19,8 +19,8 @@ from jackfield.abc.rollout import (
 )
 from jackfield.errors import RolloutError, WorkerLost
 from jackfield.routing import Replica, Router
-from jackfield.simulation import VirtualClock
 from jackfield_testing import refused
+from jackfield_virtual_clock import VirtualClock
 
 REQUEST = GenerateRequest(request_id="one", prompt_ids=(0,), sampling=SamplingParams(max_new_tokens=10, seed=7))
 

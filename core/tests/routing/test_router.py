@@ -11,8 +11,8 @@ import pytest
 from jackfield.abc.rollout import GenerateRequest, GenerateResult, HealthReport
 from jackfield.errors import JackfieldError, RolloutError, WorkerLost
 from jackfield.routing import Replica, Router
-from jackfield.simulation import VirtualClock
 from jackfield_testing import refused
+from jackfield_virtual_clock import VirtualClock
 
 REQUEST = GenerateRequest(request_id="one", prompt_ids=(1,))
 

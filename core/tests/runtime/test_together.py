@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from jackfield.runtime.workers import together
-from jackfield.simulation import VirtualClock
+from jackfield_virtual_clock import VirtualClock
 
 
 def lists(ends: Sequence[float]) -> list[tuple[float, list[float]]]:

@@ -41,11 +41,11 @@ from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.samples import AdvantageWorker
 from jackfield.runtime.workers import AgentWorker, Workers
 from jackfield.sdk.cells import column_from_rows
-from jackfield.simulation import VirtualClock
 from jackfield.trainer.checkpoint import CheckpointStore
 from jackfield.trainer.role import Role, RunWorkers, Schedule
 from jackfield.trainer.rollouts import Explorer, RewardPipeline
 from jackfield.trainer.trainer import Trainer
+from jackfield_virtual_clock import VirtualClock
 
 Worker = TypeVar("Worker")
 

@@ -18,10 +18,10 @@ from jackfield.errors import DeadlineExceeded, WeightsError
 from jackfield.plugins import HookManager
 from jackfield.queue import TransferQueue
 from jackfield.queue.values import MemoryBackend, MemoryConfig
-from jackfield.simulation import VirtualClock
 from jackfield.trainer.role import Role
 from jackfield.trainer.weights import WeightSubscriber, publish
 from jackfield.weights import Replica, WeightsSynced
+from jackfield_virtual_clock import VirtualClock
 
 pytest.importorskip("torch")
 

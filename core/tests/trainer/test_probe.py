@@ -18,9 +18,9 @@ from jackfield.data.tasks import Task
 from jackfield.errors import DeadlineExceeded, WeightsError
 from jackfield.runtime.engine import EngineGroup
 from jackfield.runtime.workers import Workers
-from jackfield.simulation import VirtualClock
 from jackfield.trainer.weights import ReplicaProbe
 from jackfield.weights import Replica
+from jackfield_virtual_clock import VirtualClock
 
 LOG_PROBS = (-0.5, -1.5)
 

@@ -8,9 +8,9 @@ import itertools
 import pytest
 
 from jackfield.errors import DeadlineExceeded, RunError
-from jackfield.simulation import VirtualClock
 from jackfield.trainer.role import Progress, Schedule
 from jackfield.trainer.steps import further_groups
+from jackfield_virtual_clock import VirtualClock
 
 
 @pytest.mark.parametrize(("k", "o"), list(itertools.product((1, 2, 3, 5), (0, 1, 2))))

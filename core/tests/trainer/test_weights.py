@@ -13,9 +13,9 @@ from jackfield.abc.rollout import BaseRolloutServer, ServerInfo, SleepRequest, W
 from jackfield.cluster.pool import DeviceLease
 from jackfield.config import make_config
 from jackfield.errors import WorkerLost
-from jackfield.simulation import VirtualClock
 from jackfield.trainer.weights import EngineWeights
 from jackfield.weights import Replica
+from jackfield_virtual_clock import VirtualClock
 
 
 class Model:

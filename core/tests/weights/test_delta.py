@@ -15,10 +15,10 @@ from jackfield.abc.rollout import HealthReport, ServerInfo, UpdateWeightsRequest
 from jackfield.errors import WeightsError
 from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import PREFIX, Blocks, HeldWeights, WeightReceiver, check_base, delta_of
-from jackfield.simulation import VirtualClock
 from jackfield.weights import Replica, WeightSender, WeightSynchronizer
 from jackfield.weights.in_process import InProcessCheckpointEngine, InProcessConfig
 from jackfield_testing import refused
+from jackfield_virtual_clock import VirtualClock
 
 torch = pytest.importorskip("torch")
 

@@ -16,9 +16,9 @@ from jackfield.abc.checkpoint_engine import CheckpointEngineContext, ConnectRequ
 from jackfield.errors import DeadlineExceeded, WeightsError
 from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import WeightReceiver
-from jackfield.simulation import VirtualClock
 from jackfield.weights import WeightSender, in_process
 from jackfield.weights.in_process import InProcessCheckpointEngine, InProcessConfig
+from jackfield_virtual_clock import VirtualClock
 
 torch = pytest.importorskip("torch")
 

@@ -15,10 +15,10 @@ from jackfield.abc.rollout import ServerInfo, UpdateWeightsRequest, WeightReceip
 from jackfield.errors import WeightsError
 from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import WeightReceiver
-from jackfield.simulation import VirtualClock
 from jackfield.weights import Replica, WeightSender, WeightsSynced, WeightSynchronizer, in_process, run_together
 from jackfield.weights.in_process import InProcessCheckpointEngine, InProcessConfig
 from jackfield_testing import refused
+from jackfield_virtual_clock import VirtualClock
 
 torch = pytest.importorskip("torch")
 

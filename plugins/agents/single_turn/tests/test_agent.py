@@ -12,9 +12,9 @@ from jackfield.abc.agent import AgentContext, AgentLoopOutput, AgentSequence
 from jackfield.abc.rollout import GenerateRequest, GenerateResult, SamplingParams
 from jackfield.clock import Clock
 from jackfield.errors import AgentError, DataError
-from jackfield.simulation import VirtualClock
 from jackfield_agent_single_turn.agent import Config, SingleTurnAgent
 from jackfield_testing import refused
+from jackfield_virtual_clock import VirtualClock
 
 END = 99
 MESSAGES = [{"role": "user", "content": "abc"}]

@@ -100,7 +100,7 @@ def test_large_batches_are_simulated_by_group_and_say_so() -> None:
 @pytest.mark.parametrize(
     ("sections", "name", "reason"),
     [
-        ({"algorithm": {"mini_batches": 1}}, "update pipeline", "is not split into 1 mini-batches"),
+        ({"algorithm": {"mini_batches": 1}}, "update pipeline", "not split into 1 mini-batches"),
         ({"algorithm": {"name": "gpg", "mini_batches": 2}}, "update pipeline", "needs the whole batch"),
     ],
 )

@@ -20,9 +20,9 @@ from jackfield.queue.store import STORE_FILE
 from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.sdk.archive import SavedSample
 from jackfield.sdk.cells import Cell, column_from_rows, dense_column, json_column, split
-from jackfield.simulation import VirtualClock
 from jackfield_archive import COLUMNS, Archive, files_of, read_samples, write_samples
 from jackfield_queue_bench import Bench, Memory
+from jackfield_virtual_clock import VirtualClock
 
 DTYPES = [
     *("bool", "uint8", "int8", "int16", "uint16", "int32", "int64", "uint64", "float16", "bfloat16"),

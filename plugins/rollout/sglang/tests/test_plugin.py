@@ -15,9 +15,9 @@ from jackfield.abc.engine import ModelSpec
 from jackfield.abc.rollout import RolloutContext
 from jackfield.errors import ConfigError, JackfieldError, PluginError, RolloutError
 from jackfield.plugins import load_plugin
-from jackfield.simulation import VirtualClock
 from jackfield_rollout_sglang.config import Config
 from jackfield_rollout_sglang.server import SglangProcess, launch_arguments, read_answer
+from jackfield_virtual_clock import VirtualClock
 
 
 def build(path: str, **settings: Any) -> Any:

@@ -14,9 +14,9 @@ from typing import Any
 import attrs
 
 from jackfield.errors import JackfieldError, RunError
+from jackfield_simulation.clock import VirtualClock
 from jackfield_simulation.run import Simulation
 from jackfield_simulation.settings import FAULTS, PHASES, ROLES, Duration, Fault, SimulationSettings, Times
-from jackfield_simulation.world import VirtualClock
 
 __all__ = [
     "FAULTS",

@@ -122,7 +122,7 @@ def _order(one: Prediction) -> tuple[float, int]:
 
 def _candidates(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     """Yield the schedules by name, on both placements if the file leaves it open."""
-    placements = ("shared", "separate") if config.cluster.placement is None else (config.cluster.placement,)
+    placements: Any = ("shared", "separate") if config.cluster.placement is None else (config.cluster.placement,)
     kept = {name: getattr(config.schedule, name) for name in _KEPT}
     for name, settings in SCHEDULES.items():
         schedule = type(config.schedule)(**kept, **settings)

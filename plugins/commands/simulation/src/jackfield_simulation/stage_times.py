@@ -90,7 +90,8 @@ def _distribution(value: Mapping[str, Any], where: str) -> Duration:
         expected = f"one of {', '.join(DISTRIBUTIONS)}"
         raise _refused("unknown-key", f"a distribution is unknown{hint}", where, expected, dict(value))
     count, place = DISTRIBUTIONS[method], f"{where}.{method}"
-    numbers = isinstance(arguments, list) and all(type(each) in (int, float) for each in arguments)
+    arguments = arguments if isinstance(arguments, list) else []
+    numbers = all(type(each) in (int, float) for each in arguments)
     if not numbers or len(arguments) != count:
         raise _refused("wrong-type", f"{method} has other arguments", place, f"a list of {count} numbers", arguments)
     draw, drawn = random.Random(0), [inf]

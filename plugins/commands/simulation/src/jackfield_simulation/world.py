@@ -3,58 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import selectors
 import zlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import attrs
 
 from jackfield.abc.transfer_queue import TransferQueueContext
-from jackfield.clock import Clock
 from jackfield.errors import QueueError, WorkerLost
 from jackfield.queue.meta import Written, partition_of
 from jackfield.queue.values import MemoryBackend, MemoryConfig
+from jackfield_simulation.clock import VirtualClock
 from jackfield_simulation.settings import SimulationSettings
 
 T = TypeVar("T")
 Who = tuple[str, int]  #: a role and its number
 _DETECTION = 2.0  #: seconds until a death is found, in which a worker may still do something
 _CELL = ('["jagged","float32",[]]', b"")  #: a value that an engine has written
-
-
-class VirtualClock(Clock):
-    """A clock that jumps to the next deadline as soon as every task waits. Work in threads does not stop it.
-
-    Use :meth:`run` instead of :func:`asyncio.run`; ``asyncio.sleep`` and ``asyncio.timeout`` also use virtual time.
-    """
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def time(self) -> float:
-        """Return the virtual seconds since the clock was created."""
-        return self.now
-
-    def run(self, main: Coroutine[Any, Any, T]) -> T:
-        """Run ``main`` to its end on virtual time and return its result."""
-        with asyncio.Runner(loop_factory=self.make_loop) as runner:
-            return runner.run(main)
-
-    def make_loop(self) -> asyncio.AbstractEventLoop:
-        """Create an event loop that runs on virtual time."""
-        selector: Any = selectors.DefaultSelector()
-        select = selector.select
-
-        def jump(timeout: float | None = None) -> Any:
-            self.now += max(timeout or 0.0, 0.0)
-            return select(None if timeout is None else 0)
-
-        selector.select = jump
-        loop = asyncio.SelectorEventLoop(selector)
-        loop.time = self.time  # type: ignore[method-assign]
-        return loop
 
 
 @attrs.define(eq=False)
