@@ -206,7 +206,8 @@ def test_a_schedule_is_planned_as_the_guide_shows(monkeypatch: pytest.MonkeyPatc
     assert own == pytest.approx(found["own"]["step_time"], rel=0.05)
     assert " ".join(found["best"]["overrides"]) in shown
     fastest = re.search(r"^STEP.*\n([\d.]+) s", shown, re.M)
-    assert fastest and float(fastest[1]) == pytest.approx(found["others"][0]["step_time"], rel=0.05)
+    assert fastest
+    assert float(fastest[1]) == pytest.approx(found["others"][0]["step_time"], rel=0.05)
 
 
 def test_the_archive_of_a_run_is_read_and_learnt_from(model_folder: Path, tasks: Path, tmp_path: Path) -> None:
