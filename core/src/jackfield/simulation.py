@@ -14,5 +14,4 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(import_module("jackfield_simulation"), name)
     except ModuleNotFoundError as error:
-        fix = "pip install jackfield-simulation"
-        raise PluginError("the simulator is not installed", code="plugin.requirement", fix=fix) from error
+        raise PluginError("no simulator", code="plugin.requirement", fix="pip install jackfield-simulation") from error

@@ -256,6 +256,8 @@ STREAM = ("schedule.stream_mini_batches=true", "algorithm.mini_batches=4")
             "schedule.stream_mini_batches",
         ),
         ((*STREAM, "algorithm.scope=mini_batch"), "algorithm.scope"),
+        (("schedule.partial_rollout=true",), "schedule.partial_rollout"),
+        (("schedule.partial_rollout=true", "schedule.sync_interval=2"), None),
         (("algorithm.name=gpg", "algorithm.scope=mini_batch"), "algorithm.scope"),
         ((ASYNC, "schedule.on_stale=train_corrected", "algorithm.name=gmpo"), None),
         (

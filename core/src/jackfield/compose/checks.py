@@ -132,7 +132,7 @@ def check_capabilities(config: RunConfig, registry: Registry, role: RoleName = "
     ):
         if needed:
             registry.resolve(config.plugins[kind], kind).usable().require(capability, because)
-    shared = config.cluster.name == "ray" and config.cluster.placement != "separate"
+    shared = config.cluster.placement == "shared" or (config.cluster.name == "ray" and config.cluster.shares_devices)
     if weights.in_turns and (config.cluster.offload or shared):
         what = "replicas do not serve while the engine has their devices, so they have no turns"
         raise config.refusal("weights.in_turns", what, "false, or cluster.placement: separate")

@@ -17,6 +17,7 @@ def check_schedule(config: RunConfig, algorithm: ResolvedAlgorithm) -> None:
     is_async, streams, most = schedule.mode == "async", schedule.stream_mini_batches, schedule.max_staleness
     groups, correction = config.data.groups_per_batch + algorithm.experts, algorithm.correction
     late, scope = schedule.on_stale == "train_corrected", config.algorithm.scope
+    ahead = is_async or k > 1 or schedule.sync_offset  # rollouts may run while a step trains
     whole = [name for name, compares in _of_whole_batch(algorithm).items() if compares]
     idle = ["mode", "stream_mini_batches", "partial_rollout"] + ["rollouts_in_flight"] * (config.mode != "explore")
     for name in () if config.mode == "online" else idle:
@@ -42,6 +43,7 @@ def check_schedule(config: RunConfig, algorithm: ResolvedAlgorithm) -> None:
         (streams and whole and scope == "batch", stream, f"{' and '.join(whole)} needs the whole batch", per_part),
         (late and not _corrects(algorithm), "schedule.on_stale", "nothing corrects for older weights", weighed),
         (scope == "mini_batch" and not (streams and whole), "algorithm.scope", no_scope, "batch"),
+        (schedule.partial_rollout and not ahead, "schedule.partial_rollout", "no rollout runs in training", "false"),
         (by_token and config.mixing.human, "mixing.human", "samples from elsewhere have no weight versions", "null"),
         (is_async and algorithm.experts, "data.expert", "steps would use up its answers first", "null; mixing.expert"),
     ):

@@ -379,5 +379,6 @@ class RunConfig:
     def refusal(self, where: str, message: str, expected: str, **details: str) -> ConfigError:
         """Return the error for the setting at the path ``where``, with code and fix. It shows the setting's value."""
         found = functools.reduce(getattr, where.split("."), self)
+        details = {"fix": f"give {where} a value that is expected, or change what it does not fit", **details}
         shown = None if attrs.has(type(found)) else found
         return ConfigError(message, where=where, expected=expected, found=shown, **details)

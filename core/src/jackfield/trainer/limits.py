@@ -30,8 +30,7 @@ class Limits:
 
     def restore(self, used: Mapping[str, float]) -> None:
         """Continue with what a checkpoint's run had used."""
-        self.used = used
-        most = self.role.config.schedule.steps
+        self.used, most = used, self.role.config.schedule.steps
         self.role.schedule = attrs.evolve(self.role.schedule, steps=min(int(used.get("steps", most)), most))
 
     def count(self, steps_done: int, tags: Sequence[Mapping[str, Any]], seconds: float) -> None:

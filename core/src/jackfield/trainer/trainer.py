@@ -124,11 +124,12 @@ class Trainer:
         except QueueError as error:
             if not (step.leased and is_lost(error)):
                 raise
-            settings = self.role.config.algorithm
-            over = len(step.sizes) * (settings.epochs - 1)  # what has had its last update is not read again
+            over = len(step.sizes) * (
+                self.role.config.algorithm.epochs - 1
+            )  # what has had its last update is not read again
             done = {number for number in step.parts if len(step.sizes) > 1 and ("actor", over + number) in step.updates}
-            held = {number: part for number, part in step.parts.items() if number not in done}
-            held = held if step.index is not None else {-1: step.part}
+            parts = step.parts if step.index is not None else {-1: step.part}
+            held = {number: part for number, part in parts.items() if number not in done}
             found = [number for number, part in held.items() if await self.role.give_back_lost(part, error)]
             if not found:
                 raise
