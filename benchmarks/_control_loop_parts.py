@@ -18,7 +18,7 @@ from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueCont
 from jackfield.algorithms import LossSpec
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
-from jackfield.cluster.pool import DeviceLease
+from jackfield.cluster.pool import DeviceLease, ReplicaPool
 from jackfield.compose.workers import CONTRACTS
 from jackfield.config import make_config
 from jackfield.config.sections import RayConfig
@@ -107,7 +107,9 @@ class Rank:
 class Estimator:
     """An estimator that returns no advantages."""
 
-    async def estimate(self, batch: BatchMeta, kl_coefficient: float = 0.0) -> tuple[dict[str, float], Written]:
+    async def estimate(
+        self, batch: BatchMeta, kl_coefficient: float = 0.0, version: int | None = None
+    ) -> tuple[dict[str, float], Written]:
         return {}, Written(columns=(), sizes=(0,) * len(batch))
 
 
@@ -263,7 +265,9 @@ async def explore_or_score(role: Role, folder: str, stack: AsyncExitStack) -> No
     begun = partial(role.queue.wait_notice, WEIGHTS, 0, SECONDS)
     tasks = await stack.enter_async_context(asyncio.TaskGroup())
     if role.name == "explore":
-        weights = tasks.create_task(WeightSubscriber(role=role, replicas=[]).run())
+        weights = tasks.create_task(
+            WeightSubscriber(role=role, pool=ReplicaPool(role.workers.places, role.config, role.clock)).run()
+        )
         explorer = Explorer(role=role, name="explorer-0")
         tasks.create_task(after(begun, explorer.run)).add_done_callback(lambda _: weights.cancel())
     else:

@@ -11,11 +11,9 @@ import itertools
 import math
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import _control_loop_parts as parts
@@ -41,15 +39,12 @@ from jackfield.runtime.workers import AgentWorker, Workers, list_seconds
 from jackfield.sdk.rpc import Connection, Contract, stub
 from jackfield.sdk.rpc.connection import MSGPACK
 from jackfield.sdk.rpc.wire import HEAD, MAGIC, Call, Message, Reply
+from jackfield.simulation import VirtualClock
 from jackfield.trainer.role import Role, RunWorkers
 from jackfield.trainer.rollouts import Explorer, RewardPipeline
 from jackfield.trainer.trainer import Trainer
 from jackfield.trainer.weights import EngineWeights
 from jackfield.weights import PreparedSender, WeightSender
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools" / "testing"))
-
-from jackfield_virtual_clock import VirtualClock
 
 T = TypeVar("T")
 
@@ -227,7 +222,7 @@ class Places:
     async def end(self, number: int) -> None:
         return
 
-    async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
+    async def route(self, replicas: Mapping[int, Replica], seconds: float, updating: Sequence[int] = ()) -> int:
         return 0
 
 

@@ -103,6 +103,9 @@ def _rows(cls: type, path: str, given: object, nested: bool) -> Iterator[str]:
             yield _row(name, kind, _default(field, given), text)
         if inner is not None and nested:
             yield from _rows(inner, name, _default_of(field), nested)
+        named = typing.get_args(typing.get_type_hints(cls)[field.name])[1:]  # the class of a mapping's values
+        if nested and named and isinstance(named[0], type) and attrs.has(named[0]):
+            yield from _rows(named[0], f"{name}.NAME", None, nested)
 
 
 def _summary(cls: type | None) -> str:

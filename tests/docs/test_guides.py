@@ -15,15 +15,19 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from click.testing import CliRunner
 
 from jackfield.abc.reward import RewardContext, ScoreRequest
 from jackfield.abc.transfer_queue import PutRequest, TransferQueueContext
+from jackfield.cli import main
 from jackfield.compose import run
 from jackfield.compose.resolve import resolve_algorithm
-from jackfield.config import load_config, make_config, plugin_settings
+from jackfield.compose.run import run_stages
+from jackfield.config import load_config, load_stages, make_config, plugin_settings
 from jackfield.plugins import HookManager, Registry
 from jackfield.plugins.hooks import StepEnded
 from jackfield.sdk.cells import column_from_rows
+from jackfield.simulation import check_seeds
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
@@ -48,8 +52,8 @@ def commands() -> list[Any]:
     for block in blocks("console"):
         for line in block.values[0].splitlines():
             words = shlex.split(line.removeprefix("$ "))
-            if {"run", "config"} & set(words) or any(word.endswith("quickstart.py") for word in words):
-                found.append(pytest.param(words, id=" ".join(words[:4])))
+            if {"run", "config", "bench", "plan"} & set(words) or any(word.endswith("quickstart.py") for word in words):
+                found.append(pytest.param(words, id=" ".join(words)))
     return found
 
 
@@ -64,7 +68,8 @@ def test_configurations_in_the_documentation_are_valid(documented: Registry, tex
 def test_commands_in_the_documentation_are_valid(documented: Registry, words: list[str]) -> None:
     overrides = [word for word in words if OVERRIDE.fullmatch(word)]
     file = next((word for word in words if word.endswith(".yaml")), "examples/quickstart/grpo.yaml")
-    plugin_settings(load_config(REPOSITORY / file, overrides), documented)
+    for config in load_stages(REPOSITORY / file, overrides).values():
+        plugin_settings(config, documented)
     assert (REPOSITORY / file).is_file()
 
 
@@ -102,6 +107,26 @@ def test_own_model_own_data_own_reward_and_one_line_changed(model_folder: Path, 
         assert (tmp_path / name).is_file(), name
 
 
+def test_the_stages_of_the_guide(model_folder: Path, tasks: Path, tmp_path: Path) -> None:
+    """SFT, then GRPO from its model until 16 samples are used."""
+    reward = ("reward.name=function", f"reward.path={GUIDES / 'my_reward.py'}:compute_score")
+    given = [each for each in small(tmp_path, model_folder, tasks, *reward) if not each.startswith("schedule.steps")]
+    ends = ("stages.sft.schedule.steps=1", "stages.grpo.schedule.until.samples=16")
+    said: list[str] = []
+    result = run_stages(load_stages(GUIDES / "stages.yaml", [*given, *ends]), said.append)
+    assert [f"stage 1 of 2: sft, in {tmp_path / '1-sft'}", f"stage 2 of 2: grpo, in {tmp_path / '2-grpo'}"] == said
+    assert (tmp_path / "2-grpo" / "model", 2) == (result.model, len(steps(result.folder)))
+
+
+def test_samples_are_collected_and_then_trained_on(model_folder: Path, tasks: Path, tmp_path: Path) -> None:
+    reward = ("reward.name=function", f"reward.path={GUIDES / 'my_reward.py'}:compute_score")
+    overrides = small(tmp_path / "collected", model_folder, tasks, "evaluation.every=0", *reward)
+    run(load_config(GUIDES / "minimal.yaml", [*overrides, "mode=explore"]))
+    learns = ("mode=train", f"data.samples={tmp_path / 'collected'}", "data.epochs=2", "schedule.steps=50")
+    overrides = small(tmp_path / "learned", model_folder, tasks, "evaluation.every=0", *reward, *learns)
+    assert 6 == run(load_config(GUIDES / "minimal.yaml", overrides)).steps
+
+
 def test_a_class_judges_and_metrics_are_the_further_numbers(build: Any) -> None:
     async def main(path: str, **settings: Any) -> Any:
         agent = build("reward", "function", RewardContext(), path=f"{GUIDES}/{path}", **settings)
@@ -115,6 +140,24 @@ def test_a_class_judges_and_metrics_are_the_further_numbers(build: Any) -> None:
     assert ("ok", 0.0) == (judged.status, judged.score)
     scored = asyncio.run(main("my_reward.py:compute_score", keywords={"brevity": 0.3}))
     assert ("ok", 1.1, 2.0) == (scored.status, pytest.approx(scored.score), scored.metrics["words"])
+
+
+def test_checkpoints_are_benched_and_compared_task_by_task(model_folder: Path, tasks: Path, tmp_path: Path) -> None:
+    sets = (
+        f"evaluation.sets={{hard: {{file: {tasks}, rollouts: 4, sampling: {{temperature: 1.0, max_new_tokens: 4}}}}}}"
+    )
+    overrides = small(tmp_path, model_folder, tasks, sets, "evaluation.every=0", "checkpoint.every=1")
+    overrides += ["reward.pattern=null", "reward.ground_truth_pattern=null"]
+    file = str(GUIDES / "bench.yaml")
+    run(load_config(file, [*overrides, "schedule.steps=2"]))
+    ended = CliRunner().invoke(main, ["bench", file, *overrides, "--all", "--base"])
+    assert 0 == ended.exit_code, ended.output
+    results = json.loads((tmp_path / "bench" / "bench.json").read_text())["results"]
+    assert ["base", "step_00000001", "step_00000002"] == [each["model"] for each in results if each["set"] == "hard"]
+    means = {each["model"]: each["metrics"]["mean@4"] for each in results if each["set"] == "hard"}
+    compare = load(GUIDES / "compare_models.py").difference
+    gain, _ = compare(tmp_path / "bench", "base", "step_00000002", "hard")
+    assert means["step_00000002"] - means["base"] == pytest.approx(gain)
 
 
 def load(path: Path) -> Any:
@@ -141,6 +184,43 @@ def test_own_advantages(model_folder: Path, tasks: Path, tmp_path: Path) -> None
     overrides = small(tmp_path, model_folder, tasks, "schedule.steps=1", "algorithm.advantages={name: leave_one_out}")
     overrides += ["reward.pattern=null", "reward.ground_truth_pattern=null"]
     assert 1 == run(load_config(GUIDES / "minimal.yaml", overrides)).steps
+
+
+def test_schedules_are_simulated_and_checked() -> None:
+    """A batch that is generated ahead hides generation, and no fault breaks an invariant."""
+    guide = load(GUIDES / "simulate_schedule.py")
+    seconds = guide.compare(4)
+    assert seconds[1] < 0.8 * seconds[0]
+    check_seeds(range(20), guide.with_a_fault)
+
+
+def test_a_schedule_is_planned_as_the_guide_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The documented command, with fewer steps, finds what the guide says of the file and of the best schedule."""
+    monkeypatch.chdir(REPOSITORY)
+    (shown,) = [block.values[0] for block in blocks("console") if block.values[0].startswith("$ jackfield plan")]
+    command = shlex.split(shown.splitlines()[0].removeprefix("$ jackfield"))
+    ended = CliRunner().invoke(main, [*command, "--steps", "4", "--json"])
+    assert 0 == ended.exit_code, ended.output
+    found = json.loads(ended.output)
+    (own,) = [float(seconds) for seconds in re.findall(r"a step takes ([\d.]+) s", shown)]
+    assert own == pytest.approx(found["own"]["step_time"], rel=0.05)
+    assert " ".join(found["best"]["overrides"]) in shown
+    fastest = re.search(r"^STEP.*\n([\d.]+) s", shown, re.M)
+    assert fastest
+    assert float(fastest[1]) == pytest.approx(found["others"][0]["step_time"], rel=0.05)
+
+
+def test_the_archive_of_a_run_is_read_and_learnt_from(model_folder: Path, tasks: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "archive"
+    overrides = small(tmp_path / "run", model_folder, tasks, f"queue.archive={archive}", "schedule.steps=2")
+    overrides += ["reward.pattern=null", "reward.ground_truth_pattern=null", "evaluation.every=0"]
+    assert 2 == run(load_config(GUIDES / "minimal.yaml", overrides)).steps
+    found = load(GUIDES / "read_archive.py").rewards_by_step(archive)
+    expected = {step["step"] - 1: pytest.approx(step["reward/mean"], abs=1e-6) for step in steps(tmp_path / "run")}
+    assert expected == found
+    learning = small(tmp_path / "sft", model_folder, archive, "schedule.steps=1", "evaluation.every=0")
+    learning += ["mode=offline", "algorithm.name=sft", "data.rollouts_per_group=1"]
+    assert 1 == run(load_config(GUIDES / "minimal.yaml", learning)).steps
 
 
 def test_a_run_goes_on_and_its_ledger_counts_every_sample_once(model_folder: Path, tasks: Path, tmp_path: Path) -> None:

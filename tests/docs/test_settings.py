@@ -36,8 +36,8 @@ def test_every_setting_of_an_installed_plugin_says_what_it_is_for() -> None:
     assert [] == silent
 
 
-#: Settings that are read through a table of names: one observer each, and one part of the batch each.
-BY_TABLE = {"curve", "metrics_file", "sample_table", "tensorboard", "timeline", "human", "replay"}
+#: Settings that are read through a table of names: one observer each, one part of the batch each, and a limit.
+BY_TABLE = {"curve", "metrics_file", "sample_table", "tensorboard", "timeline", "device_seconds"}
 
 
 def test_every_setting_is_read_by_something() -> None:

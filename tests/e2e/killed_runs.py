@@ -12,6 +12,8 @@ place. Moments are events of the run and steps in the life of its files, so that
     opened, renamed or removed
 ``checkpoint``
     the same, of files in an unfinished or doomed checkpoint only
+``/NAME``
+    the same, of files whose path has this text only
 """
 
 from __future__ import annotations
@@ -27,7 +29,6 @@ import signal
 import sys
 from typing import Any
 
-from jackfield import compose
 from jackfield.cli import main
 from jackfield.config import load_config
 from jackfield.plugins import hookimpl
@@ -45,7 +46,8 @@ class Killer:
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event in _AUDITED and isinstance(arguments[0], str | os.PathLike):
             path = os.fspath(arguments[0])
-            if path.startswith(self.folder) and (self.place == "anywhere" or ".partial" in path):
+            part = {"anywhere": "", "checkpoint": ".partial"}.get(self.place, self.place)
+            if path.startswith(self.folder) and part in path:
                 self._count()
 
     def _count(self) -> None:
@@ -91,7 +93,8 @@ def child(command: dict[str, Any], answers: int) -> None:
     if command["kill"] is not None:
         folder = load_config(command["config"], command["overrides"]).folder
         killer = Killer(folder, *command["kill"])
-        compose.run = functools.partial(compose.run, hooks=[killer])
+        running = importlib.import_module("jackfield.compose.run")
+        running.run = functools.partial(running.run, hooks=[killer])  # type: ignore[attr-defined]
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):

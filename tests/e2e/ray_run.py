@@ -12,6 +12,7 @@ all of its workers just before it.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -102,11 +103,11 @@ def killers(folder: Path, kill: dict[str, Any]) -> list[object]:
 
 def main() -> None:
     sys.meta_path.insert(0, Refuse())  # type: ignore[arg-type]
-    from jackfield import compose
     from jackfield.cli import main as command
 
-    kill, run = json.loads(sys.argv[1]), compose.run
-    compose.run = lambda config, **how: run(config, hooks=killers(Path(config.folder), kill), **how)
+    running = importlib.import_module("jackfield.compose.run")
+    kill, run = json.loads(sys.argv[1]), running.run
+    running.run = lambda config, **how: run(config, hooks=killers(Path(config.folder), kill), **how)
     try:
         command(["run", *sys.argv[2:]])
     finally:

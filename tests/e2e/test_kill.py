@@ -135,14 +135,30 @@ def test_killed_again_and_again_a_synchronous_run_is_bitwise_the_uninterrupted_o
         assert not list(folder.rglob("*.partial"))
 
 
-@KILLS
+STREAM = ("schedule.stream_mini_batches=true", "algorithm.mini_batches=2", "algorithm.old_log_probs=engine")
+ASYNC = ("schedule.mode=async", "schedule.max_staleness=2", "schedule.rollouts_in_flight=4")
+DURABLE = ("transfer_queue={name: sql}", "queue.durable=true")
+
+
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("schedule.sync_offset=1",),
+        (*STREAM, "schedule.sync_offset=1"),
+        (*STREAM, *DURABLE),
+        ASYNC,
+        (*ASYNC, *DURABLE),
+        pytest.param((*ASYNC, "schedule.on_stale=drop"), marks=pytest.mark.nightly),
+    ],
+    ids=["one-step", "pipeline", "pipeline-durable", "async", "async-durable", "async-drop"],
+)
 def test_killed_again_and_again_a_run_ahead_of_its_weights_uses_every_sample_once(
-    start: Start, tmp_path: Path, kills: int
+    start: Start, tmp_path: Path, settings: tuple[str, ...]
 ) -> None:
-    settings = ("schedule.sync_offset=1",)
-    for folder in kill_again_and_again(start, tmp_path, settings, seed=5, kills=kills):
-        check_ledger(folder)
+    """The ledger says so; an asynchronous step uses groups of any batch."""
+    for folder in kill_again_and_again(start, tmp_path, settings, seed=5, kills=6):
+        check_ledger(folder, own_batch=settings[0] != ASYNC[0])
         lines = [line["step"] for line in metrics(folder) if line["kind"] == "step"]
         assert list(range(1, STEPS + 1)) == lines
 
@@ -184,8 +200,11 @@ def test_a_disk_that_is_full_at_a_checkpoint_ends_the_run_and_the_same_command_g
     check_equal(tmp_path / "whole", tmp_path / "full")
 
 
-def check_ledger(folder: Path, prompts: int = PROMPTS) -> None:
-    """Replay the ledger: what is committed stays; in the end every place of every batch was used once, by its step."""
+def check_ledger(folder: Path, prompts: int = PROMPTS, *, own_batch: bool = True) -> None:
+    """Replay the ledger: what is committed stays; in the end every place of every batch was used once.
+
+    With ``own_batch`` it was used by the step of its number.
+    """
     entries = list(read_ledger(folder))
     committed: Mapping[str, int | None] = {}
     for end, entry in enumerate(entries, start=1):
@@ -196,8 +215,10 @@ def check_ledger(folder: Path, prompts: int = PROMPTS) -> None:
             assert not before.keys() & set(entry["keys"]), f"line {end} uses again what was used"
         if entry["event"] == "commit":
             committed = {key: step for key, step in trained.items() if step is not None and step <= entry["step"]}
-    places = Counter((step, *place(key)) for key, step in committed.items())
-    expected = {(step, step, slot, run) for step in range(STEPS) for slot in range(prompts) for run in range(RUNS)}
+    places = Counter(place(key) for key in committed)
+    assert not own_batch or all(step == place(key)[0] for key, step in committed.items())
+    assert {prompts * RUNS} == set(Counter(committed.values()).values()), "each step used as many samples"
+    expected = {(batch, slot, run) for batch in range(STEPS) for slot in range(prompts) for run in range(RUNS)}
     assert expected == places.keys()
     assert {1} == set(places.values())
 

@@ -15,7 +15,7 @@ from jackfield.queue import read_ledger
 
 from .conftest import QUICKSTART, Run
 
-TIMES = ("seconds", "time", "samples_per_second")
+TIMES = ("seconds", "time", "samples_per_second", "waits")
 
 
 def steps(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -33,6 +33,8 @@ GRADED = (
     "reward.method=regex",
     "reward.expected='.*[0-4].*'",
 )
+
+STREAM = "schedule.stream_mini_batches=true"
 
 #: What a run needs that is compared with another to the last bit.
 INVARIANT = "rollout.batch_invariant=true"
@@ -76,6 +78,18 @@ def test_rollout_and_engine_agree_on_log_probs(small_run: Run) -> None:
         ),
         ("algorithm.kl={coefficient: 0.1, target: 0.2}", "algorithm.mini_batches=2"),
         ("cluster.micro_batch_tokens=64", "optimizer.scheduler=linear", "optimizer.total_steps=3"),
+        (STREAM, "algorithm.mini_batches=2"),
+        (STREAM, "algorithm.mini_batches=2", "algorithm.epochs=2", "algorithm.kl.coefficient=0.1"),
+        (STREAM, "algorithm.mini_batches=2", "schedule.sync_offset=1", "algorithm.old_log_probs=engine"),
+        (STREAM, "algorithm.mini_batches=2", "algorithm.name=ppo", "cluster.offload=true"),
+        (STREAM, "algorithm.mini_batches=2", "algorithm.name=remax", "algorithm.old_log_probs=engine"),
+        (STREAM, "algorithm.mini_batches=2", "algorithm.name=reinforce_plus_plus", "algorithm.scope=mini_batch"),
+        ("schedule.mode=async", "schedule.steps=6"),
+        ("schedule.mode=async", "schedule.max_staleness=3", "schedule.sync_interval=2", "schedule.steps=6"),
+        ("schedule.mode=async", "algorithm.name=decoupled_ppo", "schedule.on_stale=train_corrected"),
+        ("schedule.mode=async", "schedule.rollouts_in_flight=4", "algorithm.correction.enabled=false"),
+        ("schedule.mode=async", "algorithm.correction={stale_only: true, max_token_staleness: 1}"),
+        ("algorithm.kl.measure=true",),
     ],
     ids=lambda overrides: ",".join(overrides),
 )
@@ -85,7 +99,8 @@ def test_settings_of_the_loop(small_run: Run, overrides: tuple[str, ...]) -> Non
     assert all(math.isfinite(line["policy/loss"]) and line["grad_norm"] >= 0 for line in steps(lines))
     ledger = list(read_ledger(result.folder))
     acked = [key for entry in ledger if entry.get("consumer") == "trainer" for key in entry.get("keys", ())]
-    assert len(acked) == len(set(acked)) == 16 * result.steps, "every sample was trained on exactly once"
+    of_step = 20 if "algorithm.name=remax" in overrides else 16  # with a baseline for each of 4 groups
+    assert len(acked) == len(set(acked)) == of_step * result.steps, "every sample was trained on exactly once"
 
 
 @pytest.mark.parametrize("lora", [(), ("model.lora={rank: 4}", "optimizer.lr=1e-2")], ids=["full", "lora"])
@@ -94,6 +109,17 @@ def test_kl_to_the_reference_starts_at_zero_and_grows(small_run: Run, lora: tupl
     divergences = [line["policy/kl"] for line in steps(lines)]
     assert 0.0 == pytest.approx(divergences[0], abs=1e-6)
     assert divergences[-1] > 1e-6
+
+
+def test_kl_and_entropy_are_reported_without_a_penalty(small_run: Run) -> None:
+    """And the losses are those of a run that does not measure the KL."""
+    _, plain = small_run("plain", INVARIANT, "optimizer.warmup_steps=0", *GRADED)
+    _, lines = small_run("kl", INVARIANT, "algorithm.kl.measure=true", "optimizer.warmup_steps=0", *GRADED)
+    divergences = [line["policy/kl"] for line in steps(lines)]
+    assert 0.0 == pytest.approx(divergences[0], abs=1e-6)
+    assert divergences[-1] > 1e-6
+    assert [line["policy/loss"] for line in steps(plain)] == [line["policy/loss"] for line in steps(lines)]
+    assert all(0 < line["policy/entropy_estimate"] < 20 for line in steps(plain))
 
 
 def test_lora_reaches_the_rollout_server(small_run: Run) -> None:

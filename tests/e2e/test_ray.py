@@ -225,7 +225,7 @@ def test_workers_that_die_are_named_and_the_run_ends_as_if_they_had_not(ray_run:
         "checkpoint 2": ["the actor engine, rank 0"],
         "checkpoint 3": ["the actor engine, rank 1"],
     }
-    places = ("cluster.ray.placement=disaggregated", "cluster.replicas=1", "cluster.ray.num_cpus=3")
+    places = ("cluster.placement=separate", "cluster.replicas=1", "cluster.ray.num_cpus=3")
     ended = ray_run("recovered", *places, "checkpoint.every=1", "weights.kind=delta", kill=kill)
     assert "rollout replica 0 died and is started again" in ended.stderr
     assert ["seconds/load_weights" in line for line in by_step(metrics(ended.folder))] == [False, True, False, False]
@@ -235,6 +235,36 @@ def test_workers_that_die_are_named_and_the_run_ends_as_if_they_had_not(ray_run:
         assert died.startswith(f"{name} died ({name}, process "), "with its number and host"
     assert 2 == ended.stderr.count("the run goes on after")
     check_equal(joined, ended.folder, besides=("replicas", "log_prob_check/replica", "log_prob_check/rollout"))
+
+
+LONG = (
+    *("sampling.max_new_tokens=100", "sampling.ignore_eos=true", "schedule.sync_offset=1", "cluster.replicas=2"),
+    *("cluster.ray.engine_ranks=1", "observe.samples_per_step=16", "reward.expected='.*s'", "checkpoint.every=0"),
+)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("schedule.partial_rollout=true", "cluster.offload=true"),
+        ("cluster.placement=separate", "cluster.ray.num_cpus=3", "weights.in_turns=true"),
+    ],
+    ids=["interrupted for training", "beside training, in turns"],
+)
+def test_responses_continue_with_new_weights_in_a_cluster(
+    ray_run: RayRun, cluster: str, settings: Sequence[str]
+) -> None:
+    """Each has its whole budget, and some have tokens of two versions."""
+    where = () if "cluster.ray.num_cpus=3" in settings else ("--address", cluster)
+    ended = ray_run("-".join(settings[0].split("=")), *where, *LONG, *settings)
+    rows = [json.loads(line) for line in (ended.folder / "samples" / "train.jsonl").read_text().splitlines()]
+    assert 4 * 16 == len(rows)
+    assert {100} == {len(row["response_ids"]) for row in rows}
+    spans = {(row["tags"]["weight_version_min"], row["tags"]["weight_version_max"]) for row in rows}
+    assert any(oldest < newest for oldest, newest in spans), spans
+    assert not (ended.folder / "samples" / "failed.jsonl").exists(), "a request was lost"
+    assert [2] * 4 == [line["replicas"] for line in metrics(ended.folder) if line["kind"] == "weights"]
+    assert all(line["log_prob_check/replica/mean"] < 1e-4 for line in by_step(metrics(ended.folder))[1:])
 
 
 @pytest.mark.timeout(600 + 120 * KILLS)

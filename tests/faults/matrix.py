@@ -7,10 +7,13 @@ import os
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from jackfield.queue import effective_acks, read_ledger
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "grpo.yaml"
 RESULTS = Path(__file__).with_name("results.json")
@@ -20,6 +23,19 @@ RUNTIMES = ("inline", "ray", "distributed")
 APART = "not a process of its own"
 WORKS_ON = "works on: SIGTERM is for the run, whose processes end with it"
 _DEADLINE = 240.0
+PIPELINE = ("schedule.stream_mini_batches=true", "algorithm.mini_batches=2", "schedule.sync_offset=1")
+ASYNC = ("schedule.mode=async", "schedule.max_staleness=2")
+
+
+def check_once(folder: Path, groups: int, rollouts: int) -> None:
+    """Each committed step has used as many groups as a batch has, and no group of a batch was used twice."""
+    acks = effective_acks(read_ledger(folder)).get("trainer", {})
+    last = max(entry["step"] for entry in read_ledger(folder) if entry["event"] == "commit")
+    used = {key: step for key, step in acks.items() if step is not None and step <= last}
+    assert last > 0
+    assert dict.fromkeys(range(last + 1), groups * rollouts) == Counter(used.values())
+    places = Counter(tuple(key.split("/")[1:3]) for key in used)
+    assert {rollouts} == set(places.values()), places
 
 
 def until(what: str, found: Callable[[], Any], seconds: float = _DEADLINE) -> Any:

@@ -10,7 +10,21 @@ import pytest
 
 from jackfield_commands import Command, CommandServer
 
-from .matrix import APART, QUICKSTART, SIGNALS, WORKS_ON, codes, lives, seen, send, steps, until
+from .matrix import (
+    APART,
+    ASYNC,
+    PIPELINE,
+    QUICKSTART,
+    SIGNALS,
+    WORKS_ON,
+    check_once,
+    codes,
+    lives,
+    seen,
+    send,
+    steps,
+    until,
+)
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -27,13 +41,13 @@ COMMANDS = {
 class Apart:
     """The commands of one run."""
 
-    def __init__(self, jackfield: CommandServer, folder: Path, made: Path) -> None:
+    def __init__(self, jackfield: CommandServer, folder: Path, made: Path, schedule: tuple[str, ...]) -> None:
         self._jackfield, self.folder = jackfield, folder
         self._settings = [
             str(QUICKSTART), f"folder={folder}", f"model.path={made / 'model'}",
             f"data.train={made / 'problems.jsonl'}", f"checkpoint_engine={{name: file, folder: {folder / 'weights'}}}",
             "transfer_queue={name: zmq, units: 5}", "queue.rewards=distributed", "schedule.steps=500",
-            "schedule.sync_offset=1", "evaluation.every=0", "checkpoint.every=1", "observe.progress=false",
+            *schedule, "evaluation.every=0", "checkpoint.every=1", "observe.progress=false",
             "observe.curve=false", "observe.tensorboard=false", "data.groups_per_batch=2", "data.rollouts_per_group=2",
             "sampling.max_new_tokens=3", "cluster.threads=1", f"deadlines.heartbeat={SILENCE}",
         ]  # fmt: skip
@@ -71,15 +85,26 @@ class Apart:
         return command
 
 
-@pytest.fixture(scope="module")
-def run(jackfield: CommandServer, made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
-    run = Apart(jackfield, tmp_path_factory.mktemp("apart") / "run", made)
+@pytest.fixture(
+    scope="module",
+    params=[
+        ASYNC,
+        pytest.param(PIPELINE, marks=pytest.mark.nightly),
+        pytest.param(("schedule.sync_offset=1",), marks=pytest.mark.nightly),
+    ],
+    ids=["async", "pipeline", "one-step"],
+)
+def run(
+    jackfield: CommandServer, made: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Apart]:
+    run = Apart(jackfield, tmp_path_factory.mktemp("apart") / "run", made, request.param)
     run.start("controller", "trainer", "reward", "explorer")
     run.moves_on()
     until("a checkpoint", lambda: run.checkpoints)
     yield run
     for command in run.running.values():
         command.kill()
+    check_once(run.folder, groups=2, rollouts=2)
 
 
 def told(command: Command, who: str, pid: int, name: str) -> None:

@@ -12,7 +12,21 @@ import pytest
 
 from jackfield_commands import Command, CommandServer, Completed
 
-from .matrix import APART, QUICKSTART, SIGNALS, WORKS_ON, lives, seen, send, state, steps, until
+from .matrix import (
+    APART,
+    ASYNC,
+    PIPELINE,
+    QUICKSTART,
+    SIGNALS,
+    WORKS_ON,
+    check_once,
+    lives,
+    seen,
+    send,
+    state,
+    steps,
+    until,
+)
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(900)
@@ -70,16 +84,24 @@ class Seen:
     again: Completed
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(
+    scope="module",
+    params=[PIPELINE, pytest.param(ASYNC, marks=pytest.mark.nightly), pytest.param((), marks=pytest.mark.nightly)],
+    ids=["pipeline", "async", "on-policy"],
+)
 def ended(
-    jackfield: CommandServer, made: Path, tmp_path_factory: pytest.TempPathFactory, ray_interpreters: str
+    jackfield: CommandServer,
+    made: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    ray_interpreters: str,
+    request: pytest.FixtureRequest,
 ) -> Iterator[Seen]:
     folder = tmp_path_factory.mktemp("ray")
     settings = [
         str(QUICKSTART), "name=ray", f"folder={folder / 'run'}",
         f"model.path={made / 'model'}", f"data.train={made / 'problems.jsonl'}", "data.groups_per_batch=2",
         "data.rollouts_per_group=4", "sampling.max_new_tokens=6", f"schedule.steps={STEPS}",
-        "evaluation.every=0",
+        "evaluation.every=0", *request.param,
         "observe.progress=false", "observe.curve=false", "observe.tensorboard=false", "checkpoint.every=1",
         "cluster={name: ray, threads: 1, replicas: 1, replica_restarts: 10}",
         "cluster.ray={num_cpus: 3, object_store_bytes: 200000000}", "checkpoint.max_recoveries=10", ray_interpreters,
@@ -201,6 +223,7 @@ def test_the_run_is_killed_as_a_whole_and_the_same_command_goes_on(ended: Seen) 
     """STOP and CONT leave it as it was; KILL ends its workers, too. For TERM see tests/trust/test_signals_ray.py."""
     assert 137 == ended.code
     assert (0, []) == (ended.again.code, ended.again.error.splitlines()[1:]), ended.again.error
+    check_once(ended.folder, groups=2, rollouts=4)
     seen("ray", "trainer", "STOP", "stands still; CONT lets it go on, and nothing of it was killed")
     seen("ray", "trainer", "KILL", "its workers end; the same command goes on from the newest checkpoint")
     for role in ("controller", "explorer"):

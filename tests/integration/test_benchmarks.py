@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import ModuleType
 
+import attrs
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -72,6 +73,47 @@ def test_the_reward_is_the_share_of_wanted_words(monkeypatch: pytest.MonkeyPatch
     assert compute_score("", "", "bhrt", {}) == 0.0
 
 
+class TestTheBoundOfSchedules:
+    """Analytic bounds of ``schedules.py``, by hand."""
+
+    @pytest.fixture
+    def bounds(self, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+        return load("_schedules_bound", monkeypatch)
+
+    def test_stages_that_wait_for_each_other_add_up(self, bounds: ModuleType) -> None:
+        work = bounds.Workload(name="w", generate=20.0, tail=5.0, update=7.0, log_probs=2.0, sync=3.0)
+        for k in (1, 2, 5):
+            period = k * 20.0 + 5.0 + 2.0 + 7.0 + 3.0
+            assert period / k == pytest.approx(bounds.bound(work, bounds.Plan(name="p", k=k), (2 * k, 4 * k)))
+
+    def test_a_busy_device_bounds_what_overlaps(self, bounds: ModuleType) -> None:
+        work = bounds.Workload(name="w", generate=20.0, update=7.0, sync=3.0)
+        plan = bounds.Plan(name="p", o=1)
+        assert bounds.bound(work, plan, (4, 12)) == 20.0 + 3.0
+        assert bounds.bound(attrs.evolve(work, shared=True), plan, (4, 12)) == 20.0 + 7.0 + 3.0
+
+    def test_mini_batches_start_with_the_first_rewards(self, bounds: ModuleType) -> None:
+        class Delayed(bounds.Workload):  # type: ignore[misc,name-defined]
+            def reward_seconds(self, batch: int, group: int, rollout: int) -> float:
+                return (20.0, 5.0)[group]
+
+        sizes = {"groups": 2, "rollouts": 1, "mini_batches": 2, "at_once": True}
+        work = Delayed(name="w", generate=10.0, log_probs=2.0, update=6.0, sync=1.0, **sizes)
+        assert bounds.step_ends(work, bounds.Plan(name="whole"), 1) == [10.0 + 20.0 + 2.0 + 6.0 + 1.0]
+        assert bounds.step_ends(work, bounds.Plan(name="parts", streams=True), 1) == [10.0 + 20.0 + 3.0 + 1.0]
+
+    def test_asynchronous_steps_overtake_stragglers(self, bounds: ModuleType) -> None:
+        work = bounds.Workload(name="w", generate=20.0, tail=60.0, update=7.0, sync=0.0)
+        asynchronous = bounds.bound(work, bounds.Plan(name="p", staleness=9), (10, 20))
+        assert asynchronous == pytest.approx(20.0)
+        assert bounds.bound(work, bounds.Plan(name="p", k=5), (10, 20)) == pytest.approx(20.0 + (60.0 + 7.0) / 5)
+
+    def test_the_stage_times_reproduce_the_seeds_speed_ups(self, bounds: ModuleType) -> None:
+        for work, seeds in bounds.TRINITY.items():
+            times = [bounds.seeds_schedule(work, plan) for plan in bounds.TRINITY_PLANS]
+            assert [times[0] / each for each in times] == pytest.approx(seeds, rel=0.13), work.name
+
+
 def ran(name: str, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, BENCHMARKS / f"{name}.py", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -83,6 +125,20 @@ def test_options_that_are_given_win_over_quick() -> None:
     assert (64, 20, 1) == (settings["rows"], settings["length"], settings["repeat"])
     done = ran("control_loop", "--quick", "--json", "--cluster", "inline", "--samples", "64", "--steps", "3")
     assert json.loads(done.stdout.splitlines()[-1])["steps"] == 3, done.stderr
+
+
+@pytest.mark.timeout(120)
+def test_schedules_reach_their_bound_on_virtual_time_and_run_really() -> None:
+    done = ran("schedules", "--quick", "--json", "--workloads", "GSM8K 7B")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    rows = [*found["recipe"].values(), *(row for table in found["trinity"].values() for row in table.values())]
+    assert len(rows) == 10
+    shares = [row["share_of_bound"] for row in rows]
+    assert all(0.95 <= share["simulated"] <= 1.0001 for share in shares), shares
+    pipeline = found["recipe"]["update pipeline"]
+    assert {"ours", "seed", "bound"} <= pipeline.keys()
+    assert pipeline["seconds_per_step"]["real"] > 100, "computation alone is 120 s, a hundredth in the run"
 
 
 def test_the_controller_is_measured_on_virtual_time() -> None:

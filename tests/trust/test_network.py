@@ -22,8 +22,8 @@ pytestmark = pytest.mark.timeout(500)
 
 SECONDS = 300.0
 RAY = (
-    "{name: ray, replicas: 1, metrics_port: 0, ray: {engine_ranks: 2, agent_workers: 1, reward_workers: 1,"
-    " placement: colocated, cpus_per_place: 1, object_store_bytes: 200000000}}"
+    "{name: ray, replicas: 1, metrics_port: 0, placement: shared, ray: {engine_ranks: 2, agent_workers: 1,"
+    " reward_workers: 1, cpus_per_place: 1, object_store_bytes: 200000000}}"
 )
 
 

@@ -29,7 +29,10 @@ REFUSED = ("[config.invalid-value]", "[config.wrong-type]")
 NONSENSE = ("1.0e+300", ".inf", "-.inf", "-1.0e+300", "1" + "0" * 400, "-1" + "0" * 40, "many", "true", "[]")
 
 #: Numbers that may be below zero.
-SIGNED = {"seed", "sampling.seed", "evaluation.sampling.seed", "algorithm.entropy_coefficient", "options.seed"}
+SIGNED = {
+    *("seed", "sampling.seed", "evaluation.sampling.seed", "algorithm.entropy_coefficient", "options.seed"),
+    *("evaluation.success", "schedule.until.reward", "schedule.until.score"),
+}
 #: Options of parts that may be any finite number.
 FREE = {"baseline", "baseline_shift", "threshold", "clip_cov_lower", "seed", "weights"}
 #: What a section has to have beside the setting.

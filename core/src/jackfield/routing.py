@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, Literal, cast
 
 import attrs
+import xxhash
 
 from jackfield.abc.rollout import (
+    AbortRequest,
     BaseRolloutServer,
     GenerateRequest,
     GenerateResult,
@@ -28,9 +31,12 @@ LOST = ("rollout.stopped", "worker.died")  #: codes of errors which mean that a 
 #: Codes by which a healthy replica refuses a single request.
 _REFUSALS = ("rollout.request", "rollout.context-length", "rollout.stale", "plugin.capability")
 _HEALTH_SECONDS = 10.0  #: for a replica to report its health
+_ABORT_SECONDS = 10.0  #: for a removed replica to return the tokens of unfinished requests
 _WAIT_SECONDS = 3600.0  #: for a replica that serves; the pool's own deadlines are shorter
 _UPDATE_SECONDS = 600.0  #: for a failed weight update to be repeated
 _LOOK_SECONDS = 0.1  #: between two checks whether it was repeated
+_LISTS = ("token_ids", "log_probs", "weight_versions")  #: of a result, by token
+_CONTEXT = 8  #: tokens before a stop text with which it is decoded
 
 
 @attrs.frozen(kw_only=True)
@@ -145,12 +151,24 @@ class Replica:
         return attrs.evolve(state, state=self.state if report.healthy else "unhealthy", **load)
 
 
+def _rest(request: GenerateRequest, done: GenerateResult) -> GenerateRequest:
+    """Return the request for what is left of one: with its tokens so far, fewer to generate, and a seed for them."""
+    sampling, count = request.sampling, len(done.token_ids)
+    if not count:
+        return request
+    seed = None if sampling.seed is None else xxhash.xxh3_64_intdigest(f"{sampling.seed}/{count}".encode()) >> 1
+    sampling = attrs.evolve(sampling, max_new_tokens=sampling.max_new_tokens - count, seed=seed)
+    return attrs.evolve(request, prompt_ids=(*request.prompt_ids, *done.token_ids), sampling=sampling)
+
+
 @attrs.define(eq=False)
 class Router:
     """Sends a rollout's requests to one replica, the least loaded at its first turn."""
 
     _clock: Clock
+    _decode: Callable[[Sequence[int]], str] = lambda _: ""  #: returns tokens as text, to find stop texts
     _replicas: dict[int, Replica] = attrs.field(factory=dict, init=False)  #: requests wait while this is empty
+    _updating: Sequence[int] = attrs.field(default=(), init=False)  #: get new requests only if no other can serve
     #: requests by replica, also by those that were removed
     _running: defaultdict[Replica, set[asyncio.Task[GenerateResult]]] = attrs.field(
         factory=lambda: defaultdict(set), init=False
@@ -164,50 +182,83 @@ class Router:
 
         ``asks`` is called with the sampling parameters of each request.
 
-        If the replica dies or is removed, the request starts again on another one, with the same seed. If a weight
-        update fails and the request with it, the request is repeated after the next update. Any other error of a live
-        replica is raised.
+        A request that a server aborts, for training, an update or a removal, continues on any replica with its tokens
+        and the rest of its budget, and its parts are joined. If the replica dies, the request continues with the tokens
+        of its complete parts. If a weight update fails and the request with it, the request is repeated after the next
+        update; one that needs newer weights goes to a replica that has them. Other errors are raised.
         """
         chosen: Replica | None = None
 
         async def generate(request: GenerateRequest) -> GenerateResult:
             nonlocal chosen
             asks(request.sampling)
-            while True:
-                if chosen is None or self._is_removed(chosen):
-                    while not self._replicas:
-                        await self._clock.wait_for(self._changed.wait(), _WAIT_SECONDS, "a rollout replica that serves")
-                    chosen = min(self._replicas.values(), key=lambda replica: len(self._running[replica]))
+            old, none = set[Replica](), dict[str, Any].fromkeys(_LISTS, ())
+            done = GenerateResult(request_id=request.request_id, finish_reason="abort", **none)
+            while done.finish_reason == "abort":
+                while not self._replicas:
+                    await self._clock.wait_for(self._changed.wait(), _WAIT_SECONDS, "a rollout replica that serves")
+                chosen = self._chosen(chosen, old)
                 try:
-                    result = await self._generate(chosen, request)
+                    part = await self._generate(chosen, _rest(request, done))
                 except JackfieldError as error:
                     if error.code in LOST:
                         if not self._is_removed(chosen):
                             del self._replicas[chosen.number]  # the pool's next table decides about it
-                    elif error.code != "rollout.stale" or not await self._is_updated(chosen, request):
+                    elif error.code != "rollout.stale":
                         raise
+                    elif not await self._is_updated(chosen, request):
+                        old.add(chosen)
+                        if old.issuperset(self._replicas.values()):
+                            raise
                 else:
-                    if result is not None:
-                        return result
+                    done = done if part is None else self._joined(request, done, part)
+            return done
 
         return generate
 
-    async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
+    def _chosen(self, before: Replica | None, old: Collection[Replica]) -> Replica:
+        """Return the replica for a request: the one ``before``, or the least loaded; not with ``old`` weights."""
+        able = [each for each in self._replicas.values() if each not in old] or list(self._replicas.values())
+        able = [each for each in able if each.number not in self._updating] or able
+        return before if before in able else min(able, key=lambda replica: len(self._running[replica]))
+
+    def _joined(self, request: GenerateRequest, done: GenerateResult, part: GenerateResult) -> GenerateResult:
+        """Return two parts of a request's tokens as one result, up to a stop text that is in both parts."""
+        lists: dict[str, Any] = {name: (*getattr(done, name), *getattr(part, name)) for name in _LISTS}
+        ids, first, reason, stops = lists["token_ids"], len(done.token_ids), part.finish_reason, request.sampling.stop
+        longest = max((len(text.encode()) for text in stops), default=0) if first else 0
+        for end in range(first + 1, min(first + longest, len(ids)) + 1):
+            text = self._decode(ids[max(end - longest - _CONTEXT, 0) : end])
+            if any(each in text for each in stops):
+                lists, reason = {name: values[:end] for name, values in lists.items()}, "stop"
+                break
+        if reason == "abort" and len(ids) >= request.sampling.max_new_tokens:
+            reason = "length"
+        return attrs.evolve(part, finish_reason=reason, **lists)
+
+    async def route(self, replicas: Mapping[int, Replica], seconds: float, updating: Sequence[int] = ()) -> int:
         """Use these replicas (by number) from now on; return when no request is left on removed ones.
 
-        Requests on a removed replica have ``seconds`` to end. The rest are generated again elsewhere; return how many.
+        Requests on a removed replica have ``seconds`` to end. The rest continue elsewhere; return how many. Replicas
+        that are ``updating`` keep their requests, and get new ones only if no other replica can serve.
         """
         removed = [replica for replica in self._running if replica not in replicas.values()]
-        self._replicas = dict(replicas)
+        self._replicas, self._updating = dict(replicas), updating
         self._changed.set()
         self._changed = asyncio.Event()
         return sum(await asyncio.gather(*(self._empty(replica, seconds) for replica in removed)))
 
     async def _empty(self, replica: Replica, seconds: float) -> int:
-        """Wait until a removed replica has no requests, and move those that take too long."""
+        """Wait until a removed replica has no requests, and move those that take too long, with their tokens."""
         if not (running := self._running.pop(replica)):
             return 0
         _, late = await asyncio.wait(set(running), timeout=seconds)
+        if late and seconds:  # otherwise it has died
+            request = AbortRequest(request_ids=tuple(task.get_name() for task in late))
+            with suppress(Exception):
+                aborting = replica.server.abort(request)
+                await self._clock.wait_for(aborting, _ABORT_SECONDS, f"{replica.name} to abort requests")
+                await asyncio.wait(late, timeout=_ABORT_SECONDS)
         for task in late:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
@@ -215,7 +266,7 @@ class Router:
 
     async def _generate(self, replica: Replica, request: GenerateRequest) -> GenerateResult | None:
         """Generate on a replica; return None if its removal aborted the request."""
-        task, running = asyncio.ensure_future(replica.generate(request)), self._running[replica]
+        task, running = asyncio.create_task(replica.generate(request), name=request.request_id), self._running[replica]
         running.add(task)
         try:
             return await task

@@ -65,6 +65,11 @@ def range_of(validator: Any) -> str:
     return f"{validator.compare_op} {validator.bound:g}" if hasattr(validator, "compare_op") else ""
 
 
+#: What to write in the place of keys that had another path.
+_MOVED = {"cluster.ray.placement": "cluster.placement: shared (it was colocated) or separate (disaggregated)"}
+_MOVED["stages"] = "leave out --role; other commands take a file without stages, or a stage's config.yaml"
+
+
 @attrs.frozen
 class _Reader:
     """A converter of plain values to typed values; ``path`` is the path of a value, for errors."""
@@ -107,7 +112,8 @@ class _Reader:
         for key in sorted(data.keys() - fields.keys(), key=str):
             inner, known = f"{path}.{key}".lstrip("."), "one of " + ", ".join(sorted(fields)) if fields else "no keys"
             message = f"unknown key '{key}' at {inner}{did_you_mean(key, fields)}"
-            raise self.error(message, code="config.unknown-key", where=inner, expected=known, found=key)
+            details = {"where": inner, "expected": known, "found": key, "fix": _MOVED.get(inner)}
+            raise self.error(message, code="config.unknown-key", **details)
         for name, field in fields.items():
             inner = f"{path}.{name}".lstrip(".")
             if name in data:

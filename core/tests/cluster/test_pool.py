@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,10 +19,19 @@ from jackfield.abc.rollout import (
     RolloutContext,
     SamplingParams,
     ServerInfo,
+    WeightReceipt,
 )
 from jackfield.cluster.pool import ReplicaPool
 from jackfield.config import make_config
-from jackfield.errors import ConfigError, JackfieldError, PluginError, RolloutError, RunError, WeightsError, WorkerLost
+from jackfield.errors import (
+    ConfigError,
+    JackfieldError,
+    PluginError,
+    RolloutError,
+    RunError,
+    WeightsError,
+    WorkerLost,
+)
 from jackfield.routing import Replica, Router
 from jackfield.weights import WeightsSynced
 from jackfield_testing import refused
@@ -81,7 +90,9 @@ class Server:
 class World:
     """Places with the routers of two agent workers, an engine at version 3, and its device lease."""
 
-    def __init__(self, *, takes_turns: bool = False, place: Any = "process", restarts: int = 3) -> None:
+    def __init__(
+        self, *, takes_turns: bool = False, place: Any = "process", restarts: int = 3, in_turns: bool = False
+    ) -> None:
         self.clock = VirtualClock()
         self.notes: list[str] = []
         self.room = 9
@@ -95,7 +106,8 @@ class World:
         self.free = asyncio.Event()  # set while the engine does not train
         self.free.set()
         self.takes_turns = takes_turns
-        settings = {"model.path": "m", "deadlines.start": 60.0, "deadlines.drain": DRAIN}
+        settings: dict[str, Any] = {"model.path": "m", "deadlines.start": 60.0, "deadlines.drain": DRAIN}
+        settings["weights.in_turns"] = in_turns
         pairs = [f"{name}={value}" for name, value in {**settings, "cluster.replica_restarts": restarts}.items()]
         self.pool = ReplicaPool(self, make_config({}, pairs), self.clock)
 
@@ -120,9 +132,9 @@ class World:
         assert self.servers.pop(number).stopped
         self.note(f"{number} is gone")
 
-    async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
-        self.note(f"routes {sorted(replicas)}")
-        return sum(await asyncio.gather(*(router.route(replicas, seconds) for router in self.routers)))
+    async def route(self, replicas: Mapping[int, Replica], seconds: float, updating: Sequence[int] = ()) -> int:
+        self.note(f"routes {sorted(replicas)}" + (f" without {list(updating)}" if updating else ""))
+        return sum(await asyncio.gather(*(router.route(replicas, seconds, updating) for router in self.routers)))
 
     # -- the run
 
@@ -162,13 +174,15 @@ class World:
         turns = itertools.cycle(self.routers)
         return [asyncio.ensure_future(next(turns).of_one_rollout()(request)) for request in requests]  # type: ignore[arg-type]
 
-    async def sync(self, version: int) -> WeightsSynced:
+    async def sync(self, version: int, replicas: Sequence[Replica], *, last: bool) -> WeightsSynced:
         self.syncs.append(version)
-        if self.syncing is not None and self.pool.members:
+        if self.syncing is not None and replicas:
             await self.syncing(version)
-        for replica in self.pool.members:
+        for replica in replicas:
             replica.server.version = version  # type: ignore[attr-defined]
-        return WeightsSynced(version=version, seconds=1.0, sent_bytes=7)
+        self.note(f"{[each.number for each in replicas]} have {version}{', the last' if last else ''}")
+        receipts = tuple(WeightReceipt(version=version, replica=each.number, workers=()) for each in replicas)
+        return WeightsSynced(version=version, seconds=1.0, sent_bytes=7, receipts=receipts)
 
     def die(self, number: int) -> None:
         """Let a replica's process end."""
@@ -571,10 +585,10 @@ def test_those_that_die_are_left_out_of_a_hand_over() -> None:
     async def life() -> None:
         await world.pool.scale(2)
         world.servers[1].dead = True
-        await world.pool.each(call)
+        await world.pool.each("sleep", call)
         assert [0] == world.members
         with pytest.raises(RolloutError):
-            await world.pool.each(refuse)
+            await world.pool.each("sleep", refuse)
 
     world.run(life)
 
@@ -611,3 +625,92 @@ def test_the_end_of_a_run_stops_one_that_is_on_its_way() -> None:
     world.run(life)
     assert {0} == set(world.servers)
     assert made[0].stopped
+
+
+def test_replicas_take_new_weights_in_turns_while_the_others_get_new_requests() -> None:
+    world = World(in_turns=True)
+    served: list[int] = []
+
+    async def ask(version: int) -> None:
+        """Ask while an update is under way."""
+        for result in await asyncio.gather(*world.generate(4, tokens=1, name=f"{len(world.syncs)}-")):
+            served.extend(result.weight_versions)
+
+    async def life() -> None:
+        await world.pool.scale(3)
+        running = world.generate(3, tokens=20)
+        await asyncio.sleep(0)
+        world.notes.clear()
+        world.syncing = ask
+        report = await world.pool.sync(4, world.sync)
+        assert [0, 1, 2] == [receipt.replica for receipt in report.receipts]
+        assert (4, 2.0, 7) == (report.version, report.seconds, report.sent_bytes)
+        assert not any(each.done() for each in running), "requests stay where they run"
+        await asyncio.gather(*running)
+
+    world.run(life)
+    turn = ["routes [0, 1, 2] without [0, 2]", "[0, 2] have 4", "routes [0, 1, 2] without [1]", "[1] have 4, the last"]
+    assert [*turn, "routes [0, 1, 2]"] == world.notes[:5]
+    assert [3] * 4 + [4] * 4 == served, "a request goes to those whose turn it is not"
+
+
+def test_one_that_dies_in_its_turn_is_left_out_and_the_next_turn_comes() -> None:
+    world = World(in_turns=True)
+
+    async def fail(version: int) -> None:
+        if len(world.syncs) == 1:
+            await world.clock.sleep(1.0)
+            world.die(0)
+            raise WeightsError("the transfer broke off")
+
+    async def life() -> None:
+        await world.pool.scale(3)
+        world.syncing = fail
+        report = await world.pool.sync(4, world.sync)
+        assert [1, 2] == [receipt.replica for receipt in report.receipts]
+        await world.clock.sleep(60.0)
+        assert ([0, 1, 2], [3, 4, 4]) == (world.members, [world.servers[n].version for n in range(3)])
+
+    world.run(life)
+    assert ["[2] have 4", "[1] have 4, the last"] == [note for note in world.notes if "have 4" in note]
+
+
+def test_all_get_new_requests_again_after_a_turn_that_fails() -> None:
+    world = World(in_turns=True)
+
+    async def fail(version: int) -> None:
+        raise WeightsError("the transfer broke off")
+
+    async def life() -> None:
+        await world.pool.scale(2)
+        world.syncing = fail
+        with refused("weights.transfer"):
+            await world.pool.sync(4, world.sync)
+        assert ["routes [0, 1] without [0]", "routes [0, 1]"] == world.notes[-2:]
+
+    world.run(life)
+
+
+def test_a_single_replica_has_no_turns() -> None:
+    world = World(in_turns=True)
+
+    async def life() -> None:
+        await world.pool.sync(4, world.sync)
+        assert ["[0] have 4, the last"] == world.notes
+
+    world.run(life)
+
+
+def test_a_replica_that_is_late_in_a_hand_over_is_named() -> None:
+    world = World()
+
+    async def never(server: BaseRolloutServer) -> None:
+        if server is world.servers[1]:
+            await asyncio.Event().wait()
+
+    async def life() -> None:
+        await world.pool.scale(2)
+        with refused("deadline", "for rollout replica 1 to interrupt its requests"):
+            await world.pool.each("interrupt its requests", never)
+
+    world.run(life)

@@ -55,6 +55,19 @@ def test_weights_are_sent_to_those_who_can_load_them(override: str, kind: str, c
     assert "plugin.capability" == caught.value.code
 
 
+def test_turns_need_replicas_with_devices_of_their_own_and_a_single_one_keeps_its_requests() -> None:
+    keeps = {"rollout": {"pause": "full"}}
+    check("weights.in_turns=true", "cluster.replicas=2")
+    check("weights.in_turns=true", "cluster.replicas=1", **keeps)
+    with refused("plugin.capability", "pause", "weights.in_turns"):
+        check("weights.in_turns=true", "cluster.replicas=1", rollout={"pause": "unsupported"})
+    ray = ("cluster.name=ray", "cluster.replicas=2", "weights.in_turns=true")
+    check(*ray, "cluster.placement=separate", transfer_queue={"joins": "full"})
+    for shared in (("cluster.offload=true", "cluster.replicas=2", "weights.in_turns=true"), ray):
+        with refused("config.invalid-value", "weights.in_turns"):
+            check(*shared, transfer_queue={"joins": "full"}, **keeps)
+
+
 def test_a_cluster_needs_a_backend_that_its_workers_can_join() -> None:
     """The error names backends that they can."""
     check("cluster.name=ray", transfer_queue={"joins": "full"})

@@ -11,7 +11,7 @@ import pytest
 from jackfield.algorithms import algorithm, names, part, register, registry
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.compose.resolve import resolve_algorithm
-from jackfield.config import make_config
+from jackfield.config import RunConfig, make_config
 from jackfield.errors import ConfigError
 from jackfield.plugins import Manifest
 from jackfield.trainer.weights import LogProbCheck
@@ -23,8 +23,12 @@ def rollout(**capabilities: Any) -> Manifest:
     )
 
 
+def resolved_config(*overrides: str) -> RunConfig:
+    return make_config({"model": {"path": "somewhere"}}, overrides)
+
+
 def resolved(*overrides: str, server: Manifest | None = None) -> ResolvedAlgorithm:
-    config = make_config({"model": {"path": "somewhere"}}, overrides)
+    config = resolved_config(*overrides)
     return resolve_algorithm(config, server or rollout(engine_log_probs="full"))
 
 
@@ -227,3 +231,66 @@ def test_a_mismatch_that_is_corrected_switches_the_correction_on() -> None:
     )
     for overrides in (("algorithm.correction.enabled=false",), ("algorithm.name=sft", "mode=offline")):
         assert "log_prob_check.on_mismatch" == refused("log_prob_check.on_mismatch=correct", *overrides).where
+
+
+ASYNC = "schedule.mode=async"
+STREAM = ("schedule.stream_mini_batches=true", "algorithm.mini_batches=4")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where"),
+    [
+        ((ASYNC, "schedule.sync_offset=1"), "schedule.sync_offset"),
+        (("schedule.max_staleness=2",), "schedule.max_staleness"),
+        (("schedule.on_stale=drop",), "schedule.on_stale"),
+        ((ASYNC, "schedule.sync_interval=4", "schedule.max_staleness=2"), "schedule.max_staleness"),
+        ((ASYNC, *STREAM), "schedule.stream_mini_batches"),
+        ((STREAM[0],), "schedule.stream_mini_batches"),
+        ((*STREAM, "data.groups_per_batch=3"), "schedule.stream_mini_batches"),
+        ((*STREAM, "algorithm.name=reinforce_plus_plus"), "schedule.stream_mini_batches"),
+        ((*STREAM, "algorithm.name=reinforce_plus_plus_baseline"), "schedule.stream_mini_batches"),
+        ((*STREAM, "algorithm.name=gpg"), "schedule.stream_mini_batches"),
+        ((*STREAM, "algorithm.name=ppo", "algorithm.advantages.options.whiten=true"), "schedule.stream_mini_batches"),
+        (
+            (*STREAM, "algorithm.correction={enabled: true, batch_normalize: true}"),
+            "schedule.stream_mini_batches",
+        ),
+        ((*STREAM, "algorithm.scope=mini_batch"), "algorithm.scope"),
+        (("schedule.partial_rollout=true",), "schedule.partial_rollout"),
+        (("schedule.partial_rollout=true", "schedule.sync_interval=2"), None),
+        (("algorithm.name=gpg", "algorithm.scope=mini_batch"), "algorithm.scope"),
+        ((ASYNC, "schedule.on_stale=train_corrected", "algorithm.name=gmpo"), None),
+        (
+            (ASYNC, "schedule.on_stale=train_corrected", "algorithm.name=rloo", "algorithm.correction.enabled=false"),
+            "schedule.on_stale",
+        ),
+        (("mode=offline", "algorithm.name=sft", "schedule.rollouts_in_flight=4"), "schedule.rollouts_in_flight"),
+        (("mode=offline", "algorithm.name=sft", ASYNC), "schedule.mode"),
+        (
+            (ASYNC, "algorithm.name=mix", "data.expert=e.jsonl", "data.expert_samples_per_batch=2"),
+            "data.expert",
+        ),
+    ],
+)
+def test_a_schedule_that_cannot_work_is_refused_by_name(overrides: tuple[str, ...], where: str | None) -> None:
+    if where is None:
+        resolved(*overrides)
+    else:
+        assert where == refused(*overrides).where
+
+
+@pytest.mark.parametrize(
+    "name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg", "grpo", "rloo", "opmd", "decoupled_ppo"]
+)
+def test_mini_batches_can_be_streamed_with_every_estimator_of_the_recipe(name: str) -> None:
+    scope = ("algorithm.scope=mini_batch",) if name.startswith(("reinforce", "gpg")) else ()
+    assert resolved(f"algorithm.name={name}", *STREAM, *scope)
+
+
+def test_an_asynchronous_run_corrects_for_older_weights_unless_it_is_switched_off() -> None:
+    exact = rollout(engine_log_probs="full")
+    assert resolved(ASYNC, server=exact).correction is not None
+    off = resolved(ASYNC, "algorithm.correction.enabled=false", server=exact)
+    assert (None, "rollout_log_probs") == (off.correction, off.old_log_probs)
+    decoupled = resolved(ASYNC, "algorithm.name=decoupled_ppo", server=exact)
+    assert ("old_log_probs", True) == (decoupled.old_log_probs, decoupled.recompute_old_log_probs)

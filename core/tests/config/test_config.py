@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jackfield.config import RunConfig, apply_override, as_plain, explain, load_config, show
+from jackfield.config import RunConfig, apply_override, as_plain, explain, load_config, make_config, show
 from jackfield.errors import ConfigError
 from jackfield.settings import option
 
@@ -68,6 +68,38 @@ def test_plain_values_are_those_that_json_reads_back(file: Path) -> None:
 def test_evaluation_stays_greedy_when_another_sampling_key_is_given(file: Path) -> None:
     sampling = load_config(file, ["evaluation.sampling.max_new_tokens=5"]).evaluation.sampling
     assert (0.0, 5) == (sampling.temperature, sampling.max_new_tokens)
+
+
+SETS = "evaluation.sets={hard: {file: h.jsonl, rollouts: 4, answer: 'x(.)', sampling: {temperature: 0.5}}}"
+
+
+def test_sets_of_held_out_tasks_have_their_own_settings(file: Path) -> None:
+    loaded = load_config(file, [SETS, "evaluation.tasks=7"])
+    own = loaded.evaluation.sets["hard"]
+    assert ("h.jsonl", 4, None, 0.5, None) == (own.file, own.rollouts, own.tasks, own.sampling.temperature, own.format)
+    assert (1, 7, 0.0) == (loaded.evaluation.rollouts, loaded.evaluation.tasks, loaded.evaluation.sampling.temperature)
+    assert loaded == make_config(as_plain(loaded))
+
+
+@pytest.mark.parametrize(
+    ("override", "code"),
+    [
+        ("evaluation.rollouts=2", "config.invalid-value"),
+        ("evaluation.sets={hard: {file: h.jsonl, rollouts: 2}}", "config.invalid-value"),
+        ("evaluation.sets={eval: {file: h.jsonl}}", "config.invalid-value"),
+        ("evaluation.sets={train: {file: h.jsonl}}", "config.invalid-value"),
+        ("evaluation.sets={a/b: {file: h.jsonl}}", "config.invalid-value"),
+        ("evaluation.sets={hard: {}}", "config.missing-key"),
+        ("evaluation.sets={hard: {file: h.jsonl, every: 2}}", "config.unknown-key"),
+        ("evaluation.answer='(('", "config.invalid-value"),
+        ("evaluation.rollouts=0", "config.invalid-value"),
+    ],
+)
+def test_sets_that_cannot_be_evaluated_are_refused(file: Path, override: str, code: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, [override])
+    assert code == caught.value.code
+    assert "evaluation" in str(caught.value.where)
 
 
 def test_what_show_prints_is_read_back_as_the_same_configuration(file: Path, tmp_path: Path) -> None:

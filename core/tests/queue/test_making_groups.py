@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -292,6 +293,34 @@ def test_the_last_explorer_waits_for_what_others_may_give_back(run: Run) -> None
         idle = claim("two")
         await bench.queue.ack(await bench.lease(1), step=1)
         assert await idle is None, "all below batch 2 are final"
+
+    run(test)
+
+
+def test_explorers_share_the_batches_as_they_say(run: Run) -> None:
+    """With three quarters and one quarter, in any order of calls; one that is alone takes every batch."""
+
+    async def test(bench: Any) -> None:
+        await bench.trainer()
+        taken = list[str]()
+
+        async def explore(name: str, share: float, pause: float) -> None:
+            while (batch := await bench.queue.claim_batch("train", name, 1, below=12, share=share)) is not None:
+                taken.append(name)
+                await bench.clock.sleep(pause)
+                await bench.publish(batch)
+
+        async def train() -> None:
+            for number in range(12):
+                await bench.queue.ack(await bench.lease(number, seconds=100), step=number)
+                await bench.queue.commit(number)
+
+        await asyncio.gather(explore("quick", 0.75, 0.1), explore("slow", 0.25, 1.0), train())
+        assert {"quick": 9, "slow": 3} == Counter(taken)
+        for number in (12, 13):
+            batch = await bench.queue.claim_batch("train", "slow", 1, below=20, share=0.25)
+            assert number == batch.number
+            await bench.publish(batch)
 
     run(test)
 

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 
-from jackfield.abc.rollout import GenerateRequest, HealthReport
+from jackfield.abc.rollout import GenerateRequest, GenerateResult, HealthReport
 from jackfield.errors import JackfieldError, RolloutError, WorkerLost
 from jackfield.routing import Replica, Router
 from jackfield_testing import refused
@@ -28,7 +28,8 @@ class FakeReplica:
         await self.clock.sleep(1.0)
         if self.failure is not None:
             raise self.failure
-        return "a sample"
+        tokens: Any = {"token_ids": (1,), "log_probs": (-1.0,), "weight_versions": (0,)}
+        return GenerateResult(request_id=request.request_id, finish_reason="stop", **tokens)
 
     async def health(self) -> HealthReport:
         return HealthReport(healthy=True)

@@ -11,6 +11,7 @@ import pytest
 from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence, ChatTokenizer
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.clock import Clock
+from jackfield.config import make_config
 from jackfield.data.tasks import Task
 from jackfield.queue import Values
 from jackfield.queue.meta import GroupKey, RolloutReport
@@ -102,3 +103,58 @@ def test_an_output_with_fields_of_wrong_types_fails_its_rollout_alone(fields: di
     good, bad = reported(AgentLoopOutput(**{"sequences": (GOOD,), **fields}))
     assert (None, 1) == (good.error, len(good.keys))
     assert "agent.output" in str(bad.error), bad
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_each_token_keeps_the_version_that_made_it_if_the_run_asks_for_it(keeps: bool) -> None:
+    """The column has -1 on tokens that are not the model's, whatever the agent says of them, and on given answers."""
+    sequence = AgentSequence(
+        prompt_ids=(1,),
+        response_ids=(5, 6, 7, 8),
+        response_mask=(1, 1, 0, 1),
+        response_log_probs=(-1.0, -1.0, 0.0, -1.0),
+        weight_versions=(3, 4, 4, 2**31 - 1),
+    )
+
+    class Agent:
+        async def run(self, sampling_params: Any, **fields: Any) -> AgentLoopOutput:
+            return AgentLoopOutput(sequences=(sequence,))
+
+    class Words(Letters):
+        end_token_ids = (0,)
+
+        def encode_response(self, text: str) -> tuple[int, ...]:
+            return tuple(ord(letter) for letter in text)
+
+    async def main() -> list[tuple[str, list[int]]]:
+        values = Values(MemoryBackend(MemoryConfig(), TransferQueueContext()))
+        make = lambda _: cast(AgentLoopBase, Agent())  # noqa: E731
+        worker = AgentWorker(values, cast(ChatTokenizer, Words()), Clock(), make, versions=keeps)
+        task = Task(id="one", messages=({"role": "user", "content": "abcd"},), response="xy")
+        generated = RolloutJob(group=GroupKey("train", 0, 0), task=task, sampling={})
+        expert = RolloutJob(group=GroupKey("train", 0, 1), task=task, expert=True)
+        found = []
+        for job in (generated, expert):
+            (report,) = [report async for reports in worker.run([job]) for report in reports]
+            assert keeps == ("weight_versions" in report.written.columns)
+            if keeps:
+                column = (await values.get("train", report.keys, ("weight_versions",)))["weight_versions"]
+                found.append((str(column.values.dtype), column.values.tolist()))
+        return found
+
+    generated, expert = (3, 4, -1, 2**31 - 1), (-1, -1)
+    expected = [("torch.int32", list(generated)), ("torch.int32", list(expert))] if keeps else []
+    assert expected == asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("override", "keeps"),
+    [
+        ("seed=1", False),
+        ("schedule.mode=sync", False),
+        ("schedule.mode=async", True),
+        ("schedule.partial_rollout=true", True),
+    ],
+)
+def test_a_run_asks_for_versions_where_responses_mix_them(override: str, keeps: bool) -> None:
+    assert keeps == make_config({"model": {"path": "somewhere"}}, [override]).keeps_token_versions

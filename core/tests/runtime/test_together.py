@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-import jackfield_virtual_clock
 from jackfield.runtime.workers import together
 from jackfield_virtual_clock import VirtualClock
 
@@ -39,12 +38,11 @@ def test_many_results_at_once_come_in_lists_of_bounded_size() -> None:
 
 def test_waiting_for_a_straggler_wakes_the_loop_only_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     jumps: list[float] = []
-    select = jackfield_virtual_clock._JumpingSelector.select
 
-    def count(selector: jackfield_virtual_clock._JumpingSelector, timeout: float | None = None) -> object:
-        jumps.extend([timeout] if timeout else [])
-        return select(selector, timeout)
+    def note(clock: VirtualClock, name: str, value: float) -> None:
+        jumps.extend([value - before] if value > (before := getattr(clock, "now", value)) else [])
+        object.__setattr__(clock, name, value)
 
-    monkeypatch.setattr(jackfield_virtual_clock._JumpingSelector, "select", count)
+    monkeypatch.setattr(VirtualClock, "__setattr__", note)
     lists([1.0, 3600.0])
     assert pytest.approx([1.0, 0.1, 3598.9]) == jumps

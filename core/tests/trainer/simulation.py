@@ -100,15 +100,22 @@ class FakeActor:
         self.queue, self.clock, self.seconds = queue, clock, seconds
         self.updates: list[tuple[BatchMeta, LossSpec]] = []
         self.advantages: list[list[float]] = []
+        self.passes: list[tuple[float, str, BatchMeta]] = []  #: with the time at their end
+        self.ended_at: list[float] = []  #: by update
         self.traces: list[tuple[str, int]] = []  #: beginnings and folders, each with the number of updates before it
 
     async def compute(self, kind: str, batch: BatchMeta, column: str) -> None:
-        raise AssertionError("not asked for")
+        await self.clock.sleep(self.seconds / 2)
+        self.passes.append((self.clock.time(), column, batch))
+        rows = [torch.full((tags["response_tokens"],), -1.0) for tags in batch.tags]
+        written = await Values(self.queue.backend).write(batch, {column: column_from_rows(rows)})
+        await self.queue.add_columns(batch, written)
 
     async def update(self, batch: BatchMeta, loss: LossSpec, comparison: object = None) -> tuple[Any, Any]:
         columns = await Values(self.queue.backend).read(batch, ("advantages",))
         await self.clock.sleep(self.seconds)
         self.updates.append((batch, loss))
+        self.ended_at.append(self.clock.time())
         self.advantages.append(columns["advantages"].values.tolist())
         return {"policy/loss": 0.5, "grad_norm": 1.0, **({"policy/kl": 0.3} if "kl" in loss.options else {})}, {}
 
@@ -210,7 +217,8 @@ class FakeAgent(AgentLoopBase):
         version = simulation.synchronizer.loaded
         if simulation.failure is not None:
             raise simulation.failure
-        await simulation.clock.sleep(simulation.generate_seconds)
+        seconds = simulation.rollout_seconds or (lambda task, seed: simulation.generate_seconds)
+        await simulation.clock.sleep(seconds(fields["task_id"], sampling_params["seed"]))
         letter = simulation.answer(fields["task_id"], sampling_params["seed"])
         sequence = AgentSequence(
             prompt_ids=(1, 2),
@@ -225,12 +233,12 @@ class FakeAgent(AgentLoopBase):
 class FakeReward(RewardAgent):
     """Scores 1 for ``a`` and 0 for other letters; ``x`` raises, and ``s`` never ends."""
 
-    def __init__(self, clock: Clock, seconds: float) -> None:
+    def __init__(self, clock: Clock, seconds: float, of: Callable[[str], float] | None = None) -> None:
         super().__init__(None, RewardContext(clock=clock))
-        self.seconds = seconds
+        self.seconds, self.of = seconds, of
 
     async def compute_score(self, request: ScoreRequest) -> ScoreResult:
-        await self.context.clock.sleep(self.seconds)
+        await self.context.clock.sleep(self.seconds if self.of is None else self.of(request.idempotency_key))
         if request.solution_str[0] == "x":
             raise ValueError("cannot score an x")
         if request.solution_str[0] == "s":
@@ -271,6 +279,10 @@ class Simulation:
     score_deadline: float = 100.0
     shared: bool = False  #: whether engine and replicas share a device
     mini_batches: int = 1
+    epochs: int = 1
+    old_log_probs: bool = False  #: whether the actor computes them
+    score_seconds: Callable[[str], float] | None = None  #: of a sample, by its key; None: ``reward_seconds``
+    rollout_seconds: Callable[[str, int], float] | None = None  #: by task and seed; None: ``generate_seconds``
     max_retries: int = 3
     replaces_equal_groups: bool = False
     greedy_baseline: bool = False
@@ -308,11 +320,13 @@ class Simulation:
             "seed": 7,
             "profile": self.profile,
             "data": {"groups_per_batch": self.groups, "rollouts_per_group": self.runs},
-            "algorithm": {"mini_batches": self.mini_batches, "kl": self.kl},
+            "algorithm": {"mini_batches": self.mini_batches, "epochs": self.epochs, "kl": self.kl},
             "schedule": {
-                "steps": self.schedule.steps,
-                "sync_interval": self.schedule.sync_interval,
-                "sync_offset": self.schedule.sync_offset,
+                **{
+                    name: each
+                    for name, each in attrs.asdict(self.schedule).items()
+                    if name not in ("explores", "trains")
+                },
                 "max_retries": self.max_retries,
                 "reward_retries": 0,
             },
@@ -330,6 +344,8 @@ class Simulation:
             experts=self.experts,
             greedy_baseline=self.greedy_baseline,
             dynamic_sampling=self.replaces_equal_groups,
+            recompute_old_log_probs=self.old_log_probs,
+            critic=self.critic_warmup is not None,
         )
         return Role(config=make_config(values, ()), algorithm=algorithm, clock=self.clock, hooks=hooks)
 
@@ -356,7 +372,7 @@ class Simulation:
         await queue.start()
         values = Values(backend)
         agent = AgentWorker(values, FakeTokenizer(), clock, lambda _: FakeAgent(self))
-        reward = FakeReward(clock, self.reward_seconds)
+        reward = FakeReward(clock, self.reward_seconds, self.score_seconds)
         self.synchronizer = FakeSynchronizer(clock, self.sync_seconds)
         self.actor = FakeActor(queue, clock, self.update_seconds)
         role = self._role(hooks)

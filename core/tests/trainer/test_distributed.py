@@ -12,7 +12,7 @@ import pytest
 from jackfield.abc.rollout import ServerInfo, UpdateWeightsRequest, WeightReceipt, WorkerReceipt
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.algorithms.settings import ResolvedAlgorithm
-from jackfield.cluster.pool import DeviceLease
+from jackfield.cluster.pool import DeviceLease, ReplicaPool
 from jackfield.config import make_config
 from jackfield.errors import DeadlineExceeded, WeightsError
 from jackfield.plugins import HookManager
@@ -78,7 +78,9 @@ def run(test: Callable[[Bench], Awaitable[None]]) -> None:
         role = Role(config=make_config(values, ()), name="explore", algorithm=algorithm, clock=clock, hooks=hooks)
         role.queue = queue
         role.rollout_devices = DeviceLease(clock, 60.0)
-        subscriber = WeightSubscriber(role=role, replicas=[replica])
+        pool = ReplicaPool(None, role.config, clock)  # type: ignore[arg-type]
+        pool.members.append(replica)
+        subscriber = WeightSubscriber(role=role, pool=pool)
         try:
             await test(Bench(clock, queue, server, subscriber))
         finally:

@@ -9,7 +9,7 @@ import pytest
 
 from jackfield.errors import DeadlineExceeded, RunError
 from jackfield.trainer.role import Progress, Schedule
-from jackfield.trainer.trainer import further_groups
+from jackfield.trainer.steps import further_groups
 from jackfield_virtual_clock import VirtualClock
 
 
@@ -28,7 +28,7 @@ def test_every_batch_can_start_and_none_is_staler_than_the_bound(k: int, o: int)
         if schedule.syncs_after(step):
             version = step + 1
     assert k - 1 + o == max(staleness)
-    assert k - 1 + o == schedule.max_staleness
+    assert k - 1 + o == schedule.staleness_bound
 
 
 def test_a_batch_beyond_the_bound_is_refused() -> None:

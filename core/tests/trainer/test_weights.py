@@ -50,11 +50,11 @@ class Pool:
         self.log = log
         self.members = [Replica(cast(BaseRolloutServer, each), ServerInfo(replica=n)) for n, each in enumerate(servers)]
 
-    async def each(self, call: Callable[[Any], Awaitable[object]]) -> None:
+    async def each(self, what: str, call: Callable[[Any], Awaitable[object]]) -> None:
         for replica in self.members:
             await call(replica.server)
 
-    async def sync(self, version: int, send: Callable[[int], Awaitable[object]]) -> Any:
+    async def sync(self, version: int, send: Callable[..., Awaitable[object]]) -> Any:
         self.log.append(f"version {version}")
 
 
@@ -143,8 +143,8 @@ def test_weights_are_sent_to_no_replica_only_for_explorers_elsewhere() -> None:
     """The engine need not open a transfer if all replicas of its run are being restarted."""
 
     class NoMembers(Pool):
-        async def sync(self, version: int, send: Callable[[int], Awaitable[object]]) -> Any:
-            return await send(version)
+        async def sync(self, version: int, send: Callable[..., Awaitable[object]]) -> Any:
+            return await send(version, [], last=True)
 
     weights = sharing(NoMembers([]))
     weights.role.name = "all"

@@ -17,6 +17,7 @@ from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import PREFIX, Blocks, HeldWeights, WeightReceiver, check_base, delta_of
 from jackfield.weights import Replica, WeightSender, WeightSynchronizer
 from jackfield.weights.in_process import InProcessCheckpointEngine, InProcessConfig
+from jackfield_testing import refused
 from jackfield_virtual_clock import VirtualClock
 
 torch = pytest.importorskip("torch")
@@ -301,3 +302,32 @@ def test_a_sender_refuses_to_change_what_it_does_not_remember() -> None:
             assert "weights.base" == caught.value.code
 
     asyncio.run(main())
+
+
+def test_turns_send_changes_since_the_version_that_all_had() -> None:
+    """The version counts once its last turn is over; one that was left out gets everything in its turn."""
+    run = Run([FakeReplica(0), FakeReplica(1), FakeReplica(2)])
+    both, alone = run.synchronizer.replicas[:2], run.synchronizer.replicas[2:]
+
+    async def turns(version: int) -> list[str]:
+        run.weights["a"][version % 7, 0] += 1
+        first = await run.synchronizer.sync(version, both, last=False)
+        assert version - 1 == (run.synchronizer.version or 0)
+        second = await run.synchronizer.sync(version, alone)
+        assert version == run.synchronizer.version
+        for each in run.replicas:
+            assert all(torch.equal(tensor, each.loaded[name]) for name, tensor in run.weights.items())
+        return [first.kind, second.kind]
+
+    async def main() -> list[list[str]]:
+        found = []
+        for version in range(1, 5):
+            if version == 3:
+                run.replicas[2].dies()
+            found.append(await turns(version))
+        with refused("weights.version"):
+            await run.synchronizer.sync(4, both, last=False)
+        return found
+
+    full, delta = ["full", "full"], ["delta", "delta"]
+    assert [full, delta, ["delta", "full"], delta] == VirtualClock().run(main())

@@ -365,11 +365,15 @@ class _ComposedLoss:
             metrics.update(means({name: values}, mask, values, **self._averaging))
             return aggregate(values, mask, **self._averaging)
 
-        if self._kl_coefficient:  # values that do not count are set to 0 first, so that no NaN reaches a gradient
+        measured = data.get("ref_log_probs") is not None and "ref_log_probs" not in wanted
+        if self._kl_coefficient or measured:  # values that do not count are set to 0, so that no NaN reaches a gradient
             known = {"log_probs": output.log_probs}
             known |= {name: data.get(name) for name in ("ref_log_probs", "old_log_probs")}
             emptied = {name: one.masked_fill(mask == 0, 0.0) for name, one in known.items() if one is not None}
-            loss = loss + self._kl_coefficient * penalty("policy/kl", kl(self._kl, **emptied))
-        if output.entropy is not None:
+            divergence = penalty("policy/kl", kl(self._kl, **emptied))
+            loss = loss + self._kl_coefficient * divergence if self._kl_coefficient else loss
+        if output.entropy is None:  # the mean of -log pi over tokens that pi has sampled
+            penalty("policy/entropy_estimate", -output.log_probs.detach())
+        else:
             loss = loss - self._entropy_coefficient * penalty("policy/entropy", output.entropy)
         return loss, metrics

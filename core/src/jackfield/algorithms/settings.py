@@ -47,6 +47,7 @@ class KLSettings:
     )
     coefficient: float = option(0.0, "weight of the penalty; 0: off, and no reference model is loaded for it", ge(0.0))
     in_reward: bool = option(False, "subtract the penalty from each token's reward instead of adding it to the loss")
+    measure: bool = option(False, "report the KL also where it is no penalty; a reference model is loaded for it")
     target: float | None = option(
         None, "KL per token that an adaptive controller steers the coefficient to; null: constant", gt(0.0)
     )
@@ -80,10 +81,15 @@ class AlgorithmSettings:
     )
     mini_batches: int = option(1, "optimizer steps that one batch is split into", gt(0))
     epochs: int = option(1, "passes over one batch", gt(0))
+    scope: Literal["batch", "mini_batch"] = option(
+        "batch",
+        "what estimators that compare a whole batch (reinforce_plus_plus, gpg, whitening) compare; mini_batch: the "
+        "mini-batch, for schedule.stream_mini_batches",
+    )
     old_log_probs: Literal["auto", "rollout", "engine"] = option(
         "auto",
         "source of the old policy's log-probs, the denominator of ratios: the rollout server (bypass) or the engine, "
-        "which recomputes them (decoupled); auto: engine if the correction is on or sampling filters are used",
+        "which recomputes them (decoupled); auto: engine with the correction, decoupled_ppo or sampling filters",
     )
     correction: Correction = option(factory=Correction, help="off-policy correction")
     shaping: Shaping = option(factory=Shaping, help="reward shaping before advantages are estimated")

@@ -230,8 +230,8 @@ class Correction:
 
     enabled: bool | None = option(
         None,
-        "null: on if the rollout server's log-probs differ from the engine's by more than rounding, and with "
-        "sampling filters (top_p, top_k, min_p)",
+        "null: on if the rollout server's log-probs differ from the engine's by more than rounding, with sampling "
+        "filters (top_p, top_k, min_p), and with schedule.mode: async",
     )
     level: Literal["token", "sequence", "geometric"] = option(
         "token", "a ratio per token, of the whole response, or of the response's geometric mean"
@@ -247,9 +247,18 @@ class Correction:
     reject_low: float = option(0.5, "lower bound of a ratio that is kept", ge(0.0))
     reject_high: float = option(2.0, "upper bound of a ratio that is kept", above("reject_low"))
     batch_normalize: bool = option(False, "divide by the batch's mean weight")
+    stale_only: bool = option(False, "correct only tokens of older weights than the step's; the others have weight 1")
+    max_token_staleness: int | None = option(
+        None, "exclude tokens whose weights are more steps older; null: none", ge(0)
+    )
+
+    @property
+    def by_token(self) -> bool:
+        """Return whether it needs the weight version of each token."""
+        return self.stale_only or self.max_token_staleness is not None
 
     def weights(
-        self, log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor
+        self, log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, staleness: Tensor | None = None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Compute ``(weights, mask, diagnostics)``: importance weights, and the mask of accepted tokens.
 
@@ -257,6 +266,7 @@ class Correction:
         whose prod(rho), prod(rho)^(1 / length) or any rho is outside of the bounds (MIS). ``batch_normalize`` divides
         by the mean weight of the accepted tokens, or of the sequences that have any, which needs the whole batch.
 
+        ``staleness`` (integers ``[B, T]``) is by how many steps the weights of each token are older than the step's.
         ``log_probs`` are those of pi_old (decoupled PPO) or pi (policy gradient), ``rollout_log_probs`` those of the
         policy that generated. The weights are float ``[B, T]`` without gradient, 0 where the response mask is 0. The
         mask is the response mask (its dtype) with 0 for rejected tokens, which the loss excludes while its counts do
@@ -280,6 +290,10 @@ class Correction:
             ratio = _ratio(logs, keep, levels.get(self.reject, "token"))
             inside = (ratio >= self.reject_low) & (ratio <= self.reject_high)
             accepted = keep & ((inside | ~keep).all(-1, keepdim=True) if self.reject == "sequence-max" else inside)
+        if staleness is not None and self.stale_only:
+            weights, accepted = weights.masked_fill(keep & (staleness <= 0), 1.0), accepted | (keep & (staleness <= 0))
+        if staleness is not None and self.max_token_staleness is not None:
+            accepted = accepted & (staleness <= self.max_token_staleness)
         diagnostics = self._diagnostics(logs, raw, weights, keep, accepted)
         if self.batch_normalize:  # to a mean of 1 over accepted tokens or sequences; weights that are all 0 stay so
             parts = (weights, accepted) if self.level == "token" else (row_means(weights, accepted), accepted.any(-1))

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from jackfield import __version__
-from jackfield.cli.commands import algorithms, checkpoint, config, env, plugins, replicas, report, run
+from jackfield.cli.commands import LazyGroup, algorithms, checkpoint, config, env, plugins, replicas, report, run
 from jackfield.cli.queue import queue
 from jackfield.errors import JackfieldError, RunError
 from jackfield.imports import own_process
@@ -19,7 +19,7 @@ from jackfield.imports import own_process
 __all__ = ["main"]
 
 
-class MainGroup(click.Group):
+class MainGroup(LazyGroup):
     """A click group that prints errors as text or JSON."""
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -45,3 +45,17 @@ _COMMANDS = [run, replicas, checkpoint, queue, config, plugins, env, algorithms]
 @click.version_option(__version__, prog_name="jackfield")
 def main() -> None:
     """Reinforcement-learning post-training of language models, built from plugins."""
+
+
+main.lazy = {
+    "bench": ("jackfield_bench.command", "Evaluate checkpoints on sets of held-out tasks."),
+    "serve": ("jackfield_serve.command", "Answer users with the replicas of a run."),
+    "promote": ("jackfield_serve.command", "Let served replicas take over a run's model."),
+    "plan": ("jackfield_simulation.command", "Predict step times, and the best settings of the schedule."),
+}
+_CONFORMANCE = "jackfield_conformance.commands"
+plugins.lazy = {
+    "doctor": (_CONFORMANCE, "Try plugins where they will run; print what to fix."),
+    "check": (_CONFORMANCE, "Check that a plugin keeps its contract."),
+    "new": (_CONFORMANCE, "Write a new plugin: a small one that works."),
+}

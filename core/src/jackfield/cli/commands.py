@@ -1,4 +1,4 @@
-"""All commands but ``jackfield queue``, and what commands share: options, and how results and errors are printed."""
+"""Most commands, and what commands share: options, and how results and errors are printed."""
 
 from __future__ import annotations
 
@@ -25,29 +25,25 @@ _part_option = click.option("--kind", type=click.Choice(_PARTS), help="Only comp
 _KINDS = ("engine", "rollout", "agent", "reward", "transfer_queue", "checkpoint_engine")
 kind_option = click.option("--kind", type=click.Choice(_KINDS), help="Only plugins of this kind.")
 _JSON = "jackfield.json"
-#: The commands of ``jackfield plugins``. All but the first are in jackfield-conformance.
-_PLUGIN_COMMANDS = {
-    "list": "List installed plugins, without importing them.",
-    "doctor": "Try plugins where they will run; print what to fix.",
-    "check": "Check that a plugin keeps its contract.",
-    "new": "Write a new plugin: a small one that works.",
-}
 
 
-class PluginGroup(click.Group):
-    """A click group that takes the commands for plugin authors from jackfield-conformance."""
+class LazyGroup(click.Group):
+    """A click group with commands in modules of other packages, which are imported when they are used."""
+
+    lazy: Mapping[str, tuple[str, str]]  #: module and help by command
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_PLUGIN_COMMANDS)
+        return sorted({*self.commands, *self.lazy})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in _PLUGIN_COMMANDS and cmd_name not in self.commands:
+        if cmd_name in self.lazy and cmd_name not in self.commands:
+            package = (name := self.lazy[cmd_name][0]).partition(".")[0]
             try:
-                module = importlib.import_module("jackfield_conformance.commands")
+                module = importlib.import_module(name)
             except ModuleNotFoundError as error:
-                if error.name != "jackfield_conformance":
+                if error.name != package:
                     raise
-                needed, fix = "jackfield-conformance", f"{sys.executable} -m pip install jackfield-conformance"
+                needed, fix = (dist := package.replace("_", "-")), f"{sys.executable} -m pip install {dist}"
                 details = {"where": sys.executable, "expected": needed, "found": "not installed", "fix": fix}
                 report(ctx, PluginError(f"{ctx.command_path} {cmd_name} needs {needed}", **details), exit_code=2)
             self.add_command(getattr(module, cmd_name))
@@ -55,8 +51,9 @@ class PluginGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing them."""
+        own = {name: command.get_short_help_str(formatter.width) for name, command in self.commands.items()}
         with formatter.section("Commands"):
-            formatter.write_dl(list(_PLUGIN_COMMANDS.items()))
+            formatter.write_dl(sorted({**{name: text for name, (_, text) in self.lazy.items()}, **own}.items()))
 
 
 def report(ctx: click.Context, error: Exception, *, exit_code: int = 1) -> NoReturn:
@@ -70,9 +67,9 @@ def report(ctx: click.Context, error: Exception, *, exit_code: int = 1) -> NoRet
 
 
 def show(found: Any, *columns: str) -> None:
-    """Print the result of a command: as JSON with ``--json``, else as YAML, or records as a table with ``columns``.
+    """Print a result: as JSON with ``--json``, else as YAML, or records as a table of the ``columns`` with values.
 
-    The table leaves out columns without values. Objects in a column are printed as YAML below their record.
+    Objects in a column are printed as YAML below their record.
     """
     text = json.dumps(found, indent=2, ensure_ascii=False)
     if click.get_current_context().meta.get(_JSON):
@@ -114,14 +111,13 @@ def _yaml(value: Any, *, flow: bool | None = None) -> str:
 
 def config_arguments(command: click.decorators.FC) -> click.decorators.FC:
     """Add the arguments FILE and OVERRIDES, which :func:`jackfield.config.load_config` takes."""
-    command = click.argument("overrides", nargs=-1)(command)
-    return click.argument("file", type=click.Path(dir_okay=False))(command)
+    return click.argument("file", type=click.Path(dir_okay=False))(click.argument("overrides", nargs=-1)(command))
 
 
 def deadline_option(default: float, help: str) -> Callable[[click.decorators.FC], click.decorators.FC]:
     """Return the option ``--deadline``, in seconds."""
-    type = click.FloatRange(min=0, min_open=True)
-    return click.option("--deadline", type=type, default=default, show_default=True, help=help)
+    positive = click.FloatRange(min=0, min_open=True)
+    return click.option("--deadline", type=positive, default=default, show_default=True, help=help)
 
 
 def json_option(command: click.decorators.FC) -> click.decorators.FC:
@@ -145,20 +141,20 @@ def json_option(command: click.decorators.FC) -> click.decorators.FC:
 def run(
     file: str, overrides: tuple[str, ...], address: str | None, role: Literal["explore", "reward", "train"] | None
 ) -> None:
-    """Run training from a config FILE. OVERRIDES are settings such as schedule.steps=10."""
-    from jackfield.config import load_config
+    """Run training, or its stages, from a config FILE. OVERRIDES are settings such as schedule.steps=10."""
+    from jackfield.config import load_stages
 
     if address is not None:
         overrides = (*overrides, "cluster.name=ray", f"cluster.ray.address={address}")
-    config = load_config(file, overrides, served=role is not None)
+    *_, config = (stages := load_stages(file, overrides, served=role is not None)).values()
     from jackfield.compose.builder import Stop
 
     stop = Stop(config.checkpoint.grace_seconds)
     try:
         with stop.listening():
-            from jackfield import compose
+            from jackfield.compose.run import run_stages
 
-            result = compose.run(config, role=role or "all", stop=stop)
+            result = run_stages(stages, click.echo, role=role or "all", stop=stop)
     except CancelledError:
         if stop.code is None:
             raise
@@ -173,9 +169,9 @@ def run(
         sys.exit(stop.code)
     else:
         if result.finished_before:
-            more = "for more steps raise schedule.steps, else take another folder"
-            click.echo(f"{result.folder} holds the finished run; {more}")
-        click.echo(f"{result.steps} steps done; model in {result.model}")
+            click.echo(f"{result.folder} holds the finished run; raise a limit, or take another folder")
+        done = f"{result.steps} steps done; model in {result.model}"
+        click.echo(done if config.mode != "explore" else f"{result.steps} batches of samples in {result.folder}")
 
 
 @click.command()
@@ -190,11 +186,11 @@ def replicas(folder: Path, count: int | None, deadline: float, as_json: bool) ->
     acknowledged the engine's weights. A removed one gets no new requests and finishes its current ones; after
     deadlines.drain seconds, the rest are generated again on other replicas.
     """
-    import attrs
+    from attrs import asdict
 
     from jackfield.cluster.control import scale_replicas
 
-    rows = [attrs.asdict(state) for state in scale_replicas(folder, count, seconds=deadline)]
+    rows = [asdict(state) for state in scale_replicas(folder, count, seconds=deadline)]
     show(rows, *rows[0])
 
 
@@ -249,17 +245,20 @@ def show_config(file: str, overrides: tuple[str, ...]) -> None:
     """Print the whole resolved configuration as YAML, including defaults."""
     from jackfield import config
 
-    click.echo(config.show(config.load_config(file, overrides)), nl=False)
+    click.echo("---\n".join(map(config.show, config.load_stages(file, overrides).values())), nl=False)
 
 
 @config.command("explain")
 @config_arguments
 def explain_config(file: str, overrides: tuple[str, ...]) -> None:
-    """Print every setting with its value and description, and its default if different."""
+    """Say what the schedule does, and print every setting with its value and description, and a different default."""
     from jackfield import config
+    from jackfield.compose.schedules import describe
     from jackfield.plugins import discover
 
-    for path, value, default, text in config.explain(config.load_config(file, overrides), discover()):
+    loaded, registry = config.load_config(file, overrides), discover()
+    click.echo("\n".join([*describe(loaded, _algorithm(loaded, registry)), ""]))
+    for path, value, default, text in config.explain(loaded, registry):
         changed = "" if value == default else f"  (default: {default!r})"
         click.echo(f"{path} = {value!r}{changed}" + (f"\n    {text}" if text else ""))
 
@@ -268,20 +267,21 @@ def explain_config(file: str, overrides: tuple[str, ...]) -> None:
 @config_arguments
 @json_option
 def validate(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Check all settings, including those of plugins and components, and print the resolved algorithm.
-
-    Paths need not exist.
-    """
-    from jackfield.compose.checks import hooks_of
-    from jackfield.compose.resolve import resolve_algorithm
+    """Check all settings, also of plugins and components, and print the algorithm. Paths need not exist."""
     from jackfield.config import load_config, plugin_settings
     from jackfield.plugins import discover
 
-    loaded, registry = load_config(file, overrides), discover()
-    plugin_settings(loaded, registry)
-    hooks_of(loaded, registry)
-    algorithm = resolve_algorithm(loaded, registry.resolve(loaded.rollout.name, "rollout").usable()).as_plain()
+    plugin_settings(loaded := load_config(file, overrides), registry := discover())
+    algorithm = _algorithm(loaded, registry).as_plain()
     show({"file": file, "status": "valid", "algorithm": {**algorithm, "replica_bound": loaded.rollout_bound}})
+
+
+def _algorithm(loaded: Any, registry: Any) -> Any:
+    from jackfield.compose.checks import hooks_of
+    from jackfield.compose.resolve import resolve_algorithm
+
+    hooks_of(loaded, registry)
+    return resolve_algorithm(loaded, registry.resolve(loaded.rollout.name, "rollout").usable())
 
 
 @click.group()
@@ -368,7 +368,7 @@ def _described(kind: str | None) -> list[dict[str, Any]]:
     return [describe(part(one, name)) for one in _PARTS if kind in (None, one) for name in names(one)]
 
 
-@click.group(cls=PluginGroup)
+@click.group(cls=LazyGroup)
 def plugins() -> None:
     """List, check and create plugins."""
 

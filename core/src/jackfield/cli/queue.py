@@ -28,7 +28,7 @@ _SHOWN = 8  #: how many elements of a tensor `show` prints
 def queue() -> None:
     """Inspect, import, export and serve queues.
 
-    FOLDER is a run's folder (its newest checkpoint is used), a checkpoint, or the queue's folder in a checkpoint.
+    FOLDER is a run's folder (its newest checkpoint is used), a checkpoint, the queue's folder in it, or an archive.
     """
 
 
@@ -182,7 +182,8 @@ def _plain(sample: SavedSample, *names: str) -> dict[str, Any]:
 
 
 def _samples(folder: Path, partition: str | None) -> Iterator[SavedSample]:
-    from jackfield.queue.sample_files import saved_samples
+    from jackfield.queue.sample_files import is_archive, read_samples, saved_samples
     from jackfield.trainer.checkpoint import find_queue
 
-    return (sample for sample in saved_samples(find_queue(folder)) if partition in (None, sample.partition))
+    samples = read_samples(folder) if is_archive(folder) else saved_samples(find_queue(folder))
+    return (sample for sample in samples if partition in (None, sample.partition))

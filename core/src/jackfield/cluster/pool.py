@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from functools import partial
 from typing import Protocol
 
 import attrs
@@ -14,7 +16,7 @@ import attrs
 from jackfield.abc.rollout import BaseRolloutServer
 from jackfield.clock import Clock
 from jackfield.config import RunConfig
-from jackfield.errors import ConfigError, JackfieldError, RunError, WorkerLost
+from jackfield.errors import ConfigError, JackfieldError, QueueError, RunError, WorkerLost
 from jackfield.plugins.hooks import WeightsSynced
 from jackfield.routing import LOST, Replica, ReplicaState, State
 
@@ -31,7 +33,7 @@ class Places(Protocol):
     async def end(self, number: int) -> None:
         """Release the process and the place of a replica that has been stopped."""
 
-    async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
+    async def route(self, replicas: Mapping[int, Replica], seconds: float, updating: Sequence[int] = ()) -> int:
         """Tell all agents which replicas serve (see :class:`jackfield.routing.Router`)."""
 
 
@@ -62,6 +64,7 @@ class ReplicaPool:
     source: WeightSource | None = attrs.field(default=None, init=False)  #: None until the run has begun
     replicas: dict[int, Replica] = attrs.field(factory=dict, init=False)
     members: list[Replica] = attrs.field(factory=list, init=False)  #: replicas that get every version, by number
+    _updating: Sequence[int] = attrs.field(default=(), init=False)  #: those whose turn it is to get new weights
     _scaling: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)
     _loading: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)
     _tasks: asyncio.TaskGroup | None = attrs.field(default=None, init=False)
@@ -96,25 +99,41 @@ class ReplicaPool:
             replica = self.replicas.pop(max(self.replicas))
             await self._stop(replica)
 
-    async def sync(self, version: int, send: Callable[[int], Awaitable[WeightsSynced]]) -> WeightsSynced:
-        """Send a version to all members by ``send``, and again without those that die meanwhile.
+    async def sync(self, version: int, send: Callable[..., Awaitable[WeightsSynced]]) -> WeightsSynced:
+        """Send a version to all members by ``send(version, replicas, last=…)``, again without those that die meanwhile.
 
-        A failure is raised if every member is alive.
+        With ``weights.in_turns`` there are two turns, and the other half gets new requests. A failure is raised if
+        every member is alive.
         """
+        halves, reports = self._config.weights.in_turns and len(self.members) > 1, list[WeightsSynced]()
+        turns = [self.members[::2], self.members[1::2]] if halves else [self.members[:]]
+        try:
+            for turn in turns:
+                if halves:
+                    await self._route(updating=[each.number for each in turn])
+                reports.append(await self._send(turn, partial(send, version, last=turn is turns[-1])))
+        finally:
+            if halves:
+                await self._route(updating=())
+        receipts = sorted(itertools.chain(*(each.receipts for each in reports)), key=lambda receipt: receipt.replica)
+        return attrs.evolve(reports[-1], receipts=tuple(receipts), seconds=sum(each.seconds for each in reports))
+
+    async def _send(self, turn: Sequence[Replica], send: Callable[..., Awaitable[WeightsSynced]]) -> WeightsSynced:
         while True:
             replicas = [each for each in self.replicas.values() if each.state != "starting"]
             try:
-                return await send(version)
+                return await send([each for each in turn if each in self.members])
             except JackfieldError:
                 if not await self._remove_lost(replicas):
                     raise
 
-    async def each(self, call: Callable[[BaseRolloutServer], Awaitable[object]]) -> None:
-        """Call every member, and drop those that have died; raise the error of a live one."""
+    async def each(self, what: str, call: Callable[[BaseRolloutServer], Awaitable[object]]) -> None:
+        """Call every member, and drop those that have died; raise the error of a live one, or of one that is late."""
+        seconds = self._config.deadlines.sync
 
         async def called(replica: Replica) -> None:
             try:
-                await call(replica.server)
+                await self._clock.wait_for(call(replica.server), seconds, f"{replica.name} to {what}")
             except Exception as error:
                 if not await self._remove_lost([replica], error):
                     raise
@@ -246,7 +265,7 @@ class ReplicaPool:
                 await self._route()
             raise
         await asyncio.gather(*map(self._end, replicas))
-        what = "rollout replicas %s were removed, %d of their requests were generated again elsewhere"
+        what = "rollout replicas %s were removed, %d of their requests continue elsewhere"
         _LOG.info(what, ", ".join(map(str, sorted(before))), moved)
 
     def _set(self, replica: Replica, state: State) -> None:
@@ -254,9 +273,11 @@ class ReplicaPool:
         members = [each for _, each in sorted(self.replicas.items()) if each.state in ("serving", "draining")]
         self.members[:] = members
 
-    async def _route(self, seconds: float | None = None) -> int:
+    async def _route(self, seconds: float | None = None, updating: Sequence[int] | None = None) -> int:
+        self._updating = self._updating if updating is None else updating
         served = {number: replica for number, replica in self.replicas.items() if replica.state == "serving"}
-        return await self._places.route(served, self._config.deadlines.drain if seconds is None else seconds)
+        drain = self._config.deadlines.drain if seconds is None else seconds
+        return await self._places.route(served, drain, self._updating)
 
     async def _remove_lost(self, replicas: Sequence[Replica], error: Exception | None = None) -> bool:
         """Drop members that have died and can be restarted; return whether there were any."""
@@ -278,27 +299,31 @@ class DeviceLease:
     """A lease on devices for one role at a time, which may have several holders.
 
     A phase requests it once its inputs are ready, and never waits for another phase while it holds the lease. So the
-    lease cannot deadlock. Requests are served in order.
+    lease cannot deadlock. Requests are served in order. No role waits for holders that step aside: ``hand_over``
+    interrupts what they run, and they have the devices again when the other role's holder ends.
     """
 
     _clock: Clock
     _seconds: float  #: deadline for acquiring the lease, and for a hand-over
     #: awaited when the role changes, with the previous role (None at first) and the new one
     hand_over: Callable[[str | None, str], Awaitable[None]] | None = None
+    waited: dict[str, float] = attrs.field(factory=dict, init=False)  #: seconds by role, until they are read
     _role: str | None = attrs.field(default=None, init=False)  #: the role that holds the lease, or held it last
-    _holders: int = attrs.field(default=0, init=False)
+    _holders: int = attrs.field(default=0, init=False)  #: those that other roles wait for
+    _aside: list[str] = attrs.field(factory=list, init=False)  #: roles of the holders that step aside
     _resident: str | None = attrs.field(default=None, init=False)  #: the role whose state is on the devices
     _waiting: dict[object, str] = attrs.field(factory=dict, init=False)  #: roles of the requests, in order
     _changed: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)
     _handing_over: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)
 
     @asynccontextmanager
-    async def hold(self, role: str, *, joins: bool = False) -> AsyncIterator[None]:
+    async def hold(self, role: str, *, joins: bool = False, steps_aside: bool = False) -> AsyncIterator[None]:
         """Hold the devices for ``role``. ``DeadlineExceeded`` names the role that holds them for too long.
 
         With ``joins``, join a current holder of the same role ahead of other requests, because it waits for this one.
+        With ``steps_aside``, other roles may have the devices in between.
         """
-        request = object()
+        request, firm = object(), 1
 
         def is_granted() -> bool:
             """Return whether no other role holds the lease or waited before."""
@@ -313,9 +338,11 @@ class DeviceLease:
             self._holders += 1
 
         self._waiting[request], who = role, f"the devices, for {role}, while {self._role} holds them"
+        began = self._clock.time()
         try:
             await self._clock.wait_for(acquire(), self._seconds, who)
         finally:
+            self.waited[role] = self.waited.get(role, 0.0) + self._clock.time() - began
             del self._waiting[request]
             self._wake()
         try:
@@ -325,10 +352,20 @@ class DeviceLease:
                     what = f"the hand-over of devices from {before} to {role}"
                     await self._clock.wait_for(self.hand_over(before, role), self._seconds, what)
                 self._resident = role
+            if steps_aside:
+                firm, self._holders = 0, self._holders - 1
+                self._aside.append(role)
+                self._wake()
             yield
         finally:
-            self._holders -= 1
+            self._holders -= firm
+            if not firm:
+                self._aside.remove(role)
             self._wake()
+            others = [each for each in self._aside if each != role]
+            if others and isinstance(sys.exception(), QueueError | None):  # any other error ends the run
+                async with self.hold(others[0]):  # what they run goes on
+                    pass
 
     def _wake(self) -> None:
         self._changed.set()

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
+from math import inf
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -20,13 +21,14 @@ from jackfield.abc.transfer_queue import TransferQueueBackend
 from jackfield.cluster.control import serve_control
 from jackfield.cluster.pool import DeviceLease, ReplicaPool
 from jackfield.compose.checks import mixed_samples
+from jackfield.compose.modes import check_joins, shared_settings
 from jackfield.compose.workers import OpenQueue, WorkerFactory
 from jackfield.errors import DeadlineExceeded
 from jackfield.queue import Values
 from jackfield.queue.transfer_queue import connect_queue
 from jackfield.runtime.engine import EngineGroup
 from jackfield.trainer.checkpoint import Checkpoint, mark_finished, written
-from jackfield.trainer.role import FINISHED, WEIGHTS, Role, RunWorkers
+from jackfield.trainer.role import FINISHED, SHARED, WEIGHTS, Role, RunWorkers
 from jackfield.trainer.rollouts import Explorer, RewardPipeline
 from jackfield.trainer.trainer import Trainer
 from jackfield.trainer.weights import EngineWeights, WeightSubscriber
@@ -52,7 +54,7 @@ class Stop:
         self._until = ""
         self.begun = False  #: whether everything has started, so that closing may take the whole grace period
         self.code: int | None = None  #: exit code of the first signal: 128 + its number
-        self.requested = asyncio.Event()  #: set by the first signal
+        self.requested: asyncio.Event  #: of the work that is under way; set by the first signal
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -75,7 +77,7 @@ class Stop:
 
     async def bounded(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work``; a signal cancels it (``CancelledError``), inside a :meth:`boundary` only after some time."""
-        self._loop = asyncio.get_running_loop()
+        self._loop, self.requested = asyncio.get_running_loop(), asyncio.Event()
         task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self.requested.wait())
         try:
             await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
@@ -120,7 +122,7 @@ class RunBuilder:
     make_workers: Callable[[Role, AsyncExitStack, OpenQueue], Awaitable[RunWorkers]]
     stack: AsyncExitStack = attrs.field(init=False)  #: closes what was started, in reverse order
     _loops: asyncio.TaskGroup = attrs.field(init=False)
-    _background: list[asyncio.Task[None]] = attrs.field(init=False, factory=list)
+    _background: list[asyncio.Task[Any]] = attrs.field(init=False, factory=list)
     _engines: dict[str, EngineGroup] = attrs.field(init=False, factory=dict)  #: loaded models: actor, reference, critic
     _pool: ReplicaPool | None = attrs.field(init=False, default=None)
     _finished: bool = attrs.field(init=False, default=False)  #: whether the role has completed its work
@@ -134,13 +136,13 @@ class RunBuilder:
         async with AsyncExitStack() as self.stack, asyncio.TaskGroup() as self._loops:
             role.workers = await self.make_workers(role, self.stack, self._open_queue)
             role.rollout_devices = role.train_devices = DeviceLease(role.clock, config.deadlines.batch)
-            if not role.workers.shares_devices:
+            if not (role.workers.shares_devices and role.engines):
                 role.train_devices = DeviceLease(role.clock, config.deadlines.batch)
             if role.trains:
-                count = await self._train(checkpoint)
+                count = await self.train(checkpoint)
             else:
                 count = await (self._explore() if role.name == "explore" else self._reward())
-            self._finished = not role.trains or count == config.schedule.steps
+            self._finished = not role.trains or count == role.schedule.steps
             for task in self._background:
                 task.cancel()
         return count
@@ -162,52 +164,57 @@ class RunBuilder:
             self.stack.push_async_callback(lambda: connection.close("" if self._finished else early))
         return backend
 
-    def _run(self, *loops: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def run_loops(self, *loops: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Start background loops that run until the role ends. An error of a loop ends the role."""
         self._background += [self._loops.create_task(loop()) for loop in loops]
 
-    async def _train(self, checkpoint: Checkpoint | None) -> int:
+    async def train(self, checkpoint: Checkpoint | None) -> int:
         """Train until the schedule ends or a stop is requested; return the completed steps."""
         role, config, folder = self.role, self.role.config, Path(self.role.config.folder)
-        trainer = await self._trainer()
+        trainer = await self.trainer()
         self.stack.push_async_callback(trainer.report_failures)  # also those that end the run
-        if role.workers.watch is not None:
-            self._run(role.workers.watch)
-        mixed = mixed_samples(config.mixing, role.queue, Values(role.workers.backend))
+        mixed = mixed_samples(config, role.queue, Values(role.workers.backend))
+        await role.queue.post(SHARED, shared_settings(config))
+        await role.queue.post(FINISHED, {"steps": 0})
         first_step = await trainer.begin(checkpoint, mixed)
-        await self._open_control()
+        await self.open_control()
         if role.scores:
             pipeline = RewardPipeline(role=role)
             await pipeline.register()
-            self._run(pipeline.run)
-        if role.name == "all":
-            self._run(Explorer(role=role, name="explorer-0").run)
-        self._run(*(samples.keep for samples in mixed))
+            self.run_loops(pipeline.run)
+        if role.name == "all" and config.mode != "train":
+            self.run_loops(Explorer(role=role, name="explorer-0").run)
+        self.run_loops(*(samples.keep for samples in mixed))
         with self.stop.boundary("with a checkpoint after this step"):
             steps = await trainer.run(first_step)
-            if steps == config.schedule.steps:
+            if steps == role.schedule.steps:
                 model, partial = folder / "model", folder / "model.partial"
                 with written(partial, "the trained model could not be written", "goes on from the newest checkpoint"):
                     await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
-                    await trainer.actor.save(str(partial), "huggingface")
-                    shutil.rmtree(model, ignore_errors=True)
-                    partial.replace(model)
-                if role.name == "train":
+                    if role.engines:
+                        await trainer.actor.save(str(partial), "huggingface")
+                        shutil.rmtree(model, ignore_errors=True)
+                        partial.replace(model)
+                if role.name == "train" or not role.engines:
                     await role.queue.post(FINISHED, {"steps": steps})
-                mark_finished(folder, steps)
+                mark_finished(config, steps)
         return steps
 
     async def _explore(self) -> int:
-        """Explore for a trainer elsewhere until it has all batches; return the newest version."""
-        pool = await self._start_replicas()
+        """Explore for a trainer elsewhere until it has all batches, or has ended; return the newest version."""
+        pool = await self.start_replicas()
         assert pool is not None
-        pool.source = weights = WeightSubscriber(role=self.role, replicas=pool.members)
+        pool.source = weights = WeightSubscriber(role=self.role, pool=pool)
         self.stop.begun = True
-        self._run(pool.keep, weights.run)
+        self.run_loops(pool.keep, weights.run)
         who, seconds = "the trainer to say which weights it has", self.role.config.deadlines.batch
         await self.role.version.until(lambda version: version >= 0, seconds, who)
-        await self._open_control()
-        await Explorer(role=self.role, name=self.role.config.name).run()
+        check_joins(self.role.config, (await self.role.queue.wait_notice(SHARED, 0, seconds)).value)
+        await self.open_control()
+        exploring = Explorer(role=self.role, name=self.role.config.name).run()
+        tasks = [self._loops.create_task(each) for each in (exploring, self._until_finished())]
+        self._background += tasks
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return self.role.version.value
 
     async def _reward(self) -> int:
@@ -221,12 +228,12 @@ class RunBuilder:
         pipeline, finished = RewardPipeline(role=role), False
         await pipeline.register()
         self.stop.begun = True
-        self._run(pipeline.run)
+        self.run_loops(pipeline.run)
         who = "the trainer to finish, or the explorers to bring a group"
         while not finished:
             before = pipeline.groups
             try:
-                await wait(role.queue.wait_notice(FINISHED, 0, 2 * seconds), seconds, who)
+                await wait(self._until_finished(), seconds, who)
                 finished = True
             except DeadlineExceeded:
                 if pipeline.groups == before:
@@ -234,7 +241,14 @@ class RunBuilder:
         await role.steps_done.advance(pipeline.groups)
         return pipeline.groups
 
-    async def _start_replicas(self) -> ReplicaPool | None:
+    async def _until_finished(self) -> None:
+        """Wait for the trainer's last step; a trainer that continues with more steps takes that back."""
+        number, steps = 0, 0
+        while not steps:
+            notice = await self.role.queue.wait_notice(FINISHED, number, inf)
+            number, steps = notice.number, notice.value["steps"]
+
+    async def start_replicas(self) -> ReplicaPool | None:
         """Start the rollout servers. Return None if this role has none."""
         workers = self.role.workers
         if not workers.replicas:
@@ -244,7 +258,7 @@ class RunBuilder:
         await pool.start(workers.replicas)
         return pool
 
-    async def _open_control(self) -> None:
+    async def open_control(self) -> None:
         """Let other processes list and scale the replicas, if there are any."""
         config = self.role.config
         if self._pool is not None:
@@ -252,25 +266,30 @@ class RunBuilder:
             control = serve_control(Path(config.folder), self._pool, self.role.clock, silence, port)
             await self.stack.enter_async_context(control)
 
-    async def _trainer(self) -> Trainer:
+    async def trainer(self) -> Trainer:
         """Build the trainer with engines, replicas and their weights."""
         role = self.role
         await self._load("actor")
-        pool = await self._start_replicas()
-        weights = None
-        if pool is not None or role.name == "train":
+        pool = await self.start_replicas()
+        weights: EngineWeights | WeightSubscriber | None = None
+        if pool is not None and not role.engines:
+            weights = WeightSubscriber(role=role, pool=pool)  # it keeps those of the model's folder
+        elif pool is not None or role.name == "train":
             weights = EngineWeights(role=role, engines=self._engines, pool=pool)
         for name in role.engines[1:]:
             await self._load(name)
-        sync = None if weights is None else weights.sync
+        sync = weights.sync if isinstance(weights, EngineWeights) else None
         trainer = Trainer(role=role, stop=self.stop.requested, sync=sync, **self._engines)
+        if role.workers.watch is not None:
+            self.run_loops(role.workers.watch)
         if pool is not None:
             pool.source = weights
-            self._run(pool.keep)
+            self.run_loops(pool.keep)
         return trainer
 
     async def _load(self, name: str) -> None:
         role, seconds = self.role, self.role.config.deadlines.engine
-        group = EngineGroup(name, role.workers.ranks[name], role.queue, role.clock, seconds=seconds)
-        await group.initialize()
+        group = EngineGroup(name, role.workers.ranks.get(name, ()), role.queue, role.clock, seconds=seconds)
+        if role.engines:  # otherwise the group has no ranks
+            await group.initialize()
         self._engines[name] = group

@@ -14,8 +14,10 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import attrs
@@ -25,7 +27,6 @@ from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
 from jackfield.compose.resolve import resolve_algorithm
 from jackfield.config import RunConfig, plugin_settings
-from jackfield.config.sections import MixingConfig
 from jackfield.data.tasks import TaskSet
 from jackfield.data.tokens import HuggingFaceChatTokenizer, check_vocabulary, encode_answers, encode_prompt
 from jackfield.errors import ConfigError, EngineError, PluginError, PluginNotFound
@@ -34,7 +35,8 @@ from jackfield.plugins import HookManager, Registry
 from jackfield.plugins.interpreters import environment_python, look, resolve_interpreter
 from jackfield.queue import TransferQueue, Values
 from jackfield.queue.meta import register_sampler
-from jackfield.queue.sample_files import ImportedSamples, cell_of, read_samples, saved_samples, shape_of
+from jackfield.queue.sample_files import ImportedSamples, cell_of, is_archive, read_samples, saved_samples, shape_of
+from jackfield.runtime.samples import TRAIN
 from jackfield.sdk.archive import SavedSample
 from jackfield.sdk.jagged import length_limits
 from jackfield.trainer.checkpoint import find_queue
@@ -109,6 +111,7 @@ def check_capabilities(config: RunConfig, registry: Registry, role: RoleName = "
     """
     served, lora, weights = config.queue.address is not None, config.model.lora is not None, config.weights
     clustered = "cluster.name is ray, where each worker opens the backend: choose zmq, or sql, redis, nixl or ray"
+    follows = role != "all" and config.mode == "online"
     float8, delta = weights.dtype == "float8_e4m3fn", weights.kind == "delta"
     alone = "a run that trains an adapter sends the adapter alone, as it is"
     if lora and float8:
@@ -125,10 +128,16 @@ def check_capabilities(config: RunConfig, registry: Registry, role: RoleName = "
         (float8, "rollout", "weights_float8", "weights.dtype is float8_e4m3fn"),
         (delta, "checkpoint_engine", "delta", "weights.kind is delta"),
         (delta, "rollout", "weights_delta", "weights.kind is delta"),
-        (role != "all", "checkpoint_engine", "retains_weights", "explorers come and go (--role)"),
+        (follows, "checkpoint_engine", "retains_weights", "explorers come and go (--role)"),
     ):
         if needed:
             registry.resolve(config.plugins[kind], kind).usable().require(capability, because)
+    shared = config.cluster.placement == "shared" or (config.cluster.name == "ray" and config.cluster.shares_devices)
+    if weights.in_turns and (config.cluster.offload or shared):
+        what = "replicas do not serve while the engine has their devices, so they have no turns"
+        raise config.refusal("weights.in_turns", what, "false, or cluster.placement: separate")
+    if weights.in_turns and config.cluster.replicas == 1:
+        registry.resolve(config.rollout.name, "rollout").usable().require("pause", "weights.in_turns is set")
     if served and config.cluster.name != "inline":
         what = "a controller in a process of its own serves runs whose workers are in their own process"
         raise config.refusal("cluster.name", what, "inline", fix="or leave out queue.address and --role")
@@ -184,12 +193,14 @@ def interpreters(config: RunConfig, registry: Registry) -> dict[str, str]:
 
 
 def read_tasks(config: RunConfig, algorithm: ResolvedAlgorithm) -> dict[str, TaskSet]:
-    """Open the task files of the run: train, and eval and expert if they are used.
+    """Open the task files of the run: train, and expert, eval and other sets of the evaluation if they are used.
 
     Raise ``config.missing-key`` if no file is configured, or an error of the data with file and line.
     """
-    tasks = {}
-    for which, wanted in {"train": True, "eval": config.evaluation.every, "expert": algorithm.experts}.items():
+    tasks, sets = {}, config.evaluation.sets if config.evaluation.every else {}
+    evaluates = config.evaluation.every and (config.data.eval or not sets)
+    used = {"train": config.mode != "train", "eval": evaluates, "expert": algorithm.experts}
+    for which, wanted in used.items():
         if not wanted:
             continue
         file: str | None = getattr(config.data, which)
@@ -198,8 +209,31 @@ def read_tasks(config: RunConfig, algorithm: ResolvedAlgorithm) -> dict[str, Tas
             raise config.refusal(f"data.{which}", what, expected, code="config.missing-key")
         limit = config.evaluation.tasks if which == "eval" else None
         answers = which == "expert" or (which == "train" and config.mode == "offline")
+        if which == "train" and is_archive(Path(file)):
+            tasks[which] = _archived_tasks(config, file, pairs=algorithm.pairs)
+            continue
         tasks[which] = TaskSet(file, config.data.format, limit=limit, answers=answers)
-    return tasks
+    own = config.data.format
+    return tasks | {name: TaskSet(one.file, one.format or own, limit=one.tasks) for name, one in sets.items()}
+
+
+def _archived_tasks(config: RunConfig, file: str, *, pairs: bool) -> TaskSet:
+    """Return the groups of an archive as tasks whose answers are tokens."""
+    with TemporaryDirectory() as folder:
+        made = Path(folder, "archive.jsonl")
+        if config.mode != "offline" or not archives().write_tasks(Path(file), made, pairs=pairs):
+            expected = "mode: offline, and for pairs samples of a group with different rewards"
+            raise config.refusal("data.train", "no group of this archive can be learnt from", expected)
+        return TaskSet(made, config.data.format, answers=True)
+
+
+def archives() -> Any:
+    """Return the library jackfield-archive, which is imported where it is used; else ``plugin.requirement``."""
+    try:
+        return import_module("jackfield_archive")
+    except ModuleNotFoundError as error:
+        fix = "pip install jackfield-archive"
+        raise PluginError("an archive needs jackfield-archive", code="plugin.requirement", fix=fix) from error
 
 
 def read_model(config: RunConfig) -> Mapping[str, Any]:
@@ -234,7 +268,7 @@ def prompt_limit(config: RunConfig) -> int | None:
     """
     model, given = read_model(config), config.cluster.max_model_len
     positions = model.get("max_position_embeddings")
-    for kind, limit in length_limits(model).items() if config.mode == "online" else ():
+    for kind, limit in length_limits(model).items() if config.mode != "offline" else ():
         if (given or positions or 0) > limit:
             what = f"a sample that grows beyond {limit} tokens while it is generated has log-probs that no training "
             what += f"pass computes: the model's rotary frequencies ({kind}) are others there"
@@ -282,39 +316,42 @@ def check_tokens(config: RunConfig, tasks: Mapping[str, TaskSet]) -> None:
 
 def check_rows(config: RunConfig) -> None:
     """Check that each mixed-in file has samples with the needed columns; online, human ones need a reward."""
-    for name, file in _files(config.mixing).items():
-        needed = ["prompt_ids", "response_ids"]
-        if name == "human" and config.mode == "online":
-            needed += ["reward", "rollout_log_probs"]
-        first = next(_read(file), None)
+    for name, file in _files(config).items():
+        needed, first, own = ["prompt_ids", "response_ids"], next(_read(file), None), name == TRAIN
+        if name != "expert" and config.mode != "offline":
+            unread = config.algorithm.old_log_probs == "engine" and config.algorithm.correction.enabled is False
+            needed += [] if own and first is not None and "task" in first.cells else ["reward"]  # it can be scored
+            needed += [] if own and unread else ["rollout_log_probs"]
         if first is None or not first.cells.keys() >= set(needed):
-            where, expected = f"mixing.{name}.samples", f"rows with the columns {', '.join(needed)} at least"
+            where = "data.samples" if name == TRAIN else f"mixing.{name}.samples"
+            expected = f"rows with the columns {', '.join(needed)} at least"
             found = file if first is None else ", ".join(sorted(first.cells)) or "no columns"
             raise ConfigError("there are no samples in it", where=where, expected=expected, found=found)
 
 
-def mixed_samples(settings: MixingConfig, queue: TransferQueue, values: Values) -> list[ImportedSamples]:
+def mixed_samples(config: RunConfig, queue: TransferQueue, values: Values) -> list[ImportedSamples]:
     """Return the imports of mixed-in samples, for a new run's start and after losses."""
     return [
-        ImportedSamples(queue, values, name, partial(_completed, file, expert=name == "expert"), file)
-        for name, file in _files(settings).items()
+        ImportedSamples(queue, values, name, partial(_completed, file, name), file)
+        for name, file in _files(config).items()
     ]
 
 
-def _files(settings: MixingConfig) -> dict[str, str]:
-    """Return the files that are mixed in, by partition."""
-    return {name: mixed.samples for name in ("expert", "human") if (mixed := getattr(settings, name)) is not None}
+def _files(config: RunConfig) -> dict[str, str]:
+    """Return the files that are trained on or mixed in, by partition."""
+    mixed = {name: each.samples for name in ("expert", "human") if (each := getattr(config.mixing, name)) is not None}
+    return mixed if config.data.samples is None else {TRAIN: config.data.samples, **mixed}
 
 
 def _read(file: str) -> Iterator[SavedSample]:
     path = Path(file)
-    if path.is_dir():
+    if path.is_dir() and not is_archive(path):
         return (sample for sample in saved_samples(find_queue(path)) if sample.batch is not None)
-    return read_samples(path)
+    return (sample for sample in read_samples(path) if sample.status not in ("failed", "dropped"))
 
 
-def _completed(file: str, *, expert: bool) -> Iterator[SavedSample]:
-    """Yield a file's samples with the tags that a run needs, and the columns that an expert does not write.
+def _completed(file: str, name: str) -> Iterator[SavedSample]:
+    """Yield a file's samples with the tags that a run needs, and the columns that not every program writes.
 
     Weight versions are removed, because those of other runs mean nothing here.
     """
@@ -324,8 +361,9 @@ def _completed(file: str, *, expert: bool) -> Iterator[SavedSample]:
         tags = {name: value for name, value in row.tags.items() if not name.startswith("weight_version_")}
         tags |= {"prompt_tokens": shape_of(row.cells["prompt_ids"])[0], "response_tokens": length}
         tags["model_tokens"] = sum(bytes(cells["response_mask"][1]))
-        if expert:
+        if name != "human":
             cells.setdefault("rollout_log_probs", cell_of("rollout_log_probs", [0.0] * length))
+        if name == "expert":
             cells.setdefault("reward", cell_of("reward", 0.0))
             tags["expert"] = True
         yield attrs.evolve(row, cells=cells, tags=tags)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,7 @@ class RayWorkers:
         """Start or join the cluster, open the queue, and start every worker; ``stack`` ends them."""
         chosen, replicas = self._config.cluster.ray, self._config.cluster.replicas if role.generates else 0
         self._pools = {"engine": chosen.engine_ranks, "rollout": replicas}
-        if chosen.placement == "colocated":
+        if self._config.cluster.shares_devices:
             self._pools = {"shared": max(self._pools.values())}
         if self._interpreters is None:
             found = interpreters(self._config, self._registry)
@@ -66,15 +66,15 @@ class RayWorkers:
         self._role, self._rendezvous = role, stack.enter_context(folder)
         backend = await open_queue(node_address())
         stack.push_async_callback(self._cluster.rest)
-        self._routes: Mapping[int, Replica] = {}
+        self._routes: tuple[Mapping[int, Replica], Sequence[int]] = {}, ()
         self._made = set(range(self._replicas))  # replicas that are made together and that start() returns first
-        replicas, seconds = self._replicas, self._deadlines.engine
+        replicas, seconds, scores = self._replicas, self._deadlines.engine, role.scores or role.evaluates
         ranks = [(engine, number) for engine in role.engines for number in range(chosen.engine_ranks)]
         specs = [
             *[await self._spec("engine", number, engine) for engine, number in ranks],
             *[await self._spec("rollout", number) for number in range(replicas)],
             *[await self._spec("agent", number) for number in range(chosen.agent_workers)],
-            *[await self._spec("reward", number) for number in range(chosen.reward_workers if replicas else 0)],
+            *[await self._spec("reward", number) for number in range(chosen.reward_workers if scores else 0)],
         ]
         # concurrently, because processes need seconds for their imports
         actors = await asyncio.gather(*map(self._cluster.start, specs))
@@ -93,9 +93,9 @@ class RayWorkers:
             agents=Workers([self._restarting_stub(name, AgentWorker) for name in self._agents]),
             rewards=Workers([self._restarting_stub(name, RewardWorker) for name in rewards]) if rewards else None,
             estimator=self._stub(actors[0], AdvantageWorker, seconds),  # beside the actor's first rank
-            shares_devices=chosen.placement == "colocated",
+            shares_devices=self._config.cluster.shares_devices,
             places=self,
-            watch=partial(self._cluster.watch, actors[: len(ranks)]),
+            watch=partial(self._cluster.watch, actors[: len(ranks)]) if ranks else None,
         )
 
     async def close(self) -> None:
@@ -167,17 +167,18 @@ class RayWorkers:
         self._cluster.give_back(name)
         self._note_places()
 
-    async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
+    async def route(self, replicas: Mapping[int, Replica], seconds: float, updating: Sequence[int] = ()) -> int:
         """Send the routes to every agent worker. One that dies gets them after its restart."""
-        self._routes = dict(replicas)
+        self._routes = dict(replicas), updating
         agents = [self._cluster.actors[name] for name in self._agents]
         return sum(await asyncio.gather(*(self._routed(actor, seconds) for actor in agents)))
 
     async def _routed(self, agent: Actor, seconds: float) -> int:
-        actors = {number: self._cluster.actors[each.name] for number, each in self._routes.items()}
+        replicas, updating = self._routes
+        actors = {number: self._cluster.actors[each.name] for number, each in replicas.items()}
         routes = {number: each.address for number, each in actors.items() if each.lives}
         try:
-            return await self._stub(agent, Routes, longest(self._config)).route(routes, seconds)
+            return await self._stub(agent, Routes, longest(self._config)).route(routes, seconds, updating)
         except WorkerLost:  # its restart uses the new routes
             return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -11,8 +12,10 @@ from jackfield.algorithms import Algorithm, Part, algorithm, part
 from jackfield.algorithms.registry import COUNTS
 from jackfield.algorithms.settings import CriticSettings, ResolvedAlgorithm
 from jackfield.algorithms.shaping import Correction
+from jackfield.compose.schedules import check_schedule
 from jackfield.config.sections import RunConfig, WeightsConfig
 from jackfield.plugins import Manifest
+from jackfield.queue.sample_files import is_archive
 
 #: Inputs that an estimator can get from every batch, and those that a run adds if an estimator needs them.
 _ESTIMATOR_INPUTS = {"token_rewards", "response_mask", "group_ids", "rollout_ids", "step_ids", "anchor_ids"}
@@ -27,7 +30,7 @@ def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm
     settings, chosen = config.algorithm, _algorithm(config)
     loss = part("loss", chosen.loss)
     estimator = part("advantages", chosen.advantages) if chosen.advantages else None
-    kl = part("kl", settings.kl.name) if settings.kl.coefficient else None
+    kl = part("kl", settings.kl.name) if settings.kl.coefficient or settings.kl.measure else None
     correction, from_engine = _correction(config, loss, rollout, sampled=estimator is not None)
     needs, learns = chosen.needs, "expert_mask" in loss.needs
     experts = config.data.expert_samples_per_batch if learns and config.data.expert else 0
@@ -67,6 +70,7 @@ def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm
         pairs=preparation is not None and "pair_ids" in preparation.inputs,
     )
     _check(config, resolved, there.keys())
+    check_schedule(config, resolved)
     return resolved
 
 
@@ -76,9 +80,10 @@ def _algorithm(config: RunConfig) -> Algorithm:
     A replaced component has its own default options. The bundle's component keeps the bundle's other options. Refuse
     an algorithm for the other mode, and sampling that cannot be trained on.
     """
-    settings, chosen, online = config.algorithm, algorithm(config.algorithm.name), config.mode == "online"
+    settings, chosen, online = config.algorithm, algorithm(config.algorithm.name), config.mode != "offline"
     changed: dict[str, Any] = {"aggregation": settings.aggregation or chosen.aggregation}
     changed |= {} if settings.dynamic_sampling is None else {"dynamic_sampling": settings.dynamic_sampling}
+    changed |= {"dynamic_sampling": False} if config.mode == "train" else {}  # no explorer generates groups again
     for kind in ("loss", "advantages"):
         given, own = getattr(settings, kind), getattr(chosen, kind)
         name = own if given is None or given.name is None else given.name
@@ -123,7 +128,7 @@ def _check(config: RunConfig, resolved: ResolvedAlgorithm, there: Set[str]) -> N
         what = f"advantages {resolved.advantages} compares several rewards, and none are named"
         expected = "names of the reward's metrics; score is the score itself"
         raise config.refusal("algorithm.reward_dimensions", what, expected, code=missing_key)
-    if resolved.pairs and config.data.format.rejected_key is None:
+    if resolved.pairs and config.data.format.rejected_key is None and not is_archive(Path(config.data.train or "")):
         what = f"loss {loss.name} compares two answers, and the data's format names one"
         expected = "the field of the worse answer, beside response_key, that of the better one"
         raise config.refusal("data.format.rejected_key", what, expected, code=missing_key)
@@ -132,15 +137,17 @@ def _check(config: RunConfig, resolved: ResolvedAlgorithm, there: Set[str]) -> N
         what = f"advantages {resolved.advantages} compares the rollouts of a task: with one they are all 0"
         raise config.refusal("data.rollouts_per_group", what, "2 or more, or an estimator without groups (reinforce)")
     several, full = estimator is not None and "reward_dimensions" in estimator.inputs, weights.kind == "full"
+    of_full = WeightsConfig(dtype=weights.dtype, in_turns=weights.in_turns)
     for idle, where, expected in (
         (config.critic != CriticSettings() and not resolved.critic, "critic", "an estimator with a critic (gae)"),
         (config.mixing.expert and not mixes, "mixing.expert", "a loss with an expert (mix)"),
         (config.data.expert and not resolved.experts, "data.expert", "a loss with an expert (mix)"),
         (dimensions and not several, "algorithm.reward_dimensions", "an estimator of them (gdpo)"),
         (config.algorithm.shaping.active and several, "algorithm.shaping", "an estimator of one reward"),
-        (full and weights != WeightsConfig(dtype=weights.dtype), "weights", "kind: delta, for what a delta has"),
+        (full and weights != of_full, "weights", "kind: delta, for what a delta has"),
         (config.data.format.rejected_key and not resolved.pairs, "data.format.rejected_key", "a loss of pairs (dpo)"),
         (kl.target and not kl.coefficient, "algorithm.kl.target", "algorithm.kl.coefficient above 0, where it begins"),
+        (kl.measure and (kl.coefficient or kl.in_reward), "algorithm.kl.measure", "coefficient: 0, in_reward: false"),
         (kl.in_reward and estimator is None, "algorithm.kl.in_reward", "an algorithm with rewards"),
     ):
         if idle:
@@ -151,16 +158,19 @@ def _check(config: RunConfig, resolved: ResolvedAlgorithm, there: Set[str]) -> N
 def _correction(config: RunConfig, loss: Part, rollout: Manifest, *, sampled: bool) -> tuple[Correction | None, bool]:
     """Return the correction, and whether the old log-probs come from the engine.
 
-    It is on by default if numerics differ and the loss takes token weights but does not weight itself. If the old
+    It is on by default if numerics differ or the schedule is asynchronous, and the loss takes token weights but does
+    not weight itself. If the old
     log-probs are the rollout server's, the loss's ratio already weights, and the correction only rejects. Sampling
     filters change the server's log-probs, so that ratios to them would not start at 1.
     """
     settings, given, active = config.algorithm.correction, config.algorithm.old_log_probs, config.sampling_filters
     mismatch, weighs_itself = config.log_prob_check.on_mismatch == "correct", "rollout_log_probs" in loss.inputs
     exact = rollout.capabilities.get("engine_log_probs") == "full" and not config.rounds and not active
-    fits = (mismatch or not exact) and not loss.per_sequence and not weighs_itself
+    differs = mismatch or not exact or config.schedule.mode == "async"
+    fits = differs and not loss.per_sequence and not weighs_itself
     corrects = sampled and (fits if settings.enabled is None else settings.enabled)
-    from_engine = given == "engine" or (given == "auto" and bool(corrects or active))
+    around_old = weighs_itself and "old_log_probs" in loss.inputs  # decoupled PPO: it weights by old over rollout
+    from_engine = given == "engine" or (given == "auto" and bool(corrects or active or around_old))
     if given == "rollout" and active:
         what = "the rollout server's log-probs are of what the sampling filters leave, not of the policy"
         expected = f"engine or auto, or no {', '.join(f'sampling.{name}' for name in active)}"

@@ -10,9 +10,11 @@ import os
 import shutil
 import socket
 import traceback
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -20,6 +22,7 @@ from jackfield.abc.engine import BaseEngine, EngineContext, LoadCheckpointReques
 from jackfield.clock import Clock
 from jackfield.compose.builder import RunBuilder, Stop
 from jackfield.compose.checks import check_plugins, hooks_of, prepare
+from jackfield.compose.modes import check_mode
 from jackfield.compose.workers import WorkerFactory
 from jackfield.config import RunConfig, as_plain, make_config, resolve_defaults, show
 from jackfield.data.tasks import TaskSet
@@ -43,8 +46,8 @@ _DISK_ERRORS = frozenset({errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, er
 #: change because the contents are compared.
 _FREE = (
     "name folder observe deadlines checkpoint cluster environments checkpoint_engine log_prob_check schedule.steps "
-    "evaluation.every profile queue.address queue.durable queue.host queue.max_bytes queue.max_samples queue.port "
-    "queue.rewards transfer_queue data.train data.eval data.expert"
+    "schedule.until evaluation.every profile queue.address queue.archive queue.durable queue.host queue.max_bytes "
+    "queue.max_samples queue.port queue.rewards transfer_queue data.train data.eval data.expert data.samples"
 )
 
 
@@ -71,6 +74,7 @@ def run(
     hooks: Sequence[object] = (),
     registry: Registry | None = None,
     stop: Stop | None = None,
+    builder: Callable[..., RunBuilder] = RunBuilder,
 ) -> RunResult:
     """Execute a run, or one role of it, in this process.
 
@@ -78,7 +82,7 @@ def run(
     trains on the explorers' samples. "explore" makes samples until every batch is trained on; any number of processes
     may do it, and join or leave at any time. "reward" scores samples, in one process at a time. ``hooks`` are listeners
     in addition to those of the configuration. The registry has the installed plugins; by default they are discovered.
-    ``stop`` requests an early end; without it, the run cannot be stopped early.
+    ``stop`` requests an early end; without it, the run cannot be stopped early. ``builder`` makes what does the work.
 
     The error that ended the run is raised. The folder keeps what was written, and the same call resumes from the newest
     checkpoint. Other explorers take over the batches of one that failed. If ``stop`` ends the run before a step is
@@ -86,11 +90,37 @@ def run(
     """
     stop = stop or Stop(config.checkpoint.grace_seconds)
     with asyncio.Runner() as runner:
-        return runner.run(stop.bounded(_run(config, role, hooks, registry or discover(), stop)))
+        return runner.run(stop.bounded(_run(config, role, hooks, registry or discover(), partial(builder, stop=stop))))
 
 
-async def _run(config: RunConfig, role: RoleName, hooks: Sequence[object], registry: Registry, stop: Stop) -> RunResult:
-    clock, config = Clock(), resolve_defaults(config).of_role(role)
+def run_stages(stages: Mapping[str, RunConfig], say: Callable[[str], None], **options: Any) -> RunResult:
+    """Run stages in order with the ``options`` of :func:`run`, finished ones not again; ``say`` gets a line for each.
+
+    Errors of all stages are raised before the first one starts, which is checked with the model that it starts from.
+    """
+    registry, (*earlier, last) = discover(), stages
+    for name, config in stages.items() if earlier else ():
+        try:
+            if name != last and (config.mode == "explore" or config.model.lora):
+                where = "mode" if config.mode == "explore" else "model.lora"
+                raise config.refusal(where, "the next stage starts from a whole model", "such a stage comes last")
+            check_mode(config)
+            model = attrs.evolve(config.model, path=stages[next(iter(stages))].model.path)
+            prepare(attrs.evolve(resolve_defaults(config), model=model), registry, (), "all", Clock())
+        except JackfieldError as error:
+            error.where = f"stage {name}: {error.where}"
+            raise
+    for number, (name, config) in enumerate(stages.items(), 1):
+        if earlier:
+            say(f"stage {number} of {len(stages)}: {name}, in {config.folder}")
+        if (result := run(config, registry=registry, **options)).stopped:
+            break
+    return result
+
+
+async def _run(config: RunConfig, role: RoleName, hooks: Sequence[object], registry: Registry, build: Any) -> RunResult:
+    check_mode(config := resolve_defaults(config), role)
+    clock, config = Clock(), config.of_role(role)
     folder, trains, checkpoint = Path(config.folder), role in ("all", "train"), None
     hooks = [*observers(config.observe, folder, clock=clock), *hooks]
     prepared = prepare(config, registry, hooks, role, clock)
@@ -102,8 +132,8 @@ async def _run(config: RunConfig, role: RoleName, hooks: Sequence[object], regis
     with storage_errors(folder), nullcontext() if role == "explore" else folder_lock(folder):
         if trains:
             checkpoint = starting_point(config, prepared.tasks)
-        if is_finished(config, checkpoint):
-            return RunResult(folder=folder, steps=config.schedule.steps, finished_before=True)
+        if checkpoint is not None and is_finished(config, checkpoint):
+            return RunResult(folder=folder, steps=checkpoint.step, finished_before=True)
         replace_file(folder / "config.yaml", show(config))
         async with AsyncExitStack() as processes:
             factory = WorkerFactory(config=config, registry=registry, clock=clock)
@@ -116,7 +146,7 @@ async def _run(config: RunConfig, role: RoleName, hooks: Sequence[object], regis
                 make_workers = workers.make
             for left in reversed(range(config.checkpoint.max_recoveries + 1)):
                 fresh = attrs.evolve(prepared)
-                builder = RunBuilder(role=fresh, stop=stop, factory=factory, make_workers=make_workers)
+                builder = build(role=fresh, factory=factory, make_workers=make_workers)
                 try:
                     with _reported(builder, checkpoint):
                         steps = await builder.execute(checkpoint)
@@ -128,7 +158,7 @@ async def _run(config: RunConfig, role: RoleName, hooks: Sequence[object], regis
                         raise
                     what = "%s; the run goes on after step %d"
                     logging.getLogger("jackfield").warning(what, one_line(error), checkpoint.step)
-    return RunResult(folder=folder, steps=steps, stopped=trains and steps < config.schedule.steps)
+    return RunResult(folder=folder, steps=steps, stopped=trains and steps < fresh.schedule.steps)
 
 
 @asynccontextmanager
@@ -201,7 +231,8 @@ def _check_same(checkpoint: Checkpoint, config: RunConfig, tasks: Mapping[str, T
         changed.append(("schedule.steps", f"{checkpoint.step} or more: so many are done", f"{steps}"))
     for which, digest in state["data"].items():
         if which in tasks and digest != tasks[which].digest:
-            changed.append((f"data.{which}", f"records of digest {digest}", tasks[which].digest))
+            where = f"data.{which}" if hasattr(config.data, which) else f"evaluation.sets.{which}.file"
+            changed.append((where, f"records of digest {digest}", tasks[which].digest))
     for path, expected, found in changed[:1]:
         what = "the folder holds a run with other settings, and results of both would be mixed"
         where, fix = f"{path}, {checkpoint.folder}", "give the run another folder, or the settings it had; "
@@ -237,12 +268,12 @@ def _reported(builder: RunBuilder, checkpoint: Checkpoint | None) -> Iterator[No
     """
     role, config, folder = builder.role, builder.role.config, Path(builder.role.config.folder)
     failure, stopped, first_step = None, False, 0 if checkpoint is None else checkpoint.step
-    steps, plain = config.schedule.steps, as_plain(config)
+    plain, steps = as_plain(config), config.schedule.steps
     started = RunStarted(name=config.name, folder=str(folder), total_steps=steps, first_step=first_step, config=plain)
     role.hooks.emit(started)
     try:
         yield
-        stopped = role.trains and max(first_step, role.steps_done.value) < steps
+        stopped = role.trains and max(first_step, role.steps_done.value) < role.schedule.steps
     except asyncio.CancelledError:
         stopped = True  # by a signal or by the caller; this is no failure
         raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import partial
@@ -36,6 +36,7 @@ from jackfield.runtime.process import ROLLOUT, connect_worker, interface_of, ope
 from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.samples import AdvantageWorker, StepValues
 from jackfield.runtime.workers import AgentWorker, Workers
+from jackfield.sdk.archive import queue_name
 from jackfield.sdk.child import ChildProcess
 from jackfield.sdk.rpc import Address, Connection, Contract, Service
 from jackfield.trainer.role import Role, RunWorkers
@@ -112,8 +113,7 @@ class WorkerFactory:
             rewards=Workers([await self.reward_worker(values, stack)]) if scores else None,
             estimator=AdvantageWorker(step_values, role.algorithm),
             replicas=cluster.replicas if role.generates else 0,
-            shares_devices=cluster.device != "cpu"
-            or (1 + cluster.replicas) * (cluster.threads or 1 << 16) > (os.cpu_count() or 1),
+            shares_devices=cluster.shares_devices,
             places=self,
         )
 
@@ -130,11 +130,13 @@ class WorkerFactory:
 
     def queue(self, backend: TransferQueueBackend) -> TransferQueue:
         """Make the queue of the run, with its controller in this process, without starting it."""
-        settings = self.config.queue
+        settings, folder = self.config.queue, Path(self.config.folder) / "queue"
+        archive = settings.archive and checks.archives().Archive(Path(settings.archive), queue_name(str(folder)))
         return TransferQueue(
             backend,
             self.clock,
-            store=Path(self.config.folder) / "queue" / STORE_FILE,
+            store=folder / STORE_FILE,
+            archive=archive,
             durable=settings.durable,
             max_samples=settings.max_samples,
             max_bytes=settings.max_bytes,
@@ -220,9 +222,9 @@ class WorkerFactory:
         if child := self._children.pop(number, None):
             await child.close(grace_seconds=_END_SECONDS)
 
-    async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
+    async def route(self, replicas: Mapping[int, Replica], seconds: float, updating: Sequence[int] = ()) -> int:
         """Route the agents' requests to these replicas."""
-        return await self.router.route(replicas, seconds)
+        return await self.router.route(replicas, seconds, updating)
 
     def rollout_server(self, replica: int, *, host: str = "127.0.0.1") -> BaseRolloutServer:
         """Make a replica's server in this process, without starting it."""
@@ -240,7 +242,8 @@ class WorkerFactory:
 
     def agent_worker(self, values: Values, generates: bool, *, request_prefix: str) -> AgentWorker:
         """Make a worker that runs agents, or copies given answers without ``generates``."""
-        tokenizer, limit, self.router = load_tokenizer(self.config), prompt_limit(self.config), Router(self.clock)
+        tokenizer, limit = load_tokenizer(self.config), prompt_limit(self.config)
+        self.router = Router(self.clock, partial(tokenizer.decode, skip_special_tokens=False))
         self.registry.load("agent", self.config.agent.name)
 
         def make_agent(asks: Callable[[SamplingParams], None]) -> AgentLoopBase:
@@ -255,7 +258,8 @@ class WorkerFactory:
 
         make = make_agent if generates else None
         vocabulary = checks.read_model(self.config).get("vocab_size")
-        return AgentWorker(values, tokenizer, self.clock, make, max_prompt_tokens=limit, vocabulary=vocabulary)
+        options: Any = {"vocabulary": vocabulary, "versions": self.config.keeps_token_versions}
+        return AgentWorker(values, tokenizer, self.clock, make, max_prompt_tokens=limit, **options)
 
     async def reward_worker(self, values: Values, stack: AsyncExitStack, number: int = 0) -> RewardWorker:
         """Make a worker and start its reward agent, which logs into the folder ``logs``."""
@@ -283,7 +287,7 @@ class Routes:
     _seconds: float  #: deadline of a call of a replica
     _connections: dict[Replica, Connection] = attrs.field(factory=dict, init=False)
 
-    async def route(self, addresses: dict[int, Address], seconds: float) -> int:
+    async def route(self, addresses: dict[int, Address], seconds: float, updating: Sequence[int] = ()) -> int:
         """Use these replicas from now on (see :meth:`~jackfield.routing.Router.route`)."""
         replicas = {each.number: each for each in self._connections if each.number in addresses}
         for number in addresses.keys() - replicas.keys():
@@ -292,7 +296,7 @@ class Routes:
             use_process(replica, connection, "cluster", self._seconds)
             replicas[number], self._connections[replica] = replica, connection
         removed = [self._connections.pop(each) for each in self._connections.keys() - replicas.values()]
-        moved = await self._router.route(replicas, seconds)
+        moved = await self._router.route(replicas, seconds, updating)
         await asyncio.gather(*(connection.close() for connection in removed))
         return moved
 

@@ -21,7 +21,7 @@ from jackfield.settings import structure
 if TYPE_CHECKING:
     from jackfield.plugins import Registry
 
-__all__ = ["RunConfig", "as_plain", "explain", "load_config", "make_config", "plugin_settings", "show"]
+__all__ = ["RunConfig", "as_plain", "explain", "load_config", "load_stages", "make_config", "plugin_settings", "show"]
 
 
 class _Loader(yaml.SafeLoader):
@@ -40,17 +40,51 @@ def load_config(file: str | Path, overrides: Sequence[str] = (), *, served: bool
     """Read a YAML file and apply ``a.b=c`` overrides; errors name the setting's path.
 
     ``served``: the queue's controller is in a process of its own, as for ``jackfield queue serve`` and for each role.
-
-    A file that is missing, or no YAML, or that has a key twice is refused (``config.unreadable``).
     """
+    return make_config(_read(file), overrides, served=served)
+
+
+def load_stages(file: str | Path, overrides: Sequence[str] = (), *, served: bool = False) -> dict[str, RunConfig]:
+    """Read a file's ``stages`` by name; a file without them has one, whose name is empty. ``served`` ones are refused.
+
+    A stage's settings replace the file's, and overrides replace both. Its folder is ``FOLDER/NUMBER-NAME``, and its
+    model that of the stage before it, unless it names one.
+    """
+    values, made = _read(file), dict[str, RunConfig]()
+    if served or not (isinstance(values, Mapping) and values.get("stages")):
+        return {"": make_config(values, overrides, served=served)}
+    for override in overrides:
+        values = apply_override(_named(values), override)
+    stages = structure(dict[str, dict[str, Any]], values.pop("stages"), "stages")
+    overrides, model = [each for each in overrides if not each.startswith("stages.")], None
+    for number, (name, own) in enumerate(stages.items(), 1):
+        config = make_config(_merged(values, own), overrides)
+        folder, given = str(Path(config.folder, f"{number}-{name}")), "path" in own.get("model", ())
+        path = config.model.path if given or model is None else model
+        renamed = attrs.evolve(config, name=f"{config.name}-{name}", folder=folder)
+        made[name] = attrs.evolve(renamed, model=attrs.evolve(config.model, path=path))
+        model = f"{folder}/model"
+    return made
+
+
+def _merged(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with others in their place; sections are merged, unless they get another ``name``."""
+    both = {key: (common[key], own[key]) for key in own.keys() & common.keys() if key != "name"}
+    maps = {key: pair for key, pair in both.items() if all(isinstance(each, Mapping) for each in pair)}
+    same = {key: pair for key, pair in maps.items() if pair[1].get("name") in (None, pair[0].get("name"))}
+    return {**common, **own, **{key: _merged(*pair) for key, pair in same.items()}}
+
+
+def _read(file: str | Path) -> Any:
+    """Return a YAML file's values. One that is missing, no YAML, or has a key twice is ``config.unreadable``."""
     refused = partial(ConfigError, code="config.unreadable", where=str(file))
     try:
         values = yaml.load(Path(file).read_text(encoding="utf-8"), _Loader)
+        return {} if values is None else values
     except FileNotFoundError as error:
         raise refused("the configuration file does not exist", fix="check the path") from error
     except (yaml.YAMLError, RecursionError, ValueError, OSError) as error:  # UnicodeDecodeError is a ValueError
         raise refused("the configuration file cannot be read as YAML", found=error) from error
-    return make_config({} if values is None else values, overrides, served=served)
 
 
 def make_config(values: Any, overrides: Sequence[str] = (), *, served: bool = False) -> RunConfig:

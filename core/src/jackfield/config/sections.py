@@ -18,6 +18,8 @@ from jackfield.abc import KINDS
 from jackfield.abc.engine import ModelSpec, OptimizerSpec
 from jackfield.abc.rollout import SamplingParams
 from jackfield.algorithms.settings import AlgorithmSettings, CriticSettings
+from jackfield.config.evaluation import EvaluationConfig
+from jackfield.config.schedule import ScheduleConfig
 from jackfield.data.tasks import TaskFormat
 from jackfield.errors import ConfigError
 from jackfield.observe import ObserveSettings
@@ -43,28 +45,26 @@ class PluginSection:
 class DataConfig:
     """The task files, and how batches are made from them."""
 
-    train: str | None = option(None, "JSONL file of training tasks")
+    train: str | None = option(None, "JSONL file of training tasks; with mode: offline also an archive")
     eval: str | None = option(None, "JSONL file of held-out tasks")
     format: TaskFormat = option(factory=TaskFormat, help="how records become tasks; by default in GSM8K's format")
     expert: str | None = option(None, "JSONL file of an expert's answers in the same format (token ids: mixing.expert)")
     expert_samples_per_batch: int = option(0, "expert answers per training batch", ge(0))
+    samples: str | None = option(
+        None, "mode: train: samples with rewards; a .jsonl or .parquet file, or the folder of a queue, run or archive"
+    )
+    epochs: int = option(1, "mode: train: how often each group of samples is used", gt(0))
     chat_template: str | None = option(None, "Jinja chat template that replaces the tokenizer's")
+    share: float | None = option(
+        None,
+        "with --role explore: part of the batches that this explorer takes while others explore",
+        [gt(0.0), le(1.0)],
+    )
     groups_per_batch: int = option(32, "tasks (groups) per batch", gt(0))
     rollouts_per_group: int = option(8, "rollouts per task (the group size)", gt(0))
     max_prompt_tokens: int | None = option(
         None, "maximum tokens of a prompt; a longer one ends the run; null: what leaves room for a response", gt(0)
     )
-
-
-@attrs.frozen(kw_only=True)
-class ScheduleConfig:
-    """When batches are generated, trained on and published."""
-
-    steps: int = option(100, "training steps", gt(0))
-    sync_interval: int = option(1, "k: publish weights every k steps", gt(0))
-    sync_offset: int = option(0, "o: batches that explorers may run ahead", ge(0))
-    max_retries: int = option(8, "retries of a failed group, and groups in a row that may end without a score", ge(0))
-    reward_retries: int = option(1, "how often a sample is scored again before its reward fails", ge(0))
 
 
 @attrs.frozen(kw_only=True)
@@ -91,6 +91,7 @@ class WeightsConfig:
     dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn"] | None = option(
         None, "dtype in replicas; float8_e4m3fn: linear layers, a scale per tensor, else bfloat16; null: model.dtype"
     )
+    in_turns: bool = option(False, "update one half of the replicas after the other; new requests go to the others")
 
 
 @attrs.frozen(kw_only=True)
@@ -124,22 +125,6 @@ class LogProbCheckConfig:
 
 
 @attrs.frozen(kw_only=True)
-class EvaluationSampling(SamplingParams):
-    """Sampling parameters of evaluation responses, greedy by default."""
-
-    temperature: float = option(0.0, "0: greedy; else 0.01 to 100", attrs.fields(SamplingParams).temperature.validator)
-
-
-@attrs.frozen(kw_only=True)
-class EvaluationConfig:
-    """Evaluation on the held-out tasks."""
-
-    every: int = option(0, "evaluate every n steps (at the next weight sync) and at both ends; 0: never", ge(0))
-    tasks: int | None = option(None, "use the first n held-out tasks; null: all", gt(0))
-    sampling: EvaluationSampling = option(factory=EvaluationSampling, help="sampling parameters")
-
-
-@attrs.frozen(kw_only=True)
 class DeadlineConfig:
     """Deadlines in seconds; if one passes, the run fails and names what it waited for."""
 
@@ -155,7 +140,7 @@ class DeadlineConfig:
         "again; a separate thread sends heartbeats, even during long work",
         gt(0.0),
     )
-    drain: float = option(60.0, "for requests of a removed replica; the rest is generated again elsewhere", ge(0.0))
+    drain: float = option(60.0, "for requests of a removed replica; the rest continue elsewhere", ge(0.0))
 
 
 @attrs.frozen(kw_only=True)
@@ -172,7 +157,7 @@ class MixConfig(Reuse):
     """Mixing: groups of another partition are added to each batch."""
 
     ratio: float = option(help="mixed-in groups per new group", validator=gt(0.0))
-    samples: str = option(help="samples to begin with: a .jsonl or .parquet file, or the folder of a queue or run")
+    samples: str = option(help="samples to begin with: a .jsonl or .parquet file, or folder of a queue, run, archive")
     sampler: SamplerSpec = option(factory=SamplerSpec, help="chooses the groups to train on")
 
 
@@ -186,6 +171,7 @@ class QueueConfig:
     )
     host: str = option("127.0.0.1", "address on which `jackfield queue serve` listens; CURVE is used beyond loopback")
     port: int = option(0, "port on which it listens; 0: any free port", and_(ge(0), le(65535)))
+    archive: str | None = option(None, "folder for Parquet files of all consumed samples; null: they are deleted")
     rewards: Literal["train", "distributed"] = option(
         "train", "where samples are scored; train: in the role train; distributed: in a process with --role reward"
     )
@@ -217,9 +203,6 @@ class RayConfig:
     engine_ranks: int = option(1, "ranks of the engine", gt(0))
     agent_workers: int = option(1, "processes that run agent loops", gt(0))
     reward_workers: int = option(1, "processes that run reward agents", gt(0))
-    placement: Literal["colocated", "disaggregated"] = option(
-        "colocated", "colocated: engine and replicas take turns on the same places; disaggregated: each has its own"
-    )
     cpus_per_place: float = option(1.0, "CPUs per place of a rank or replica", ge(0.0))
     gpus_per_place: float = option(0.0, "GPUs per place of a rank or replica", ge(0.0))
 
@@ -230,6 +213,10 @@ class ClusterConfig:
 
     name: Literal["inline", "ray"] = option("inline", "inline: all in this process; ray: each worker in a Ray actor")
     device: str = option("cpu", "torch device of engine and rollout server")
+    placement: Literal["shared", "separate"] | None = option(
+        None,
+        "shared: engines and replicas take turns; separate: own devices; null: shared unless a CPU has cores for all",
+    )
     threads: int | None = option(None, "torch threads; null: torch's default", [gt(0), le(4096)])
     replicas: int = option(1, "rollout servers", gt(0))
     replica_restarts: int = option(3, "restarts of a rollout server whose own process dies", ge(0))
@@ -245,6 +232,13 @@ class ClusterConfig:
     )
     ray: RayConfig = option(factory=RayConfig, help="the Ray cluster; used with name: ray only")
 
+    @property
+    def shares_devices(self) -> bool:
+        """Return whether engines and replicas take turns on the same devices."""
+        cores = (1 + self.replicas) * (self.threads or 1 << 16)
+        own = self.name == "inline" and self.device == "cpu" and cores <= (os.cpu_count() or 1)
+        return not own if self.placement is None else self.placement == "shared"
+
 
 @attrs.frozen(kw_only=True)
 class RunConfig:
@@ -253,7 +247,11 @@ class RunConfig:
     name: str = option("run", "name shown in progress, curves and tables")
     folder: str = option("runs/run", "folder for all files of the run")
     seed: int = option(0, "seed; it makes a synchronous run reproducible")
-    mode: Literal["online", "offline"] = option("online", "online: explore and train; offline: train on given answers")
+    mode: Literal["online", "offline", "train", "explore"] = option(
+        "online",
+        "online: explore and train; offline: train on given answers; train: on samples with rewards "
+        "(data.samples, or what is in the queue of queue.address); explore: fill the queue, and train nothing",
+    )
     model: ModelSpec = option(help="the policy")
     data: DataConfig = option(factory=DataConfig, help="tasks")
     sampling: SamplingParams = option(factory=SamplingParams, help="sampling parameters of training responses")
@@ -305,9 +303,14 @@ class RunConfig:
         return self.seed if sampling.seed is None else sampling.seed
 
     @property
+    def keeps_token_versions(self) -> bool:
+        """Return whether samples have the column ``weight_versions``."""
+        return self.algorithm.correction.by_token or self.schedule.mode == "async" or self.schedule.partial_rollout
+
+    @property
     def engine_temperature(self) -> float:
         """The temperature of the engine's log-probs."""
-        return self.sampling.temperature if self.mode == "online" else 1.0
+        return self.sampling.temperature if self.mode != "offline" else 1.0
 
     @property
     def engine_rounds(self) -> bool:
@@ -335,7 +338,7 @@ class RunConfig:
         """The sampling filters that exclude tokens from training responses, by name."""
         sampling = self.sampling
         active = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0}
-        return {name: getattr(sampling, name) for name, found in active.items() if found and self.mode == "online"}
+        return {name: getattr(sampling, name) for name, found in active.items() if found and self.mode != "offline"}
 
     @property
     def plugins(self) -> dict[str, str]:
@@ -362,8 +365,6 @@ class RunConfig:
                 what = "in a run in one process, that process scores the samples"
                 raise self.refusal("queue.rewards", what, "train, or each role launched with --role")
             return self
-        if self.mode != "online":
-            raise self.refusal("mode", "there are roles where samples are explored", "online")
         if self.weights.kind != "full":
             raise self.refusal("weights.kind", "explorers that come and go get whole weights", "full")
         if role == "reward" and not distributed:
@@ -378,5 +379,6 @@ class RunConfig:
     def refusal(self, where: str, message: str, expected: str, **details: str) -> ConfigError:
         """Return the error for the setting at the path ``where``, with code and fix. It shows the setting's value."""
         found = functools.reduce(getattr, where.split("."), self)
+        details = {"fix": f"give {where} a value that is expected, or change what it does not fit", **details}
         shown = None if attrs.has(type(found)) else found
         return ConfigError(message, where=where, expected=expected, found=shown, **details)

@@ -54,6 +54,8 @@ class Task:
     fields: Mapping[str, Any] = attrs.field(factory=dict)  #: the whole record, with JSON values only
     response: Answer | None = None  #: target of supervised training: a text, or messages after the prompt
     rejected: Answer | None = None  #: the answer that a preference ranks below the response
+    #: prompt, and tokens and mask of each answer, of tasks that were made from an archive instead of texts
+    tokens: tuple[list[int], list[tuple[list[int], list[int]]]] | None = None
     place: str = attrs.field(default="", eq=False)  #: ``file:line``, for errors
 
     def agent_fields(self) -> dict[str, Any]:
@@ -104,6 +106,9 @@ class TaskFormat:
             raise refusal("a line is not a JSON object", "a JSON object", type(record).__name__)
         for name in _RESERVED & record.keys():
             raise refusal(f"a field has the reserved name {name!r}", "another name", name, "rename the field")
+        if "answers" in record and "prompt_ids" in record:  # jackfield_archive.write_tasks
+            answers = [(ids, mask) for ids, mask in record["answers"]]
+            return Task(id=record["id"], messages=(), response="", tokens=(record["prompt_ids"], answers))
         answer = None if self.answer_key is None else _value(record, self.answer_key)
         messages, response, rejected = self._parts(record, answer)
         number = record.get(self.id_key)

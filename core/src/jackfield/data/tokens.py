@@ -181,7 +181,7 @@ class HuggingFaceChatTokenizer:
 def encode_prompt(tokenizer: ChatTokenizer, task: Task, max_tokens: int | None) -> tuple[int, ...]:
     """Encode a task's prompt of at most ``max_tokens`` tokens (None: any number), else ``data.prompt-too-long``."""
     with naming(task.place or f"task {task.id}"):
-        token_ids = tokenizer.encode_chat(task.messages)
+        token_ids = tuple(task.tokens[0]) if task.tokens is not None else tokenizer.encode_chat(task.messages)
         if max_tokens is not None and len(token_ids) > max_tokens:
             expected, found = f"at most {max_tokens} tokens", f"{len(token_ids)} tokens"
             fix = "leave this task out of the data, or raise data.max_prompt_tokens or cluster.max_model_len"
@@ -191,11 +191,11 @@ def encode_prompt(tokenizer: ChatTokenizer, task: Task, max_tokens: int | None) 
 
 def encode_answers(tokenizer: HuggingFaceChatTokenizer, task: Task) -> list[tuple[Sequence[int], Sequence[int]]]:
     """Encode a task's answer and its rejected answer, if any; return tokens and mask of each."""
-    encoded: list[tuple[Sequence[int], Sequence[int]]] = []
+    encoded: list[tuple[Sequence[int], Sequence[int]]] = [] if task.tokens is None else [*task.tokens[1]]
     with naming(task.place or f"task {task.id}"):
         if task.response is None:
             raise refusal("a task has no answer to learn from", "an answer", "none", "set data.format")
-        for answer in (task.response, task.rejected):
+        for answer in () if encoded else (task.response, task.rejected):
             if isinstance(answer, str):
                 token_ids = tokenizer.encode_response(answer)
                 encoded.append((token_ids, [1] * len(token_ids)))

@@ -12,7 +12,8 @@ from typing import Literal
 import attrs
 
 from jackfield.errors import DeadlineExceeded, QueueError, some
-from jackfield.queue.leases import Leases, missing
+from jackfield.queue.choices import missing
+from jackfield.queue.leases import Leases
 from jackfield.queue.meta import Batch, BatchMeta, GroupKey, NewGroup, RolloutReport, Written, group_of
 from jackfield.queue.records import BatchState, Group, Sample, Status, sequence_of
 from jackfield.queue.store import Controller
@@ -30,6 +31,7 @@ class Groups:
     max_samples: int | None
     max_bytes: int | None
     max_retries: int
+    _claims: Counter[str] = attrs.field(factory=Counter, init=False)  # number of new batches, by explorer
     _mean: float = attrs.field(default=0.0, init=False)  # last known mean bytes of a sample
     _feeds: list[tuple[str, list[str]]] = attrs.field(factory=list, init=False)  # partition and pending keys
 
@@ -41,30 +43,33 @@ class Groups:
         *,
         rollouts: int = 1,
         below: int | None = None,
+        share: float | None = None,
         deadline_seconds: float = 600.0,
     ) -> Batch | None:
         """Claim the next batch to generate. Return None when all batches below ``below`` are final.
 
-        Released batches come first; they keep their published groups and their own number of groups. If all batches
-        below ``below`` are claimed, wait, since another explorer's batch may be released. Without ``below`` it never
-        waits.
-
-        ``rollouts`` is the expected number of rollouts per group of a new batch, for backpressure. The deadline runs
-        only while no batch changes and no consumer works with complete batches.
+        Released batches come first, with their published groups. If all batches below ``below`` are claimed, wait,
+        since another one may be released; without it, never. ``share`` is the part to claim while others explore.
+        ``rollouts`` is the expected number per group, for backpressure. The deadline runs only while nothing changes.
         """
         if groups < 1 or rollouts < 1 or not explorer:
-            found = f"explorer {explorer!r}, {groups} groups, {rollouts} rollouts"
-            raise QueueError("a batch is for a named explorer and one group or more", found=found)
+            raise QueueError("a batch is for a named explorer and one group or more", found=f"{explorer!r}, {groups}")
         since = self.core.clock.time()
         while True:
             mine = self.core.state.partition(partition)
             offered = (each for each in mine.batches.values() if each.is_offered and not each.failure)
             batch = next((each for each in offered if not each.is_final()), None)
-            if below is None or (mine.next_batch if batch is None else batch.number) < below:
+            unready = (each for each in mine.batches.values() if share is not None and not each.is_complete)
+            others = any(each.explorers.keys() - {explorer} for each in unready)
+            waits = others and self._claims[explorer] >= (share or 0.0) * (self._claims.total() + 1)
+            if below is None or (mine.next_batch + below * waits if batch is None else batch.number) < below:
                 if batch is None:
+                    self._claims[explorer] += 1
                     batch = mine.batches[mine.next_batch] = BatchState(mine, mine.next_batch, rollouts)
-                    mine.next_batch += 1
-                    batch.groups = [Group(batch, index) for index in range(groups)]
+                    mine.next_batch, batch.groups = (
+                        mine.next_batch + 1,
+                        [Group(batch, index) for index in range(groups)],
+                    )
                     for group in batch.groups:
                         self.core.touch(group)
                 batch.is_offered, batch.explorers[explorer] = False, self.core.caller()
@@ -77,10 +82,7 @@ class Groups:
             await self.core.wait(self.leases.until(left, since, deadline_seconds), functools.partial(missing, left[:1]))
 
     async def end_holder(self, client: str) -> None:
-        """End the leases of a client that is gone, and release its explorers' batches, which are handed out again.
-
-        Open groups are dropped, which does not count as a retry; published groups are kept.
-        """
+        """End the leases of a client that is gone; hand out its explorers' batches again, published groups kept."""
         for batch in self.core.state.batches():
             for explorer in sorted(name for name, each in batch.explorers.items() if each == client):
                 del batch.explorers[explorer]
@@ -171,8 +173,7 @@ class Groups:
         state = self.core.state
         if self.max_samples is None and self.max_bytes is None:
             return float("inf")
-        if state.samples:
-            self._mean = state.bytes / state.samples
+        self._mean = state.bytes / state.samples if state.samples else self._mean
         coming = 0
         for group in (group for batch in state.batches() for group in batch.groups):
             if group.status == Status.ASSIGNED:
@@ -202,7 +203,7 @@ class Groups:
                 message, expected = "the group is not this explorer's any more", f"{group.key}, assigned and not opened"
                 raise QueueError(message, where=str(key), expected=expected, found=group.status.name.lower())
             group.status, group.name = Status.OPEN, str(key)
-            group.task_id, group.rollouts, group.tags = new.task_id, new.rollouts, new.tags
+            group.task_id, group.rollouts, group.tags, group.version = new.task_id, new.rollouts, new.tags, new.version
             self.core.state.groups[group.name] = group
 
     async def end_rollouts(self, reports: Sequence[RolloutReport]) -> tuple[str, ...]:
@@ -237,6 +238,8 @@ class Groups:
                 own = {**own, "operation": made.operation, "parents": list(made.parents)}
             group.samples[key] = Sample(report.rollout, own, columns, size)
         self.core.state.count(len(report.keys), sum(report.written.sizes))
+        self.core.metrics["generated/samples"] += len(report.keys)
+        self.core.metrics["generated/response_tokens"] += sum(own.get("response_tokens", 0) for own in tags)
         group.ended[report.rollout] = report.error
         if report.error is not None:
             self.core.fail(f"{group.name}/{report.rollout}", report.error)
@@ -256,7 +259,7 @@ class Groups:
         for group, failed in groups.items():
             for key, reason in failed.items():
                 self.core.fail(key, reason)
-            self.leases.remove(group, list(failed))
+            self.leases.remove(group, failed, "failed")
             lost = sorted(set(range(group.rollouts)) - {sample.rollout for sample in group.samples.values()})
             if group.is_made and not lost:
                 changed.append(group)
@@ -289,15 +292,15 @@ class Groups:
         finally:
             self._feeds = [each for each in self._feeds if each is not entry]
 
-    async def drop_groups(self, groups: Sequence[str], reason: str) -> None:
-        """Drop and retry groups. Groups that are gone are skipped.
+    async def drop_groups(self, groups: Sequence[str], reason: str, *, counts: bool = True) -> None:
+        """Drop and retry groups. Groups that are gone are skipped; ``counts`` says whether max_retries limits it.
 
         If an acking consumer has leased a group, or it never existed, raise a QueueError and drop none.
         """
         found = [group for name in groups if (group := self.core.state.group(name)) is not None]
         self.leases.require_free(found)
         for group in found:
-            self._retry(group, reason)
+            self._retry(group, reason, counts)
 
     async def fail_samples(self, reasons: Mapping[str, str]) -> None:
         """Fail samples by key and publish or retry their groups again. Samples that are gone are skipped.
@@ -321,9 +324,7 @@ class Groups:
 
         A group that an acking consumer has leased is kept, as the consumer may have read everything. If it has not, it
         passes its batch as ``meta``, which is released, and leases its groups again. Acked groups are not retried.
-        ``keys`` are lost samples that the backend has already named (``found`` of ``queue.lost``).
-
-        Return the keys of lost samples that are no longer in the queue.
+        ``keys`` are lost samples that ``queue.lost`` named. Return the keys of those that are gone from the queue.
         """
         lost = list(dict.fromkeys([*keys, *sorted(await self.leases.lost(self.core.state))]))
         mine = [] if meta is None else [group for groups in self.leases.held(meta).values() for group in groups]
@@ -344,11 +345,11 @@ class Groups:
             )
         return tuple(key for key in lost if not self.core.state.knows(key))
 
-    def _retry(self, group: Group, reason: str) -> None:
-        """Drop a group and retry its index, or fail its batch after too many retries."""
-        self.leases.forget(group)
-        group.reasons.append(reason)
-        group.retry, group.reissue = group.retry + 1, 0
+    def _retry(self, group: Group, reason: str, counts: bool = True) -> None:
+        """Drop a group and retry its index, or fail its batch after too many retries that count."""
+        self.leases.forget(group, reason)
+        group.reasons += [reason] * counts
+        group.retry, group.reissue = (group.retry + 1, 0) if counts else (group.retry, group.reissue + 1)
         self.core.record("drop", group=group.name, task_id=group.task_id, reason=reason)
         if group.retry <= self.max_retries:
             self._vacate(group)

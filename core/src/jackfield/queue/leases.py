@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
+from operator import itemgetter
+from typing import Any
 
 import attrs
 
 from jackfield.abc.transfer_queue import KeysRequest
-from jackfield.errors import QueueError, some
-from jackfield.queue.meta import BatchMeta, Lease, Ready, Reuse, SamplerSpec
+from jackfield.errors import QueueError
+from jackfield.queue.choices import drawn, in_places, in_time, missing
+from jackfield.queue.meta import BatchMeta, Lease, Reuse, SamplerSpec
 from jackfield.queue.records import BatchState, Consumer, Group, Hold, State, Status, Use
 from jackfield.queue.store import Controller
+from jackfield.queue.values import leaving
+from jackfield.sdk.archive import SavedSample, batches
+
+_FILE_BYTES = 1 << 28  #: bytes of values per file of an archive
 
 
 @attrs.define(eq=False)
@@ -19,6 +27,9 @@ class Leases:
     """The part of the queue that tracks readiness, leases and acks of whole groups."""
 
     core: Controller
+    archive: Any = None  #: a ``jackfield_archive.Archive``: finished samples stay until it has them, ``rejected`` too
+    deleting: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)
+    rejected: list[tuple[list[SavedSample], int, Group | None]] = attrs.field(factory=list, init=False)
 
     async def register_consumer(
         self,
@@ -73,14 +84,24 @@ class Leases:
         batch: int | None = None,
         step: int | None = None,
         fresh: bool = True,
+        max_staleness: int | None = None,
+        again: Sequence[str] = (),
         deadline_seconds: float = 600.0,
     ) -> BatchMeta:
-        """Lease groups, whose samples are ordered by index, rollout and sequence.
+        """Lease groups, whose samples are ordered by rollout and sequence.
 
-        With ``batch``, lease all groups of one batch that the consumer has not had, and wait until the batch is
-        complete and they are ready. If the batch was consumed or there is no such group, raise a QueueError.
+        With ``batch``, lease all groups of one batch that the consumer has not had, by index, and wait until the batch
+        is complete and they are ready. If the batch was consumed or there is no such group, raise a QueueError; a stage
+        then gets an empty batch. With ``groups``, too, lease that many of them in the order in which they became ready,
+        and wait for no others.
 
-        Without it, the consumer's sampler chooses among the groups of all batches: ``groups`` of them, or all ready
+        With ``max_staleness`` and ``step``, lease ``groups`` groups of all batches that the consumer has not used, the
+        oldest weights first. Each step takes as many. The call also waits for groups that still run if later steps
+        could not take all of these within ``max_staleness`` steps of the weights that they started with.
+
+        With ``again``, lease the groups with these keys, or what is made in the place of those that were dropped.
+
+        Otherwise, the consumer's sampler chooses among the groups of all batches: ``groups`` of them, or all ready
         ones and at least one. With ``fresh``, it may choose groups that the consumer has not used yet, and the call
         waits until there are enough; otherwise it returns at once as many used groups as there are. Groups that are too
         stale at ``step`` (of the trainer) are retired; those in cooldown after a use are not offered.
@@ -99,10 +120,20 @@ class Leases:
         self.core.wake()  # a producer under backpressure may generate what this call waits for
         try:
             while True:
-                found = self._choose(mine, groups, step, fresh) if batch is None else self._unused(mine, batch)
+                if again:
+                    found = in_places(mine, again)
+                elif batch is not None:
+                    found = self._unused(mine, batch, groups)
+                elif max_staleness is not None:
+                    found = in_time(mine, groups or 1, step or 0, max_staleness)
+                else:
+                    found = self._choose(mine, groups, step, fresh)
                 if found is not None:
                     break
+                began, made = self.core.clock.time(), _are_made(mine, batch, groups)
                 await self.core.wait(until, describe)
+                what = f"waits/{consumer}/{'columns' if made else 'rollouts'}"
+                self.core.metrics[what] += self.core.clock.time() - began
         finally:
             mine.awaited.remove(batch)
         mine.epoch += bool(found)
@@ -119,8 +150,11 @@ class Leases:
             leases=(Lease(mine.partition.name, mine.name, mine.epoch),) * len(keys),
         )
 
-    def _unused(self, consumer: Consumer, batch: int) -> list[Group] | None:
-        """Return the groups of a complete batch that a consumer has not had, or None while they are not ready."""
+    def _unused(self, consumer: Consumer, batch: int, count: int | None) -> list[Group] | None:
+        """Return the groups of a complete batch that a consumer has not had, or None while they are not ready.
+
+        With ``count``, return the first ones that became ready.
+        """
         batches, name = consumer.partition.batches, f"{consumer.partition.name}/{batch}"
         found = batches.get(batch)
         if batch < 0 or (found is None and batch < consumer.partition.next_batch):
@@ -129,11 +163,14 @@ class Leases:
         if found is None:
             return None  # no explorer has claimed it
         found.require_well()
+        if count is not None:
+            ready = [group for group in consumer.usable if group.batch is found and consumer.is_fresh(group)]
+            return ready[:count] if len(ready) >= count else None
         left = (group for group in found.groups if group.status != Status.CONSUMED)
         if not all(consumer.is_fresh(group) or (group.is_made and consumer.has_had(group)) for group in left):
             return None
         fresh = [group for group in found.groups if consumer.is_fresh(group)]
-        if not fresh:
+        if not fresh and not consumer.writes:
             message = f"consumer {consumer.name!r} has had all groups of the batch already"
             raise QueueError(message, where=name, fix="lease each batch once")
         return fresh
@@ -143,8 +180,8 @@ class Leases:
         self._retire_stale(consumer, step, fresh)
         usable = [group for group in consumer.usable if consumer.is_rested(group, step, fresh)]
         wanted = (count or 1) if fresh else 0
-        drawn = _drawn(consumer, usable, step, count) if len(usable) >= wanted else []
-        return drawn if len(drawn) >= wanted else None
+        chosen = drawn(consumer, usable, step, count) if len(usable) >= wanted else []
+        return chosen if len(chosen) >= wanted else None
 
     def held(self, meta: BatchMeta, *, whole: bool = True) -> dict[tuple[Consumer, int], list[Group]]:
         """Return the existing groups of a batch by lease, and check that leases are valid and groups whole."""
@@ -195,24 +232,39 @@ class Leases:
         consumer.held.pop(group, None)
         consumer.offer(group)
 
-    async def ack(self, meta: BatchMeta, step: int | None = None) -> None:
-        """Ack leased groups. The ack becomes final with the commit of ``step``, or at once without a step."""
+    async def ack(self, meta: BatchMeta, step: int | None = None, mini_batch: int | None = None) -> None:
+        """Ack leased groups. The ack becomes final with the commit of ``step``, or at once without a step.
+
+        The ledger records the ``mini_batch`` of the step.
+        """
         for (consumer, epoch), groups in self.held(meta).items():
             for group in groups:
                 group.uses.setdefault(consumer.name, Use()).steps.append(step)
                 self._return(consumer, group)
-            self.core.record("ack", consumer=consumer.name, step=step, epoch=epoch, keys=_keys(groups))
+            part = {} if mini_batch is None else {"mini_batch": mini_batch}
+            self.core.record("ack", consumer=consumer.name, step=step, epoch=epoch, keys=_keys(groups), **part)
             if step is not None and (capacity := consumer.reuse.capacity) is not None:
                 used = [group for group in consumer.usable if consumer.name in group.uses]
-                best = set(_drawn(consumer, used, step, capacity) if len(used) > capacity else used)
+                best = set(drawn(consumer, used, step, capacity) if len(used) > capacity else used)
                 self._retire(consumer, [group for group in used if group not in best], step)
             self._finish(groups)
 
     async def commit(self, step: int) -> None:
-        """Make all acks up to ``step`` final, once the checkpoint of the weights that contain them is durable."""
-        state = self.core.state
-        state.committed = max(step, state.committed)
-        self.core.record("commit", step=step, keys=self._finish(list(state.groups.values())))
+        """Make all acks up to ``step``, whose checkpoint is durable, final, and archive what is to be deleted."""
+        core = self.core
+        async with self.deleting:
+            core.state.committed = max(step, core.state.committed)
+            done, keys = self._finish(list(core.state.groups.values()))
+            core.record("commit", step=step, keys=keys)
+            coming = [leaving(group, dict.fromkeys(group.samples)) for group in done if self.archive]
+            for part in batches([*coming, *self.rejected], itemgetter(1), _FILE_BYTES):
+                file, keys = await self.archive.write(core.backend, [each for some, *_ in part for each in some])
+                # from here to the next wait, file, ledger and state change together
+                name = self.archive.publish(file, core.store.end, len(core.store.coming) + 1)
+                core.record("archive", file=name, keys=keys)
+                self.consume([group for *_, group in part if group and group.status == Status.PUBLISHED])
+                self.rejected = self.rejected[sum(group is None for *_, group in part) :]  # they come last
+                core.discard(each.key for some, _, group in part if group is None for each in some)
 
     def take_back(self, step: int) -> None:
         """Revoke every ack after ``step``, because the restored weights do not contain it."""
@@ -226,16 +278,17 @@ class Leases:
                     del group.uses[name]
                 self._return(self.core.state.consumers[name], group)
 
-    def _finish(self, groups: Iterable[Group]) -> list[str]:
-        """Delete the published groups that every consumer is done with; return the keys of their samples."""
+    def _finish(self, groups: Iterable[Group]) -> tuple[list[Group], list[str]]:
+        """Return groups that every consumer is done with, and their samples; delete them if there is no archive."""
         done = []
         for group in groups:
             consumers = group.batch.partition.consumers if group.status == Status.PUBLISHED else []
             if consumers and all(each.is_done(group, self.core.state.committed) for each in consumers):
                 done.append(group)
         keys = _keys(done)
-        self.consume(done)
-        return keys
+        if self.archive is None:
+            self.consume(done)
+        return done, keys
 
     def consume(self, groups: Sequence[Group]) -> None:
         """Delete groups that every consumer is done with, and batches without groups."""
@@ -284,20 +337,23 @@ class Leases:
         batches = batch.partition.batches.values()
         return starving and batch is next((each for each in batches if not each.is_complete and not each.failure), None)
 
-    def forget(self, group: Group) -> None:
-        """Remove a group's current retry from the queue and from every consumer. Its values are deleted."""
+    def forget(self, group: Group, reason: str | None = None) -> None:
+        """Remove a group's current retry, which was dropped if there is a reason. Its values are deleted."""
         for consumer in group.batch.partition.consumers:
             consumer.usable.pop(group, None)
             consumer.held.pop(group, None)
-        self.remove(group, list(group.samples))
+        self.remove(group, dict.fromkeys(group.samples, reason), "dropped")
         del self.core.state.groups[group.name]
         group.status, group.ended, group.uses = Status.ASSIGNED, {}, {}
         self.core.touch(group)
 
-    def remove(self, group: Group, keys: Sequence[str]) -> None:
-        """Remove samples from their group. Their values are deleted."""
-        self.core.state.count(-len(keys), -sum([group.samples.pop(key).bytes for key in keys]))
-        self.core.discard(keys, group.batch.partition.name)
+    def remove(self, group: Group, reasons: Mapping[str, str | None], status: str) -> None:
+        """Remove samples from their group. Their values are deleted, or archived first if there are reasons."""
+        if self.archive is not None and any(reasons.values()):
+            self.rejected.append(leaving(group, reasons, status))
+        else:
+            self.core.discard(reasons, group.batch.partition.name)
+        self.core.state.count(-len(reasons), -sum([group.samples.pop(key).bytes for key in reasons]))
 
     def _retire_stale(self, consumer: Consumer, step: int | None, fresh: bool) -> None:
         if step is None or consumer.reuse.max_staleness is None:
@@ -319,49 +375,13 @@ class Leases:
             self._finish(groups)
 
 
+def _are_made(consumer: Consumer, batch: int | None, count: int | None) -> bool:
+    """Return whether the groups that a lease waits for are made and lack only columns."""
+    batches = [each for number, each in consumer.partition.batches.items() if batch in (None, number)]
+    groups = [group for each in batches for group in each.groups if not consumer.has_had(group)]
+    wanted = count or (len(groups) if batch is not None else 1)
+    return bool(groups) and sum(group.is_made for group in groups) >= wanted
+
+
 def _keys(groups: Iterable[Group]) -> list[str]:
     return list(chain.from_iterable([group.samples for group in groups]))
-
-
-def _drawn(consumer: Consumer, groups: Sequence[Group], step: int | None, count: int | None) -> list[Group]:
-    """Return the groups that a consumer's sampler chooses, and check its choice."""
-    named = {group.name: group for group in sorted(groups, key=lambda group: (group.batch.number, group.index))}
-    chosen = consumer.sampler.sample(Ready(named, consumer.name, step), count)
-    if len(set(chosen) & named.keys()) != len(chosen) or (count is not None and len(chosen) > count):
-        what = f"a sampler of consumer {consumer.name!r} chose groups that it was not offered, twice, or too many"
-        expected = "as many distinct ready ones as were asked for, at most"
-        raise QueueError(what, expected=expected, found=some(list(chosen)))
-    return [named[name] for name in chosen]
-
-
-def missing(batches: Sequence[BatchState], consumer: Consumer | None = None, wanted: str = "") -> str:
-    """Describe what batches lack to be final, or (``consumer``) for ``wanted`` groups of them to be leased."""
-    groups = [group for batch in batches for group in batch.groups]
-    found = {
-        "indexes without a group": [str(group.index) for group in groups if group.status < Status.OPEN],
-        "groups whose rollouts have not ended": [
-            f"{group.name} (task {group.task_id!r}, rollouts {', '.join(map(str, group.running()))})"
-            for group in groups
-            if group.status == Status.OPEN
-        ],
-    }
-    if consumer is None:
-        wanted = f"batch {batches[0].number} of partition {batches[0].partition.name!r}"
-        made = [group for group in groups if group.status == Status.PUBLISHED]
-        found["groups that no consumer has leased"] = [group.name for group in made if not group.holders()]
-        holders = {name for group in made if not group.is_acked() for name in group.holders()}
-        found["consumers that have leased groups and not acked them"] = sorted(holders)
-    else:
-        found["groups are ready"] = [group.name for group in groups if consumer.is_fresh(group)]
-        found["samples lack columns"] = [
-            f"{key} ({', '.join(sorted(consumer.columns - sample.columns))})"
-            for group in groups
-            for key, sample in group.samples.items()
-            if not consumer.columns <= sample.columns
-        ]
-        used = [(group, use) for group in groups if (use := group.uses.get(consumer.name)) is not None]
-        spent = [group.name for group, use in used if use.is_spent(consumer.reuse)]
-        found["groups have been used as often as they may"] = spent
-        found["groups are leased"] = [group.name for group in consumer.held]
-    lacks = [f"{len(names)} {what}: {some(names)}" for what, names in found.items() if names]
-    return "; ".join([wanted, *(lacks if groups else ["no explorer has claimed it"])])

@@ -105,6 +105,7 @@ class NewGroup:
     task_id: str
     rollouts: int
     tags: Mapping[str, Any] = attrs.field(factory=dict)  #: tags of all its samples
+    version: int | None = None  #: the weight version at its start; None: unknown
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -161,6 +162,9 @@ class Reuse:
     )
 
 
+_PER_SAMPLE = ("keys", "tags", "groups", "leases")
+
+
 @attrs.frozen(kw_only=True)
 class BatchMeta:
     """Samples that are processed together; leased samples come in whole groups."""
@@ -169,6 +173,8 @@ class BatchMeta:
     tags: tuple[Mapping[str, Any], ...]  #: per sample
     groups: tuple[str, ...]  #: per sample
     leases: tuple[Lease, ...]  #: per sample
+    #: the training step that uses its batch in parts; workers keep values until the next step; None: for one lease
+    step: int | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -178,16 +184,15 @@ class BatchMeta:
         chosen = list(indexes)
         if chosen == list(range(len(self))):
             return self
-        every = (self.keys, self.tags, self.groups, self.leases)
-        keys, tags, groups, leases = (tuple(map(values.__getitem__, chosen)) for values in every)
-        return BatchMeta(keys=keys, tags=tags, groups=groups, leases=leases)  # type: ignore[arg-type]
+        every: dict[str, Any] = {name: getattr(self, name) for name in _PER_SAMPLE}
+        every = {name: tuple(map(values.__getitem__, chosen)) for name, values in every.items()}
+        return attrs.evolve(self, **every)
 
     def joined(self, other: BatchMeta) -> BatchMeta:
         """Return these samples followed by those of ``other``."""
         if not other.keys:
             return self
-        fields = attrs.asdict(self, recurse=False)
-        return BatchMeta(**{name: values + getattr(other, name) for name, values in fields.items()})
+        return attrs.evolve(self, **{name: getattr(self, name) + getattr(other, name) for name in _PER_SAMPLE})
 
     def by_group(self) -> dict[str, list[int]]:
         """Return the indexes of each group's samples, in order."""
@@ -266,8 +271,10 @@ class Sampler(ABC):
 class Sequential(Sampler):
     """A sampler that takes groups in the order of batch and index."""
 
+    epochs: bool = option(False, help="take the groups with the fewest uses first")
+
     def sample(self, ready: Ready, count: int | None) -> Sequence[str]:
-        return list(islice(ready, count))
+        return list(islice(sorted(ready, key=ready.uses) if self.epochs else ready, count))
 
 
 @attrs.define(kw_only=True)

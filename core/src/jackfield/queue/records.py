@@ -88,6 +88,7 @@ class Group:
     ended: dict[int, str | None] = attrs.field(factory=dict)  #: ended rollouts; None, or why the rollout failed
     samples: dict[str, Sample] = attrs.field(factory=dict)
     uses: dict[str, Use] = attrs.field(factory=dict)  #: by consumer
+    version: int | None = None  #: the weight version at its start, in memory only
 
     @property
     def key(self) -> GroupKey:

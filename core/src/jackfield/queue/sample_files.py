@@ -28,7 +28,7 @@ from jackfield.queue.meta import Lineage, NewGroup, RolloutReport, group_of
 from jackfield.queue.records import BatchState, Group, Sample, State, Status
 from jackfield.queue.store import STORE_FILE, VALUES_FOLDER, Store, read_checkpoint
 from jackfield.queue.transfer_queue import TransferQueue
-from jackfield.queue.values import Values
+from jackfield.queue.values import Values, leaving
 from jackfield.sdk.archive import (
     BATCH_ROWS,
     SavedSample,
@@ -80,10 +80,17 @@ def write_samples(file: Path, samples: Callable[[], Iterable[SavedSample]]) -> i
 
 
 def read_samples(file: Path) -> Iterator[SavedSample]:
-    """Yield the samples of a JSONL or Parquet file; ``queue.invalid`` if the file or one of its lines is invalid."""
+    """Yield the samples of a JSONL or Parquet file, or of an archive's files; ``queue.invalid`` if one is invalid."""
+    if is_archive(file):
+        return chain.from_iterable(map(_read_parquet, sorted(file.glob("*.parquet")) or [file]))
     if not file.is_file():
         raise QueueError("there is no such file of rows", where=str(file), expected="a .jsonl or .parquet file")
-    return _read_parquet(file) if file.suffix == ".parquet" else _read_lines(file)
+    return _read_lines(file)
+
+
+def is_archive(path: Path) -> bool:
+    """Return whether a path is a Parquet file, or a folder of such files."""
+    return path.suffix == ".parquet" if path.is_file() else any(path.glob("*.parquet"))
 
 
 def shape_of(cell: Cell) -> list[int]:
@@ -153,14 +160,7 @@ def saved_samples(folder: Path) -> Iterator[SavedSample]:
         if group is None or sample.key not in group.samples:
             yield attrs.evolve(sample, tags={})  # a consumed sample that was not deleted yet
             continue
-        yield attrs.evolve(
-            sample,
-            batch=group.batch.number,
-            group=group.name,
-            task=group.task_id,
-            tags={**group.tags, **group.samples[sample.key].tags},
-            acked_by=tuple(sorted(each.name for each in group.batch.partition.ends() if each.name in group.uses)),
-        )
+        yield attrs.evolve(leaving(group, {sample.key: None})[0][0], cells=sample.cells, status=None)
 
 
 def _read_lines(file: Path) -> Iterator[SavedSample]:
@@ -173,9 +173,9 @@ def _read_lines(file: Path) -> Iterator[SavedSample]:
                     _check_known(record)
                     types = record.get("types", {})
                     cells = {name: cell_of(name, each, types.get(name)) for name, each in record["columns"].items()}
-                    names = record.keys() - {"columns", "types", "acked_by"}
+                    names = record.keys() - {"columns", "types"}
                     given = {name: record[name] for name in names if record[name] is not None}
-                    yield SavedSample(cells=cells, acked_by=tuple(record.get("acked_by", ())), **given)
+                    yield SavedSample(cells=cells, **given)
 
 
 def _read_parquet(file: Path) -> Iterator[SavedSample]:

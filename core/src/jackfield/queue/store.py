@@ -1,8 +1,4 @@
-"""The SQLite store of the queue's state, ledger and lineage.
-
-In WAL mode the operating system has a transaction when it returns, so it survives ``kill -9``. It is on the disk after
-:meth:`Store.sync`, which every checkpoint of the run calls. A checkpoint is a file with the same tables.
-"""
+"""The SQLite store of the queue's state, ledger and lineage, whose transactions survive ``kill -9`` (WAL mode)."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ import json
 import logging
 import sqlite3
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -212,6 +209,7 @@ class Controller:
     change: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)  #: set at any change
     moved: float = attrs.field(default=0.0, init=False)  #: time of the last change of any group
     failures: dict[str, str] = attrs.field(factory=dict, init=False)  #: reasons of failed or dropped data, by name
+    metrics: dict[str, float] = attrs.field(factory=lambda: defaultdict(float), init=False)  #: sums
     discarded: dict[str, list[str]] = attrs.field(factory=dict, init=False)  #: unused keys to delete, by partition
     deletion: asyncio.Task[None] | None = attrs.field(default=None, init=False)  #: None: the queue is closed
 

@@ -93,24 +93,26 @@ class TransferQueue:
         max_samples: int | None = None,
         max_bytes: int | None = None,
         max_retries: int = 8,
+        archive: Any = None,
     ) -> None:
         """Create a queue, whose values are in ``backend``, and its ledger and state in the file ``store`` or in memory.
 
         ``durable`` saves the state at every call. Producers wait at ``max_samples`` samples or ``max_bytes`` bytes. The
-        batch fails after ``max_retries`` retries of one index.
+        batch fails after ``max_retries`` retries of one index. An ``archive`` gets samples before they are deleted.
         """
         self.backend, self.clock = backend, clock
         self.caller: Callable[[], str | None] = lambda: None  #: the calling client
         self.server: QueueServer | None = None
         kept = Store(store, durable=durable and store is not None)
         self._core = Controller(backend, clock, kept, lambda: self.caller())
-        self._leases = Leases(self._core)
+        self._leases = Leases(self._core, archive)
         self._groups = Groups(self._core, self._leases, max_samples, max_bytes, max_retries)
         self._notices: dict[str, Notice] = {}
-        self._deleting = asyncio.Lock()
 
     async def start(self) -> None:
         """Start the backend and the background deletion of unneeded values."""
+        if self._leases.archive is not None:
+            self._leases.archive.open(self._core.store.end)
         await self.backend.start()
         self._core.deletion = asyncio.create_task(self._delete())
 
@@ -126,7 +128,7 @@ class TransferQueue:
 
     @property
     def ledger(self) -> list[dict[str, Any]]:
-        """Every ack, commit, rollback, expiry, retirement, derivation, drop, release and loss, in order."""
+        """Acks, commits, rollbacks, expiries, retirements, derivations, drops, releases, losses and archived files."""
         return [*self._core.store.entries(), *self._core.store.coming]
 
     async def drain_failures(self) -> dict[str, str]:
@@ -134,13 +136,27 @@ class TransferQueue:
         failures, self._core.failures = self._core.failures, {}
         return failures
 
+    async def drain_metrics(self) -> dict[str, float]:
+        """Return what has passed since the last call.
+
+        ``waits/CONSUMER/rollouts`` and ``waits/CONSUMER/columns`` are the seconds that leases waited for groups to be
+        made, and then for columns such as the reward. ``generated/samples`` and ``generated/response_tokens/mean`` are
+        of the rollouts that ended, whether they are used or not.
+        """
+        found = dict(self._core.metrics)
+        self._core.metrics.clear()
+        if count := found.get("generated/samples"):
+            found["generated/response_tokens/mean"] = found.pop("generated/response_tokens") / count
+        return found
+
     async def stats(self) -> dict[str, int]:
-        """Return the numbers of samples, bytes, and open batches and groups."""
+        """Return the numbers of samples and bytes, of open batches, and of groups that exist or are not made yet."""
         state = self._core.state
         return {
             "samples": state.samples,
             "bytes": state.bytes,
             "batches": len(state.batches()),
+            "groups": len(state.groups),
             "groups_open": sum(not group.is_made for group in state.groups.values()),
             "samples_leased": sum(len(group.samples) for each in state.consumers.values() for group in each.held),
             **({} if self.server is None else {"clients": len(self.server.clients), "refused": self.server.refused}),
@@ -165,7 +181,7 @@ class TransferQueue:
         while True:
             while not self._core.discarded:
                 await self._core.change.wait()
-            async with self._deleting:
+            async with self._leases.deleting:
                 await self._forget_discarded()
 
     async def _forget_discarded(self) -> None:
@@ -182,10 +198,11 @@ class TransferQueue:
         """
         self._core.require_open()
         found = 0
-        async with self._deleting:
+        async with self._leases.deleting:
+            kept = {sample.key for some, *_ in self._leases.rejected for sample in some}
             for partition, key in (await self.backend.keys(KeysRequest())).samples:
                 group = self._core.state.groups.get(group_of(key))
-                if not self._core.state.knows(key) and (group is None or group.is_made):
+                if not (self._core.state.knows(key) or key in kept) and (group is None or group.is_made):
                     self._core.discard([key], partition)
                     found += 1
             await self._forget_discarded()
@@ -201,7 +218,7 @@ class TransferQueue:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         again_from = None if self._core.store.durable else again_from
-        async with self._deleting:
+        async with self._leases.deleting:
             while True:
                 await self.fail_lost()
                 state = self._core.state
@@ -236,9 +253,11 @@ class TransferQueue:
         end = None if self._core.store.end is None else saved.ledger
         if end is not None:
             self._core.store.check(end, cut=True)
-        async with self._deleting:
+        async with self._leases.deleting:
             newer = None if step is None else await self._newer(saved, step)
             if newer is None:
+                if self._leases.archive is not None:
+                    self._leases.archive.open(end)
                 await self.backend.restore(SnapshotRequest(folder=str(Path(folder) / VALUES_FOLDER)))
             if newer is self._core.state:  # a trainer died, and this process is alive
                 self._leases.end(lambda consumer, hold: True)
@@ -256,9 +275,10 @@ class TransferQueue:
                         self._core.record("rollback", consumer=name, step=last, keys=void)
             if step is not None:
                 self._leases.take_back(step)
-                await self._leases.commit(step)
             self._core.store.derived.update(lineage)
             self._core.store.write(self._core.state, begin=True)
+        if step is not None:
+            await self._leases.commit(step)
         await self.fail_lost()
         await self.flush()
         return newer is not None
@@ -300,6 +320,7 @@ class TransferQueue:
             state.add_consumer(consumer)
         self._core.state = state
         self._core.discarded.clear()
+        self._leases.rejected.clear()
         for consumer in state.consumers.values():
             consumer.offer_all()
         for batch in state.batches():
@@ -317,6 +338,8 @@ class TransferQueue:
     async def clear(self) -> None:
         """Delete everything, including the ledger and what a durable backend kept from an earlier run."""
         self._core.store.clear()
+        if self._leases.archive is not None:
+            self._leases.archive.open(None)
         before = self._core.state.samples or any(each.next_batch for each in self._core.state.partitions.values())
         self._replace(State())
         found = await self.flush()

@@ -30,6 +30,7 @@ from jackfield.abc.transfer_queue import (
 )
 from jackfield.errors import QueueError
 from jackfield.queue.meta import BatchMeta, Written
+from jackfield.queue.records import Group
 from jackfield.sdk.archive import SavedSample, read_archive, write_archive
 from jackfield.sdk.cells import Cell, check_column, join, lacking_column, layouts, split, unknown_sample
 
@@ -95,6 +96,22 @@ def _check_columns(columns: Mapping[str, Column], samples: int) -> tuple[int, ..
     """Check that columns keep their contract; return the bytes of each sample's values."""
     sizes = [check_column(name, column, samples) for name, column in columns.items()]
     return tuple(map(sum, zip(*sizes, strict=True))) if sizes else (0,) * samples
+
+
+def leaving(
+    group: Group, reasons: Mapping[str, str | None], status: str | None = None
+) -> tuple[list[SavedSample], int, Group | None]:
+    """Describe samples of a finished group, or failed or dropped ones, with the size of their values and the group."""
+    uses = {each.name: group.uses[each.name] for each in group.batch.partition.ends() if each.name in group.uses}
+    own: dict[str, Any] = {"batch": group.batch.number, "group": group.name, "task": group.task_id, "cells": {}}
+    own |= {"partition": group.batch.partition.name, "acked_by": sorted(uses)}
+    own["steps"] = sorted({step for use in uses.values() for step in use.steps if step is not None})
+    own["status"] = status or ("trained" if any(use.steps for use in uses.values()) else "retired")
+    samples = []
+    for key, why in reasons.items():
+        tags = {**group.tags, **group.samples[key].tags, **({} if why is None else {"reason": why})}
+        samples.append(SavedSample(key=key, tags=tags, **own))
+    return samples, sum(group.samples[key].bytes for key in reasons), None if status else group
 
 
 @attrs.frozen(kw_only=True)

@@ -145,9 +145,9 @@ class EngineRank:
         """Write this rank's part of a checkpoint."""
         await self._in_thread(self._engine.save_checkpoint, SaveCheckpointRequest(folder=folder, format=format))
 
-    async def load(self, folder: str) -> None:
-        """Read a native checkpoint."""
-        await self._in_thread(self._engine.load_checkpoint, LoadCheckpointRequest(folder=folder))
+    async def load(self, folder: str, model_only: bool = False) -> None:
+        """Read a native checkpoint, or its model only."""
+        await self._in_thread(self._engine.load_checkpoint, LoadCheckpointRequest(folder=folder, model_only=model_only))
 
     async def to(self, device: str) -> None:
         """Move everything to ``device``."""
@@ -299,9 +299,9 @@ class EngineGroup:
         async with self.reading:
             await self._all(f"to save {folder}", lambda rank, _: rank.save(folder, format))
 
-    async def load(self, folder: str) -> None:
-        """Read a native checkpoint, written by any number of ranks."""
-        await self._all(f"to load {folder}", lambda rank, _: rank.load(folder))
+    async def load(self, folder: str, *, model_only: bool = False) -> None:
+        """Read a native checkpoint, written by any number of ranks, or its model only."""
+        await self._all(f"to load {folder}", lambda rank, _: rank.load(folder, model_only))
 
     async def begin_trace(self) -> None:
         """Record what torch does in the processes of all ranks."""

@@ -9,7 +9,7 @@ import json
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -29,7 +29,7 @@ from jackfield.sdk.jagged import from_padded, lengths, to_padded
 if TYPE_CHECKING:
     import torch
 
-_INT64, _BOOL, _FLOAT32 = (f'["jagged","{dtype}",[]]' for dtype in ("int64", "bool", "float32"))
+_INT64, _INT32, _BOOL, _FLOAT32 = (f'["jagged","{dtype}",[]]' for dtype in ("int64", "int32", "bool", "float32"))
 _JSON = '["json","uint8",[]]'
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
@@ -38,6 +38,7 @@ TRAIN = "train"  #: the partition that the trainer consumes
 _WRITTEN_ONCE = {
     *("prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "reward", "reward_dimensions", "rewards"),
     *("ref_log_probs", "old_log_probs", "values", "advantages", "returns", "rollout_weights", "expert_mask"),
+    "weight_versions",
 }
 
 
@@ -87,14 +88,15 @@ def sampling_seed(*place: object) -> int:
 
 
 def sequence_cells(
-    task: Task, sequence: AgentSequence, texts: dict[float | None, bytes], *, supervised: bool = False
+    task: Task, sequence: AgentSequence, texts: dict[float | None, bytes], *, supervised: bool, versions: bool
 ) -> dict[str, Cell]:
     """Return the values of a sample by column.
 
     ``prompt_ids`` and ``response_ids`` are int64, ``response_mask`` is bool, ``rollout_log_probs`` is float32. ``task``
     is JSON for the reward pipeline: the task's record, and the reward if the agent has computed it. ``texts`` keeps it
     for further samples of the task, by reward. Samples that are only imitated (``supervised``) have neither log-probs
-    nor a task. Other types raise what ``array`` and JSON do.
+    nor a task. With ``versions``, ``weight_versions`` is int32, -1 on tokens that are not the model's. Other types
+    raise what ``array`` and JSON do.
     """
     cells: dict[str, Cell] = {
         "prompt_ids": (_INT64, array("q", tuple(sequence.prompt_ids)).tobytes()),
@@ -107,6 +109,9 @@ def sequence_cells(
             record = {"data_source": task.data_source, "ground_truth": task.ground_truth, "extra_info": task.fields}
             text = texts[sequence.reward] = _encode({**record, "reward": sequence.reward}).encode()
         cells["task"] = _JSON, text
+        if versions:
+            made = zip(sequence.weight_versions or repeat(-1), sequence.response_mask, strict=False)
+            cells["weight_versions"] = _INT32, array("i", [each if mask else -1 for each, mask in made]).tobytes()
     return cells
 
 
@@ -172,12 +177,13 @@ class StepValues(Values):
     """Values of the batch that a trainer works on, for all engines and the advantage worker of one process.
 
     Each value is read once, and what was written here is not read. A batch under other leases ends what was kept, so
-    samples that are generated or chosen again are read again.
+    samples that are generated or chosen again are read again; a further part of the same step does not.
     """
 
     def __init__(self, backend: TransferQueueBackend) -> None:
         super().__init__(backend)
         self._leases: set[Lease] = set()
+        self._step: int | None = None
         self._cells: dict[str, dict[str, Cell]] = {}  #: by column and key
 
     async def read(self, meta: BatchMeta, names: Sequence[str]) -> dict[str, Column]:
@@ -205,7 +211,10 @@ class StepValues(Values):
 
     def _begin(self, meta: BatchMeta) -> None:
         if not self._leases.issuperset(meta.leases):
-            self._leases, self._cells = set(meta.leases), {}
+            if meta.step is None or meta.step != self._step:
+                self._leases, self._cells = set(), {}
+            self._leases.update(meta.leases)
+        self._step = meta.step
 
     def _keep(self, meta: BatchMeta, columns: Mapping[str, Column]) -> None:
         for name, column in columns.items():
@@ -220,17 +229,20 @@ class AdvantageWorker:
     def __init__(self, values: Values, algorithm: ResolvedAlgorithm) -> None:
         self._values, self._algorithm = values, algorithm
 
-    async def estimate(self, batch: BatchMeta, kl_coefficient: float = 0.0) -> tuple[dict[str, float], Written]:
+    async def estimate(
+        self, batch: BatchMeta, kl_coefficient: float = 0.0, version: int | None = None
+    ) -> tuple[dict[str, float], Written]:
         """Write ``advantages`` and ``returns``, float32 per response token, and related columns.
 
         ``batch`` has samples of the policy and of an expert, and greedy rollouts that serve as baselines.
-        ``kl_coefficient`` is that of the KL penalty in the reward. Return metrics (statistics of rewards and
+        ``kl_coefficient`` is that of the KL penalty in the reward; ``version`` that of the engine's weights, for the
+        staleness of tokens whose weight versions are kept. Return metrics (statistics of rewards and
         advantages, ``reward/kl``, diagnostics of the off-policy correction), and what was written for all samples but
         baselines. Expert samples have advantage 0 and weight 1.
         """
         algorithm, target = self._algorithm, trained(batch)
         assert algorithm.advantages is not None
-        rows = await self._read(own(target))
+        rows = await self._read(own(target), keeps_versions=version is not None)
         totals = rows.token_rewards.sum(-1)
         metrics = {
             "reward/mean": float(totals.mean()),
@@ -260,7 +272,11 @@ class AdvantageWorker:
         columns = {"advantages": column(estimated), "returns": column(returns)}
         if algorithm.correction is not None:
             old, rollout = rows.padded("old_log_probs"), rows.padded("rollout_log_probs")
-            weights, kept, diagnostics = algorithm.correction.weights(old, rollout, rows.mask)
+            staleness = None
+            if version is not None:
+                staleness = version - to_padded(to_nested(rows.columns["weight_versions"]), length=rows.mask.shape[1])
+                metrics["staleness/tokens/mean"] = float(staleness[rows.mask].float().mean())
+            weights, kept, diagnostics = algorithm.correction.weights(old, rollout, rows.mask, staleness)
             columns["rollout_weights"] = column(weights.masked_fill(kept == 0, 0.0), experts=1.0)
             metrics |= {f"correction/{name}": float(value) for name, value in diagnostics.items()}
         if "rewards" in algorithm.loss_columns:
@@ -293,7 +309,7 @@ class AdvantageWorker:
         }
         return await self._values.write(batch, values)
 
-    async def _read(self, batch: BatchMeta) -> _Responses:
+    async def _read(self, batch: BatchMeta, *, keeps_versions: bool) -> _Responses:
         algorithm = self._algorithm
         chosen = part("advantages", str(algorithm.advantages))
         taken = chosen.inputs
@@ -303,7 +319,7 @@ class AdvantageWorker:
         if "old_log_probs" in taken:
             names.add(algorithm.old_log_probs)
         if algorithm.correction is not None:
-            names |= {"old_log_probs", "rollout_log_probs"}
+            names |= {"old_log_probs", "rollout_log_probs", *(("weight_versions",) if keeps_versions else ())}
         if "anchor_ids" in taken:
             names.add("prompt_ids")
         return _Responses(batch, await self._values.read(batch, sorted(names)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -16,6 +17,7 @@ from itertools import islice
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
 import attrs
+import xxhash
 
 from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence, ChatTokenizer
 from jackfield.abc.rollout import SamplingParams
@@ -177,6 +179,7 @@ class RolloutJob:
     seconds: float = 600.0  #: deadline of each rollout
     expert: bool = False  #: the answer joins samples of the policy, and gets all their columns
     evaluates: bool = False  #: keep the last sequence only, and report whole error texts
+    answer: str | None = None  #: pattern of the answer in a response, whose digest is the tag ``answer``; None: no tag
 
     def failed(self, rollout: int, error: JackfieldError) -> RolloutReport:
         """Report a rollout that failed, or raise an error that every rollout would have."""
@@ -212,6 +215,7 @@ class AgentWorker:
     #: for samples that copy the data's answers; agents find their limit in their context
     _max_prompt_tokens: int | None = attrs.field(default=None, kw_only=True)
     _vocabulary: int | None = attrs.field(default=None, kw_only=True)  #: the model's number of token ids
+    _versions: bool = attrs.field(default=False, kw_only=True)  #: whether to write the weight version of each token
 
     async def run(self, jobs: Sequence[RolloutJob]) -> AsyncIterator[list[RolloutReport]]:
         """Run rollouts, or copy answers, write their samples to the backend, and yield reports, several at a time.
@@ -241,10 +245,10 @@ class AgentWorker:
         self, job: RolloutJob, group: str, rollout: int, texts: dict[float | None, bytes]
     ) -> _Made | RolloutReport:
         """Run a rollout, or copy answers; return what is to be written, or the report of a failure."""
-        supervised = job.sampling is None and not job.expert
+        how = {"supervised": job.sampling is None and not job.expert, "versions": self._versions}
         try:
             sequences, more = await self._sequences(job, rollout)
-            cells = [sequence_cells(job.task, each, texts, supervised=supervised) for each in sequences]
+            cells = [sequence_cells(job.task, each, texts, **how) for each in sequences]
             tags = tuple([{**sequence_tags(job.task, each, rollout), **more} for each in sequences])
         except JackfieldError as error:
             return job.failed(rollout, error)
@@ -297,6 +301,10 @@ class AgentWorker:
         own = {(name, getattr(one, name)) for one in asked for name in names if getattr(one, name) != sampling[name]}
         if own:  # the sampling parameters that the agent changed
             tags["own_sampling"] = ", ".join(sorted(f"{name}: {value}" for name, value in own))
+        if job.answer is not None and sequences:
+            matches = re.finditer(job.answer, self._tokenizer.decode(sequences[-1].response_ids))
+            found = [match[min(1, match.re.groups)] for match in matches]
+            tags["answer"] = xxhash.xxh3_64_hexdigest((found[-1] or "").encode()) if found else None
         return sequences[-1:] if job.evaluates else sequences, tags
 
     def _answers(self, task: Task) -> list[AgentSequence]:
@@ -320,7 +328,7 @@ class AgentWorker:
     async def prompt_ids(self, task: Task, most: int) -> tuple[int, ...]:
         """Return the first ``most`` tokens of a task's prompt, within the prompt's limit."""
         limit = most if self._max_prompt_tokens is None else min(most, self._max_prompt_tokens)
-        return self._tokenizer.encode_chat(task.messages)[:limit]
+        return encode_prompt(self._tokenizer, task, None)[:limit]
 
     async def records(
         self, partition: str, keys: Sequence[str], tags: Sequence[Mapping[str, Any]], *, with_reward: bool

@@ -51,7 +51,9 @@ class SavedSample:
     batch: int | None = None  #: None in a checkpoint: the sample was consumed and is to be deleted
     group: str | None = None  #: samples of one group form one group again
     task: str | None = None
-    acked_by: tuple[str, ...] = ()  #: consumers that have acked it
+    acked_by: Sequence[str] = attrs.field(default=(), converter=tuple)  #: consumers that have acked it
+    steps: Sequence[int] = attrs.field(default=(), converter=tuple)  #: in an archive: the steps that trained on it
+    status: str | None = None  #: in an archive: trained, retired, failed or dropped
 
     @property
     def bytes(self) -> int:
@@ -197,8 +199,8 @@ def column_types(samples: Iterable[SavedSample]) -> dict[str, str | None]:
 def to_arrow(samples: Sequence[SavedSample], types: Mapping[str, str | None]) -> Any:
     """Return a record batch. Batches with equal ``types`` have the same schema."""
     pa = import_pyarrow()
-    kinds = dict.fromkeys(("partition", "key", "group", "task"), pa.string())
-    kinds |= {"batch": pa.int64(), "tags": pa.string(), "acked_by": pa.list_(pa.string())}
+    kinds = dict.fromkeys(("partition", "key", "group", "task", "status", "tags"), pa.string())
+    kinds |= {"batch": pa.int64(), "steps": pa.list_(pa.int64()), "acked_by": pa.list_(pa.string())}
     plain = {name: [getattr(sample, name) for sample in samples] for name in kinds}
     plain["tags"] = [json.dumps(dict(tags), ensure_ascii=False) for tags in plain["tags"]]
     made = [(pa.field(name, kind), pa.array(plain[name], type=kind)) for name, kind in kinds.items()]
@@ -226,7 +228,7 @@ def from_arrow(batch: Any, foreign: Callable[[str, Any], Cell] | None = None) ->
     samples = []
     for row in range(batch.num_rows):
         known = {name: values[row] for name, values in plain.items() if values[row] is not None}
-        known["tags"], known["acked_by"] = json.loads(known.get("tags") or "{}"), tuple(known.get("acked_by", ()))
+        known["tags"] = json.loads(known.get("tags") or "{}")
         own = {name: cell for name in names if (cell := cells[name][row]) is not None}
         samples.append(SavedSample(cells=own, **known))
     return samples

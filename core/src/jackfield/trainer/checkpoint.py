@@ -87,7 +87,8 @@ class Checkpointer:
                 not_begun = {} if again_from is None else {TRAIN: again_from}
                 await self.role.queue.checkpoint(folder / "queue", not_begun)
                 saved = await asyncio.to_thread(store.commit, steps, state)
-            await self.role.queue.commit(steps - 1)
+            if self.engines:  # otherwise nothing was acked
+                await self.role.queue.commit(steps - 1)
         self.saved = steps
         self.role.hooks.emit(CheckpointSaved(step=steps, folder=str(saved.folder), bytes=saved.bytes))
 
@@ -304,19 +305,22 @@ class CheckpointStore:
         return self.folder / f"step_{step:08d}.partial"
 
 
-def mark_finished(folder: Path, steps: int) -> None:
-    """Record that the model of the last step has been written."""
-    replace_file(folder / FINISHED_FILE, seal(json.dumps({"steps": steps})))
+def mark_finished(config: RunConfig, steps: int) -> None:
+    """Record that the model of the last step has been written, and which limits ended the run."""
+    marker = {"steps": steps, "limits": config.schedule.limits}
+    replace_file(Path(config.folder) / FINISHED_FILE, seal(json.dumps(marker)))
 
 
 def is_finished(config: RunConfig, checkpoint: Checkpoint | None) -> bool:
     """Return whether the run has completed its last step and its model exists."""
     marker, model = (Path(config.folder) / name for name in (FINISHED_FILE, "model"))
-    if checkpoint is None or not marker.is_file() or not model.is_dir():
+    if checkpoint is None or not marker.is_file() or not (model.is_dir() or config.mode == "explore"):
         return False
     try:
-        return checkpoint.step == unseal(marker.read_bytes()).get("steps") == config.schedule.steps
-    except ValueError as error:
+        found = unseal(marker.read_bytes())
+        limits = found.get("limits", {"steps": found["steps"]})
+        return bool(checkpoint.step == found["steps"] and limits == config.schedule.limits)
+    except (ValueError, KeyError) as error:
         what = "%s is damaged (%s); the run goes on from its newest checkpoint, and writes its model again"
         logging.getLogger("jackfield").warning(what, marker, error)
         return False

@@ -14,7 +14,7 @@ from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
 from jackfield.cluster.pool import DeviceLease, Places
 from jackfield.config import RunConfig
-from jackfield.config.sections import ScheduleConfig
+from jackfield.config.schedule import ScheduleConfig
 from jackfield.data.tasks import TaskSet
 from jackfield.errors import QueueError, RunError
 from jackfield.plugins.hooks import HookManager, SampleRecord, StageEnded
@@ -24,7 +24,8 @@ from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.samples import AdvantageWorker
 from jackfield.runtime.workers import AgentWorker, Workers, is_lost, resubmitted
 
-WEIGHTS, FINISHED = "weights", "finished"  #: topics of the queue: the newest weights, and the end of the last step
+#: Topics of the queue: the settings that all processes share, the newest weights, and the end of the last step.
+SHARED, WEIGHTS, FINISHED = "shared", "weights", "finished"
 
 #: The part of a run that this process executes.
 RoleName: TypeAlias = Literal["all", "train", "explore", "reward"]
@@ -36,14 +37,25 @@ class Schedule(ScheduleConfig):
 
     A *weight version* counts the training steps whose result is in the weights: 0 is the initial model. Batches are
     numbered from 0; step ``t`` trains on batch ``t`` and makes version ``t + 1``. Weights are published every
-    ``k = sync_interval`` steps, and explorers run ``o = sync_offset`` batches ahead.
+    ``k = sync_interval`` steps, and explorers run ``o = sync_offset`` batches ahead. In ``mode: async`` a step trains
+    on any complete groups, as many as a batch has; the same rule, with another bound, paces the explorers.
     """
 
-    explores: bool = True  #: False: the run trains on answers from the data, and no replica needs new weights
+    explores: bool = True  #: False: the run trains on answers or samples from elsewhere; no replica needs new weights
+    trains: bool = True  #: False: no weights are ever newer than those of the replicas
 
     @property
-    def max_staleness(self) -> int:
+    def is_async(self) -> bool:
+        """Return whether a step trains on any complete groups."""
+        return self.explores and self.mode == "async"
+
+    @property
+    def staleness_bound(self) -> int:
         """The maximum steps between a token's weights and the step that trains on it."""
+        if not self.trains:
+            return self.steps
+        if self.is_async:
+            return self.sync_interval if self.max_staleness is None else self.max_staleness
         return self.sync_interval - 1 + self.sync_offset
 
     def may_start(self, batch: int, version: int) -> bool:
@@ -51,7 +63,7 @@ class Schedule(ScheduleConfig):
 
         Without rollouts, ``version`` is the number of completed steps, and answers are copied one batch ahead.
         """
-        return batch - version <= (self.max_staleness if self.explores else 1)
+        return batch - version <= (self.staleness_bound if self.explores else 1)
 
     def syncs_after(self, step: int) -> bool:
         """Return whether weights are published after ``step`` (from 0)."""
@@ -68,11 +80,12 @@ class Schedule(ScheduleConfig):
         return steps_done // every > (steps_done - interval) // every
 
     def check(self, step: int, oldest_version: int) -> int:
-        """Return the staleness of a batch, in steps, or refuse more than :attr:`max_staleness`."""
+        """Return the staleness of a batch, in steps, or refuse more than :attr:`staleness_bound`."""
         staleness = step - oldest_version
-        if staleness > self.max_staleness:
+        if staleness > self.staleness_bound and not (self.is_async and self.on_stale == "train_corrected"):
             what, where = "a batch is staler than the schedule allows", f"step {step}"
-            expected = f"at most {self.max_staleness} steps (sync_interval - 1 + sync_offset)"
+            rule = "max_staleness" if self.is_async else "sync_interval - 1 + sync_offset"
+            expected = f"at most {self.staleness_bound} steps ({rule})"
             found = f"weight version {oldest_version}, {staleness} steps"
             raise RunError(what, code="schedule.staleness", where=where, expected=expected, found=found)
         return staleness
@@ -128,7 +141,7 @@ class Role:
     clock: Clock
     hooks: HookManager
     explores: bool = attrs.field(init=False)  #: whether the run trains on responses that its policy generates
-    trains: bool = attrs.field(init=False)
+    trains: bool = attrs.field(init=False)  #: whether it takes the samples, and trains unless it only collects them
     evaluates: bool = attrs.field(init=False)
     generates: bool = attrs.field(init=False)  #: whether this role has replicas
     scores: bool = attrs.field(init=False)  #: whether this role scores the samples of the training batches
@@ -142,22 +155,25 @@ class Role:
     rollout_devices: DeviceLease = attrs.field(init=False)  #: of the replicas; set with the workers
     train_devices: DeviceLease = attrs.field(init=False)  #: of the engines; the same lease if they share devices
     updated: int = attrs.field(default=0, init=False)  #: number of steps in the engine's weights
+    whole: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)  #: unset between the updates of one step
     _measured: dict[str, float] = attrs.field(factory=dict, init=False)  #: metrics of the step
 
     def __attrs_post_init__(self) -> None:
         """Derive what the role does from its configuration, and create the counters."""
         config, algorithm = self.config, self.algorithm
-        self.explores, self.trains = config.mode == "online", self.name in ("all", "train")
+        self.explores, self.trains = config.mode in ("online", "explore"), self.name in ("all", "train")
         self.evaluates = self.trains and bool(config.evaluation.every)
         self.generates = self.evaluates or (self.explores and self.name in ("all", "explore"))
         scores = self.name == "reward" or (self.trains and config.queue.rewards == "train")
-        self.scores = self.explores and scores
-        if self.trains:
+        self.scores = config.mode != "offline" and scores
+        if self.trains and config.mode != "explore":
             models = {"reference": algorithm.reference and config.model.lora is None, "critic": algorithm.critic}
             self.engines = ("actor", *(name for name, wanted in models.items() if wanted))
         self.score_seconds = config.deadlines.reward * (config.schedule.reward_retries + 1)
-        self.schedule = Schedule(**attrs.asdict(config.schedule), explores=self.explores)
+        settings = attrs.asdict(config.schedule, recurse=False)
+        self.schedule = Schedule(**settings, explores=self.explores, trains=config.mode != "explore")
         self.version, self.steps_done = Progress(self.clock), Progress(self.clock)
+        self.whole.set()
 
     @asynccontextmanager
     async def measure(self, name: str, lane: str, step: int) -> AsyncIterator[None]:
@@ -166,9 +182,13 @@ class Role:
         try:
             yield
         finally:
-            end = self.clock.time()
-            self.note(f"seconds/{name}", self._measured.get(f"seconds/{name}", 0.0) + end - start)
-            self.hooks.emit(StageEnded(name=name, lane=lane, start=start, end=end, step=step))
+            self.ended(name, lane, step, start)
+
+    def ended(self, name: str, lane: str, step: int, start: float) -> None:
+        """Record a stage that began at ``start`` and has ended, like :meth:`measure`."""
+        end = self.clock.time()
+        self.note(f"seconds/{name}", self._measured.get(f"seconds/{name}", 0.0) + end - start)
+        self.hooks.emit(StageEnded(name=name, lane=lane, start=start, end=end, step=step))
 
     def note(self, name: str, value: float) -> None:
         """Set a metric of the step; the last value of a name counts."""

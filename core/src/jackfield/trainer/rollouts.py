@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from math import inf
+from typing import Any, Literal
 
 import attrs
 
@@ -29,45 +31,89 @@ _EARLY_SECONDS = 0.5  #: samples of unfinished groups that end within this time 
 
 @attrs.define(kw_only=True, eq=False)
 class Explorer:
-    """Fills the batches that may start with rollouts and with answers from the data."""
+    """Fills the batches that may start with rollouts and with answers from the data.
+
+    A group starts as soon as fewer rollouts run than ``schedule.rollouts_in_flight``, the oldest batch first. So a
+    batch starts while the last rollouts of earlier ones still run.
+    """
 
     role: Role
     name: str
     _groups: int = attrs.field(init=False)  #: groups per batch that agents generate; groups of given answers follow
     _rollouts: int = attrs.field(init=False)  #: rollouts per generated group, the greedy baseline included
+    _most: float = attrs.field(init=False)  #: rollouts in flight from which no group is started
     _running: int = attrs.field(default=0, init=False)
-    _idle: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)
+    _waiting: list[tuple[int, int, GroupKey]] = attrs.field(factory=list, init=False)  #: groups to start, a heap
+    #: by batch: when its rollouts began, and how many groups are waiting or running
+    _begun: dict[int, tuple[float, set[str]]] = attrs.field(factory=dict, init=False)
+    _changed: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)
+    _lists: asyncio.TaskGroup = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         """Derive a batch's contents: offline no rollouts; a greedy one may be a baseline."""
         data, explores = self.role.config.data, self.role.explores
         self._groups, self._rollouts = (data.groups_per_batch, data.rollouts_per_group) if explores else (0, 1)
         self._rollouts += self.role.algorithm.greedy_baseline
+        limit = self.role.config.schedule.rollouts_in_flight
+        self._most = limit or (self._groups * self._rollouts + self.role.algorithm.experts if explores else inf)
 
     async def run(self) -> None:
         """Explore until all batches are finished; batches that others released come first."""
+        async with asyncio.TaskGroup() as self._lists:
+            await self._explore(self.role.schedule.steps)
+
+    async def _explore(self, below: int) -> None:
+        """Fill the batches below a number; while one waits for weights or room, those before it that others release."""
         role, seconds = self.role, self.role.config.deadlines.batch
         progress = role.version if self._groups else role.steps_done
         groups = role.config.data.groups_per_batch + (role.algorithm.experts if role.explores else 0)
-        claim = partial(role.queue.claim_batch, TRAIN, self.name, groups, rollouts=self._rollouts)
-        async with asyncio.TaskGroup() as batches:
-            while batch := await claim(below=role.schedule.steps, deadline_seconds=seconds):
-                number = batch.number
-                who = f"the trainer, by {self.name} to start batch {number}"
-                await progress.until(partial(role.schedule.may_start, number), seconds, who)
-                batches.create_task(self._fill(batch))
-                if self._groups and batch.vacant:  # else it was restored complete, and may still lose a group
-                    self._idle.clear()
-                    # the next batch starts when all rollouts of this one have ended; rewards may still be pending
-                    async with role.measure("rollout", "explorer", number):
-                        await role.clock.wait_for(self._idle.wait(), seconds, f"the rollouts of batch {number}")
+        share = role.config.data.share
+        claim = partial(role.queue.claim_batch, TRAIN, self.name, groups, rollouts=self._rollouts, share=share)
+        while batch := await claim(below=below, deadline_seconds=seconds):
+            self._lists.create_task(self._explore(batch.number))
+            may_start = partial(role.schedule.may_start, batch.number)
+            if not may_start(progress.value):
+                who = f"the trainer, by {self.name} to start batch {batch.number}"
+                async with role.measure("wait_for_weights", "explorer", batch.number):
+                    await progress.until(may_start, seconds, who)
+            self._lists.create_task(self._fill(batch, given := asyncio.Event()))
+            await given.wait()  # the queue, the worker and the device have deadlines for what is waited for here
+            while self._waiting or self._running >= self._most:
+                self._changed.clear()
+                await self._changed.wait()
 
-    async def _fill(self, batch: Batch) -> None:
-        """Generate the groups of a batch, and again those that are dropped without a reward."""
-        async with asyncio.TaskGroup() as lists:
-            async for keys in self.role.queue.groups_to_fill(batch, self.role.config.deadlines.batch):
-                self._running += 1
-                lists.create_task(self._make_groups(keys))
+    async def _fill(self, batch: Batch, given: asyncio.Event) -> None:
+        """Have a batch's groups generated, and again those that are dropped; set ``given`` after the first ones."""
+        left = batch.vacant
+        if not left:  # it was restored complete, and may still lose a group
+            given.set()
+        until: Literal["final", "published"] = "final" if self.role.schedule.trains else "published"
+        async for keys in self.role.queue.groups_to_fill(batch, self.role.config.deadlines.batch, until=until):
+            _, names = self._begun.setdefault(batch.number, (self.role.clock.time(), set()))
+            for key in keys:
+                names.add(str(key))
+                heapq.heappush(self._waiting, (key.batch, key.index, key))
+            self._start()
+            left -= len(keys)
+            if left <= 0:
+                given.set()
+        given.set()
+
+    def _start(self) -> None:
+        """Start waiting groups while the rollouts in flight allow it."""
+        jobs = list[RolloutJob]()
+        while self._waiting and self._running < self._most:
+            jobs.append(job := self._job(heapq.heappop(self._waiting)[-1]))
+            self._running += len(job.rollouts)
+        if jobs:
+            self._lists.create_task(self._make_groups(jobs))
+
+    async def _ended(self, reports: Sequence[RolloutReport]) -> None:
+        """Tell the queue which rollouts have ended, and start further groups in their place."""
+        await self.role.queue.end_rollouts(reports)
+        self._running -= len(reports)
+        self._start()
+        self._changed.set()
 
     def task_of(self, key: GroupKey) -> Task:
         """Return the task of a group, independent of the number of explorers and of resumes.
@@ -84,22 +130,23 @@ class Explorer:
         task: Task = tasks[SeededOrder(size=len(tasks), seed=seed).index(position)]
         return task
 
-    async def _make_groups(self, keys: Sequence[GroupKey]) -> None:
+    async def _make_groups(self, jobs: Sequence[RolloutJob]) -> None:
         """Open groups, run their rollouts on the workers, and report their outcomes."""
-        jobs = list(map(self._job, keys))
         greedy = [{} if job.greedy is None else {"greedy_rollout": job.greedy} for job in jobs]
         tags = [{"expert": True} if job.expert else more for job, more in zip(jobs, greedy, strict=True)]
+        version = self.role.version.value if self._groups else None
         opened = [
-            NewGroup(key=job.group, task_id=job.task.id, rollouts=len(job.rollouts), tags=own)
+            NewGroup(key=job.group, task_id=job.task.id, rollouts=len(job.rollouts), tags=own, version=version)
             for job, own in zip(jobs, tags, strict=True)
         ]
-        try:
-            await self.role.queue.open_groups(opened)
-            await run_rollouts(self.role, jobs, self.role.queue.end_rollouts)
-        finally:
-            self._running -= 1
-            if not self._running:
-                self._idle.set()
+        await self.role.queue.open_groups(opened)
+        await run_rollouts(self.role, jobs, self._ended)
+        for job in jobs:
+            start, names = self._begun[job.group.batch]
+            names.discard(str(job.group))
+            if not names:  # all rollouts of the batch have ended; rewards may still be pending
+                del self._begun[job.group.batch]
+                self.role.ended("rollout", "explorer", job.group.batch, start)
 
     def _job(self, key: GroupKey) -> RolloutJob:
         """Return the rollouts of a group; groups beyond those that agents generate copy answers."""
@@ -174,9 +221,9 @@ class _Rollouts:
         # the worker enforces the deadline of each rollout; this one adds slack for the RPC
         seconds = 1.1 * max(job.seconds for job in jobs) + 10
         # an evaluation holds the devices from its beginning to its end
-        holds = generates and not jobs[0].evaluates
+        holds, aside = generates and not jobs[0].evaluates, self.role.config.schedule.partial_rollout
         try:
-            async with self.role.rollout_devices.hold("rollout") if holds else nullcontext():
+            async with self.role.rollout_devices.hold("rollout", steps_aside=aside) if holds else nullcontext():
                 await handle_each(self.role.clock, self.worker.run(jobs), seconds, self._missing, self._report)
         except DeadlineExceeded as error:
             await self._fail([name for name in rollouts if name in self.left], error)
@@ -255,6 +302,8 @@ class RewardPipeline:
 
         async def record(report: RewardReport) -> None:
             ended = dict.fromkeys(map(group_of, report.results))
+            if not ended.keys() <= left.keys():
+                return  # a report that has come before
             await self._record(some_groups(ended), report)
             for name in ended:
                 del left[name]

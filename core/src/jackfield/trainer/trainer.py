@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from fractions import Fraction
-from math import floor, isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -14,36 +14,22 @@ import attrs
 
 from jackfield.algorithms import LossSpec
 from jackfield.algorithms.losses import VALUE_LOSS
-from jackfield.config.sections import MixConfig, ReplayConfig
 from jackfield.errors import QueueError, RunError
 from jackfield.plugins.hooks import SamplesFailed, SamplesRecorded, StepEnded, WeightsSynced
-from jackfield.queue.meta import BatchMeta, Reuse
+from jackfield.queue.meta import BatchMeta
 from jackfield.queue.sample_files import ImportedSamples
 from jackfield.runtime.engine import EngineGroup
 from jackfield.runtime.profile import flame_graph
-from jackfield.runtime.samples import TRAIN, global_counts, mini_batches, oldest_version, own, said_metrics, trained
+from jackfield.runtime.samples import TRAIN, global_counts, mini_batches, own, said_metrics, trained
 from jackfield.runtime.workers import is_lost
 from jackfield.trainer.checkpoint import Checkpoint, Checkpointer, random_state
 from jackfield.trainer.evaluation import Evaluator
+from jackfield.trainer.limits import Limits
 from jackfield.trainer.role import Role
+from jackfield.trainer.steps import Step, StepSource, mean_metrics
 from jackfield.trainer.weights import LogProbCheck, publish
 
-CONSUMER = "trainer"  #: the name under which the trainer leases samples
 _SHARED = ("aggregation", "length_norm")  #: options of the policy loss that also apply to the critic's
-
-
-@attrs.define(kw_only=True, eq=False)
-class Step:
-    """The state of one training step, which survives a batch whose samples are lost."""
-
-    number: int
-    started: float
-    batch: BatchMeta = attrs.field(init=False)
-    rows: BatchMeta = attrs.field(init=False)  #: the samples of the batch that models are trained on
-    leased: bool = False  #: whether the trainer holds the lease on ``batch``
-    metrics: dict[str, float] = attrs.field(factory=dict)
-    updates: dict[tuple[str, int], Mapping[str, float]] = attrs.field(factory=dict)  #: by role and mini-batch
-    trained: bool = False
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -59,9 +45,9 @@ class Trainer:
     log_prob_check: LogProbCheck = attrs.field(init=False)
     evaluator: Evaluator = attrs.field(init=False)
     checkpoints: Checkpointer = attrs.field(init=False)
+    source: StepSource = attrs.field(init=False)
+    limits: Limits = attrs.field(init=False)
     kl_coefficient: float = attrs.field(init=False)  #: of the KL penalty, in the loss or in the reward
-    #: what is added to the step's own groups, by partition; in the training partition: used groups, replayed
-    _mixed: dict[str, ReplayConfig | MixConfig] = attrs.field(init=False)
     _synced: WeightsSynced | None = attrs.field(default=None, init=False)  #: report of the newest published version
     _published: int = attrs.field(default=0, init=False)  #: the weight version that the replicas serve
 
@@ -70,34 +56,34 @@ class Trainer:
         role = self.role
         trained = {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}
         self.log_prob_check, self.evaluator = LogProbCheck(role=role), Evaluator(role=role)
-        self.checkpoints = Checkpointer(role=role, engines=trained)
-        self.kl_coefficient = role.config.algorithm.kl.coefficient
-        named = attrs.asdict(role.config.mixing, recurse=False)
-        self._mixed = {TRAIN if name == "replay" else name: each for name, each in named.items() if each is not None}
+        self.checkpoints = Checkpointer(role=role, engines=trained if role.engines else {})
+        self.limits = Limits(role=role)
+        self.source, self.kl_coefficient = StepSource(role=role), role.config.algorithm.kl.coefficient
 
     async def begin(self, checkpoint: Checkpoint | None = None, imported: Sequence[ImportedSamples] = ()) -> int:
         """Put ``imported`` samples and evaluate the initial model, or restore a checkpoint and send its weights.
 
         Return the first step. Explorers start at the end of this call.
         """
-        role, first_step = self.role, 0
-        generated = ("rollout_log_probs", "reward") if role.explores else ()
-        columns = ("prompt_ids", "response_ids", "response_mask", *generated)
-        register = role.queue.register_consumer  # before any sample is put
-        await register(CONSUMER, TRAIN, columns)
-        for partition, each in self._mixed.items():
-            reuse = Reuse(**{field.name: getattr(each, field.name) for field in attrs.fields(Reuse)})
-            await register(_consumer(partition), partition, columns, sampler=each.sampler, reuse=reuse)
+        role, first_step, data = self.role, 0, self.role.config.data
+        given = role.config.mode == "train" and data.samples is None  # the queue has what an earlier run collected
+        await self.source.register()
         if checkpoint is None:
-            await role.queue.clear()
+            if not given:
+                await role.queue.clear()
             for samples in imported:
                 await samples.put()
+            if role.config.mode == "train":
+                await self.limits.use_up_data()
+            if given:
+                await self.checkpoints.save(0, self._state())  # what is in the queue cannot be made again
             await self.evaluate(0)
         else:
             restored, first_step = await self.checkpoints.load(checkpoint), checkpoint.step
             self.kl_coefficient = restored["kl_coefficient"]
-            self._published = role.updated = first_step
-            if self.sync is not None:
+            self.limits.restore(restored.get("used", {}))
+            self._published = role.updated = first_step if role.engines else 0
+            if self.sync is not None and first_step:
                 async with role.train_devices.hold("train"):
                     self._synced = await self.sync(first_step)
         await self.release_explorers(first_step)
@@ -105,38 +91,53 @@ class Trainer:
 
     async def run(self, first_step: int = 0) -> int:
         """Train until the schedule ends or a stop is requested; return the completed steps."""
-        for number in range(first_step, self.role.schedule.steps):
+        number = first_step
+        while number < self.role.schedule.steps:
             async with self.profile(number + 1):
-                step = Step(number=number, started=self.role.clock.time())
+                step = Step(number=number, started=self.role.clock.time(), sizes=self.source.sizes)
                 while not step.trained:
                     async with self.recover_lost_samples(step):
-                        if not await self.next_batch(step):
+                        if not await self.next_part(step):
                             return await self.checkpoint_before(step)
                         async with self.role.train_devices.hold("train"):
                             await self.reference_log_probs(step)
                             await self.old_log_probs(step)
                             await self.values(step)
-                            await self.advantages(step)
-                            await self.update_critic(step)
-                            await self.update_actor(step)
-                            await self.publish_weights(step)
+                            step.passed.update(step.new.groups)
+                            if step.index is not None and self.role.engines:
+                                await self.advantages(step)
+                                await self.update_critic(step)
+                                await self.update_actor(step)
+                            if step.is_whole:
+                                await self.publish_weights(step)
                 await self.acknowledge(step)
                 await self.evaluate(number + 1)
                 await self.checkpoint(number + 1)
-            await self.release_explorers(number + 1)
-        return self.role.schedule.steps
+            await self.release_explorers(number := number + 1)
+        return number
 
     @asynccontextmanager
     async def recover_lost_samples(self, step: Step) -> AsyncIterator[None]:
-        """Release a batch that lost samples; stages then run again, completed updates do not."""
+        """Release parts that lost samples; stages then run again, completed updates do not."""
         try:
             yield
         except QueueError as error:
-            if not (step.leased and is_lost(error) and await self.role.give_back_lost(step.batch, error)):
+            if not (step.leased and is_lost(error)):
                 raise
+            over = len(step.sizes) * (
+                self.role.config.algorithm.epochs - 1
+            )  # what has had its last update is not read again
+            done = {number for number in step.parts if len(step.sizes) > 1 and ("actor", over + number) in step.updates}
+            parts = step.parts if step.index is not None else {-1: step.part}
+            held = {number: part for number, part in parts.items() if number not in done}
+            found = [number for number, part in held.items() if await self.role.give_back_lost(part, error)]
+            if not found:
+                raise
+            for number in found:
+                step.parts.pop(number, None)
             step.leased = False
         else:
-            step.trained = step.leased
+            step.is_staged, step.trained = step.leased, step.is_whole
 
     @asynccontextmanager
     async def profile(self, step: int) -> AsyncIterator[None]:
@@ -155,15 +156,16 @@ class Trainer:
 
     # -- the stages of a step, in order
 
-    async def next_batch(self, step: Step) -> bool:
-        """Lease the batch of the step. Return False if the run has to stop before this step.
+    async def next_part(self, step: Step) -> bool:
+        """Lease the step's batch or next mini-batch. Return False if the run has to stop before this step.
 
-        A requested stop takes effect here if the step has made no update and a checkpoint can be cut before it. A batch
-        that is staler than the schedule allows, or not complete in time, is refused.
+        When mini-batches are streamed, the first part is the batch before its rewards, if log-probs or values of it are
+        needed. A requested stop takes effect here if the step has made no update and a checkpoint can be cut before it.
+        A batch that is staler than the schedule allows, or not complete in time, is refused.
         """
-        queue, schedule, seconds = self.role.queue, self.role.schedule, self.role.config.deadlines.batch
+        schedule, index = self.role.schedule, self.source.next_index(step)
         async with self.role.measure("next_batch", "trainer", step.number):
-            leasing = asyncio.ensure_future(queue.lease(CONSUMER, batch=step.number, deadline_seconds=seconds))
+            leasing = asyncio.ensure_future(self.source.lease(step, index))
             if not (step.updates or (schedule.explores and step.number % schedule.sync_interval)):
                 stopped: asyncio.Future[Any] = asyncio.ensure_future(self.stop.wait())
                 try:
@@ -175,45 +177,37 @@ class Trainer:
                         await asyncio.wait({leasing})
                 if self.stop.is_set():
                     return False
-            batch = await leasing
-            mixed, groups = [], len(set(batch.groups))
-            for partition, each in self._mixed.items():
-                if more := further_groups(each.ratio, step.number, groups):
-                    which: dict[str, Any] = {"step": step.number, "fresh": partition != TRAIN}
-                    mixed.append(await queue.lease(_consumer(partition), more, deadline_seconds=seconds, **which))
-            if schedule.explores:
-                schedule.check(step.number, oldest_version(batch.tags))
-            for added in filter(None, mixed):
-                batch = batch.joined(added)
-        step.batch, step.rows, step.leased = batch, trained(batch), True
+            step.take(await leasing, index)
         return True
 
     async def reference_log_probs(self, step: Step) -> None:
         """Compute log-probs of the reference policy, if the algorithm has one."""
-        if self.role.algorithm.reference:
+        if self.role.algorithm.reference and step.new and self.role.engines:
             async with self.role.measure("reference_log_probs", "trainer", step.number):
                 model, off = self.reference or self.actor, self.reference is None
-                await model.compute("log_probs", step.rows, "ref_log_probs", adapter_off=off)
+                await model.compute("log_probs", step.new, "ref_log_probs", adapter_off=off)
 
     async def old_log_probs(self, step: Step) -> None:
         """Compute log-probs of the policy before the update, unless the rollout's are used."""
-        if self.role.algorithm.recompute_old_log_probs:
+        if self.role.algorithm.recompute_old_log_probs and step.new and self.role.engines:
             async with self.role.measure("old_log_probs", "trainer", step.number):
-                await self.actor.compute("log_probs", step.rows, "old_log_probs")
+                await self.actor.compute("log_probs", step.new, "old_log_probs")
 
     async def values(self, step: Step) -> None:
         """Compute the critic's values, if there is a critic."""
-        if self.critic is not None:
+        if self.critic is not None and step.new:
             async with self.role.measure("values", "trainer", step.number):
-                await self.critic.compute("values", step.rows, "values")
+                await self.critic.compute("values", step.new, "values")
 
     async def advantages(self, step: Step) -> None:
         """Compute advantages from rewards, unless the algorithm trains on given answers."""
         if self.role.algorithm.advantages is not None:
             async with self.role.measure("advantages", "trainer", step.number):
-                metrics, written = await self.role.workers.estimator.estimate(step.batch, self.kl_coefficient)
+                correction = self.role.algorithm.correction
+                version = self.role.updated if correction is not None and correction.by_token else None
+                metrics, written = await self.role.workers.estimator.estimate(step.part, self.kl_coefficient, version)
                 await self.role.queue.add_columns(step.rows, written)
-                step.metrics |= metrics
+                step.estimates[step.index] = len(step.rows), metrics
 
     async def update_critic(self, step: Step) -> None:
         """Run the critic's optimizer steps on the batch."""
@@ -235,17 +229,21 @@ class Trainer:
             if self.critic is None or step.number >= self.role.config.critic.warmup_steps:
                 for key, part in self._open_updates("actor", step):
                     step.updates[key] = await self._actor_step(part, step, first=key == ("actor", 0))
-        found: dict[str, list[float]] = {}
-        for update in step.updates.values():
-            for name, value in update.items():
-                found.setdefault(name, []).append(value)
-        step.metrics |= {name: sum(values) / len(values) for name, values in found.items()}
+        if step.is_whole:
+            self._end_updates(step)
+
+    def _end_updates(self, step: Step) -> None:
+        """Take the metrics of all parts and updates, and adapt the KL coefficient."""
+        step.metrics |= mean_metrics([*step.estimates.values()]) | mean_metrics(
+            [(1, update) for update in step.updates.values()]
+        )
         if "policy/kl" in step.metrics:
             step.metrics["policy/kl_coefficient"] = self.kl_coefficient
         if (kl := step.metrics.get("policy/kl", step.metrics.get("reward/kl"))) is not None:
             settings = self.role.config.algorithm.kl
-            self.kl_coefficient = settings.adapted(self.kl_coefficient, kl, len(step.rows))
+            self.kl_coefficient = settings.adapted(self.kl_coefficient, kl, len(trained(step.batch)))
         self.role.updated = step.number + 1
+        self.role.whole.set()
 
     async def publish_weights(self, step: Step) -> None:
         """Send the new weights to the replicas if the schedule or an evaluation needs them."""
@@ -259,12 +257,18 @@ class Trainer:
     async def acknowledge(self, step: Step) -> None:
         """Acknowledge the batch to the queue, and report the step to the hooks."""
         role, hooks, done = self.role, self.role.hooks, step.number + 1
-        await role.queue.ack(step.batch, step=step.number)  # final with the next checkpoint
-        hooks.emit(StepEnded(step=done, metrics={**step.metrics, **self._measured(step)}))
+        for number, part in sorted(step.parts.items()) if role.engines else ():  # final with the next checkpoint
+            await role.queue.ack(part, step=step.number, mini_batch=number if len(step.parts) > 1 else None)
+        self.limits.count(done, step.batch.tags, role.clock.time() - step.started)
+        self.limits.check(done, {"reward": step.metrics.get("reward/mean", -inf)})
+        passed = await role.queue.drain_metrics()
+        hooks.emit(StepEnded(step=done, metrics={**step.metrics, **passed, **self._measured(step)}))
         await self.report_failures()
         if shown := role.config.observe.samples_per_step:
             chosen = step.batch.select(step.batch.by_partition()[TRAIN][:shown])
-            if samples := await role.records(TRAIN, chosen.keys, chosen.tags, with_reward=role.explores):
+            if samples := await role.records(
+                TRAIN, chosen.keys, chosen.tags, with_reward=role.config.mode != "offline"
+            ):
                 hooks.emit(SamplesRecorded(step=done, partition=TRAIN, samples=samples))
 
     async def report_failures(self) -> None:
@@ -275,14 +279,18 @@ class Trainer:
     async def evaluate(self, steps_done: int) -> None:
         """Evaluate the weights that the replicas serve, if an evaluation is due."""
         if self.evaluator.is_due(steps_done):
-            await self.evaluator.evaluate(self._published)
+            score = await self.evaluator.evaluate(self._published)
+            self.limits.check(steps_done, {"score": score})
 
     async def checkpoint(self, steps_done: int) -> None:
         """Write a checkpoint if one is due. It makes the acks of the steps before it final."""
         if not self.role.config.checkpoint.every:
             await self.role.queue.commit(steps_done - 1)  # no run can resume from here, so acks are final now
         if self.checkpoints.is_due(steps_done):
-            await self.checkpoints.save(steps_done, {"kl_coefficient": self.kl_coefficient})
+            await self.checkpoints.save(steps_done, self._state())
+
+    def _state(self) -> dict[str, Any]:
+        return {"kl_coefficient": self.kl_coefficient, "used": self.limits.used}
 
     async def checkpoint_before(self, step: Step) -> int:
         """Write a checkpoint of the state before a step. Return the number of completed steps.
@@ -290,14 +298,15 @@ class Trainer:
         Without an offset, explorers were idle when the last step ended, so a resumed run regenerates this batch.
         """
         if step.number > self.checkpoints.saved:
-            again_from = None if self.role.schedule.sync_offset else step.number
-            await self.checkpoints.save(step.number, {"kl_coefficient": self.kl_coefficient}, again_from=again_from)
+            schedule = self.role.schedule
+            ahead = schedule.sync_offset or schedule.is_async or self.role.config.mode in ("train", "explore")
+            await self.checkpoints.save(step.number, self._state(), again_from=None if ahead else step.number)
         return step.number
 
     async def release_explorers(self, steps_done: int) -> None:
         """Let explorers continue; it is the last stage, so that checkpoints are undisturbed."""
         self.checkpoints.random = random_state()
-        if self.role.name == "train":
+        if self.role.name == "train" or not self.role.engines:
             await publish(self.role, self._synced, self._published)
         await self.role.version.advance(self._published)
         await self.role.steps_done.advance(steps_done)
@@ -305,12 +314,17 @@ class Trainer:
     # -- parts of stages
 
     def _open_updates(self, role: str, step: Step) -> Iterator[tuple[tuple[str, int], BatchMeta]]:
-        """Yield the mini-batches of all epochs that no optimizer step has used yet."""
-        settings = self.role.config.algorithm
-        parts = mini_batches(step.rows, settings.mini_batches, whole_groups=self.role.algorithm.whole_groups)
-        for index, part in enumerate(parts * settings.epochs):
-            if (role, index) not in step.updates:
-                yield (role, index), part
+        """Yield the mini-batches of all epochs that no optimizer step has used yet; further epochs have to be whole."""
+        settings, whole = self.role.config.algorithm, self.role.algorithm.whole_groups
+        if self.role.schedule.stream_mini_batches:
+            parts = {number: trained(part) for number, part in sorted(step.parts.items())}
+        else:
+            parts = dict(enumerate(mini_batches(step.rows, settings.mini_batches, whole_groups=whole)))
+        for epoch in range(settings.epochs if step.is_whole else 1):
+            for number, part in parts.items():
+                if (key := (role, epoch * settings.mini_batches + number)) not in step.updates:
+                    self.role.whole.clear()
+                    yield key, part
 
     async def _actor_step(self, part: BatchMeta, step: Step, *, first: bool) -> Mapping[str, float]:
         algorithm, check = self.role.algorithm, self.log_prob_check
@@ -343,10 +357,16 @@ class Trainer:
         }
         if self.role.explores:
             retries = {group: each["retry"] for group, each in zip(step.batch.groups, tags, strict=True)}
-            measured["staleness/max"] = float(step.number - oldest_version(tags))
             measured["groups/retries"] = float(sum(retries.values()))
+        if ages := [max(step.number - each["weight_version_min"], 0) for each in tags if "weight_version_min" in each]:
+            measured |= {"staleness/max": float(max(ages)), "staleness/mean": sum(ages) / len(ages)}
+            measured |= {f"staleness/samples/{age}": float(count) for age, count in sorted(Counter(ages).items())}
+        for devices in (self.role.train_devices, self.role.rollout_devices):  # one lease, if they are shared
+            measured |= {f"waits/{name}/devices": seconds for name, seconds in devices.waited.items()}
+            devices.waited.clear()
         for lease, each in zip(step.batch.leases, tags, strict=True):
-            if lease.partition != TRAIN or each["batch"] != step.number:  # it is replayed or mixed in
+            is_new = each["batch"] == step.number or self.role.config.mode == "train"
+            if lease.partition != TRAIN or not is_new:  # it is replayed or mixed in
                 name = f"samples/{'replayed' if lease.partition == TRAIN else lease.partition}"
                 measured[name] = measured.get(name, 0.0) + 1.0
         return measured
@@ -360,13 +380,3 @@ def _finite(update: Mapping[str, float], loss: str, step: Step) -> Mapping[str, 
             fix = "lower optimizer.lr or optimizer.clip_grad, or look at the rewards; the step was not applied"
             raise RunError(f"{name} is {update[name]}", code="run.not-finite", fix=fix, **details)
     return update
-
-
-def further_groups(ratio: float, step: int, own: int) -> int:
-    """Return how many groups to mix into a batch, so that the ratio holds over all steps."""
-    each = own * Fraction(str(ratio))
-    return floor((step + 1) * each) - floor(step * each)
-
-
-def _consumer(partition: str) -> str:
-    return CONSUMER if partition == TRAIN else f"{CONSUMER}/{partition}"

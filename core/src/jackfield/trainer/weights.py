@@ -1,9 +1,4 @@
-"""Weights of the engine for replicas of this and other processes, and comparisons of their log-probs.
-
-:class:`LogProbCheck` compares the training pass of an optimizer step with an inference pass of the same weights, and
-with the log-probs that the rollout servers returned for the batch. :class:`ReplicaProbe` lets replicas generate a few
-tokens after a weight sync, which the engine scores.
-"""
+"""Weights of the engine for replicas of this and other processes, and comparisons of their log-probs."""
 
 from __future__ import annotations
 
@@ -11,13 +6,15 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 
 import attrs
 
 from jackfield.abc.rollout import (
     GenerateRequest,
     GenerateResult,
+    PauseRequest,
+    ResumeRequest,
     SamplingParams,
     SleepRequest,
     UpdateWeightsRequest,
@@ -81,7 +78,7 @@ class WeightSubscriber:
     """
 
     role: Role
-    replicas: Sequence[Replica]  #: the pool's own list, which changes as replicas come and go
+    pool: ReplicaPool
     takes_turns: bool = attrs.field(default=False, init=False)
     newest: WeightsSynced = attrs.field(default=_NOTHING, init=False)  #: the newest weights that all replicas have
     loading: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)  #: held while replicas load weights
@@ -116,7 +113,12 @@ class WeightSubscriber:
                 what = "the trainer went back to earlier weights, which replicas do not take"
                 raise WeightsError(what, code="weights.version", expected=f"at least {newest}", found=found, fix=fix)
             if published != self.newest:  # a restored trainer may publish a version again
-                await asyncio.gather(*(self._load(replica, published) for replica in list(self.replicas)))
+
+                async def send(_: int, replicas: Sequence[Replica], *, last: bool) -> WeightsSynced:
+                    await asyncio.gather(*(self._load(replica, published) for replica in replicas))
+                    return published
+
+                await self.pool.sync(found, send)
             self.newest = published
 
     @asynccontextmanager
@@ -155,22 +157,22 @@ class EngineWeights:
     """Brings the weights of this process's engine to replicas: new versions, and the current one to those that join.
 
     It is the weight source of a process that trains. If engines and replicas take turns on a device, it also moves
-    them off and on.
+    them off and on, and interrupts requests.
     """
 
     role: Role
     engines: Mapping[str, EngineGroup]  #: the loaded models: actor, and reference and critic once they are loaded
     pool: ReplicaPool | None = None  #: replicas of this process, if it has any
     takes_turns: bool = attrs.field(init=False)
+    interrupts: bool = attrs.field(init=False)  #: whether replicas stop while the engine has the device
     probe: ReplicaProbe | None = attrs.field(default=None, init=False)
     synchronizer: WeightSynchronizer = attrs.field(init=False)
-    #: the version that replicas have loaded but not yet answered the probe with
-    _unasked: int | None = attrs.field(default=None, init=False)
+    _unasked: int | None = attrs.field(default=None, init=False)  #: the version that the probe was not asked about
     _answers: list[tuple[Replica, GenerateResult]] = attrs.field(factory=list, init=False)
 
     def __attrs_post_init__(self) -> None:
         """Compare replicas at hand-overs if they take turns with the engine, otherwise after each transfer."""
-        role, config = self.role, self.role.config
+        role, config, shares = self.role, self.role.config, self.pool is not None and self.role.workers.shares_devices
         self.synchronizer = WeightSynchronizer(
             senders=[rank.sender for rank in role.workers.ranks["actor"] if rank.sender is not None],
             replicas=[] if self.pool is None else self.pool.members,
@@ -183,8 +185,9 @@ class EngineWeights:
         )
         if config.log_prob_check.probe_tokens:
             self.probe = ReplicaProbe(role=role, actor=self.engines["actor"])
-        self.takes_turns = role.workers.shares_devices and config.cluster.offload and self.pool is not None
-        if self.takes_turns:
+        self.takes_turns = shares and config.cluster.offload
+        self.interrupts = shares and config.schedule.partial_rollout
+        if self.takes_turns or self.interrupts:
             role.train_devices.hand_over = self.hand_over
         elif self.probe is not None:
             self.synchronizer.check = self.probe.check
@@ -194,19 +197,25 @@ class EngineWeights:
         if self.pool is None:
             return await self.synchronizer.sync(version)
         if self.takes_turns:
-            await self.pool.each(lambda server: server.wake_up(WakeUpRequest(tags=("weights",))))
-        report = await self.pool.sync(version, self._send)
+            await self.pool.each("wake up", lambda server: server.wake_up(WakeUpRequest(tags=("weights",))))
         self._unasked = version
-        return report
+        return await self.pool.sync(version, self._send)
 
-    async def _send(self, version: int) -> WeightsSynced:
-        if not self.synchronizer.replicas and self.role.name != "train":  # otherwise it also sends for other processes
+    async def _send(self, version: int, replicas: Sequence[Replica], *, last: bool) -> WeightsSynced:
+        if not replicas and self.role.name != "train":  # otherwise it also sends for other processes
             return WeightsSynced(version=version)
-        return await self.synchronizer.sync(version)
+        return await self.synchronizer.sync(version, replicas, last=last)
 
-    def hold(self) -> AbstractAsyncContextManager[None]:
-        """Block training and weight syncs, and give replicas the device."""
-        return self.role.train_devices.hold("rollout", joins=True)
+    @asynccontextmanager
+    async def hold(self) -> AsyncIterator[None]:
+        """Block training and weight syncs between two steps, and give replicas the device."""
+        role, held = self.role, False
+        while not held:
+            who = f"the trainer to make all updates of step {role.updated + 1}"
+            await role.clock.wait_for(role.whole.wait(), role.config.deadlines.batch, who)
+            async with role.train_devices.hold("rollout", joins=True):
+                if held := role.whole.is_set():
+                    yield
 
     async def load(self, replica: Replica) -> None:
         """Send the current weights to a replica that joins or was restarted, inside :meth:`hold`."""
@@ -215,15 +224,17 @@ class EngineWeights:
             if version:  # version 0 is the model's folder, which the replica has loaded
                 async with self.engines["actor"].reading:
                     await self.synchronizer.catch_up(replica, version)
-            if self.takes_turns:
+            if self.takes_turns or self.interrupts:
                 await self._ask([replica], version)
 
     async def hand_over(self, before: str | None, role: str) -> None:
-        """Move engines off or back, and let replicas sleep or wake up, when the lease's role changes."""
+        """Move engines off or back, let replicas sleep or wake up, stop or go on, when the lease's role changes."""
         assert self.pool is not None
-        if before == "rollout":
-            await self.pool.each(lambda server: server.sleep(SleepRequest(level=1)))
-        if role == "train" or before == "train":
+        if self.interrupts and before == "rollout":  # a server that cannot keep requests ends them; routers go on
+            await self.pool.each("interrupt its requests", lambda server: server.pause(PauseRequest()))
+        if self.takes_turns and before == "rollout":
+            await self.pool.each("sleep", lambda server: server.sleep(SleepRequest(level=1)))
+        if self.takes_turns and "train" in (role, before):
             device = self.role.config.cluster.device if role == "train" else "cpu"
             await asyncio.gather(*(engine.to(device) for engine in self.engines.values()))
         if role == "train":
@@ -231,7 +242,10 @@ class EngineWeights:
             if self.probe is not None and answers:
                 await self.probe.compare(answers)
         else:
-            await self.pool.each(lambda server: server.wake_up(WakeUpRequest()))
+            if self.takes_turns:
+                await self.pool.each("wake up", lambda server: server.wake_up(WakeUpRequest()))
+            if self.interrupts:
+                await self.pool.each("go on", lambda server: server.resume(ResumeRequest()))
             version, self._unasked = self._unasked, None
             if version is not None:
                 await self._ask(self.pool.members, version)
@@ -249,7 +263,7 @@ class EngineWeights:
 
 @attrs.define(kw_only=True, eq=False)
 class LogProbCheck:
-    """Compares log-probs in the first step, the first after a weight sync, and every few."""
+    """Compares log-probs of training, inference and rollout in the first step, the first after a sync and every few."""
 
     role: Role
     _begun: bool = attrs.field(default=False, init=False)
@@ -352,7 +366,7 @@ class ReplicaProbe:
 
     async def ask(self, replicas: Sequence[Replica], version: int) -> list[tuple[Replica, GenerateResult]]:
         """Let every replica generate; one with older weights refuses."""
-        config, agents, task = self.role.config, self.role.workers.agents, self.role.tasks["train"][0]
+        config, agents, task = self.role.config, self.role.workers.agents, next(iter(self.role.tasks.values()))[0]
         if not self._prompt_ids:
             ask = lambda: agents.of(0).prompt_ids(task, _PROBE_PROMPT)  # noqa: E731
             self._prompt_ids = tuple(await resubmitted(ask, "the probe's prompt is made"))
@@ -381,6 +395,6 @@ class ReplicaProbe:
         expected = f"a mean distance of at most {bound:.3g} nats over {len(own)} tokens"
         found = f"{distance:.3g}: engine {own[:4]}, replica {list(answer.log_probs[:4])}"
         fix = "raise log_prob_check.bound if these numerics are wanted, or set log_prob_check.on_mismatch: correct"
-        details = {"where": f"replica {number}", "expected": expected, "found": found, "fix": fix}
-        error = WeightsError(what, code="weights.log-probs", **details)
+        where = f"replica {number}"
+        error = WeightsError(what, code="weights.log-probs", where=where, expected=expected, found=found, fix=fix)
         _refuse(error, self.role.config.log_prob_check.on_mismatch == "stop")

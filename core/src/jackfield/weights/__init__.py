@@ -186,8 +186,8 @@ class WeightSynchronizer:
         """The last version that every replica has acknowledged."""
         return None if self.last is None else self.last.version
 
-    async def sync(self, version: int) -> WeightsSynced:
-        """Bring ``version`` to every replica; a transfer that fails is repeated once.
+    async def sync(self, version: int, some: Sequence[Replica] | None = None, *, last: bool = True) -> WeightsSynced:
+        """Bring ``version`` to every replica, or to ``some`` in each call up to the last; repeat a transfer that fails.
 
         Raise ``weights.version`` if it is not newer than the last one, or a replica acknowledges another;
         ``weights.missing`` or ``weights.digest`` if tensors are missing or wrong (replica, worker and tensors are
@@ -197,8 +197,9 @@ class WeightSynchronizer:
         if self.version is not None and version <= self.version:
             message = "a weight version goes backwards"
             raise WeightsError(message, code="weights.version", expected=f"above {self.version}", found=version)
-        self.last = await self._proved(list(self.replicas), version, delta=self.kind == "delta")
-        return self.last
+        report = await self._proved(list(self.replicas if some is None else some), version, delta=self.kind == "delta")
+        self.last = report if last else self.last
+        return report
 
     async def catch_up(self, replica: Replica, version: int) -> WeightsSynced:
         """Send all weights of ``version`` to a replica that was restarted or joins.

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Generator, Iterator, Mapping
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,8 +121,8 @@ class TwoReplicas:
     async def end(self, number: int) -> None:
         return
 
-    async def route(self, replicas: Mapping[int, Replica], seconds: float) -> int:
-        return await self.router.route(replicas, seconds)
+    async def route(self, replicas: Mapping[int, Replica], seconds: float, updating: Sequence[int] = ()) -> int:
+        return await self.router.route(replicas, seconds, updating)
 
 
 def test_a_replica_killed_during_an_update_loses_nothing(processes: None) -> None:

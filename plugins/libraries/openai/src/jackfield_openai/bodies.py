@@ -324,6 +324,11 @@ class Answer:
     id: str = attrs.field(factory=lambda: uuid.uuid4().hex)
     created: int = attrs.field(factory=lambda: int(time.time()))
 
+    @property
+    def public_id(self) -> str:
+        """Return the id that clients see."""
+        return f"{'chatcmpl' if self.body.chat else 'cmpl'}-{self.id}"
+
     def whole(self) -> dict[str, Any]:
         """Return the body of an answer that is not streamed."""
         return {**self._head(""), "choices": [choice.whole() for choice in self.choices], "usage": self.usage()}
@@ -340,5 +345,5 @@ class Answer:
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _head(self, suffix: str) -> dict[str, Any]:
-        prefix, kind = ("chatcmpl", "chat.completion") if self.body.chat else ("cmpl", "text_completion")
-        return {"id": f"{prefix}-{self.id}", "object": kind + suffix, "created": self.created, "model": self.model}
+        kind = "chat.completion" if self.body.chat else "text_completion"
+        return {"id": self.public_id, "object": kind + suffix, "created": self.created, "model": self.model}

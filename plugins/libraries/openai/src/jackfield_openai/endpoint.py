@@ -1,7 +1,8 @@
 """The web server: routes, keys, deadlines, errors and metrics around a rollout server.
 
 ``POST /v1/completions`` and ``/v1/chat/completions`` (whole or streamed), ``GET /v1/models``, ``/health`` and, for
-Prometheus, ``/metrics``. A client that leaves ends its requests.
+Prometheus, ``/metrics``. A client that leaves ends its requests. With ``openai.collect`` answers are kept as samples,
+and ``POST /v1/feedback`` takes users' rewards.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest
 from jackfield.errors import ConfigError, DeadlineExceeded, JackfieldError, RolloutError
 from jackfield.sdk.rpc import is_loopback
 from jackfield_openai.bodies import Answer, Body, ChatBody, Choice, CompletionBody, read_body
+from jackfield_openai.collecting import Collector
 from jackfield_openai.metrics import Metrics
 from jackfield_openai.settings import EndpointConfig
 from jackfield_openai.text import ClientError, ServedTokenizer, refused
@@ -64,6 +66,8 @@ class OpenAIEndpoint:
         self._metrics = Metrics(server.context.replica)
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
+        folder, lines = config.collect, config.collect_lines
+        self._collector = None if folder is None else Collector(folder, server.context.replica, lines)
         self._encoding = asyncio.Lock()  #: one text at a time, on a thread
         self._requests = 0
 
@@ -84,11 +88,14 @@ class OpenAIEndpoint:
             )
         if self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(_load_tokenizer, context.model.path, context.model)
+        if self._collector is not None:
+            self._collector.start()
         app = web.Application(client_max_size=self._config.max_body_bytes, middlewares=[self._guard])
         app.add_routes(
             [
                 web.post("/v1/completions", functools.partial(self._answer, cls=CompletionBody)),
                 web.post("/v1/chat/completions", functools.partial(self._answer, cls=ChatBody)),
+                web.post("/v1/feedback", self._feedback),
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
                 web.get("/metrics", self._tell_metrics),
@@ -125,6 +132,8 @@ class OpenAIEndpoint:
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()
+        if self._collector is not None:
+            await self._collector.close()
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         model = {"id": self._name, "object": "model", "created": 0, "owned_by": "jackfield"}
@@ -135,7 +144,9 @@ class OpenAIEndpoint:
         return web.json_response(attrs.asdict(report), status=200 if report.healthy else 503)
 
     async def _tell_metrics(self, request: web.Request) -> web.StreamResponse:
-        return web.Response(body=self._metrics.text(await self._server.health()), content_type="text/plain")
+        return web.Response(
+            body=self._metrics.text(await self._server.health(), self._collector), content_type="text/plain"
+        )
 
     async def _answer(self, request: web.Request, cls: type[Body]) -> web.StreamResponse:
         body = read_body(cls, await self._read(request))
@@ -154,7 +165,16 @@ class OpenAIEndpoint:
         answer = Answer(body, body.model or self._name, choices)
         whole = self._streamed(request, answer) if body.stream else self._collected(request, answer)
         reading = f"a client to read {answer.id}"
-        return await self._context.clock.wait_for(whole, self._config.request_seconds + _READING_SECONDS, reading)
+        done = await self._context.clock.wait_for(whole, self._config.request_seconds + _READING_SECONDS, reading)
+        if self._collector is not None:
+            self._collector.keep(answer)
+        return done
+
+    async def _feedback(self, request: web.Request) -> web.StreamResponse:
+        if self._collector is None:
+            raise ClientError("answers are not collected here (openai.collect)", "unknown_url", status=404)
+        self._collector.reward(await self._read(request))
+        return web.json_response({"object": "feedback"})
 
     async def _read(self, request: web.Request) -> Any:
         """Return the JSON of a body; refuse one that is late."""

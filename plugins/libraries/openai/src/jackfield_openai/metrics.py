@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from jackfield.abc.rollout import HealthReport
+from jackfield_openai.collecting import Collector
 
 _GAUGES = {
     "healthy": "1 where the replica can serve",
@@ -33,6 +34,9 @@ class Metrics:
         self._tokens = Counter(
             prefix + "tokens", "tokens of prompts, and generated ones", (*names, "kind"), registry=registry
         )
+        self._collected = Gauge(
+            prefix + "collected", "answers and rewards, by what became of them", (*names, "state"), registry=registry
+        )
         self._seconds = Histogram(
             prefix + "request_seconds",
             "from a request's arrival to its end",
@@ -54,8 +58,10 @@ class Metrics:
             self._tokens.labels(self._replica, "prompt").inc(prompt_tokens)
             self._tokens.labels(self._replica, "generated").inc(tokens)
 
-    def text(self, health: HealthReport) -> bytes:
+    def text(self, health: HealthReport, collector: Collector | None = None) -> bytes:
         """Return all metrics in Prometheus' text format."""
+        for state, count in () if collector is None else (("kept", collector.kept), ("dropped", collector.dropped)):
+            self._collected.labels(self._replica, state).set(count)
         for name, gauge in self._gauges.items():
             gauge.labels(self._replica).set(float(getattr(health, name)))
         return generate_latest(self._registry)

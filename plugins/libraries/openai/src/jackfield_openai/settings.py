@@ -22,4 +22,6 @@ class EndpointConfig:
     idle_seconds: float = option(
         30.0, "a connection is closed that has sent no whole header for so long, at first or after an answer", gt(0.0)
     )
+    collect: str | None = option(None, "folder in which answers are kept as samples, with users' rewards; null: none")
+    collect_lines: int = option(10_000, "lines that may wait for the disk; further ones are dropped and counted", ge(1))
     body_seconds: float = option(30.0, "the longest that a request's body may take to come", gt(0.0))

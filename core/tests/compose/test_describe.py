@@ -1,0 +1,54 @@
+"""What ``jackfield config explain`` says about a schedule."""
+
+from __future__ import annotations
+
+import pytest
+
+from jackfield.compose.schedules import describe
+
+from .test_resolve import STREAM, resolved, resolved_config
+
+SEPARATE = "cluster.placement=separate"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said", "unsaid"),
+    [
+        ((), ["Every token is of the weights that its step starts from.", "Nothing overlaps with rollouts"], ["older"]),
+        (
+            ("schedule.sync_offset=1", SEPARATE),
+            [
+                "at most one step older",
+                "until replicas have the weights that step b - 1",
+                "overlap with log-probs",
+            ],
+            ["take turns", "Nothing overlaps"],
+        ),
+        (
+            ("schedule.sync_interval=3", "cluster.placement=shared"),
+            ["after every 3 steps", "at most 2 steps older", "take turns", "not with updates"],
+            ["Every token"],
+        ),
+        (STREAM, ["Each of 4 updates starts when the rewards of its groups are there"], ["Updates start when all"]),
+        (
+            (*STREAM, "algorithm.old_log_probs=engine"),
+            ["Log-probs and values are computed once per batch, while its rewards are pending."],
+            [],
+        ),
+        (
+            ("schedule.mode=async", "schedule.max_staleness=4"),
+            ["any that are complete", "at most 4 steps older", "waits for a straggler only when"],
+            ["step t on batch t"],
+        ),
+        (
+            ("schedule.mode=async", "schedule.on_stale=drop", "schedule.rollouts_in_flight=7"),
+            ["waits for no straggler", "generated again", "fewer than 7 rollouts"],
+            ["trained on late"],
+        ),
+        (("mode=offline", "algorithm.name=sft"), ["nothing is stale"], ["explorer"]),
+    ],
+)
+def test_a_schedule_is_described(overrides: tuple[str, ...], said: list[str], unsaid: list[str]) -> None:
+    text = " ".join(describe(resolved_config(*overrides), resolved(*overrides)))
+    assert [] == [part for part in said if part not in text], text
+    assert [] == [part for part in unsaid if part in text], text

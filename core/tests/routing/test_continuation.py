@@ -1,0 +1,237 @@
+"""The router: interrupted requests continue with their tokens, and replicas with new weights are chosen and spared."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import attrs
+import pytest
+
+from jackfield.abc.rollout import (
+    AbortRequest,
+    AbortResult,
+    GenerateRequest,
+    GenerateResult,
+    HealthReport,
+    SamplingParams,
+)
+from jackfield.errors import RolloutError, WorkerLost
+from jackfield.routing import Replica, Router
+from jackfield_testing import refused
+from jackfield_virtual_clock import VirtualClock
+
+REQUEST = GenerateRequest(request_id="one", prompt_ids=(0,), sampling=SamplingParams(max_new_tokens=10, seed=7))
+
+
+class Server:
+    """Generates a token a second: its place in prompt and response, 0 for the prompt of one token."""
+
+    def __init__(self, clock: VirtualClock, version: int = 0) -> None:
+        self.clock, self.version, self.asked = clock, version, list[GenerateRequest]()
+        self.reason: Any = "length"  #: the reason that ends requests early, at their next token
+        self.failure: Exception | None = None
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        self.asked.append(request)
+        if (request.minimum_weight_version or 0) > self.version:
+            raise RolloutError("it needs newer weights", code="rollout.stale")
+        first, count, versions = len(request.prompt_ids), 0, list[int]()
+        while count < request.sampling.max_new_tokens and (self.reason == "length" or not count):
+            await self.clock.sleep(1.0)
+            if self.failure is not None:
+                raise self.failure
+            versions.append(self.version)
+            count += 1
+        ids = tuple(range(first, first + count))
+        values: Any = {"log_probs": tuple(-float(token) for token in ids), "weight_versions": tuple(versions)}
+        return GenerateResult(request_id=request.request_id, token_ids=ids, finish_reason=self.reason, **values)
+
+    async def abort(self, request: AbortRequest) -> AbortResult:
+        assert ("one",) == request.request_ids
+        self.reason = "abort"
+        return AbortResult(request_ids=request.request_ids)
+
+    async def health(self) -> HealthReport:
+        return HealthReport(healthy=True, weight_version=self.version)
+
+
+def check(result: GenerateResult, *versions: int, reason: str = "length") -> None:
+    """Check that a result is that of one request whose tokens have these versions."""
+    ids = tuple(range(1, len(versions) + 1))
+    assert (ids, versions, reason) == (result.token_ids, result.weight_versions, result.finish_reason)
+    assert tuple(-float(token) for token in ids) == result.log_probs
+
+
+class World:
+    """A router and servers on virtual time; a token is decoded to a letter."""
+
+    def __init__(self, *versions: int) -> None:
+        self.clock = VirtualClock()
+        self.servers = [Server(self.clock, version) for version in versions or (0,)]
+        self.router = Router(self.clock, lambda ids: "".join(chr(ord("a") + token) for token in ids))
+        self.replicas: dict[int, Any] = {
+            number: Replica(server, number=number, clock=self.clock)  # type: ignore[arg-type]
+            for number, server in enumerate(self.servers)
+        }
+
+    def run(self, test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        async def main() -> None:
+            await self.router.route(self.replicas, 0.0)
+            await test()
+
+        self.clock.run(main())
+
+    def ask(self, request: GenerateRequest = REQUEST) -> asyncio.Task[GenerateResult]:
+        return asyncio.ensure_future(self.router.of_one_rollout()(request))
+
+    async def interrupt(self, seconds: float) -> None:
+        """Abort what runs, after some time, and serve again with the next version."""
+        await self.clock.sleep(seconds)
+        self.servers[0].reason = "abort"
+        await self.clock.sleep(1.0)
+        self.servers[0].reason, self.servers[0].version = "length", self.servers[0].version + 1
+
+
+def interrupted_twice() -> list[GenerateRequest]:
+    world = World()
+
+    async def test() -> None:
+        result = world.ask()
+        await world.interrupt(2.5)
+        await world.interrupt(3.0)
+        check(await result, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2)
+
+    world.run(test)
+    return world.servers[0].asked
+
+
+def test_an_aborted_request_continues_with_its_tokens_and_the_rest_of_its_budget() -> None:
+    """The agent gets one result; the seed of each part is its own, and the same in a repetition."""
+    first, second, third = asked = interrupted_twice()
+    assert first == REQUEST
+    assert [(0,), (0, 1, 2, 3), (0, 1, 2, 3, 4, 5, 6, 7)] == [each.prompt_ids for each in asked]
+    assert [10, 7, 3] == [each.sampling.max_new_tokens for each in asked]
+    assert 3 == len({each.sampling.seed for each in asked})
+    assert {"one"} == {each.request_id for each in asked}
+    assert asked == interrupted_twice()
+    for part in (second, third):
+        assert attrs.evolve(part.sampling, max_new_tokens=10, seed=7) == REQUEST.sampling
+
+
+def test_a_request_without_a_seed_continues_without_one() -> None:
+    world = World()
+
+    async def test() -> None:
+        result = world.ask(attrs.evolve(REQUEST, sampling=SamplingParams(max_new_tokens=5)))
+        await world.interrupt(2.5)
+        check(await result, 0, 0, 0, 1, 1)
+
+    world.run(test)
+    assert [None, None] == [each.sampling.seed for each in world.servers[0].asked]
+
+
+def test_one_that_is_aborted_after_its_last_token_is_complete() -> None:
+    world = World()
+
+    async def test() -> None:
+        result = world.ask(attrs.evolve(REQUEST, sampling=SamplingParams(max_new_tokens=3)))
+        await world.clock.sleep(2.5)
+        world.servers[0].reason = "abort"
+        check(await result, 0, 0, 0)
+
+    world.run(test)
+
+
+@pytest.mark.parametrize(
+    ("stop", "kept", "reason"),
+    [(("de",), 4, "stop"), (("x", "cdef"), 5, "stop"), (("abc", "hij"), 10, "length")],
+    ids=["in both parts", "the longer one", "in neither"],
+)
+def test_a_stop_text_that_is_in_both_parts_ends_a_response(stop: tuple[str, ...], kept: int, reason: str) -> None:
+    """Servers see a part alone: tokens b, c and d, then e to k. What follows the text is dropped."""
+    world = World()
+    sampling = attrs.evolve(REQUEST.sampling, stop=stop)
+
+    async def test() -> None:
+        result = world.ask(attrs.evolve(REQUEST, sampling=sampling))
+        await world.interrupt(2.5)
+        check(await result, *((0,) * 3 + (1,) * 7)[:kept], reason=reason)
+
+    world.run(test)
+
+
+def test_requests_of_a_replica_that_is_removed_continue_elsewhere_with_their_tokens() -> None:
+    world = World(3, 4)
+
+    async def test() -> None:
+        result = world.ask()
+        await world.clock.sleep(0.5)
+        del world.replicas[0]
+        assert 1 == await world.router.route(world.replicas, 4.0)
+        check(await result, 3, 3, 3, 3, 3, 4, 4, 4, 4, 4)
+
+    world.run(test)
+
+
+def test_a_removed_replica_that_does_not_answer_loses_its_part() -> None:
+    world = World(3, 4)
+
+    async def silent(request: AbortRequest) -> AbortResult:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def test() -> None:
+        world.servers[0].abort = silent  # type: ignore[method-assign]
+        result = world.ask(attrs.evolve(REQUEST, sampling=SamplingParams(max_new_tokens=90)))
+        await world.clock.sleep(0.5)
+        del world.replicas[0]
+        assert 1 == await world.router.route(world.replicas, 4.0)
+        assert world.clock.time() < 20.0
+        check(await result, *(4,) * 90)
+
+    world.run(test)
+
+
+def test_a_request_whose_replica_dies_keeps_its_complete_parts() -> None:
+    world = World(0, 5)
+
+    async def test() -> None:
+        result = world.ask()
+        await world.interrupt(2.5)
+        world.servers[0].failure = WorkerLost("gone")
+        check(await result, 0, 0, 0, 5, 5, 5, 5, 5, 5, 5)
+
+    world.run(test)
+
+
+def test_replicas_with_an_update_get_no_new_requests_while_another_serves() -> None:
+    """Requests that run there stay; the next turn of their rollout goes elsewhere, and waits for nothing."""
+    world = World(0, 0, 0)
+
+    async def test() -> None:
+        turns = world.router.of_one_rollout()
+        running = asyncio.ensure_future(turns(REQUEST))
+        await world.clock.sleep(0.5)
+        assert 0 == await world.router.route(world.replicas, 60.0, [0, 1])
+        await asyncio.gather(*(world.ask() for _ in range(4)))
+        await running
+        await turns(REQUEST)
+        assert [1, 0, 5] == [len(each.asked) for each in world.servers]
+        await world.router.route(world.replicas, 60.0, [0, 1, 2])
+        await asyncio.gather(*(world.ask() for _ in range(3)))
+        assert [2, 1, 6] == [len(each.asked) for each in world.servers]
+
+    world.run(test)
+
+
+def test_a_request_that_needs_new_weights_goes_to_a_replica_that_has_them() -> None:
+    world = World(3, 3, 4)
+
+    async def test() -> None:
+        check(await world.ask(attrs.evolve(REQUEST, minimum_weight_version=4)), *(4,) * 10)
+        with refused("rollout.stale"):
+            await world.ask(attrs.evolve(REQUEST, minimum_weight_version=5))
+
+    world.run(test)

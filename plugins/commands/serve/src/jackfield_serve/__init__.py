@@ -1,0 +1,1 @@
+"""The commands ``jackfield serve`` and ``jackfield promote``: users are served while models change."""

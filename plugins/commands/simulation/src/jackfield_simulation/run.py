@@ -1,0 +1,334 @@
+"""A simulated run: the real schedule, queue, explorer, reward pipeline and trainer around workers that take time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import operator
+import os
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from contextvars import ContextVar
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+
+from jackfield.abc.agent import AgentLoopOutput, AgentSequence
+from jackfield.abc.reward import ScoreRequest, ScoreResult
+from jackfield.cluster.pool import DeviceLease
+from jackfield.compose.run import starting_point
+from jackfield.config import RunConfig
+from jackfield.data.tasks import Task
+from jackfield.errors import QueueError, RunError, WorkerLost, some
+from jackfield.plugins import HookManager, hookimpl
+from jackfield.plugins.hooks import StageEnded, StepEnded, WeightsSynced
+from jackfield.queue import BatchMeta, TransferQueue, Values
+from jackfield.queue.meta import Written
+from jackfield.queue.store import STORE_FILE, uses
+from jackfield.runtime.rewards import RewardWorker
+from jackfield.runtime.samples import trained
+from jackfield.runtime.workers import AgentWorker, RolloutJob, Workers
+from jackfield.trainer.role import Role, RunWorkers
+from jackfield.trainer.rollouts import Explorer, RewardPipeline
+from jackfield.trainer.trainer import Trainer
+from jackfield_simulation.world import LosingStore, Who, World
+
+_RANK, _TRAINER = ("engine rank", 0), ("trainer", 0)
+#: Calls of the queue that a role repeats if it answers twice, as if it had not got the result.
+_REPEATED = {"ack": "trainer", "end_rollouts": "explorer", "commit": "controller", "add_columns": "engine rank"}
+_CLIENT: ContextVar[str | None] = ContextVar("client", default=None)  #: of the queue
+
+
+class _Tasks(list[Task]):
+    digest = "simulated"
+
+
+@attrs.define(eq=False)
+class _Worker:
+    """An agent or reward worker whose answers faults delay, repeat or prevent."""
+
+    world: Simulation
+    who: Who
+    worker: Any
+
+    def begin(self, *arguments: Any) -> Any:
+        return self.world.guard(self.who, self.worker.begin(*arguments))
+
+    def reward(self, *arguments: Any) -> Any:
+        return self._answers(self.worker.reward(*arguments))
+
+    def run(self, jobs: Sequence[RolloutJob]) -> Any:
+        for job in jobs:
+            key, again = job.group, f"{job.group.retry}/{job.group.reissue}/{job.restart}"
+            self.world.places |= {seed: (key.batch, key.index, n, again) for n, seed in job.rollouts.items()}
+        return self._answers(self.worker.run(jobs))
+
+    async def _answers(self, found: Any) -> Any:
+        async with aclosing(found):
+            while (answer := await self.world.guard(self.who, anext(found, None))) is not None:
+                yield answer
+                if self.world.repeats(self.who):
+                    yield answer
+
+
+@attrs.define(eq=False)
+class Simulation(World):
+    """A simulated run with its resumes, and what it did. Its methods are also those of the engine.
+
+    Times are in virtual seconds. An invariant that is broken raises ``run.simulation``.
+    """
+
+    loaded: int = 0  #: the weight version of the replicas
+    model: list[tuple[int, Sequence[str]]] = attrs.field(factory=list)  #: step and samples of each of its updates
+    starts: int = 0  #: 1, and the number of resumes
+    steps: dict[int, Mapping[str, float]] = attrs.field(factory=dict)  #: metrics by completed steps
+    stages: list[StageEnded] = attrs.field(factory=list)  #: for a timeline
+    places: dict[int, tuple[int, int, int, str]] = attrs.field(factory=dict)  #: of rollouts, by sampling seed
+    slots: asyncio.Semaphore = attrs.field(init=False)
+    config: RunConfig = attrs.field(init=False)
+    store: LosingStore = attrs.field(init=False)
+    queue: TransferQueue = attrs.field(init=False)
+    role: Role = attrs.field(init=False)
+
+    def run(self) -> None:
+        """Run to the end and check the invariants."""
+        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a disk takes most of the time
+        with tempfile.TemporaryDirectory(prefix="jackfield-", dir=memory) as folder:
+            self.config = self.settings.config(folder)
+            self.heartbeat = self.config.deadlines.heartbeat
+            self.clock.run(self._run())
+
+    def busy(self) -> dict[str, float]:
+        """Return for how long each stage was at work; its lane was idle for the rest of ``clock.now``."""
+        found, until = dict.fromkeys(self.begun, 0.0), dict.fromkeys(self.begun, 0.0)
+        for stage, start, end, _ in sorted(self.spans, key=lambda span: span[1]):
+            found[stage] += max(0.0, end - max(start, until[stage]))
+            until[stage] = max(end, until[stage])
+        return found
+
+    async def _run(self) -> None:
+        loop: Any = asyncio.get_running_loop()
+        loop.run_in_executor = _at_once
+        self.store = LosingStore(self)
+        while True:
+            self.starts += 1
+            self.note(f"start {self.starts}")
+            try:
+                return await self._live()
+            except (WorkerLost, BaseExceptionGroup) as error:
+                if isinstance(error, BaseExceptionGroup) and error.subgroup(WorkerLost) is None:
+                    raise
+                if self.starts > len(self.settings.faults):
+                    raise _broken("progress", f"{self.starts} starts for {len(self.settings.faults)} faults") from error
+            if not self.config.queue.durable:
+                self.store = LosingStore(self)
+
+    async def _live(self) -> None:
+        """Run from the newest checkpoint to the end, or until what the run cannot do without is found dead."""
+        config, clock, queue, hooks = self.config, self.clock, self.config.queue, HookManager([self])
+        tasks: Any = {"train": _Tasks(Task(id=f"task-{n}", messages=({"content": f"{n}"},)) for n in range(64))}
+        checkpoint, self.model = starting_point(config, tasks), []
+        limits: Any = {"max_samples": queue.max_samples, "max_bytes": queue.max_bytes, "durable": queue.durable}
+        file, retries = Path(config.folder) / "queue" / STORE_FILE, config.schedule.max_retries
+        self.queue = TransferQueue(self.store, clock, store=file, max_retries=retries, **limits)
+        self.queue.caller = _CLIENT.get
+        for name, kind in _REPEATED.items():
+            setattr(self.queue, name, self._repeating(kind, getattr(self.queue, name)))
+        await self.queue.start()
+        self.role = role = Role(config=config, algorithm=self.settings.algorithm, clock=clock, hooks=hooks, tasks=tasks)
+        role.queue, role.workers, self.slots = self.queue, self._workers(), asyncio.Semaphore(self.settings.slots)
+        role.rollout_devices = role.train_devices = DeviceLease(clock, config.deadlines.batch)
+        if not self.settings.shared:
+            role.train_devices = DeviceLease(clock, config.deadlines.batch)
+        engine: Any = self
+        trainer = Trainer(role=role, actor=engine, critic=engine if role.algorithm.critic else None, sync=self.sync)
+        try:
+            first = await self.guard(_TRAINER, trainer.begin(checkpoint))
+            pipeline = RewardPipeline(role=role)
+            await pipeline.register()
+            async with asyncio.TaskGroup() as loops:
+                running = [pipeline.run(), self._watch(), self._progress()]
+                running += [self._explore(number) for number in range(self.settings.explorers)]
+                background = [loops.create_task(each) for each in running]
+                await self.guard(_TRAINER, trainer.run(first))
+                for task in background:
+                    task.cancel()
+            self._check((await self.queue.stats())["samples"])
+        finally:
+            await self.queue.close()
+
+    def _workers(self) -> RunWorkers:
+        values, parts = Values(self.store), SimpleNamespace
+        text: Any = parts(decode=lambda ids: "")
+        agent: Any = parts(run=self._generate)
+        reward: Any = parts(concurrency=None, compute_score=self._score, post_process_scores=lambda results: results)
+
+        def start(kind: str, make: Callable[[], Any]) -> Any:
+            started = [_Worker(self, (kind, number), make()) for number in range(self.settings.workers)]
+            for each in started:  # another one begins with nothing
+                self.restarts[each.who] = lambda each=each: setattr(each, "worker", make())  # type: ignore[misc]
+            return Workers(started)
+
+        agents = start("agent worker", lambda: AgentWorker(values, text, self.clock, lambda asked: agent))
+        rewards = start("reward worker", lambda: RewardWorker(values, reward, text, self.clock, self.config))
+        others: Any = {"estimator": self, "places": None}
+        return RunWorkers(backend=self.store, agents=agents, rewards=rewards, **others)
+
+    def _repeating(self, kind: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of the queue that may be called twice: the second call is refused, or changes nothing."""
+
+        async def called(*arguments: Any, **named: Any) -> Any:
+            result = await method(*arguments, **named)
+            if self.repeats((kind, 0)):
+                try:
+                    await method(*arguments, **named)
+                except QueueError as error:
+                    if error.code != "queue.lease":
+                        raise
+            return result
+
+        return called
+
+    async def _explore(self, number: int) -> None:
+        """Run an explorer; the first one is replaced if it dies, and others leave."""
+        for life in range(1 if number else 1 + len(self.settings.faults)):
+            name = f"explorer-{number}-{life}"
+            _CLIENT.set(name)
+            try:
+                return await self.guard(("explorer", number), Explorer(role=self.role, name=name).run())
+            except WorkerLost:
+                await self.queue.end_holder(name)
+
+    async def _watch(self) -> None:
+        """Raise WorkerLost as soon as engine rank or controller is found dead."""
+        needed = [self.condition(who).lost for who in (_RANK, ("controller", 0))]
+        await asyncio.wait(needed, return_when=asyncio.FIRST_COMPLETED)
+        raise WorkerLost("the run cannot go on")
+
+    async def _progress(self) -> None:
+        """Raise DeadlineExceeded if a step does not end in time."""
+        steps = self.role.steps_done
+        while True:
+            await steps.until(partial(operator.lt, steps.value), self.settings.deadline, "a step")
+
+    @hookimpl
+    def step_ended(self, event: StepEnded) -> None:
+        """Record a step."""
+        self.steps[event.step] = event.metrics
+        self.note(f"step {event.step} has ended")
+        self.begin("between")
+
+    @hookimpl
+    def stage_ended(self, event: StageEnded) -> None:
+        """Record a stage."""
+        self.stages.append(event)
+
+    # -- the work of agents, rewards, replicas, engines and advantage worker
+
+    async def _generate(self, sampling: Mapping[str, Any], **fields: Any) -> AgentLoopOutput:
+        async with self.slots:
+            before = self.loaded
+            await self.spend("generate", *self.places[sampling["seed"]])
+        tokens: Any = {"prompt_ids": (1,), "response_ids": (1, 2), "response_mask": (1, 1)}
+        versions, log_probs = (before, self.loaded), (-1.0, -1.0)
+        made = AgentSequence(**tokens, response_log_probs=log_probs, weight_versions=versions)
+        return AgentLoopOutput(sequences=(made,))
+
+    async def _score(self, request: ScoreRequest) -> ScoreResult:
+        _, batch, group, retry, rollout, _ = request.idempotency_key.rsplit("/", 5)
+        await self.spend("reward", int(batch), int(group), int(rollout.partition("r")[0]), retry)
+        draw = random.Random(f"{self.seed}/{request.idempotency_key}")
+        if draw.random() < self.settings.failing:
+            raise ValueError("no score")
+        return ScoreResult(score=float(draw.random() < 0.5))
+
+    async def sync(self, version: int) -> WeightsSynced:
+        """Bring a weight version to the replicas."""
+        await self.guard(_RANK, self.spend("sync", version))
+        self.note(f"weights {version} are published")
+        self.loaded = version
+        return WeightsSynced(version=version)
+
+    async def compute(self, kind: str, batch: BatchMeta, column: str, adapter_off: bool = False) -> None:
+        """Write log-probs or values."""
+        await self.store.reach(batch.keys)
+        await self.guard(_RANK, self.spend("log_probs", self.role.updated))
+        await self.queue.add_columns(batch, await self.store.reach(batch.keys, column))
+
+    async def estimate(
+        self, batch: BatchMeta, kl_coefficient: float, version: int | None = None
+    ) -> tuple[dict[str, float], Written]:
+        """Write the advantages of a batch."""
+        await self.store.reach(batch.keys)
+        return {}, await self.store.reach(trained(batch).keys, "advantages", "returns")
+
+    async def prepare(self, batch: BatchMeta) -> Written:
+        """Write what a loss prepares."""
+        return await self.store.reach(batch.keys, "prepared")
+
+    async def update(self, batch: BatchMeta, loss: Any, comparison: object = None) -> tuple[dict[str, float], Any]:
+        """Train on a mini-batch, which may not be staler than the schedule allows."""
+        step, schedule = self.role.updated, self.role.schedule
+        await self.store.reach(batch.keys)
+        await self.guard(_RANK, self.spend("update", step, sum(each == step for each, _ in self.model)))
+        age = max(step - int(tags.get("weight_version_min", step)) for tags in batch.tags)
+        if age > schedule.staleness_bound and schedule.on_stale != "train_corrected":
+            raise _broken("staleness", f"step {step} trains on tokens that are {age} steps old: {some(batch.keys)}")
+        if loss.name != "value":
+            self.model.append((step, batch.keys))
+        self.note(f"step {step} trains on {some(batch.keys, 1)}")
+        return {"policy/loss": 0.0, "value/loss": 0.0, "grad_norm": 1.0}, {}
+
+    async def save(self, folder: str, format: str) -> None:
+        """Save the model."""
+        await self.guard(_RANK, self.spend("checkpoint", self.role.updated))
+        Path(folder).mkdir()
+        Path(folder, "model.json").write_text(json.dumps(self.model))
+
+    async def load(self, folder: str) -> None:
+        """Load a saved model."""
+        self.model = [(step, keys) for step, keys in json.loads(Path(folder, "model.json").read_text())]
+
+    # -- the invariants
+
+    def _check(self, known: int) -> None:
+        """Check that each group was trained on once, by ledger and model, and that the store has what is known."""
+        config, used = self.config, uses(self.queue.ledger).get("trainer", {})
+        acked = Counter((*_place(key), step or 0) for key, steps in used.items() for step in steps)
+        learnt = Counter((*_place(key), step) for step, keys in self.model for key in keys)
+        if config.mixing.replay is None:
+            groups, places = Counter(step for *_, step in acked), Counter(place[:2] for place in acked)
+            again: list[Any] = [key for key, steps in used.items() if len(steps) > 1]
+            if again := again or [place for place, count in places.items() if count > 1]:
+                raise _broken("nothing twice", f"the ledger has further uses of {again[0]}")
+            if groups != dict.fromkeys(range(config.schedule.steps), config.data.groups_per_batch):
+                raise _broken("nothing lost", f"the ledger has these numbers of groups by step: {groups}")
+            if config.schedule.mode == "sync" and (moved := [place for place in acked if place[0] != place[2]]):
+                raise _broken("step t trains on batch t", f"batch, group and step {moved[0]}")
+        if wrong := [place for place in learnt | acked if learnt[place] != config.algorithm.epochs * acked[place]]:
+            found = f"{learnt[wrong[0]]} updates, {acked[wrong[0]]} acked samples"
+            raise _broken("model = ledger", f"batch, group and step {wrong[0]}: {found}")
+        rows = {key for _, key in self.store._cells}
+        if len(rows) != known or rows & used.keys():
+            raise _broken("store = ledger", f"{known} samples are known, and there are {some(sorted(rows))}")
+
+
+async def _at_once(_: object, work: Callable[..., Any], *arguments: Any) -> Any:
+    """Do work that would have a thread, for which a virtual clock would not wait."""
+    return work(*arguments)
+
+
+def _place(key: str) -> tuple[int, int]:
+    """Return batch and group of a sample."""
+    _, batch, group, _ = key.split("/", 3)
+    return int(batch), int(group)
+
+
+def _broken(invariant: str, found: str) -> RunError:
+    return RunError(f"the invariant {invariant!r} is broken", code="run.simulation", where=invariant, found=found)

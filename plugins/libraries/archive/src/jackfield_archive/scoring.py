@@ -1,0 +1,143 @@
+"""Score the samples of an archive with another reward, into another archive."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tomllib
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, cast
+
+import attrs
+
+from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
+from jackfield.errors import ConfigError, DeadlineExceeded, PluginNotFound, QueueError, described
+from jackfield.sdk.archive import SavedSample
+from jackfield_archive.files import COLUMNS, files_of, read_samples, trained, write_samples
+
+#: Columns that follow from the reward, which another reward makes invalid.
+_FROM_REWARD = {"reward", "reward_dimensions", "advantages", "returns", "rewards"}
+
+
+def load_reward(settings: Mapping[str, Any]) -> RewardAgent:
+    """Make the reward agent of a section ``reward`` of a configuration, by its name and its settings.
+
+    If no plugin of this name is installed, raise ``plugin.not-found``; if a setting is wrong, ``config.invalid-value``.
+    """
+    options = dict(settings)
+    name = options.pop("name", None)
+    found = entry_points(group="jackfield.rewards", name=str(name))
+    if not found:
+        known = ", ".join(sorted(entry_points(group="jackfield.rewards").names)) or "none is installed"
+        raise PluginNotFound(f"no reward plugin is named {name!r}", where="name", expected=known, found=name)
+    module, _, file = next(iter(found)).value.partition(":")
+    manifest = tomllib.loads((files(module) / file).read_text(encoding="utf-8"))
+    try:
+        return cast(RewardAgent, _load(manifest["object"])(_load(manifest["config"])(**options), RewardContext()))
+    except (TypeError, ValueError) as error:
+        raise ConfigError("a setting of the reward is wrong", where=f"reward {name}", found=error) from error
+
+
+def _load(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
+
+
+@attrs.frozen(kw_only=True)
+class _Scorer:
+    agent: RewardAgent
+    decode: Callable[[Sequence[int]], str]
+    seconds: float
+    turns: Any
+
+    async def group(self, samples: Sequence[SavedSample]) -> list[SavedSample]:
+        """Return the samples of a whole group with their new rewards."""
+        results = await asyncio.gather(*map(self._score, samples))
+        processed = self.agent.post_process_scores(results)
+        return [_scored(sample, result) for sample, result in zip(samples, processed, strict=True)]
+
+    async def _score(self, sample: SavedSample) -> ScoreResult:
+        if "task" not in sample.cells:
+            expected = "the column task, which samples of rollouts have"
+            raise QueueError("a sample cannot be scored", where=sample.key, expected=expected, found=list(sample.cells))
+        task = json.loads(bytes(sample.cells["task"][1]))
+        prompt, response = (_tokens(sample, name) for name in ("prompt_ids", "response_ids"))
+        request = ScoreRequest(
+            data_source=task["data_source"],
+            solution_str=self.decode(response),
+            ground_truth=task["ground_truth"],
+            extra_info=task["extra_info"],
+            prompt_str=self.decode(prompt),
+            response_ids=tuple(response),
+            idempotency_key=sample.key,
+            deadline_seconds=self.seconds,
+        )
+        clock = self.agent.context.clock
+        async with self.turns:
+            try:
+                scoring = self.agent.compute_score(request)
+                return await clock.wait_for(scoring, self.seconds, f"the reward of sample {sample.key}")
+            except DeadlineExceeded as error:
+                return ScoreResult(status="timeout", error=error.message)
+            except Exception as error:
+                return ScoreResult(status="failed", error=described(error))
+
+
+async def rescore(
+    archive: Path,
+    out: Path,
+    agent: RewardAgent,
+    decode: Callable[[Sequence[int]], str],
+    *,
+    deadline_seconds: float = 60.0,
+) -> Counter[str]:
+    """Write the trained samples of an archive to the folder ``out``, with the rewards of an agent that is not started.
+
+    ``decode`` returns the text of tokens. Each file becomes a file of the same name, complete or absent. What follows
+    from the old reward is left out: advantages, returns, and the reward's metrics. Return the numbers of samples by
+    status; one without a score gets the status ``failed``, its reason as a tag, and no reward. If ``out`` is the
+    archive itself, or a sample has no task, raise ``queue.invalid``.
+    """
+    counts = Counter[str]()
+    if out.resolve() == (archive if archive.is_dir() else archive.parent).resolve():
+        raise QueueError("an archive is not overwritten", where=str(out), expected="another folder", found=str(out))
+    sources = files_of(archive)
+    turns = nullcontext() if agent.concurrency is None else asyncio.Semaphore(agent.concurrency)
+    scorer = _Scorer(agent=agent, decode=decode, seconds=deadline_seconds, turns=turns)
+    out.mkdir(parents=True, exist_ok=True)
+    await agent.start()
+    try:
+        for file in sources:
+            groups: dict[str, list[SavedSample]] = {}
+            for sample in trained(read_samples(file)):
+                groups.setdefault(sample.group or sample.key, []).append(sample)
+            made = [sample for group in await asyncio.gather(*map(scorer.group, groups.values())) for sample in group]
+            counts.update(str(sample.status) for sample in made)
+            write_samples(out / file.name, made)
+    finally:
+        await agent.close()
+    return counts
+
+
+def _scored(sample: SavedSample, result: ScoreResult) -> SavedSample:
+    """Return a sample with another reward, or without one."""
+    cells = {name: cell for name, cell in sample.cells.items() if name not in _FROM_REWARD}
+    tags = {name: value for name, value in sample.tags.items() if not name.startswith("reward/")}
+    if result.status != "ok":
+        return attrs.evolve(sample, cells=cells, tags={**tags, "reason": result.error}, status="failed")
+    scores = result.token_scores or (float(result.score or 0.0),)
+    tags |= {f"reward/{name}": float(value) for name, value in result.metrics.items()}
+    return attrs.evolve(sample, cells={**cells, "reward": (COLUMNS["reward"], array("f", scores).tobytes())}, tags=tags)
+
+
+def _tokens(sample: SavedSample, name: str) -> list[int]:
+    found = array("q")
+    found.frombytes(bytes(sample.cells[name][1]))
+    return found.tolist()
