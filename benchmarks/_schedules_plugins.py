@@ -175,7 +175,7 @@ class SleepingServer(BaseRolloutServer):
         return WakeUpResult()
 
     async def health(self) -> HealthReport:
-        """Serve."""
+        """Report that the replica serves, with its weight version."""
         return HealthReport(healthy=True, weight_version=self.version)
 
     async def stop(self) -> None:
@@ -188,16 +188,16 @@ class SleepingEngine(BaseEngine):
     config: Settings
 
     def initialize(self) -> None:
-        """Load nothing."""
+        """Have no model to load."""
 
     @property
     def layout(self) -> EngineLayout:
-        """The only rank."""
+        """Return the place of the only rank."""
         return EngineLayout()
 
     @contextmanager
     def train_mode(self) -> Iterator[None]:
-        """Change nothing."""
+        """Have no mode to change."""
         yield
 
     eval_mode = disable_adapter = train_mode
@@ -206,7 +206,7 @@ class SleepingEngine(BaseEngine):
         """Have no gradients."""
 
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> EngineOutput:
-        """Sleep."""
+        """Sleep for the share of these rows in the time of a batch."""
         import torch
 
         work, rows = self.config.work, int(data.batch_size[0])
@@ -234,7 +234,7 @@ class SleepingEngine(BaseEngine):
         yield from ()
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Move nothing."""
+        """Have nothing to move."""
 
     def save_checkpoint(self, request: SaveCheckpointRequest) -> SaveCheckpointResult:
         """Write an empty folder."""
@@ -242,7 +242,7 @@ class SleepingEngine(BaseEngine):
         return SaveCheckpointResult(folder=request.folder)
 
     def load_checkpoint(self, request: LoadCheckpointRequest) -> LoadCheckpointResult:
-        """Load nothing."""
+        """Have nothing to load."""
         return LoadCheckpointResult(folder=request.folder)
 
 

@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def reference() -> str:
-    """The page."""
+    """Return the page."""
     lines = [INTRODUCTION, *_section("Top level", RunConfig, "", nested=False)]
     for name, cls in _sections(RunConfig):
         lines += _section(f"`{name}`", cls, name)

@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def reference() -> str:
-    """The page."""
+    """Return the page."""
     return "\n".join([INTRODUCTION, *_lists(), *_table()]) + "\n"
 
 
