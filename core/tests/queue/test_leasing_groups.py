@@ -291,3 +291,31 @@ def test_a_group_that_is_given_up_at_a_committed_step_is_consumed_once(run: Run)
         await bench.queue.flush()
 
     run(test)
+
+
+def test_waits_are_for_rollouts_until_the_groups_are_made_and_then_for_columns(run: Run) -> None:
+    async def waited(bench: Any, made: Any, **which: Any) -> dict[str, float]:
+        """Return what a lease waits for, if a group is made at second 1, the last one at 2, and all rewarded at 5."""
+        first, last = await bench.vacant(made)
+        await bench.queue.drain_metrics()
+        leasing = asyncio.ensure_future(bench.queue.lease("trainer", deadline_seconds=60, **which))
+        for key in (first, last):
+            await bench.clock.sleep(1)
+            await bench.publish(made, 1, [key])
+        await bench.clock.sleep(3)
+        await bench.reward([str(key.sample(0, 0)) for key in (first, last)])
+        await bench.queue.release(await leasing)
+        found = await bench.queue.drain_metrics()
+        return {name: seconds for name, seconds in found.items() if name.startswith("waits/")}
+
+    async def test(bench: Any) -> None:
+        await bench.trainer("ids", "reward")
+        expected = {"waits/trainer/rollouts": 2.0, "waits/trainer/columns": 3.0}
+        batch = await bench.claim(groups=2)
+        assert expected == await waited(bench, batch, groups=2, max_staleness=3)
+        groups = ["train/0/0/0", "train/0/1/0"]
+        for retry, which in enumerate(({"batch": 0}, {"batch": 0, "groups": 2}, {"again": groups})):
+            await bench.queue.drop_groups([f"train/0/{index}/{retry}" for index in range(2)], "their unit died")
+            assert expected == await waited(bench, batch, **which), which
+
+    run(test)

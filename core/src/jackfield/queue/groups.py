@@ -66,10 +66,8 @@ class Groups:
                 if batch is None:
                     self._claims[explorer] += 1
                     batch = mine.batches[mine.next_batch] = BatchState(mine, mine.next_batch, rollouts)
-                    mine.next_batch, batch.groups = (
-                        mine.next_batch + 1,
-                        [Group(batch, index) for index in range(groups)],
-                    )
+                    mine.next_batch += 1
+                    batch.groups = [Group(batch, index) for index in range(groups)]
                     for group in batch.groups:
                         self.core.touch(group)
                 batch.is_offered, batch.explorers[explorer] = False, self.core.caller()
