@@ -66,10 +66,8 @@ class Groups:
                 if batch is None:
                     self._claims[explorer] += 1
                     batch = mine.batches[mine.next_batch] = BatchState(mine, mine.next_batch, rollouts)
-                    mine.next_batch, batch.groups = (
-                        mine.next_batch + 1,
-                        [Group(batch, index) for index in range(groups)],
-                    )
+                    mine.next_batch += 1
+                    batch.groups = [Group(batch, index) for index in range(groups)]
                     for group in batch.groups:
                         self.core.touch(group)
                 batch.is_offered, batch.explorers[explorer] = False, self.core.caller()
@@ -338,11 +336,8 @@ class Groups:
                     self._settle({group: gone})
         failed = [key for key in there if not self.core.state.knows(key)]
         if failed:
-            logging.getLogger("jackfield").warning(
-                "values of %d samples are gone from the queue's store, or damaged in it; what is needed of them is "
-                "made again: %s",
-                *(len(failed), some(failed)),
-            )
+            what = "values of %d samples are gone from the queue's store, or damaged; what is needed is made again: %s"
+            logging.getLogger("jackfield").warning(what, len(failed), some(failed))
         return tuple(key for key in lost if not self.core.state.knows(key))
 
     def _retry(self, group: Group, reason: str, counts: bool = True) -> None:

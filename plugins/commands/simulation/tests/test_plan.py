@@ -32,8 +32,7 @@ _LATE = 3.0  #: seconds: reports of the reward pipeline wait this long for other
 
 def planned(times: dict[str, Any], steps: int = 4, **sections: Any) -> Plan:
     config = make_config({**RUN, **sections})
-    manifest = discover().resolve("transformers", "rollout").usable()
-    return make_plan(config, manifest, written_times({**TIMES, **times}, "times"), steps)
+    return make_plan(config, discover(), written_times({**TIMES, **times}, "times"), steps)
 
 
 def by_name(plan: Plan) -> dict[str, Prediction]:
