@@ -26,8 +26,7 @@ _SECONDS = 20.0  #: of processor time, of all simulations; so a plan does not de
 _ROLLOUTS = 9_000  #: that are simulated in all; if there would be more, each group is simulated as one
 _EQUAL = 1.01  #: of two step times that differ by less, the less stale schedule is better
 _SEED = 0
-_LIMITS = (None, 1.5, 2.0, 3.0, 4.0)  #: of rollouts in flight, in batches, that asynchronous schedules are tried with
-_FREE = "a rollout is simulated to last as long, however many are in flight: measure again with a limit that is new"
+_LIMITS = (None, 1.25, 1.5, 2.0, 3.0, 4.0)  #: of rollouts in flight, in batches, that asynchronous steps are tried with
 #: The schedules that are tried, by name; other settings of a schedule are those of the file, or defaults.
 SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "on-policy": {},
@@ -40,6 +39,7 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "asynchronous, staleness 2": {"mode": "async", "max_staleness": 2},
     "asynchronous, staleness 4": {"mode": "async", "max_staleness": 4},
 }
+_OF_ROLLOUT = ("generate", "environment", "reward")  #: stages, in order
 _LANES = {"replicas": ("generate",), "engine": ("log_probs", "update", "sync"), "reward": ("reward",)}
 _WAITS = {
     "trainer for rollouts": "waits/trainer/rollouts",
@@ -92,7 +92,8 @@ class Plan:
         all_of_them = [self.own, *self.others]
         limit = min(each.step_time for each in all_of_them) * _EQUAL
         fast = [each for each in all_of_them if each.step_time <= limit]
-        return min(fast, key=lambda each: (each.staleness_bound, len(each.settings), each.in_flight))
+        stale = lambda each: (each.staleness_bound, round(each.staleness_mean))  # noqa: E731
+        return min(fast, key=lambda each: (*stale(each), len(each.settings), each.in_flight))
 
 
 def make_plan(config: RunConfig, registry: Registry, times: Times, steps: int = STEPS, role: RoleName = "all") -> Plan:
@@ -121,11 +122,13 @@ def make_plan(config: RunConfig, registry: Registry, times: Times, steps: int = 
 
     for name, other in candidates:
         attempt(name, other)
-    limited = list(_limited(found, config.data.groups_per_batch * rollouts))
-    for name, other in limited:
+    limits = (
+        _LIMITS if times.environment else _LIMITS[:1]
+    )  # with more in flight, replicas that always work gain nothing
+    for name, other in list(_limited(found, config.data.groups_per_batch * rollouts, limits)):
         attempt(name, other)
-    others, notes = [each for each, _ in found[1:]], [*size.notes, *([_FREE] if limited else [])]
-    return Plan(own=own, others=sorted(others, key=_order), left_out=left_out, notes=notes)
+    others = sorted([each for each, _ in found[1:]], key=_order)
+    return Plan(own=own, others=others, left_out=left_out, notes=size.notes)
 
 
 def _order(one: Prediction) -> tuple[float, int, int]:
@@ -148,13 +151,15 @@ def _candidates(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
                 yield named, other
 
 
-def _limited(found: Sequence[tuple[Prediction, RunConfig]], batch: int) -> Iterator[tuple[str, RunConfig]]:
+def _limited(
+    found: Sequence[tuple[Prediction, RunConfig]], batch: int, limits: Sequence[float | None]
+) -> Iterator[tuple[str, RunConfig]]:
     """Yield the fastest asynchronous schedule, and the file's own, with other limits of rollouts in flight."""
     own, asynchronous = found[0][1], [pair for pair in found if pair[1].schedule.mode == "async"]
     chosen = sorted(asynchronous, key=lambda pair: _order(pair[0]))[:1]
     for prediction, config in chosen + [pair for pair in asynchronous if pair[1] is own and pair not in chosen]:
         now = config.schedule.rollouts_in_flight
-        for limit in (None if factor is None else round(factor * batch) for factor in _LIMITS):
+        for limit in (None if factor is None else round(factor * batch) for factor in limits):
             if (limit or batch) != (now or batch):
                 schedule = attrs.evolve(config.schedule, rollouts_in_flight=limit)
                 named = f"{prediction.name}, {limit or batch} rollouts in flight"
@@ -193,36 +198,41 @@ class _Size:
         data = attrs.evolve(config.data, groups_per_batch=self.groups, rollouts_per_group=self.rollouts)
         if not self.whole_groups:
             return attrs.evolve(config, data=data)
-        batch = config.data.groups_per_batch * self.rollouts
-        limit = (config.schedule.rollouts_in_flight or batch) / batch * self.groups * self.spread(times)
+        batch, spread = config.data.groups_per_batch * self.rollouts, self.spread(times, "generate", "environment")
+        limit = (config.schedule.rollouts_in_flight or batch) / batch * self.groups * spread
         schedule = attrs.evolve(config.schedule, rollouts_in_flight=max(1, round(limit)))
         return attrs.evolve(config, data=attrs.evolve(data, rollouts_per_group=1), schedule=schedule)
 
-    def spread(self, times: Times) -> float:
-        """Return how much longer the last rollout of a group takes than the mean one."""
+    def slots(self, times: Times) -> int:
+        """Return how many rollouts replicas generate at a time: as many as a batch has."""
+        spread = self.spread(times, "generate") if self.whole_groups else self.rollouts
+        return max(1, round(self.groups * spread))
+
+    def spread(self, times: Times, *stages: str) -> float:
+        """Return how much longer these stages of a group's last rollout take than those of the mean one."""
         places = [[(0, group, number) for number in range(self.rollouts)] for group in range(self.groups)]
-        drawn = [[times.draw("generate", _SEED, *place) for place in group] for group in places]
+        drawn = [[sum(times.draw(each, _SEED, *place) for each in stages) for place in group] for group in places]
         total = sum(map(sum, drawn))
         return sum(map(max, drawn)) * self.rollouts / total if total else 1.0
 
     def times(self, times: Times) -> Times:
-        """Return times of groups: when the last rollout ends, and until the last score is there."""
+        """Return times of groups: those of their last rollouts and scores."""
         if not self.whole_groups:
             return times
 
         @cache
-        def drawn(batch: int, group: int) -> list[tuple[float, float]]:
+        def ends(batch: int, group: int) -> dict[str, float]:
+            """Return when the last rollout has been generated, leaves its environment, and is scored."""
             places = [(batch, group, number) for number in range(self.rollouts)]
-            return [(times.draw("generate", _SEED, *at), times.draw("reward", _SEED, *at)) for at in places]
+            drawn = [[times.draw(each, _SEED, *at) for each in _OF_ROLLOUT] for at in places]
+            last = [max(map(sum, (each[:count] for each in drawn))) for count in (1, 2, 3)]
+            return dict(zip(_OF_ROLLOUT, (last[0], last[1] - last[0], last[2] - last[1]), strict=True))
 
-        def generate(stage: str, batch: int, group: int, *_: object) -> float:
-            return max(made for made, _ in drawn(batch, group))
+        def duration(stage: str, batch: int, group: int, *_: object) -> float:
+            return ends(batch, group)[stage]
 
-        def reward(stage: str, batch: int, group: int, *_: object) -> float:
-            found = drawn(batch, group)
-            return max(map(sum, found)) - max(made for made, _ in found)
-
-        return attrs.evolve(times, generate=generate, reward=reward)
+        environment = duration if times.environment else 0.0
+        return attrs.evolve(times, generate=duration, environment=environment, reward=duration)
 
 
 def _predict(
@@ -271,7 +281,7 @@ def _simulated(config: RunConfig, algorithm: ResolvedAlgorithm, times: Times, st
     plain = attrs.evolve(algorithm, dynamic_sampling=False, greedy_baseline=False, experts=0)
     shared = config.cluster.shares_devices
     settings = SimulationSettings.of_config(
-        small, size.times(times), algorithm=plain, shared=shared, workers=1, deadline=1e9
+        small, size.times(times), algorithm=plain, shared=shared, slots=size.slots(times), workers=1, deadline=1e9
     )
     try:
         return simulate(settings, seed=_SEED, tries=0)
