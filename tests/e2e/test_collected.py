@@ -61,6 +61,7 @@ def test_explore_fills_a_folder_and_train_learns_from_it_in_epochs(
     assert "3 batches of samples" in said
     assert not (tmp_path / "collected" / "model").exists()
     assert [4.0] * 3 == [line["samples"] for line in lines(tmp_path / "collected")]
+    assert [] == [name for line in lines(tmp_path / "collected") for name in line if "stale" in name], "no step trains"
     exported = tmp_path / "rows.jsonl"
     ok(jackfield("queue", "export", str(tmp_path / "collected"), str(exported)))
     rows = [json.loads(line) for line in exported.read_text().splitlines()]
@@ -201,6 +202,12 @@ def test_a_served_queue_is_filled_and_then_trained_on(
         (("mode=explore", "schedule.until.reward=1"), "schedule.until.reward"),
         (("mode=explore", "queue.archive=kept"), "queue.archive"),
         (("schedule.until.score=1",), "evaluation.every"),
+        (("data.train=null",), "data.train"),
+        (("cluster.max_model_len=8", "data.max_prompt_tokens=5"), "data.max_prompt_tokens"),
+        (("queue.rewards=distributed",), "queue.rewards"),
+        (("weights.kind=delta", "--role=explore"), "weights.kind"),
+        (("weights.in_turns=true", "cluster.placement=shared", "cluster.replicas=2"), "weights.in_turns"),
+        (("schedule.on_stale=drop",), "schedule.on_stale"),
         (("data.epochs=2",), "data.epochs"),
         (("mode=train", "data.samples=x", "mixing.replay={ratio: 1}"), "mixing.replay"),
         (("cluster.placement=separate", "cluster.offload=true"), "cluster.offload"),
@@ -213,9 +220,15 @@ def test_what_makes_no_sense_is_refused_by_name(
 ) -> None:
     options = [each for each in settings if each.startswith("--")]
     chosen = [each for each in settings if not each.startswith("--")]
-    refused = jackfield("run", *options, *quickstart_settings("refused", *SMALL, *chosen))
+    arguments = [*options, *quickstart_settings("refused", *SMALL, *chosen)]
+    refused = jackfield("run", *arguments)
     assert 1 == refused.code
     assert where in refused.error
+    assert "\n  expected: " in refused.error
+    assert "\n  fix: " in refused.error
+    for command in ("validate", "explain") if where != "absent" else ():  # a folder's content is the run's to check
+        checked = jackfield("config", command, *arguments)
+        assert (1, refused.error) == (checked.code, checked.error), "they refuse what the run refuses"
     assert not (tmp_path / "refused").exists()
 
 

@@ -112,7 +112,9 @@ def test_what_does_not_work_is_refused_by_name(
 ) -> None:
     more = ("cluster.name=ray",) if runtime == "ray" else ()
     role = ("--role", "train") if runtime == "distributed" else ()
-    refused = jackfield("run", *role, *arguments(mode, placement, *more))
+    command = (*role, *arguments(mode, placement, *more))
+    refused = jackfield("run", *command)
+    assert refused.error == jackfield("config", "validate", *command).error
     no = why_not(mode, runtime, placement)
     assert no is not None
     assert 1 == refused.code

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
 from jackfield.config import RunConfig, as_plain
-from jackfield.errors import ConfigError
+from jackfield.errors import ConfigError, JackfieldError
 from jackfield.files import digest_of
 from jackfield.settings import flatten
 from jackfield.trainer.role import RoleName
 
+T = TypeVar("T")
 MODES = ("online", "offline", "train", "explore")
 RUNTIMES = ("inline", "ray", "distributed")  #: distributed: roles in processes of their own
 PLACEMENTS = ("shared", "separate")
@@ -38,7 +39,7 @@ def why_not(mode: str, runtime: str, placement: str | None) -> tuple[str, str, s
 
 
 def check_mode(config: RunConfig, role: RoleName = "all") -> None:
-    """Refuse a mode on a runtime or placement on which it does not work, and settings of another mode."""
+    """Refuse a mode on a runtime or placement on which it does not work, and settings of another mode or role."""
     mode, data, placement, trains = config.mode, config.data, config.cluster.placement, config.mode == "train"
     if no := why_not(mode, config.cluster.name if role == "all" else "distributed", placement):
         raise config.refusal(*no)
@@ -47,8 +48,12 @@ def check_mode(config: RunConfig, role: RoleName = "all") -> None:
     keeps, until, full = mode == "explore", config.schedule.until, config.queue.max_samples or config.queue.max_bytes
     unknown = until.score is not None and not config.evaluation.every
     lost = keeps and config.queue.address is None and not config.checkpoint.at_end
+    alone, apart = role == "all", config.queue.rewards == "distributed"  # scored in a process of its own
     for wrong, where, what, expected in (
         (role not in ("all", *ROLES.get(mode, ())), "mode", f"mode {mode} has no role {role}", "another role or mode"),
+        (alone and apart, "queue.rewards", "one process scores its samples itself", "train, or --role for each role"),
+        (role == "reward" and not apart, "queue.rewards", "the role train scores them", "distributed, for all roles"),
+        (not alone and config.weights.kind != "full", "weights.kind", "explorers that join need whole weights", "full"),
         (data.samples and not trains, "data.samples", "samples from elsewhere are trained on alone", "mode: train"),
         (data.epochs > 1 and not trains, "data.epochs", "it counts the uses of data.samples", "1, or mode: train"),
         (missing, "data.samples", "there are no samples", "a file or folder, or a filled queue's queue.address"),
@@ -62,6 +67,21 @@ def check_mode(config: RunConfig, role: RoleName = "all") -> None:
     ):
         if wrong:
             raise config.refusal(where, what, expected)
+
+
+def check_stages(stages: Mapping[str, RunConfig], check: Callable[[RunConfig], T]) -> dict[str, T]:
+    """Return what a check finds for each stage. An error names its stage, if there are several."""
+    found, (*_, last) = dict[str, T](), stages
+    for name, config in stages.items():
+        try:
+            if name != last and (config.mode == "explore" or config.model.lora):
+                where = "mode" if config.mode == "explore" else "model.lora"
+                raise config.refusal(where, "the next stage starts from a whole model", "such a stage comes last")
+            found[name] = check(config)
+        except JackfieldError as error:
+            error.where = f"stage {name}: {error.where}" if name else error.where
+            raise
+    return found
 
 
 def shared_settings(config: RunConfig) -> dict[str, Any]:

@@ -336,11 +336,8 @@ class Groups:
                     self._settle({group: gone})
         failed = [key for key in there if not self.core.state.knows(key)]
         if failed:
-            logging.getLogger("jackfield").warning(
-                "values of %d samples are gone from the queue's store, or damaged in it; what is needed of them is "
-                "made again: %s",
-                *(len(failed), some(failed)),
-            )
+            what = "values of %d samples are gone from the queue's store, or damaged; what is needed is made again: %s"
+            logging.getLogger("jackfield").warning(what, len(failed), some(failed))
         return tuple(key for key in lost if not self.core.state.knows(key))
 
     def _retry(self, group: Group, reason: str, counts: bool = True) -> None:

@@ -333,9 +333,7 @@ class Leases:
         consumers = batch.partition.consumers
         if any(batch.number in consumer.awaited for consumer in consumers):
             return True
-        busy = {
-            consumer.name for consumer in consumers if consumer.held or any(map(consumer.is_fresh, consumer.usable))
-        }
+        busy = {each.name for each in consumers if each.held or any(map(each.is_fresh, each.usable))}
         starving = any(None in consumer.awaited and busy <= {consumer.name} for consumer in consumers)
         batches = batch.partition.batches.values()
         return starving and batch is next((each for each in batches if not each.is_complete and not each.failure), None)

@@ -18,6 +18,7 @@ from jackfield.algorithms.settings import AlgorithmSettings, CriticSettings
 from jackfield.clock import Clock
 from jackfield.compose.builder import RunBuilder
 from jackfield.config import RunConfig, as_plain
+from jackfield.config.schedule import ScheduleConfig
 from jackfield.config.sections import DataConfig, MixingConfig, PluginSection, QueueConfig
 from jackfield.errors import ConfigError, JackfieldError, RunError, did_you_mean
 from jackfield.files import digest_of, replace_file, seal, unseal
@@ -78,6 +79,7 @@ def bench_config(config: RunConfig, registry: Registry, out: Path, sets: Sequenc
         ),
         sampling=config.sampling if config.mode == "online" else SamplingParams(),
         algorithm=AlgorithmSettings(),
+        schedule=ScheduleConfig(reward_retries=config.schedule.reward_retries),
         critic=CriticSettings(),
         mixing=MixingConfig(),
         evaluation=attrs.evolve(evaluation, every=1, sets=further),

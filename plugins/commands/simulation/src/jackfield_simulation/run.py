@@ -235,6 +235,8 @@ class Simulation(World):
         async with self.slots:
             before = self.loaded
             await self.spend("generate", *self.places[sampling["seed"]])
+        if self.settings.times.environment:
+            await self.spend("environment", *self.places[sampling["seed"]])
         tokens: Any = {"prompt_ids": (1,), "response_ids": (1, 2), "response_mask": (1, 1)}
         versions, log_probs = (before, self.loaded), (-1.0, -1.0)
         made = AgentSequence(**tokens, response_log_probs=log_probs, weight_versions=versions)

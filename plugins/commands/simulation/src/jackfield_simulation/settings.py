@@ -25,7 +25,8 @@ _OFF: dict[str, Any] = {"log_prob_check": {"every": 0}, "evaluation": {"every": 
 class Times:
     """The durations of the stages. With one seed, a place has the same duration under every schedule."""
 
-    generate: Duration = 10.0  #: of a rollout
+    generate: Duration = 10.0  #: of a rollout, in which a replica works for it
+    environment: Duration = 0.0  #: of a rollout, after that: it waits for tools or an environment
     reward: Duration = 0.0  #: of a score
     log_probs: Duration = 0.0  #: of each inference pass over a batch
     update: Duration = 6.0  #: of a mini-batch
