@@ -201,6 +201,8 @@ def test_a_served_queue_is_filled_and_then_trained_on(
         (("mode=explore", "queue.max_bytes=100"), "queue.max_samples"),
         (("mode=explore", "schedule.until.reward=1"), "schedule.until.reward"),
         (("mode=explore", "queue.archive=kept"), "queue.archive"),
+        (("mode=explore", "schedule.sync_offset=1"), "schedule.sync_offset"),
+        (("mode=explore", "mixing.replay.ratio=0.5"), "mixing.replay"),
         (("schedule.until.score=1",), "evaluation.every"),
         (("data.train=null",), "data.train"),
         (("cluster.max_model_len=8", "data.max_prompt_tokens=5"), "data.max_prompt_tokens"),

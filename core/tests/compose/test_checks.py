@@ -91,9 +91,10 @@ def test_a_run_whose_roles_are_processes_is_not_for_a_cluster() -> None:
         ("reward", "queue.rewards=train", "queue.rewards"),
         ("explore", "weights.kind=delta", "weights.kind"),
         ("train", "weights.kind=delta", "weights.kind"),
+        ("all", "data.share=0.5", "data.share"),
     ],
 )
-def test_roles_that_cannot_share_a_run_are_refused(role: RoleName, override: str, where: str) -> None:
+def test_settings_of_roles_that_do_not_fit_are_refused(role: RoleName, override: str, where: str) -> None:
     with refused("config.invalid-value", where, "fix: "):
         check_mode(make_config({"model": {"path": "somewhere"}}, [override]), role)
 

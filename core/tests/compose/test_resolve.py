@@ -260,6 +260,8 @@ STREAM = ("schedule.stream_mini_batches=true", "algorithm.mini_batches=4")
         ((*STREAM, "algorithm.scope=mini_batch"), "algorithm.scope"),
         (("schedule.partial_rollout=true",), "schedule.partial_rollout"),
         (("schedule.partial_rollout=true", "schedule.sync_interval=2"), None),
+        (("algorithm.correction.stale_only=true",), "algorithm.correction.stale_only"),
+        (("algorithm.correction={enabled: false, max_token_staleness: 1}",), "algorithm.correction.max_token_staleness"),
         (("schedule.partial_rollout=true", ASYNC, "cluster.placement=separate"), "schedule.partial_rollout"),
         (("algorithm.name=gpg", "algorithm.scope=mini_batch"), "algorithm.scope"),
         ((ASYNC, "schedule.on_stale=train_corrected", "algorithm.name=gmpo"), None),
@@ -269,6 +271,8 @@ STREAM = ("schedule.stream_mini_batches=true", "algorithm.mini_batches=4")
         ),
         (("mode=offline", "algorithm.name=sft", "schedule.rollouts_in_flight=4"), "schedule.rollouts_in_flight"),
         (("mode=offline", "algorithm.name=sft", ASYNC), "schedule.mode"),
+        (("mode=offline", "algorithm.name=sft", "schedule.sync_offset=1"), "schedule.sync_offset"),
+        (("mode=train", "data.samples=kept", "schedule.sync_interval=2"), "schedule.sync_interval"),
         (
             (ASYNC, "algorithm.name=mix", "data.expert=e.jsonl", "data.expert_samples_per_batch=2"),
             "data.expert",

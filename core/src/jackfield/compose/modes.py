@@ -43,7 +43,7 @@ def check_mode(config: RunConfig, role: RoleName = "all") -> None:
     mode, data, placement, trains = config.mode, config.data, config.cluster.placement, config.mode == "train"
     if no := why_not(mode, config.cluster.name if role == "all" else "distributed", placement):
         raise config.refusal(*no)
-    mixed = [name for name, each in attrs.asdict(config.mixing, recurse=False).items() if each is not None and trains]
+    mixed = [name for name, each in attrs.asdict(config.mixing, recurse=False).items() if each is not None]
     missing = trains and data.samples is None and config.queue.address is None
     keeps, until, full = mode == "explore", config.schedule.until, config.queue.max_samples or config.queue.max_bytes
     unknown = until.score is not None and not config.evaluation.every
@@ -57,7 +57,9 @@ def check_mode(config: RunConfig, role: RoleName = "all") -> None:
         (data.samples and not trains, "data.samples", "samples from elsewhere are trained on alone", "mode: train"),
         (data.epochs > 1 and not trains, "data.epochs", "it counts the uses of data.samples", "1, or mode: train"),
         (missing, "data.samples", "there are no samples", "a file or folder, or a filled queue's queue.address"),
-        (mixed, f"mixing.{''.join(mixed[:1])}", "all samples are in data.samples, with data.epochs", "null"),
+        (mixed and trains, f"mixing.{mixed and mixed[0]}", "all samples are in data.samples, with data.epochs", "null"),
+        (mixed and keeps, f"mixing.{mixed and mixed[0]}", "nothing is trained on", "null"),
+        (data.share is not None and alone, "data.share", "no explorer joins without --role explore", "null"),
         (lost, "checkpoint.at_end", "the samples would be lost with the run", "true"),
         (keeps and full, "queue.max_samples", "nothing takes samples out of the queue", "null, max_bytes, too"),
         (keeps and until.reward is not None, "schedule.until.reward", "no step has a mean reward", "score, or null"),

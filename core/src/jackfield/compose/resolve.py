@@ -184,5 +184,9 @@ def _correction(config: RunConfig, loss: Part, rollout: Manifest, *, sampled: bo
         what = "the run does not correct for other log-probs than the engine's"
         expected = f"stop or warn, or a loss that importance weights can correct, without {where}.enabled: false"
         raise config.refusal("log_prob_check.on_mismatch", what, expected)
+    default = attrs.asdict(Correction(enabled=settings.enabled))
+    idle = [name for name, value in attrs.asdict(settings).items() if value != default[name] and not corrects]
+    if idle:
+        raise config.refusal(f"{where}.{idle[0]}", "nothing is corrected in this run", "the default, or enabled: true")
     used = settings if from_engine else attrs.evolve(settings, bound="none", batch_normalize=False)
     return used if corrects else None, from_engine

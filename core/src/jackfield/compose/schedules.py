@@ -20,7 +20,8 @@ def check_schedule(config: RunConfig, algorithm: ResolvedAlgorithm) -> None:
     ahead = is_async or k > 1 or schedule.sync_offset  # rollouts may run while a step trains, on the same devices:
     interrupts = ahead and config.cluster.placement != "separate"
     whole = [name for name, compares in _of_whole_batch(algorithm).items() if compares]
-    idle = ["mode", "stream_mini_batches", "partial_rollout"] + ["rollouts_in_flight"] * (config.mode != "explore")
+    idle = ["mode", "stream_mini_batches", "partial_rollout", "sync_interval", "sync_offset"]
+    idle += ["rollouts_in_flight"] * (config.mode != "explore")
     for name in () if config.mode == "online" else idle:
         if getattr(schedule, name) != getattr(ScheduleConfig(), name):
             raise config.refusal(f"schedule.{name}", f"in mode {config.mode} it has no effect", "mode: online")
