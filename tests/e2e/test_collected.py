@@ -77,6 +77,10 @@ def test_explore_fills_a_folder_and_train_learns_from_it_in_epochs(
         assert 6 == len(lines(tmp_path / name))
         assert (tmp_path / name / "model" / "model.safetensors").is_file()
     assert any(line["grad_norm"] > 0 for line in lines(tmp_path / "from_run"))
+    generated = [
+        [line.get("generated/samples") for line in lines(tmp_path / name)] for name in ("collected", "from_run")
+    ]
+    assert [[4.0] * 3, [None] * 6] == generated, "nothing is generated in mode train"
     again = ok(jackfield("run", *quickstart_settings(name, "mode=train", *SMALL, *more)))
     assert "holds the finished run" in again
 

@@ -124,3 +124,21 @@ def test_errors_of_later_stages_are_found_before_the_first_one_starts(
         checked = jackfield("config", command, *staged(**stages))
         assert (1, refused.error) == (checked.code, checked.error)
     assert not (tmp_path / "staged").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "where"),
+    [
+        ("stages.moer.schedule.steps=2", "stages.moer"),
+        ("stages={}", "stages.grpo"),
+        ("stages.more.model.path=missing", "stage more: model.path"),
+    ],
+)
+def test_what_no_stage_can_have_is_refused_before_the_first_one(
+    jackfield: CommandServer, staged: Callable[..., list[str]], tmp_path: Path, override: str, where: str
+) -> None:
+    words = [each.replace("model.path=", "stages.sft.model.path=") for each in staged()]
+    refused = jackfield("run", *words, override)
+    assert 1 == refused.code
+    assert f"at {where}" in refused.error
+    assert not (tmp_path / "staged").exists()

@@ -261,7 +261,10 @@ STREAM = ("schedule.stream_mini_batches=true", "algorithm.mini_batches=4")
         (("schedule.partial_rollout=true",), "schedule.partial_rollout"),
         (("schedule.partial_rollout=true", "schedule.sync_interval=2"), None),
         (("algorithm.correction.stale_only=true",), "algorithm.correction.stale_only"),
-        (("algorithm.correction={enabled: false, max_token_staleness: 1}",), "algorithm.correction.max_token_staleness"),
+        (
+            ("algorithm.correction={enabled: false, max_token_staleness: 1}",),
+            "algorithm.correction.max_token_staleness",
+        ),
         (("schedule.partial_rollout=true", ASYNC, "cluster.placement=separate"), "schedule.partial_rollout"),
         (("algorithm.name=gpg", "algorithm.scope=mini_batch"), "algorithm.scope"),
         ((ASYNC, "schedule.on_stale=train_corrected", "algorithm.name=gmpo"), None),

@@ -89,9 +89,7 @@ class SamplingParams:
         None, "seed of a request; of a run: the base of its requests' seeds; null: the replica's, or the run's seed"
     )
     stop_token_ids: tuple[int, ...] = _ranged((), "tokens that end a response, in addition to the model's own")
-    stop: tuple[str, ...] = _ranged(
-        (), "texts that end a response; the text only finds the end, it is never tokenised again"
-    )
+    stop: tuple[str, ...] = _ranged((), "texts that end a response; they find its end, and are never tokenised again")
     ignore_eos: bool = option(False, "continue after the model's own end tokens")
     log_probs: Literal["processed", "raw"] = _ranged(
         "processed", "processed: of the distribution that is sampled from; raw: of the logits at temperature 1"

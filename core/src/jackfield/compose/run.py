@@ -101,7 +101,8 @@ def run_stages(stages: Mapping[str, RunConfig], say: Callable[[str], None], **op
     registry, (first, *later) = discover(), stages.values()
 
     def start(config: RunConfig) -> None:
-        model = attrs.evolve(config.model, path=first.model.path)
+        coming = config.model.path in {f"{each.folder}/model" for each in stages.values()}  # an earlier stage makes it
+        model = attrs.evolve(config.model, path=first.model.path if coming else config.model.path)
         prepare(attrs.evolve(config, model=model), registry, (), "all", Clock())
 
     checks: Sequence[Callable[[RunConfig], object]] = (partial(check_settings, registry=registry), start)

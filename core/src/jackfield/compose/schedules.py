@@ -68,7 +68,7 @@ def describe(config: RunConfig, algorithm: ResolvedAlgorithm, role: RoleName = "
     if config.mode == "explore":
         return [f"{settings.steps} batches of {data.groups_per_batch} groups are generated with one model and scored."]
     if config.mode == "train":
-        return ["Steps train on samples that were collected before: none is too stale, and staleness is counted."]
+        return ["Steps train on samples that were collected before: none is too stale."]
     if not schedule.explores:
         return [f"{settings.steps} steps train on answers from the data; nothing is generated, and nothing is stale."]
     bound, k, groups = schedule.staleness_bound, settings.sync_interval, data.groups_per_batch

@@ -236,8 +236,9 @@ class Groups:
                 own = {**own, "operation": made.operation, "parents": list(made.parents)}
             group.samples[key] = Sample(report.rollout, own, columns, size)
         self.core.state.count(len(report.keys), sum(report.written.sizes))
-        self.core.metrics["generated/samples"] += len(report.keys)
-        self.core.metrics["generated/response_tokens"] += sum(own.get("response_tokens", 0) for own in tags)
+        if group.version is not None:  # an agent generated them
+            self.core.metrics["generated/samples"] += len(report.keys)
+            self.core.metrics["generated/response_tokens"] += sum(own.get("response_tokens", 0) for own in tags)
         group.ended[report.rollout] = report.error
         if report.error is not None:
             self.core.fail(f"{group.name}/{report.rollout}", report.error)
