@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -142,3 +143,16 @@ def test_what_no_stage_can_have_is_refused_before_the_first_one(
     assert 1 == refused.code
     assert f"at {where}" in refused.error
     assert not (tmp_path / "staged").exists()
+
+
+def test_a_stage_that_began_with_a_model_that_has_changed_since_is_not_skipped(
+    jackfield: CommandServer, staged: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    ok(jackfield("run", *staged()))
+    refused = jackfield("run", *staged("stages.grpo.schedule.until.samples=12"))
+    assert 1 == refused.code
+    assert "[run.changed]" in refused.error
+    assert "stage more" in refused.error
+    shutil.rmtree(tmp_path / "staged" / "3-more")
+    assert "stage 3 of 3" in ok(jackfield("run", *staged("stages.grpo.schedule.until.samples=12")))
+    assert [4, 3, 1] == [len(lines(tmp_path / "staged" / name)) for name in ("1-sft", "2-grpo", "3-more")]

@@ -222,8 +222,7 @@ class ReplicaPool:
         if not replica.server:
             return
         try:
-            stopping = replica.server.stop()
-            await self._clock.wait_for(stopping, _STOP_SECONDS, f"{replica.name} to stop")
+            await self._clock.wait_for(replica.server.stop(), _STOP_SECONDS, f"{replica.name} to stop")
         except Exception as error:
             if not (isinstance(error, JackfieldError) and error.code in LOST):  # otherwise it has ended
                 _LOG.warning("%s does not stop: %s", replica.name, error)

@@ -108,11 +108,19 @@ def run_stages(stages: Mapping[str, RunConfig], say: Callable[[str], None], **op
     checks: Sequence[Callable[[RunConfig], object]] = (partial(check_settings, registry=registry), start)
     for check in checks if later else ():
         check_stages(stages, check)
+    trained = ""  #: the model that a stage has just changed
     for number, (name, config) in enumerate(stages.items(), 1):
+        if config.model.path == trained and Path(config.folder, "config.yaml").exists():
+            what, fix = (
+                "the stage began with an earlier model of the one before it",
+                f"remove the folder {config.folder}",
+            )
+            raise RunError(what, code="run.changed", where=f"stage {name}", expected="a new folder", fix=fix)
         if later:
             say(f"stage {number} of {len(stages)}: {name}, in {config.folder}")
         if (result := run(config, registry=registry, **options)).stopped:
             break
+        trained = "" if result.finished_before else f"{config.folder}/model"
     return result
 
 

@@ -348,8 +348,7 @@ class TransferQueue:
         self._core.store.write(self._core.state, begin=True)
 
 
-_LOCAL = {"start", "close", "end_holder"}
-QUEUE = Contract(TransferQueue, without=_LOCAL, undo={"lease": "release"})
+QUEUE = Contract(TransferQueue, without={"start", "close", "end_holder"}, undo={"lease": "release"})
 
 
 class QueueServer(Server):
