@@ -153,11 +153,13 @@ def test_limits_end_a_run_and_higher_ones_continue_it(
     assert 5 == lines(tmp_path / "limited")[-1]["step"]
     ok(jackfield(*command, "schedule.until.score=-1", "evaluation.every=1"))
     assert 6 == lines(tmp_path / "limited")[-1]["step"]
-    ok(jackfield(*command, "schedule.until.device_seconds=0.001"))
-    assert 7 == lines(tmp_path / "limited")[-1]["step"]
-    other = quickstart_settings("other", *SMALL, "evaluation.every=1", "evaluation.tasks=2", "schedule.until.score=-1")
-    ok(jackfield("run", *other))
+    ok(jackfield(*command, "schedule.until.samples=20"))
+    assert 6 == lines(tmp_path / "limited")[-1]["step"], "more samples were used before"
+    score = ("evaluation.every=1", "evaluation.tasks=2", "schedule.until.score=-1")
+    ok(jackfield("run", *quickstart_settings("other", *SMALL, *score)))
     assert [1] == [line["step"] for line in lines(tmp_path / "other")], "the score before the first step does not count"
+    ok(jackfield("run", *quickstart_settings("third", *SMALL, "schedule.until.device_seconds=0.001")))
+    assert [1] == [line["step"] for line in lines(tmp_path / "third")]
 
 
 def test_a_served_queue_is_filled_and_then_trained_on(

@@ -82,6 +82,7 @@ class Trainer:
             restored, first_step = await self.checkpoints.load(checkpoint), checkpoint.step
             self.kl_coefficient = restored["kl_coefficient"]
             self.limits.restore(restored.get("used", {}))
+            self.limits.check(first_step, self.limits.used)  # they may be lower now
             self._published = role.updated = first_step if role.engines else 0
             if self.sync is not None and first_step:
                 async with role.train_devices.hold("train"):
