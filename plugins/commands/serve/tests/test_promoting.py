@@ -32,7 +32,7 @@ def evaluation(number: int, score: float) -> dict[str, object]:
 def test_versions_rise_with_each_promotion(tmp_path: Path) -> None:
     served = tmp_path / "served"
     assert read_promoted(served_folder(served)) is None
-    with pytest.raises(RunError, match="run.not-promoted") as nowhere:
+    with pytest.raises(RunError, match=r"run\.not-promoted") as nowhere:
         promote(run_of(tmp_path / "run", step(4), evaluation(4, 0.5)), served, 0.5)
     assert str(served) == nowhere.value.where
     assert not served.exists()
