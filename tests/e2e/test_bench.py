@@ -277,6 +277,7 @@ def test_a_signal_ends_it_in_order(done: Path, made: Path, jackfield: CommandSer
         (("--checkpoint", "{tmp}/nothing"), 1, "engine.model"),
         (("folder={tmp}/empty",), 1, "run.no-checkpoint"),
         (("data.eval=null", "evaluation.sets={}"), 1, "config.missing-key"),
+        (("evaluation.sets.hard.file=nowhere",), 1, "data.missing"),
         (("evaluation.rollouts=2",), 1, "config.invalid-value"),
         (("evaluation.sets={train: {file: x}}",), 1, "config.invalid-value"),
         (("evaluation.sets={more: {file: x, rolouts: 3}}",), 1, "config.unknown-key"),
