@@ -52,7 +52,7 @@ def check_mode(config: RunConfig, role: RoleName = "all") -> None:
     for wrong, where, what, expected in (
         (role not in ("all", *ROLES.get(mode, ())), "mode", f"mode {mode} has no role {role}", "another role or mode"),
         (alone and apart, "queue.rewards", "one process scores its samples itself", "train, or --role for each role"),
-        (role == "reward" and not apart, "queue.rewards", "the role train scores them", "distributed, for all roles"),
+        (role == "reward" and not apart, "queue.rewards", "the role train scores unless all have it", "distributed"),
         (not alone and config.weights.kind != "full", "weights.kind", "explorers that join need whole weights", "full"),
         (data.samples and not trains, "data.samples", "samples from elsewhere are trained on alone", "mode: train"),
         (data.epochs > 1 and not trains, "data.epochs", "it counts the uses of data.samples", "1, or mode: train"),

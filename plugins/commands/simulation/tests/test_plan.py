@@ -325,6 +325,10 @@ def test_wrong_usage_and_wrong_settings_have_their_exit_codes(file: Path) -> Non
     code, text = called(file, "schedule.max_staleness=1", *times)
     assert 1 == code
     assert "schedule.max_staleness" in text
+    code, text = called(file, "schedule.until.score=1", *times)
+    assert (1, True) == (code, "at evaluation.every" in text), text
+    code, text = called(file, "queue.rewards=distributed", *times)
+    assert (1, True) == (code, "--role" in text), text
 
 
 def test_a_folder_without_metrics_has_no_times(file: Path) -> None:

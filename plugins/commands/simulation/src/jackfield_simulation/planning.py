@@ -92,8 +92,7 @@ class Plan:
         all_of_them = [self.own, *self.others]
         limit = min(each.step_time for each in all_of_them) * _EQUAL
         fast = [each for each in all_of_them if each.step_time <= limit]
-        stale = lambda each: (each.staleness_bound, round(each.staleness_mean))  # noqa: E731
-        return min(fast, key=lambda each: (*stale(each), len(each.settings), each.in_flight))
+        return min(fast, key=_cost)
 
 
 def make_plan(config: RunConfig, registry: Registry, times: Times, steps: int = STEPS, role: RoleName = "all") -> Plan:
@@ -129,6 +128,11 @@ def make_plan(config: RunConfig, registry: Registry, times: Times, steps: int = 
         attempt(name, other)
     others = sorted([each for each, _ in found[1:]], key=_order)
     return Plan(own=own, others=others, left_out=left_out, notes=size.notes)
+
+
+def _cost(one: Prediction) -> tuple[int, ...]:
+    """Return what equally fast schedules are compared by: age of tokens, then changes to the file."""
+    return one.staleness_bound, round(one.staleness_mean), len(one.settings), one.in_flight
 
 
 def _order(one: Prediction) -> tuple[float, int, int]:
