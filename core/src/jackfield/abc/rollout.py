@@ -32,12 +32,12 @@ class RolloutContext:
     clock: Clock = attrs.field(factory=Clock)
 
 
-def _number(fits: Callable[[Any], bool], kind: type = Real) -> Callable[[Any], bool]:
-    return lambda value: not isinstance(value, bool) and isinstance(value, kind) and fits(value)
+def _number(fits: Callable[[Any], bool], kinds: tuple[type, ...] = (int, float, Real)) -> Callable[[Any], bool]:
+    return lambda value: not isinstance(value, bool) and isinstance(value, kinds) and fits(value)
 
 
 def _whole(low: int, high: int = 2**31 - 1) -> Callable[[Any], bool]:
-    return _number(lambda value: low <= int(value) <= high, Integral)
+    return _number(lambda value: low <= int(value) <= high, (int, Integral))
 
 
 def _few(most: int, fits: Callable[[Any], bool]) -> Callable[[Any], bool]:

@@ -71,6 +71,8 @@ class EngineRank:
 
     async def initialize(self) -> EngineLayout:
         """Load the model. Return this rank's place among the others."""
+        import tensordict  # noqa: F401 - now rather than in the first step
+
         await self._in_thread(self._engine.initialize)
         return self._engine.layout
 
