@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import pytest
 
+from jackfield import weights
 from jackfield.cluster.pool import ReplicaPool
 from jackfield.errors import DeadlineExceeded, RunError
 from jackfield.queue.groups import Groups
@@ -20,7 +21,7 @@ from jackfield.routing import Router
 from jackfield.runtime import workers
 from jackfield.sdk.rpc import Connection
 from jackfield.sdk.rpc.wire import Reply
-from jackfield.simulation import SimulationSettings, check_seeds
+from jackfield.simulation import SimulationSettings, Times, check_seeds
 from jackfield.trainer.checkpoint import Checkpointer
 from jackfield.trainer.role import Progress, Schedule
 from jackfield.trainer.rollouts import Explorer
@@ -239,17 +240,9 @@ def a_broken_transfer_restarts_every_replica(patch: Patch) -> None:
     patch.setattr(ReplicaPool, "_remove_lost", anyone)
 
 
-def a_late_reply_ends_its_connection(patch: Patch) -> None:
-    call = Connection.call
-
-    async def impatient(self: Any, method: str, arguments: Any, seconds: float, *more: Any, **named: Any) -> Any:
-        try:
-            return await call(self, method, arguments, min(seconds, 60.0), *more, **named)
-        except DeadlineExceeded:
-            self.end("is too late")
-            raise
-
-    patch.setattr(Connection, "call", impatient)
+def a_transfer_is_given_up_after_a_minute(patch: Patch) -> None:
+    together = weights.run_together
+    patch.setattr(weights, "run_together", lambda ends, clock, seconds, what: together(ends, clock, 60.0, what))
 
 
 def a_second_reply_is_one_to_any_open_call(patch: Patch) -> None:
@@ -296,15 +289,15 @@ def reports_to_a_silent_controller_are_dropped(patch: Patch) -> None:
     patch.setattr(Explorer, "_ended", dropping)
 
 
-def the_trainer_takes_a_batch_from_a_silent_explorer(patch: Patch) -> None:
-    lease = Leases.lease
+def the_trainer_gives_a_silent_explorer_up(patch: Patch) -> None:
+    lease = TransferQueue.lease
 
     async def impatient(self: Any, consumer: str, *arguments: Any, **named: Any) -> Any:
         if consumer == "trainer":
             named["deadline_seconds"] = min(named["deadline_seconds"], 90.0)
         return await lease(self, consumer, *arguments, **named)
 
-    patch.setattr(Leases, "lease", impatient)
+    patch.setattr(TransferQueue, "lease", impatient)
 
 
 def with_faults(role: str, *kinds: str, **settings: Any) -> Callable[[int], SimulationSettings]:
@@ -321,17 +314,20 @@ def with_faults(role: str, *kinds: str, **settings: Any) -> Callable[[int], Simu
     return chosen
 
 
-#: Mutants that faults of one role and kind have to find.
+#: Mutants that faults of one role and kind have to find: without faults, these runs keep their invariants.
 BY_FAULT: list[tuple[Callable[[Patch], None], Callable[[int], SimulationSettings]]] = [
     (a_dead_replica_stays_dead, with_faults("replica", "dies")),
     (a_dead_replica_stays_dead, with_faults("replica", "freezes")),
     (a_restarted_replica_gets_no_weights, with_faults("replica", "dies")),
     (a_broken_transfer_restarts_every_replica, with_faults("replica", "dies")),
-    (a_late_reply_ends_its_connection, with_faults("replica", "answers late")),
+    (a_transfer_is_given_up_after_a_minute, with_faults("replica", "answers late", times=Times())),
     (a_second_reply_is_one_to_any_open_call, with_faults("replica", "answers twice")),
-    (explorers_are_impatient_with_the_trainer, with_faults("trainer", "answers late", distributed=True)),
-    (reports_to_a_silent_controller_are_dropped, with_faults("controller", "answers late", distributed=True)),
-    (the_trainer_takes_a_batch_from_a_silent_explorer, with_faults("explorer", "answers late", distributed=True)),
+    (explorers_are_impatient_with_the_trainer, with_faults("trainer", "answers late", distributed=True, times=Times())),
+    (
+        reports_to_a_silent_controller_are_dropped,
+        with_faults("controller", "answers late", distributed=True, times=Times()),
+    ),
+    (the_trainer_gives_a_silent_explorer_up, with_faults("explorer", "answers late", distributed=True, times=Times())),
 ]
 
 
