@@ -252,7 +252,7 @@ class Router:
 
     async def _empty(self, replica: Replica, seconds: float) -> int:
         """Wait until a removed replica has no requests, and move those that take too long, with their tokens."""
-        if not (running := self._running.pop(replica)):
+        if not (running := self._running.pop(replica, None)):  # none, or another call waits for them
             return 0
         _, late = await asyncio.wait(set(running), timeout=seconds)
         if late and seconds:  # otherwise it has died

@@ -124,7 +124,8 @@ class ReplicaPool:
             try:
                 return await send([each for each in turn if each in self.members])
             except JackfieldError:
-                if not await self._remove_lost(replicas):
+                dead = [each for each in replicas if each.lost.done()]  # a broken transfer makes all others unhealthy
+                if not await self._remove_lost(dead or replicas):
                     raise
 
     async def each(self, what: str, call: Callable[[BaseRolloutServer], Awaitable[object]]) -> None:

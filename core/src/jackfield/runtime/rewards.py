@@ -79,13 +79,13 @@ class RewardWorker:
     async def reward(self, partition: str, jobs: Sequence[RewardJob]) -> AsyncIterator[RewardReport]:
         """Score the samples of groups, write ``reward`` for those that have a score, and yield reports.
 
-        A report has the results of several whole groups, without token scores.
+        A report has the results of several whole groups, without token scores, and none of a group that was retried.
         """
         keys = [key for job in jobs for key in job.keys]
         scoring = dict(zip(keys, self._scoring(partition, keys), strict=True))
         work = [(None, self._group(job, [scoring[key] for key in job.keys])) for job in jobs]
         async for ended in together(work, share=_SHARE):
-            results = {key: result for _, task in ended for key, result in task.result().items()}
+            results = dict(pair for _, task in ended if not task.cancelled() for pair in task.result().items())
             good = {key: result for key, result in results.items() if result.status == "ok"}
             written = await self._values.put(partition, list(good), self._columns(list(good.values())))
             yield RewardReport(results={key: _told(result) for key, result in results.items()}, written=written)

@@ -1,6 +1,7 @@
 """Simulated runs on virtual time, with seeded durations and faults, whose invariants are checked.
 
-The schedule, queue, explorer, reward pipeline and trainer are the real ones. Workers, engine and store only take time.
+Schedule, queue, explorer, reward pipeline, trainer, router, replica pool and weight sync are the real ones. Workers,
+engine, rollout servers and store only take time.
 """
 
 from __future__ import annotations
