@@ -107,13 +107,21 @@ def test_a_lease_that_ended_is_refused(run: Run) -> None:
     run(test)
 
 
-def test_a_dead_clients_batches_are_handed_out_again(run: Run) -> None:
+def test_a_dead_clients_batches_are_handed_out_again_and_what_it_held_is_named(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
     async def test(bench: Any) -> None:
+        await bench.trainer()
         bench.queue.caller = lambda: "client-7"
+        await bench.publish(await bench.claim(explorer="zero"))
+        await bench.lease(0)
         batch = await bench.claim(explorer="one")
-        assert 1 == len(await bench.vacant(batch))
-        await bench.queue.end_holder("client-7")
-        assert 0 == (await bench.claim(explorer="two")).number
+        (key,) = await bench.vacant(batch)
+        await bench.open(key)
+        await bench.end(str(key), 0)
+        await bench.queue.end_holder("client-7", "the explorer one")
+        assert ["the explorer one held train/0/0/0, train/1/0/0/1, which others get now"] == caplog.messages
+        assert 1 == (await bench.claim(explorer="two")).number
 
     run(test)
 

@@ -127,8 +127,7 @@ def run_stages(stages: Mapping[str, RunConfig], say: Callable[[str], None], **op
 async def _run(config: RunConfig, role: RoleName, hooks: Sequence[object], registry: Registry, build: Any) -> RunResult:
     clock, config = Clock(), resolve_defaults(config).of_role(role)
     folder, trains, checkpoint = Path(config.folder), role in ("all", "train"), None
-    hooks = [*observers(config.observe, folder, clock=clock), *hooks]
-    prepared = prepare(config, registry, hooks, role, clock)
+    prepared = prepare(config, registry, [*observers(config.observe, folder, clock=clock), *hooks], role, clock)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

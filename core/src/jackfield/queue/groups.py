@@ -79,24 +79,28 @@ class Groups:
                 return None
             await self.core.wait(self.leases.until(left, since, deadline_seconds), functools.partial(missing, left[:1]))
 
-    async def end_holder(self, client: str) -> None:
+    async def end_holder(self, client: str, name: str = "a client") -> None:
         """End the leases of a client that is gone; hand out its explorers' batches again, published groups kept."""
+        consumers, held = self.core.state.consumers.values(), list[str]()
+        held += [group.name for each in consumers for group, hold in each.held.items() if hold.client == client]
         for batch in self.core.state.batches():
             for explorer in sorted(name for name, each in batch.explorers.items() if each == client):
                 del batch.explorers[explorer]
                 if batch.is_complete or batch.failure is not None:
                     continue
-                reason = f"explorer {explorer!r} was released"
                 again = [group for group in batch.groups if group.explorer == explorer and not group.is_made]
                 for group in again:
                     if group.status == Status.OPEN:
+                        held += [f"{group.name}/{rollout}" for rollout in group.running()]
                         self.leases.forget(group)
                     group.reissue += 1
                     self._vacate(group)
                 batch.is_offered = batch.is_offered or (not batch.explorers and bool(batch.vacant()))
-                where = {"partition": batch.partition.name, "batch": batch.number}
-                self.core.record("release", **where, groups=[group.index for group in again], reason=reason)
+                at, why = [each.index for each in again], f"explorer {explorer!r} was released"
+                self.core.record("release", partition=batch.partition.name, batch=batch.number, groups=at, reason=why)
         self.leases.end(lambda consumer, hold: hold.client == client)
+        if held:
+            logging.getLogger("jackfield").warning("%s held %s, which others get now", name, some(held))
 
     async def groups_to_fill(
         self, batch: Batch, deadline_seconds: float, *, until: Literal["final", "published"] = "final"

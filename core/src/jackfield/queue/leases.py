@@ -214,8 +214,7 @@ class Leases:
 
     async def take_over(self, consumer: str) -> None:
         """End all leases of a consumer whose holder is gone."""
-        mine = self.core.state.consumer(consumer)
-        self.end(lambda each, hold: each is mine)
+        self.end(lambda each, hold: each is self.core.state.consumer(consumer))
 
     def end(self, is_over: Callable[[Consumer, Hold], bool]) -> None:
         """End the leases for which ``is_over`` holds."""

@@ -156,8 +156,7 @@ class RewardWorker:
         self, key: str, reading: asyncio.Future[dict[str, tuple[list[int], list[int], Any]]]
     ) -> ScoreResult:
         """Score with a deadline for each try. A failure becomes a status, never a score."""
-        rows = reading.result() if reading.done() else await asyncio.shield(reading)
-        prompt, response, task = rows[key]
+        prompt, response, task = (reading.result() if reading.done() else await asyncio.shield(reading))[key]
         if task["reward"] is not None:
             return ScoreResult(score=float(task["reward"]))
         fields = {name: task[name] for name in ("data_source", "ground_truth", "extra_info")}
