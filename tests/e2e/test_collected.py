@@ -217,6 +217,7 @@ def test_a_served_queue_is_filled_and_then_trained_on(
         (("weights.in_turns=true", "cluster.placement=shared", "cluster.replicas=2"), "weights.in_turns"),
         (("schedule.on_stale=drop",), "schedule.on_stale"),
         (("data.epochs=2",), "data.epochs"),
+        (("algorithm.shaping={overlong_length: 4, overlong_buffer: 6}",), "algorithm.shaping.overlong_buffer"),
         (("mode=train", "data.samples=x", "mixing.replay={ratio: 1}"), "mixing.replay"),
         (("cluster.placement=separate", "cluster.offload=true"), "cluster.offload"),
         (("mode=train", "schedule.stream_mini_batches=true", "data.samples=x"), "schedule.stream_mini_batches"),

@@ -48,6 +48,7 @@ def check_mode(config: RunConfig, role: RoleName = "all") -> None:
     keeps, until, full = mode == "explore", config.schedule.until, config.queue.max_samples or config.queue.max_bytes
     unknown = until.score is not None and not config.evaluation.every
     lost = keeps and config.queue.address is None and not config.checkpoint.at_end
+    length, buffer = config.algorithm.shaping.overlong_length, config.algorithm.shaping.overlong_buffer
     alone, apart = role == "all", config.queue.rewards == "distributed"  # scored in a process of its own
     for wrong, where, what, expected in (
         (role not in ("all", *ROLES.get(mode, ())), "mode", f"mode {mode} has no role {role}", "another role or mode"),
@@ -65,6 +66,7 @@ def check_mode(config: RunConfig, role: RoleName = "all") -> None:
         (keeps and until.reward is not None, "schedule.until.reward", "no step has a mean reward", "score, or null"),
         (keeps and config.queue.archive, "queue.archive", "no sample is consumed; export the run's queue", "null"),
         (unknown, "evaluation.every", "schedule.until.score needs it", "above 0"),
+        (length and length < buffer, "algorithm.shaping.overlong_buffer", "it begins below 0", f"at most {length}"),
         (placement == "separate" and config.cluster.offload, "cluster.offload", "no side is ever idle", "false"),
     ):
         if wrong:

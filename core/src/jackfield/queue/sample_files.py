@@ -84,8 +84,7 @@ def read_samples(file: Path) -> Iterator[SavedSample]:
     if is_archive(file):
         return chain.from_iterable(map(_read_parquet, sorted(file.glob("*.parquet")) or [file]))
     if not file.is_file():
-        details = {"where": str(file), "expected": "a .jsonl or .parquet file", "fix": "check the path"}
-        raise QueueError("there is no such file of samples", **details)
+        raise QueueError("there is no such file", where=str(file), expected=".jsonl or .parquet", fix="check the path")
     return _read_lines(file)
 
 

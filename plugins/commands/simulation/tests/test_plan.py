@@ -304,9 +304,9 @@ def test_without_times_the_command_says_what_to_give(file: Path) -> None:
     [
         ("times.json", "{", "config.unreadable"),
         ("times.json", "[1]", "config.wrong-type"),
-        ("none.json", None, "run.storage"),
-        ("none.jsonl", None, "run.storage"),
-        ("folder", None, "run.storage"),
+        ("none.json", None, "config.missing-key"),
+        ("none.jsonl", None, "config.missing-key"),
+        ("folder", None, "config.missing-key"),
     ],
 )
 def test_files_that_cannot_be_read_are_named(file: Path, name: str, content: str | None, code: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 
 from jackfield.errors import JackfieldError, RunError
+from jackfield_simulation.checks import check as check_settings
 from jackfield_simulation.clock import VirtualClock
 from jackfield_simulation.run import Simulation
 from jackfield_simulation.settings import FAULTS, PHASES, ROLES, Duration, Fault, SimulationSettings, Times
@@ -38,8 +39,10 @@ _SHOWN = 40  #: events of a trace
 def simulate(settings: SimulationSettings, *, seed: int = 0, tries: int = 30) -> Simulation:
     """Simulate a run. It fails if an invariant is broken, a deadline passes, or an error ends it.
 
-    Then ``run.simulation`` has a trace, and the smallest settings that were found in ``tries`` to fail alike.
+    Settings that cannot be simulated are refused first (``config.…``). A failure is ``run.simulation``, with a trace
+    and the smallest settings that were found in ``tries`` to fail alike.
     """
+    check_settings(settings)
     run, error = _attempt(settings, seed)
     if error is None:
         return run

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import attrs
-from attrs.validators import in_
 
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.config import RunConfig, as_plain, make_config
@@ -54,9 +53,9 @@ class Times:
 class Fault:
     """What happens to a role when a phase begins for the ``at``-th time: the guide on simulation describes it."""
 
-    role: str = attrs.field(validator=in_(ROLES))
-    phase: str = attrs.field(validator=in_(PHASES))
-    kind: str = attrs.field(validator=in_(FAULTS))
+    role: str  #: one of ROLES
+    phase: str  #: one of PHASES
+    kind: str  #: one of FAULTS
     at: int = 1
     number: int = 0  #: of the worker, explorer or unit
     seconds: float = 20.0  #: by which an answer is late

@@ -42,6 +42,9 @@ def read_times(given: str | None, config: RunConfig) -> tuple[Times, str]:
             found=f"no {metrics}",
             fix=f"write seconds of {', '.join(STAGES)} to a file, or run some on-policy steps first",
         )
+    if not path.is_file():
+        expected = "a JSON file of stage times, or the folder of a run with metrics"
+        raise _refused("missing-key", "there is no such file", "--times", expected, str(path))
     return written_times(_json(path.read_text(encoding="utf-8", errors="replace"), str(path)), str(path)), str(path)
 
 
@@ -56,7 +59,7 @@ def written_times(values: Any, where: str) -> Times:
     if missing := [name for name in STAGES if name not in values]:
         what = f"the stage {missing[0]!r} has no time"
         raise _refused("missing-key", what, f"{where}: {missing[0]}", ", ".join(STAGES), ", ".join(values) or "nothing")
-    return Times(**{name: _duration(value, f"{where}: {name}") for name, value in values.items()})
+    return Times(**{name: duration(value, f"{where}: {name}") for name, value in values.items()})
 
 
 def _json(text: str, where: str) -> Any:
@@ -66,7 +69,8 @@ def _json(text: str, where: str) -> Any:
         raise _refused("unreadable", "stage times cannot be read as JSON", where, "JSON", error) from error
 
 
-def _duration(value: Any, where: str) -> Duration:
+def duration(value: Any, where: str) -> Duration:
+    """Return a duration that was read; refuse what is none."""
     if isinstance(value, Mapping):
         return _distribution(value, where)
     if isinstance(value, list):
