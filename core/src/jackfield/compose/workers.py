@@ -246,7 +246,7 @@ class WorkerFactory:
         tokenizer, limit = load_tokenizer(self.config), prompt_limit(self.config)
         self.router = Router(self.clock, partial(tokenizer.decode, skip_special_tokens=False))
         plugin, chosen = self.registry.load("agent", self.config.agent.name), self.config.agent.settings
-        settings = structure(plugin.settings_class, chosen, "agent")  # once, and not for each rollout
+        settings: Any = structure(plugin.settings_class, chosen, "agent")  # once, and not for each rollout
         shared: Any = {"tokenizer": tokenizer, "clock": self.clock, "max_prompt_tokens": limit}
         shared["request_prefix"] = request_prefix
 
