@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from contextvars import Context, copy_context
 from functools import partial
@@ -64,10 +65,10 @@ class _Part:
     aborted: bool = False
 
     def advance(self, version: int, tokens: float) -> None:
-        """Take the tokens of some time with one version."""
+        """Take the tokens that began in some time, with one version."""
         self.progress = min(self.progress + tokens, self.count)
         first = len(self.request.prompt_ids)
-        while len(self.versions) < int(self.progress + 1e-6):
+        while len(self.versions) < math.ceil(self.progress - 1e-6):
             self.response.versions[first + len(self.versions)] = version
             self.versions.append(version)
 
