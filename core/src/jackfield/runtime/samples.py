@@ -286,11 +286,8 @@ class AdvantageWorker:
         given: dict[str, Any] = {"response_mask": _padded(mask), "group_ids": numbers, "pair_ids": numbers}
         given |= {name: _padded(columns[column]) for name, column in names.items()}
         given |= {name: value for name, value in algorithm.loss_options.items() if name in loss.options}
-        prepared = prepare(algorithm.loss, **given)
-        sizes = list(map(len, rows_of(mask)))
-        values = {
-            name: _jagged(value, sizes) if value.dim() == 2 else dense_column(value) for name, value in prepared.items()
-        }
+        sizes, made = list(map(len, rows_of(mask))), prepare(algorithm.loss, **given).items()
+        values = {name: _jagged(each, sizes) if each.dim() == 2 else dense_column(each) for name, each in made}
         return await self._values.write(batch, values)
 
     async def _read(self, batch: BatchMeta, *, keeps_versions: bool) -> _Responses:
