@@ -314,8 +314,10 @@ def with_faults(role: str, *kinds: str, **settings: Any) -> Callable[[int], Simu
     return chosen
 
 
-#: Mutants that faults of one role and kind have to find: without faults, these runs keep their invariants.
+#: Mutants that faults of one role and kind have to find.
 BY_FAULT: list[tuple[Callable[[Patch], None], Callable[[int], SimulationSettings]]] = [
+    (a_lease_ignores_staleness, with_faults("agent worker", "answers late")),
+    (a_resume_keeps_later_acks, with_faults("engine rank", "dies")),
     (a_dead_replica_stays_dead, with_faults("replica", "dies")),
     (a_dead_replica_stays_dead, with_faults("replica", "freezes")),
     (a_restarted_replica_gets_no_weights, with_faults("replica", "dies")),
@@ -342,10 +344,8 @@ MUTANTS = [
     an_ack_counts_twice,
     a_dropped_group_is_not_retried,
     a_lease_takes_an_incomplete_batch,
-    a_lease_ignores_staleness,
     the_ack_comes_before_the_update,
     an_ended_lease_is_still_good,
-    a_resume_keeps_later_acks,
     a_resume_skips_a_step,
     completed_updates_are_made_again,
     samples_of_dead_workers_stay,
