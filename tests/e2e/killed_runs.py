@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import io
 import json
@@ -135,6 +136,7 @@ def serve() -> None:
     for name in sys.argv[1:]:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    gc.freeze()  # or each child copies what a collection looks at
     for line in sys.stdin:
         print(json.dumps(start(json.loads(line))), flush=True)
 

@@ -10,6 +10,7 @@ that a command prints, and ``{"ended": NAME, "status": STATUS}``, negative for a
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import io
 import json
@@ -122,4 +123,5 @@ if __name__ == "__main__":
     for module in sys.argv[1:]:  # nothing is computed here: children fork safely
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
+    gc.freeze()  # or each child copies what a collection looks at
     Children().serve()
