@@ -361,7 +361,7 @@ MUTANTS = [
 def test_a_mutant_is_found(mutant: Callable[[Patch], None], monkeypatch: Patch) -> None:
     mutant(monkeypatch)
     with pytest.raises(RunError) as caught:
-        check_seeds(range(SEEDS), random_settings)
+        check_seeds(range(SEEDS), random_settings, tries=1)
     assert "run.simulation" == caught.value.code
 
 
@@ -373,5 +373,5 @@ def test_a_mutant_is_found_by_a_fault(
 ) -> None:
     mutant(monkeypatch)
     with pytest.raises(RunError) as caught:
-        check_seeds(range(SEEDS), settings)
+        check_seeds(range(SEEDS), settings, tries=1)
     assert "run.simulation" == caught.value.code

@@ -58,7 +58,9 @@ def simulate(settings: SimulationSettings, *, seed: int = 0, tries: int = 30) ->
     raise RunError(message, code="run.simulation", where=f"seed {seed}", found=text, fix=fix) from error
 
 
-def check_seeds(seeds: Iterable[int], settings_of: Callable[[int], SimulationSettings], *, processes: int = 1) -> None:
+def check_seeds(
+    seeds: Iterable[int], settings_of: Callable[[int], SimulationSettings], *, processes: int = 1, tries: int = 30
+) -> None:
     """Simulate the run of each seed in forked processes, and raise what :func:`simulate` raises for one that fails."""
     listed, context = list(seeds), multiprocessing.get_context("fork")
     failed: Any = context.Array("q", [-1] * processes)
@@ -77,7 +79,7 @@ def check_seeds(seeds: Iterable[int], settings_of: Callable[[int], SimulationSet
     for process in others:
         process.join()
     for seed in sorted({*failed} - {-1})[:1]:
-        simulate(settings_of(seed), seed=seed)
+        simulate(settings_of(seed), seed=seed, tries=tries)
         raise RunError("a process of the simulation ended", code="run.simulation", where=f"seed {seed}")
 
 
