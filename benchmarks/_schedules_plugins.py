@@ -12,39 +12,8 @@ from typing import Any
 import attrs
 from _schedules_bound import RECIPE, TRINITY, Workload
 
-from jackfield.abc import ABI_VERSIONS
-from jackfield.abc.engine import (
-    BaseEngine,
-    EngineLayout,
-    EngineOutput,
-    LoadCheckpointRequest,
-    LoadCheckpointResult,
-    SaveCheckpointRequest,
-    SaveCheckpointResult,
-)
+from jackfield.abc import ABI_VERSIONS, engine, rollout
 from jackfield.abc.reward import RewardAgent, ScoreRequest, ScoreResult
-from jackfield.abc.rollout import (
-    AbortRequest,
-    AbortResult,
-    BaseRolloutServer,
-    GenerateChunk,
-    GenerateRequest,
-    GenerateResult,
-    HealthReport,
-    PauseRequest,
-    PauseResult,
-    ResumeRequest,
-    ResumeResult,
-    RolloutContext,
-    ServerInfo,
-    SleepRequest,
-    SleepResult,
-    UpdateWeightsRequest,
-    WakeUpRequest,
-    WakeUpResult,
-    WeightReceipt,
-    WorkerReceipt,
-)
 from jackfield.clock import Clock
 from jackfield.plugins import Manifest, Registry, installed
 from jackfield.plugins.registry import PluginRecord
@@ -116,33 +85,33 @@ class RolloutDevice:
         self._moves.set()
 
 
-class SleepingServer(BaseRolloutServer):
+class SleepingServer(rollout.BaseRolloutServer):
     """A replica whose answers are two tokens."""
 
     config: Settings
 
-    def __init__(self, config: Settings, context: RolloutContext) -> None:
+    def __init__(self, config: Settings, context: rollout.RolloutContext) -> None:
         super().__init__(config, context)
         self.version = 0
 
-    async def start(self) -> ServerInfo:
+    async def start(self) -> rollout.ServerInfo:
         """Serve version 0."""
         self.device = RolloutDevice(self.context.clock, self.config.work, self.config.scale)
-        return ServerInfo(replica=self.context.replica)
+        return rollout.ServerInfo(replica=self.context.replica)
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: rollout.GenerateRequest) -> rollout.GenerateResult:
         """Answer after the time of a rollout."""
         before = self.version
         await self.device.generate(slow=len(request.prompt_ids) > SLOW_PROMPT)
         tokens = 5 + (request.sampling.seed or 0) % 2, 1
         logs: Any = {"log_probs": (-1.0, -1.0), "weight_versions": (before, self.version)}
-        return GenerateResult(request_id=request.request_id, token_ids=tokens, finish_reason="stop", **logs)
+        return rollout.GenerateResult(request_id=request.request_id, token_ids=tokens, finish_reason="stop", **logs)
 
-    async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+    async def generate_stream(self, request: rollout.GenerateRequest) -> AsyncIterator[rollout.GenerateChunk]:
         """Answer in one piece."""
         yield await self.generate(request)
 
-    async def update_weights(self, request: UpdateWeightsRequest) -> WeightReceipt:
+    async def update_weights(self, request: rollout.UpdateWeightsRequest) -> rollout.WeightReceipt:
         """Receive the weights, and take the time of a sync."""
         receiver, began = open_receiver(request), self.context.clock.time()
         async with aclosing(receiver.tensors(request.connect[0], request.version)) as tensors:
@@ -150,39 +119,39 @@ class SleepingServer(BaseRolloutServer):
                 pass
         await self.device.sync()
         self.version, seconds = request.version, self.context.clock.time() - began
-        worker = WorkerReceipt(worker=0, digests=dict(receiver.digests))
+        worker = rollout.WorkerReceipt(worker=0, digests=dict(receiver.digests))
         took: Any = {"seconds": seconds, "paused_seconds": seconds}
-        return WeightReceipt(version=self.version, replica=self.context.replica, workers=(worker,), **took)
+        return rollout.WeightReceipt(version=self.version, replica=self.context.replica, workers=(worker,), **took)
 
-    async def abort(self, request: AbortRequest) -> AbortResult:
+    async def abort(self, request: rollout.AbortRequest) -> rollout.AbortResult:
         """Have nothing to end."""
-        return AbortResult(request_ids=())
+        return rollout.AbortResult(request_ids=())
 
-    async def pause(self, request: PauseRequest) -> PauseResult:
+    async def pause(self, request: rollout.PauseRequest) -> rollout.PauseResult:
         """Have nothing to pause."""
-        return PauseResult()
+        return rollout.PauseResult()
 
-    async def resume(self, request: ResumeRequest) -> ResumeResult:
+    async def resume(self, request: rollout.ResumeRequest) -> rollout.ResumeResult:
         """Have nothing to resume."""
-        return ResumeResult()
+        return rollout.ResumeResult()
 
-    async def sleep(self, request: SleepRequest) -> SleepResult:
+    async def sleep(self, request: rollout.SleepRequest) -> rollout.SleepResult:
         """Have no memory to free."""
-        return SleepResult()
+        return rollout.SleepResult()
 
-    async def wake_up(self, request: WakeUpRequest) -> WakeUpResult:
+    async def wake_up(self, request: rollout.WakeUpRequest) -> rollout.WakeUpResult:
         """Have no memory to allocate."""
-        return WakeUpResult()
+        return rollout.WakeUpResult()
 
-    async def health(self) -> HealthReport:
+    async def health(self) -> rollout.HealthReport:
         """Report that the replica serves, with its weight version."""
-        return HealthReport(healthy=True, weight_version=self.version)
+        return rollout.HealthReport(healthy=True, weight_version=self.version)
 
     async def stop(self) -> None:
         """Have nothing to stop."""
 
 
-class SleepingEngine(BaseEngine):
+class SleepingEngine(engine.BaseEngine):
     """A model of one tensor, whose passes sleep in proportion to their rows."""
 
     config: Settings
@@ -191,9 +160,9 @@ class SleepingEngine(BaseEngine):
         """Have no model to load."""
 
     @property
-    def layout(self) -> EngineLayout:
+    def layout(self) -> engine.EngineLayout:
         """Return the place of the only rank."""
-        return EngineLayout()
+        return engine.EngineLayout()
 
     @contextmanager
     def train_mode(self) -> Iterator[None]:
@@ -205,7 +174,7 @@ class SleepingEngine(BaseEngine):
     def optimizer_zero_grad(self) -> None:
         """Have no gradients."""
 
-    def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> EngineOutput:
+    def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> engine.EngineOutput:
         """Sleep for the share of these rows in the time of a batch."""
         import torch
 
@@ -213,7 +182,7 @@ class SleepingEngine(BaseEngine):
         seconds = work.log_probs if forward_only else work.update
         time.sleep(seconds * rows / (work.groups * work.rollouts) / self.config.scale)
         log_probs = torch.nested.nested_tensor([torch.full((2,), -1.0)] * rows, layout=torch.jagged)
-        return EngineOutput(log_probs=log_probs, metrics={} if forward_only else {"policy/loss": 0.0})
+        return engine.EngineOutput(log_probs=log_probs, metrics={} if forward_only else {"policy/loss": 0.0})
 
     def optimizer_step(self) -> float:
         """Return a gradient norm."""
@@ -236,14 +205,14 @@ class SleepingEngine(BaseEngine):
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Have nothing to move."""
 
-    def save_checkpoint(self, request: SaveCheckpointRequest) -> SaveCheckpointResult:
+    def save_checkpoint(self, request: engine.SaveCheckpointRequest) -> engine.SaveCheckpointResult:
         """Write an empty folder."""
         Path(request.folder).mkdir(parents=True, exist_ok=True)
-        return SaveCheckpointResult(folder=request.folder)
+        return engine.SaveCheckpointResult(folder=request.folder)
 
-    def load_checkpoint(self, request: LoadCheckpointRequest) -> LoadCheckpointResult:
+    def load_checkpoint(self, request: engine.LoadCheckpointRequest) -> engine.LoadCheckpointResult:
         """Have nothing to load."""
-        return LoadCheckpointResult(folder=request.folder)
+        return engine.LoadCheckpointResult(folder=request.folder)
 
 
 class SleepingReward(RewardAgent):
@@ -253,8 +222,8 @@ class SleepingReward(RewardAgent):
 
     async def compute_score(self, request: ScoreRequest) -> ScoreResult:
         """Score 0 or 1."""
-        _, batch, group, _, rollout, _ = request.idempotency_key.rsplit("/", 5)
-        seconds = self.config.work.reward_seconds(int(batch), int(group), int(rollout)) / self.config.scale
+        _, batch, group, _, number, _ = request.idempotency_key.rsplit("/", 5)
+        seconds = self.config.work.reward_seconds(int(batch), int(group), int(number)) / self.config.scale
         if seconds:
             await self.context.clock.sleep(seconds)
         return ScoreResult(score=float(request.response_ids[0] % 2))

@@ -28,8 +28,8 @@ class TimedRun(Simulation):
     def __attrs_post_init__(self) -> None:
         self.device = RolloutDevice(self.clock, self.work)
 
-    async def spend(self, stage: str, batch: int, group: int = 0, rollout: int = 0, again: str = "") -> None:
-        """Take the time of a stage."""
+    async def take(self, stage: str, seconds: float, batch: int, group: int = 0, rollout: int = 0) -> None:
+        """Take the time of a stage in the workload, in the place of a drawn one."""
         work = self.work
         if stage == "generate":
             await self.device.generate(slow=work.tail > 0 and group == work.groups - 1)
@@ -38,8 +38,8 @@ class TimedRun(Simulation):
         elif stage == "reward":
             await self.clock.sleep(work.reward_seconds(batch, group, rollout))
         else:
-            seconds = {"log_probs": work.log_probs, "update": work.update / work.mini_batches}
-            await self.clock.sleep(seconds.get(stage, 0.0))
+            times = {"log_probs": work.log_probs, "update": work.update / work.mini_batches}
+            await self.clock.sleep(times.get(stage, 0.0))
 
     @hookimpl
     def step_ended(self, event: StepEnded) -> None:

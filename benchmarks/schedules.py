@@ -29,6 +29,7 @@ import _schedules_bound as bounds
 from _schedules_bound import Plan, Workload
 
 from jackfield.errors import JackfieldError
+from jackfield.imports import own_process
 
 _QUICK = {("recipe", "update pipeline")}
 #: Seconds of a workload in a second of a real run, so that a step takes a second or more.
@@ -114,6 +115,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="run one plan really, and simulate all")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     arguments = parser.parse_args()
+    own_process()  # as `jackfield run` does
     loads, found = [os.getloadavg()[0]], dict[str, Any](recipe={}, trinity={})
     try:
         if "recipe" in arguments.only:

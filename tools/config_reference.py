@@ -125,10 +125,10 @@ def _inner(cls: type, name: str) -> type | None:
 
 def _type(annotation: str) -> str:
     """A type as people write it: choices by name, null for None."""
-    choices = re.fullmatch(r"Literal\[(.*)\]", annotation)
+    choices = re.fullmatch(r"Literal\[(.*)\]( \| None)?", annotation)
     if choices:
         names = [choice.strip(" '\"") for choice in choices[1].split(",")]
-        return ", ".join(f"`{name}`" for name in names)
+        return ", ".join(f"`{name}`" for name in names) + (" or null" if choices[2] else "")
     words = {"str": "text", "int": "integer", "float": "number", "bool": "true or false", "None": "null"}
     if annotation.startswith("tuple["):
         members = annotation[6:-1].split(",")

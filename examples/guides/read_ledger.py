@@ -10,7 +10,7 @@ from jackfield.queue import effective_acks, read_ledger
 def samples_by_step(folder: Path) -> Counter[int]:
     """How many samples each step used, replayed ones included. A sample counts for the last step that used it."""
     acks = effective_acks(read_ledger(folder))
-    return Counter(acks["trainer"].values())
+    return Counter(acks.get("trainer", {}).values())
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ from jackfield.abc.reward import RewardContext, ScoreRequest
 from jackfield.abc.transfer_queue import PutRequest, TransferQueueContext
 from jackfield.cli import main
 from jackfield.compose import run
+from jackfield.compose.checks import check_settings
+from jackfield.compose.modes import check_stages
 from jackfield.compose.resolve import resolve_algorithm
 from jackfield.compose.run import run_stages
 from jackfield.config import load_config, load_stages, make_config, plugin_settings
@@ -68,9 +70,9 @@ def test_configurations_in_the_documentation_are_valid(documented: Registry, tex
 def test_commands_in_the_documentation_are_valid(documented: Registry, words: list[str]) -> None:
     overrides = [word for word in words if OVERRIDE.fullmatch(word)]
     file = next((word for word in words if word.endswith(".yaml")), "examples/quickstart/grpo.yaml")
-    for config in load_stages(REPOSITORY / file, overrides).values():
-        plugin_settings(config, documented)
-    assert (REPOSITORY / file).is_file()
+    role: Any = words[words.index("--role") + 1] if "--role" in words else "all"
+    stages = load_stages(REPOSITORY / file, overrides, served=role != "all")
+    check_stages(stages, lambda config: check_settings(config, documented, role))
 
 
 def small(folder: Path, model_folder: Path, tasks: Path, *more: str) -> list[str]:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable, Sequence
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +63,43 @@ def ray_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "OMP_NUM_THREADS": "1",
     }
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(ray_environment: dict[str, str]) -> Iterator[str]:
+    """A cluster on this machine that runs join; its address."""
+    folder = tempfile.mkdtemp(prefix="jackfield")  # the path of a socket is short
+    port = 20_000 + secrets.randbelow(10_000)
+    command = [
+        Path(sys.executable).with_name("ray"), "start", "--head", "--block", "--num-cpus=2",
+        "--include-dashboard=false", "--disable-usage-stats",
+        "--node-ip-address=127.0.0.2", f"--port={port}", "--object-store-memory=200000000",
+        f"--temp-dir={folder}", "--no-monitor", "--include-log-monitor=false",
+        f"--ray-client-server-port={port + 10_000}",
+    ]  # fmt: skip
+    head = subprocess.Popen(
+        command,
+        env={**ray_environment, "RAY_worker_niceness": "0"},  # its workers compete with other tests
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert head.stdout is not None
+        said = []
+        for line in head.stdout:
+            said.append(line)
+            if "Ray runtime started" in line:
+                break
+        else:
+            pytest.fail("".join(said))
+        yield f"127.0.0.2:{port}"
+    finally:
+        head.terminate()
+        head.wait(60)
+        head.stdout.close()
+        shutil.rmtree(folder)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Runs that are killed: a process that imports everything once and forks one child per start of a run.
 
-    python killed_runs.py < commands.jsonl
+    python killed_runs.py MODULE ... < commands.jsonl    # the modules are imported first
 
 Each line of the input is ``{"config": FILE, "overrides": [...], "kill": null or [PLACE, n], "room": null or BYTES}``;
 each line of the output is ``{"killed": true}`` or ``{"code": EXIT CODE, "error": STANDARD ERROR}`` of the command.
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import io
 import json
@@ -132,8 +133,10 @@ def start(command: dict[str, Any]) -> dict[str, Any]:
 
 def serve() -> None:
     """Import what a run imports, then do what standard input says. Nothing is computed here: children fork safely."""
-    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
-
+    for name in sys.argv[1:]:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.freeze()  # or each child copies what a collection looks at
     for line in sys.stdin:
         print(json.dumps(start(json.loads(line))), flush=True)
 

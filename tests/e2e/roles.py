@@ -1,6 +1,6 @@
 """Commands in processes of their own, side by side, that import everything once: each is forked.
 
-    python roles.py < orders.jsonl
+    python roles.py MODULE ... < orders.jsonl    # the modules are imported first
 
 Orders: ``{"start": NAME, "argv": [...], "die_at": [METHOD, n] or null}`` and ``{"end": NAME}``. A command with
 ``die_at`` kills itself with SIGKILL at the n-th call of a method. Answers: ``{"line": TEXT, "of": NAME}`` for each line
@@ -9,6 +9,8 @@ that a command prints, and ``{"ended": NAME, "status": STATUS}``, negative for a
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import io
 import json
@@ -118,6 +120,8 @@ class Children:
 
 
 if __name__ == "__main__":
-    import transformers.models.qwen3.modeling_qwen3  # noqa: F401  # nothing is computed here: children fork safely
-
+    for module in sys.argv[1:]:  # nothing is computed here: children fork safely
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    gc.freeze()  # or each child copies what a collection looks at
     Children().serve()

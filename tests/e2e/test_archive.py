@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from jackfield.cli import main
 from jackfield.errors import JackfieldError
 from jackfield.queue import effective_acks, read_ledger
 from jackfield_archive.__main__ import main as archive_main
+from jackfield_commands import CommandServer
 
 from .conftest import QUICKSTART, Run
 from .test_kill import DONE, PROMPTS, RUNS, STEPS, Start, moments, start  # noqa: F401, the fixture
@@ -224,16 +225,17 @@ def test_a_served_controller_writes_the_archive(small_run: Run, roles: Roles, ma
 
 
 @pytest.mark.timeout(600)
-def test_a_run_in_a_ray_cluster_writes_the_archive(made: Path, tmp_path: Path, ray_environment: dict[str, str]) -> None:
+def test_a_run_in_a_ray_cluster_writes_the_archive(
+    jackfield: CommandServer,
+    quickstart_settings: Callable[..., list[str]],
+    ray_environment: dict[str, str],
+    ray_interpreters: str,
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("ray")
-    folder, archive = tmp_path / "run", tmp_path / "archive"
-    settings = [
-        f"folder={folder}", f"model.path={made / 'model'}", f"data.train={made / 'problems'}.jsonl",
-        f"queue.archive={archive}", "schedule.steps=2", "checkpoint.every=1", "evaluation.every=0",
-        "observe.progress=false", "observe.curve=false", "observe.tensorboard=false", *SMALL,
-        "cluster={name: ray, threads: 1, ray: {num_cpus: 3, object_store_bytes: 200000000}}",
-    ]  # fmt: skip
-    words = [str(Path(sys.executable).with_name("jackfield")), "run", str(QUICKSTART / "grpo.yaml"), *settings]
-    done = subprocess.run(words, env=ray_environment, capture_output=True, text=True, timeout=500, check=False)
-    assert 0 == done.returncode, done.stderr[-3000:]
-    assert 8 == len(check_once(folder, archive, tmp_path / "cache"))
+    archive = tmp_path / "archive"
+    ray = ("cluster.name=ray", "cluster.ray.num_cpus=3", "cluster.ray.object_store_bytes=200000000", ray_interpreters)
+    more = (f"queue.archive={archive}", "checkpoint.every=1", *SMALL, "schedule.steps=2")
+    done = jackfield("run", *quickstart_settings("run", *ray, *more), environment=ray_environment, seconds=500)
+    assert 0 == done.code, done.error
+    assert 8 == len(check_once(tmp_path / "run", archive, tmp_path / "cache"))

@@ -112,8 +112,13 @@ def test_each_checkpoint_has_the_metrics_of_the_evaluation_at_its_step(
 
 
 def test_adapters_and_devices_in_turns_change_nothing(made: Path, jackfield: CommandServer, tmp_path: Path) -> None:
-    """A checkpoint's adapter is sent to the replicas, and engine and replicas take turns, as in the run."""
-    arguments = settings(tmp_path / "run", made, "model.lora={rank: 4}", "cluster.offload=true", "cluster.replicas=2")
+    """A checkpoint's adapter is sent to the replicas, and engine and replicas take turns, as in the run.
+
+    The schedule of the run, here the update pipeline, is nothing to a bench.
+    """
+    turns = ("cluster.offload=true", "cluster.replicas=2")
+    stream = ("schedule.stream_mini_batches=true", "algorithm.mini_batches=2")
+    arguments = settings(tmp_path / "run", made, "model.lora={rank: 4}", *turns, *stream)
     assert 0 == jackfield("run", *arguments).code
     ended = jackfield("bench", *arguments, "--all", "--base", "--json")
     assert 0 == ended.code, ended.error
@@ -179,14 +184,20 @@ def test_what_is_done_is_not_done_again_after_a_kill(
 def test_a_bench_beside_a_run_that_trains_leaves_it_alone(
     made: Path, jackfield: CommandServer, bench: Callable[..., Completed], tmp_path: Path
 ) -> None:
-    """The run goes on, its ledger has each sample once, and the bench ends well."""
+    """The run generates and trains meanwhile, its ledger has each sample once, and the bench ends well."""
     folder = tmp_path / "run"
     busy = ("schedule.steps=10000", "checkpoint.keep=10000", "evaluation.every=0", "checkpoint.grace_seconds=100")
     run = jackfield.start("run", *settings(folder, made, *busy))
     until(lambda: len(list((folder / "checkpoints").glob("step_????????"))) >= 2, run)
-    ended = bench(folder, "--newest", "1", "--set", "hard", *busy)
+    before = [line["step"] for line in metrics(folder) if line["kind"] == "step"]
+    ended = bench(folder, "--newest", "1", "--set", "hard", *busy, "--json")
     assert 0 == ended.code, ended.error
+    assert [ROLLOUTS * TASKS] == [
+        pyarrow.parquet.read_metadata(folder / "bench" / each["samples"]).num_rows
+        for each in json.loads(ended.out)["results"]
+    ]
     steps = [line["step"] for line in metrics(folder) if line["kind"] == "step"]
+    assert max(steps) > max(before), "its replicas generated while the bench evaluated"
     until(lambda: max(line["step"] for line in metrics(folder) if line["kind"] == "step") > max(steps), run)
     run.send(signal.SIGTERM)
     assert 128 + signal.SIGTERM == run.wait().code
@@ -266,6 +277,7 @@ def test_a_signal_ends_it_in_order(done: Path, made: Path, jackfield: CommandSer
         (("--checkpoint", "{tmp}/nothing"), 1, "engine.model"),
         (("folder={tmp}/empty",), 1, "run.no-checkpoint"),
         (("data.eval=null", "evaluation.sets={}"), 1, "config.missing-key"),
+        (("evaluation.sets.hard.file=nowhere",), 1, "data.missing"),
         (("evaluation.rollouts=2",), 1, "config.invalid-value"),
         (("evaluation.sets={train: {file: x}}",), 1, "config.invalid-value"),
         (("evaluation.sets={more: {file: x, rolouts: 3}}",), 1, "config.unknown-key"),

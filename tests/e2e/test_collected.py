@@ -61,6 +61,7 @@ def test_explore_fills_a_folder_and_train_learns_from_it_in_epochs(
     assert "3 batches of samples" in said
     assert not (tmp_path / "collected" / "model").exists()
     assert [4.0] * 3 == [line["samples"] for line in lines(tmp_path / "collected")]
+    assert [] == [name for line in lines(tmp_path / "collected") for name in line if "stale" in name], "no step trains"
     exported = tmp_path / "rows.jsonl"
     ok(jackfield("queue", "export", str(tmp_path / "collected"), str(exported)))
     rows = [json.loads(line) for line in exported.read_text().splitlines()]
@@ -76,6 +77,10 @@ def test_explore_fills_a_folder_and_train_learns_from_it_in_epochs(
         assert 6 == len(lines(tmp_path / name))
         assert (tmp_path / name / "model" / "model.safetensors").is_file()
     assert any(line["grad_norm"] > 0 for line in lines(tmp_path / "from_run"))
+    generated = [
+        [line.get("generated/samples") for line in lines(tmp_path / name)] for name in ("collected", "from_run")
+    ]
+    assert [[4.0] * 3, [None] * 6] == generated, "nothing is generated in mode train"
     again = ok(jackfield("run", *quickstart_settings(name, "mode=train", *SMALL, *more)))
     assert "holds the finished run" in again
 
@@ -148,11 +153,13 @@ def test_limits_end_a_run_and_higher_ones_continue_it(
     assert 5 == lines(tmp_path / "limited")[-1]["step"]
     ok(jackfield(*command, "schedule.until.score=-1", "evaluation.every=1"))
     assert 6 == lines(tmp_path / "limited")[-1]["step"]
-    ok(jackfield(*command, "schedule.until.device_seconds=0.001"))
-    assert 7 == lines(tmp_path / "limited")[-1]["step"]
-    other = quickstart_settings("other", *SMALL, "evaluation.every=1", "evaluation.tasks=2", "schedule.until.score=-1")
-    ok(jackfield("run", *other))
+    ok(jackfield(*command, "schedule.until.samples=20"))
+    assert 6 == lines(tmp_path / "limited")[-1]["step"], "more samples were used before"
+    score = ("evaluation.every=1", "evaluation.tasks=2", "schedule.until.score=-1")
+    ok(jackfield("run", *quickstart_settings("other", *SMALL, *score)))
     assert [1] == [line["step"] for line in lines(tmp_path / "other")], "the score before the first step does not count"
+    ok(jackfield("run", *quickstart_settings("third", *SMALL, "schedule.until.device_seconds=0.001")))
+    assert [1] == [line["step"] for line in lines(tmp_path / "third")]
 
 
 def test_a_served_queue_is_filled_and_then_trained_on(
@@ -200,8 +207,17 @@ def test_a_served_queue_is_filled_and_then_trained_on(
         (("mode=explore", "queue.max_bytes=100"), "queue.max_samples"),
         (("mode=explore", "schedule.until.reward=1"), "schedule.until.reward"),
         (("mode=explore", "queue.archive=kept"), "queue.archive"),
+        (("mode=explore", "schedule.sync_offset=1"), "schedule.sync_offset"),
+        (("mode=explore", "mixing.replay.ratio=0.5"), "mixing.replay"),
         (("schedule.until.score=1",), "evaluation.every"),
+        (("data.train=null",), "data.train"),
+        (("cluster.max_model_len=8", "data.max_prompt_tokens=5"), "data.max_prompt_tokens"),
+        (("queue.rewards=distributed",), "queue.rewards"),
+        (("weights.kind=delta", "--role=explore"), "weights.kind"),
+        (("weights.in_turns=true", "cluster.placement=shared", "cluster.replicas=2"), "weights.in_turns"),
+        (("schedule.on_stale=drop",), "schedule.on_stale"),
         (("data.epochs=2",), "data.epochs"),
+        (("algorithm.shaping={overlong_length: 4, overlong_buffer: 6}",), "algorithm.shaping.overlong_buffer"),
         (("mode=train", "data.samples=x", "mixing.replay={ratio: 1}"), "mixing.replay"),
         (("cluster.placement=separate", "cluster.offload=true"), "cluster.offload"),
         (("mode=train", "schedule.stream_mini_batches=true", "data.samples=x"), "schedule.stream_mini_batches"),
@@ -213,9 +229,15 @@ def test_what_makes_no_sense_is_refused_by_name(
 ) -> None:
     options = [each for each in settings if each.startswith("--")]
     chosen = [each for each in settings if not each.startswith("--")]
-    refused = jackfield("run", *options, *quickstart_settings("refused", *SMALL, *chosen))
+    arguments = [*options, *quickstart_settings("refused", *SMALL, *chosen)]
+    refused = jackfield("run", *arguments)
     assert 1 == refused.code
     assert where in refused.error
+    assert "\n  expected: " in refused.error
+    assert "\n  fix: " in refused.error
+    for command in ("validate", "explain") if where != "absent" else ():  # a folder's content is the run's to check
+        checked = jackfield("config", command, *arguments)
+        assert (1, refused.error) == (checked.code, checked.error), "they refuse what the run refuses"
     assert not (tmp_path / "refused").exists()
 
 

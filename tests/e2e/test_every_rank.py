@@ -65,7 +65,7 @@ def install(folder: Path) -> dict[str, str]:
 
 
 def test_both_ranks_send_their_rows_and_the_replica_answers_as_the_engine(
-    made: Path, tmp_path: Path, ray_environment: dict[str, str]
+    made: Path, tmp_path: Path, ray_environment: dict[str, str], ray_interpreters: str
 ) -> None:
     """Each element is sent once, about half of the bytes by either link. The receipts of all pieces are verified, and
     the replica's log-probs are the engine's."""
@@ -75,7 +75,7 @@ def test_both_ranks_send_their_rows_and_the_replica_answers_as_the_engine(
         f"schedule.steps={STEPS}", "evaluation.every=0", "observe.progress=false", "observe.curve=false",
         "observe.tensorboard=false", "checkpoint={every: 0, at_end: false}", "checkpoint_engine.name=noting",
         "cluster={name: ray, threads: 1, ray: {num_cpus: 3, engine_ranks: 2, object_store_bytes: 200000000}}",
-        *GRADED,
+        ray_interpreters, *GRADED,
     ]  # fmt: skip
     command = [str(Path(sys.executable).with_name("jackfield")), "run", str(QUICKSTART / "grpo.yaml"), *settings]
     environment = ray_environment | install(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,12 @@ class Steps:
 
     def __init__(self) -> None:
         self.seen: list[StepEnded] = []
+        self.exempt: list[int] = []  #: objects that the garbage collection does not look through
 
     @hookimpl
     def step_ended(self, event: StepEnded) -> None:
         self.seen.append(event)
+        self.exempt.append(gc.get_freeze_count())
 
 
 @pytest.mark.timeout(180)
@@ -38,8 +41,12 @@ def test_a_run_is_built_from_plain_objects(made: Path, tmp_path: Path) -> None:
         reward=PluginSection(name="rules", settings={"method": "exact"}),
     )
     steps = Steps()
+    gc.unfreeze()  # what the test session exempts from collection
     result = run(config, hooks=[steps])
     assert 2 == result.steps == len(steps.seen)
     assert all("policy/loss" in step.metrics for step in steps.seen)
+    assert all(steps.exempt), "steps do not pay for searching what the program has imported"
+    assert 0 == gc.get_freeze_count(), "the program collects garbage as before"
+    gc.freeze()
     assert (result.model / "model.safetensors").is_file()
     assert run(config).finished_before, "the same objects are the same run"

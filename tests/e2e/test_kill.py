@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from jackfield.queue import effective_acks, read_ledger
+from jackfield_commands import IMPORTS
 
 from .conftest import QUICKSTART, metrics
 from .test_modes import GRADED, INVARIANT, TIMES
@@ -28,7 +29,7 @@ Start = Callable[..., dict[str, Any]]
 @pytest.fixture(scope="module")
 def start(made: Path) -> Iterator[Start]:
     """``start(folder, *overrides, kill=None)``: the same command once more, ended by SIGKILL at a moment or not."""
-    command = [sys.executable, str(Path(__file__).with_name("killed_runs.py"))]
+    command = [sys.executable, str(Path(__file__).with_name("killed_runs.py")), *IMPORTS]
     quiet = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     with subprocess.Popen(command, env=quiet, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None

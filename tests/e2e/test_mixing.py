@@ -146,7 +146,7 @@ def test_rows_that_lack_a_column_are_refused_first(small_run: Run, tmp_path: Pat
         ("mixing.replay={ratio: 1, sampler: {options: {decai: 1}}}", "mixing.replay.sampler.options.decai"),
         ("mixing.replay={}", "mixing.replay.ratio"),
         ("mixing.expert={ratio: 1, samples: rows.jsonl}", "mixing.expert has no effect"),
-        ("mixing.human={ratio: 1, samples: rows.jsonl}", "there is no such file of rows"),
+        ("mixing.human={ratio: 1, samples: rows.jsonl}", "there is no such file"),
     ],
 )
 def test_bad_settings_are_refused_first(small_run: Run, tmp_path: Path, setting: str, found: str) -> None:

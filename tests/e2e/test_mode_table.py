@@ -91,12 +91,12 @@ def test_ray(
     arguments: Callable[..., list[str]],
     ray_environment: dict[str, str],
     ray_interpreters: str,
+    ray_cluster: str,
     tmp_path: Path,
     mode: str,
     placement: str,
 ) -> None:
-    pytest.importorskip("ray")
-    ray = ("cluster.name=ray", "cluster.ray.num_cpus=2", "cluster.ray.object_store_bytes=200000000", ray_interpreters)
+    ray = ("cluster.name=ray", f"cluster.ray.address={ray_cluster}", ray_interpreters)
     ok(jackfield("run", *arguments(mode, placement, *ray), environment=ray_environment))
     assert [1, 2] == [line["step"] for line in lines(tmp_path / "run")]
 
@@ -112,7 +112,9 @@ def test_what_does_not_work_is_refused_by_name(
 ) -> None:
     more = ("cluster.name=ray",) if runtime == "ray" else ()
     role = ("--role", "train") if runtime == "distributed" else ()
-    refused = jackfield("run", *role, *arguments(mode, placement, *more))
+    command = (*role, *arguments(mode, placement, *more))
+    refused = jackfield("run", *command)
+    assert refused.error == jackfield("config", "validate", *command).error
     no = why_not(mode, runtime, placement)
     assert no is not None
     assert 1 == refused.code

@@ -6,15 +6,12 @@ import gzip
 import json
 import os
 import re
-import secrets
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +30,6 @@ from .test_modes import steps as by_step
 pytestmark = pytest.mark.timeout(600)
 
 GUIDE = QUICKSTART.parent / "guides" / "ray_runtime.yaml"  #: what the guide shows
-RAY = Path(sys.executable).with_name("ray")
 SCRIPT = Path(__file__).with_name("ray_run.py")
 #: Neither tokens nor losses depend on what a replica computes beside other requests.
 SAME = ("algorithm.old_log_probs=engine", "rollout.batch_invariant=true")
@@ -41,42 +37,6 @@ OURS = ("policy/loss", "policy/ratio", "grad_norm", "lr", "reward/mean", "respon
 
 #: How often a run is killed as a whole; ten times take too long for CI.
 KILLS = int(os.environ.get("JACKFIELD_RAY_KILLS", "1"))
-
-
-@pytest.fixture(scope="module")
-def cluster(ray_environment: dict[str, str]) -> Iterator[str]:
-    """A cluster that somebody else runs, on this machine; its address."""
-    folder = tempfile.mkdtemp(prefix="jackfield")  # the path of a socket is short
-    port = 20_000 + secrets.randbelow(10_000)
-    command = [
-        RAY, "start", "--head", "--block", "--num-cpus=2", "--include-dashboard=false", "--disable-usage-stats",
-        "--node-ip-address=127.0.0.2", f"--port={port}", "--object-store-memory=200000000",
-        f"--temp-dir={folder}", "--no-monitor", "--include-log-monitor=false",
-        f"--ray-client-server-port={port + 10_000}",
-    ]  # fmt: skip
-    head = subprocess.Popen(
-        command,
-        env=ray_environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        assert head.stdout is not None
-        said = []
-        for line in head.stdout:
-            said.append(line)
-            if "Ray runtime started" in line:
-                break
-        else:
-            pytest.fail("".join(said))
-        yield f"127.0.0.2:{port}"
-    finally:
-        head.terminate()
-        head.wait(60)
-        head.stdout.close()
-        shutil.rmtree(folder)
 
 
 @attrs.frozen
@@ -145,7 +105,7 @@ def lives(pid: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def joined(ray_run: RayRun, cluster: str) -> Path:
+def joined(ray_run: RayRun, ray_cluster: str) -> Path:
     """The folder of a run in a cluster that is there: two ranks and a replica take turns, with all hand-overs.
 
     A second replica is added and removed again. Meanwhile workers without state are killed, and the second replica,
@@ -154,7 +114,7 @@ def joined(ray_run: RayRun, cluster: str) -> Path:
     kill = {"step 1": ["agent worker 0"], "step 2": ["rollout replica 1"], "step 3": ["reward worker 0"]}
     scale = [(1, 2, 1), (3, 1, 4)]
     settings = ("cluster.replicas=1", "cluster.offload=true", "cluster.metrics_port=0", "deadlines.drain=0")
-    ended = ray_run("joined", "--address", cluster, *settings, "profile=step:2", kill=kill, scale=scale)
+    ended = ray_run("joined", "--address", ray_cluster, *settings, "profile=step:2", kill=kill, scale=scale)
     for replicas in ([0, 1], [0]):
         assert f"scaled to replicas {replicas}, Prometheus reads {replicas}\n" in ended.stderr
     assert "rollout replica 1 died and is started again" in ended.stderr
@@ -193,12 +153,12 @@ def test_each_rank_traces_its_own_process_in_the_profiled_step_only(joined: Path
     assert "_run_once" in files["controller.html"].read_text(encoding="utf-8"), "the event loop is in every stack"
 
 
-def test_every_step_trains_on_a_full_batch_though_storage_units_are_killed(ray_run: RayRun, cluster: str) -> None:
+def test_every_step_trains_on_a_full_batch_though_storage_units_are_killed(ray_run: RayRun, ray_cluster: str) -> None:
     """They are processes of the controller, which goes on: only their rows are lost, by name, and made anew."""
     kill = {"next_batch 0": ["storage unit 0"], "advantages 1": ["storage unit 1"], "reward 2": ["storage unit 2"]}
     places = ("cluster.replicas=1", "cluster.ray.engine_ranks=1", "transfer_queue={name: zmq, units: 4}")
     small = ("schedule.steps=3", "data.groups_per_batch=3", "data.rollouts_per_group=2", "checkpoint.every=1")
-    ended = ray_run("units", "--address", cluster, *places, *small, kill=kill)
+    ended = ray_run("units", "--address", ray_cluster, *places, *small, kill=kill)
     assert 3 == ended.stderr.count("killed storage unit")
     assert "died" not in ended.stderr, "no worker did"
     check_retried(ended.folder, by_step(metrics(ended.folder)), prompts=3, runs=2)
@@ -252,10 +212,10 @@ LONG = (
     ids=["interrupted for training", "beside training, in turns"],
 )
 def test_responses_continue_with_new_weights_in_a_cluster(
-    ray_run: RayRun, cluster: str, settings: Sequence[str]
+    ray_run: RayRun, ray_cluster: str, settings: Sequence[str]
 ) -> None:
     """Each has its whole budget, and some have tokens of two versions."""
-    where = () if "cluster.ray.num_cpus=3" in settings else ("--address", cluster)
+    where = () if "cluster.ray.num_cpus=3" in settings else ("--address", ray_cluster)
     ended = ray_run("-".join(settings[0].split("=")), *where, *LONG, *settings)
     rows = [json.loads(line) for line in (ended.folder / "samples" / "train.jsonl").read_text().splitlines()]
     assert 4 * 16 == len(rows)
@@ -269,7 +229,7 @@ def test_responses_continue_with_new_weights_in_a_cluster(
 
 @pytest.mark.timeout(600 + 120 * KILLS)
 def test_a_run_that_is_killed_at_random_moments_is_bitwise_the_uninterrupted_one(
-    ray_run: RayRun, cluster: str, joined: Path
+    ray_run: RayRun, ray_cluster: str, joined: Path
 ) -> None:
     """The same command, in a cluster that stays. Ranks and replica take turns, without further hand-overs.
 
@@ -282,7 +242,7 @@ def test_a_run_that_is_killed_at_random_moments_is_bitwise_the_uninterrupted_one
         print(f"killed at {kill}" if ended.code else "finished", "with", saved or "no checkpoint")
         return {"killed": True} if ended.code else DONE
 
-    settings = ("--address", cluster, "cluster.replicas=1", "checkpoint.every=1")
+    settings = ("--address", ray_cluster, "cluster.replicas=1", "checkpoint.every=1")
     for finished in kill_again_and_again(start, Path("killed"), settings, seed=10, kills=KILLS, last=240):
         folder = joined.parent / finished
         check_equal(joined, folder, besides=("replicas", "log_prob_check/replica", "log_prob_check/rollout"))

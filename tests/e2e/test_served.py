@@ -22,6 +22,7 @@ from jackfield.compose.run import serve_queue
 from jackfield.config import load_config
 from jackfield.errors import ConfigError, PluginError, QueueError
 from jackfield.queue import effective_acks, read_ledger
+from jackfield_commands import IMPORTS
 
 from .conftest import QUICKSTART, Run
 from .test_modes import GRADED, INVARIANT, steps, without_times
@@ -79,7 +80,11 @@ def commands() -> Iterator[subprocess.Popen[str]]:
     """The process that imports everything once."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, str(ROLES)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, str(ROLES), *IMPORTS],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
     )
     yield process
     process.communicate(timeout=30)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +21,46 @@ from .test_modes import GRADED
 pytestmark = pytest.mark.timeout(240)
 
 Settings = Callable[..., list[str]]
+#: An agent loop with two turns: it asks the task, and then something else.
+TWO_TURNS = """
+import itertools
+
+import attrs
+
+from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence
+from jackfield.abc.rollout import GenerateRequest, SamplingParams
+
+numbers = itertools.count()
+
+
+@attrs.frozen
+class Config:
+    pass
+
+
+class Agent(AgentLoopBase):
+    async def run(self, sampling_params, **fields):
+        tokenizer = self.context.tokenizer
+        tuples = {"stop": tuple(sampling_params["stop"]), "stop_token_ids": tokenizer.end_token_ids}
+        sampling = SamplingParams(**{**sampling_params, **tuples})
+        prompt, ids, mask, log_probs, versions = tokenizer.encode_chat(fields["messages"]), (), (), (), ()
+        for turn in ((), tokenizer.encode_turn([{"role": "user", "content": "1+1="}])):
+            ids, mask, log_probs = ids + turn, mask + (0,) * len(turn), log_probs + (0.0,) * len(turn)
+            versions += (-1,) * len(turn)
+            number = f"{self.context.request_prefix}/{next(numbers)}"
+            asked = GenerateRequest(request_id=number, prompt_ids=prompt + ids, sampling=sampling)
+            answer = await self.context.generate(asked)
+            ids, mask = ids + answer.token_ids, mask + (1,) * len(answer.token_ids)
+            log_probs, versions = log_probs + answer.log_probs, versions + answer.weight_versions
+        sequence = AgentSequence(
+            prompt_ids=prompt,
+            response_ids=ids,
+            response_mask=mask,
+            response_log_probs=log_probs,
+            weight_versions=versions,
+        )
+        return AgentLoopOutput(sequences=(sequence,), num_turns=2)
+"""
 SMALL = ("data.groups_per_batch=2", "data.rollouts_per_group=2", "sampling.max_new_tokens=4", *GRADED)
 
 
@@ -30,10 +71,28 @@ def shared(quickstart_settings: Settings, tmp_path: Path) -> Callable[..., list[
     return lambda *more: quickstart_settings("run", weights, "schedule.sync_offset=3", *SMALL, *more)
 
 
-def test_explorers_with_different_tasks_share_the_batches(
-    jackfield: CommandServer, shared: Callable[..., list[str]], tmp_path: Path, made: Path
+@pytest.fixture
+def two_turns(tmp_path: Path) -> dict[str, str]:
+    """The environment of a command that finds the agent ``two_turns``; the others do not know it."""
+    package, info = tmp_path / "site" / "two_turns", tmp_path / "site" / "two_turns-0.1.0.dist-info"
+    package.mkdir(parents=True)
+    info.mkdir()
+    manifest = 'name = "two_turns"\nkind = "agent"\nabi = "1.0"\nobject = "two_turns:Agent"\n'
+    (package / "__init__.py").write_text(TWO_TURNS)
+    (package / "plugin.toml").write_text(f'{manifest}config = "two_turns:Config"\n')
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: two_turns\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text("[jackfield.agents]\ntwo_turns = two_turns:plugin.toml\n")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(package.parent), os.environ.get("PYTHONPATH")]))}
+
+
+def test_explorers_with_different_tasks_agents_and_sampling_share_the_batches(
+    jackfield: CommandServer,
+    shared: Callable[..., list[str]],
+    tmp_path: Path,
+    made: Path,
+    two_turns: dict[str, str],
 ) -> None:
-    """Each batch is whole, has the tasks of one explorer, and is trained on once."""
+    """Each batch is whole, has the tasks and the agent of one explorer, and is trained on once."""
     problems = [json.loads(line) for line in (made / "problems.jsonl").read_text().splitlines()]
     tasks = {}
     for name, chosen in {"many": problems[:40], "few": problems[40:50]}.items():
@@ -46,11 +105,13 @@ def test_explorers_with_different_tasks_share_the_batches(
         stack.callback(controller.send, signal.SIGTERM)
         wait_until(controller, lambda: "is served" in controller.out)
         explorers = [
-            jackfield.start("run", "--role", "explore", *shared(steps, f"data.train={tasks[name]}", *own))
-            for name, own in {
-                "many": ("data.share=0.75", "sampling.max_new_tokens=6"),
-                "few": ("data.share=0.25", "sampling.max_new_tokens=3", wide),
-            }.items()
+            jackfield.start(
+                *("run", "--role", "explore", *shared(steps, f"data.train={tasks[name]}", *own)), environment=found
+            )
+            for name, own, found in (
+                ("many", ("data.share=0.75", "sampling.max_new_tokens=6"), {}),
+                ("few", ("data.share=0.25", "sampling.max_new_tokens=3", "agent=two_turns", wide), two_turns),
+            )
         ]
         ok(jackfield("run", "--role", "train", *shared(steps, "observe.samples_per_step=4")))
         for explorer in explorers:
@@ -61,6 +122,8 @@ def test_explorers_with_different_tasks_share_the_batches(
     sources = Counter(row["tags"]["task"].partition(":")[0] for row in rows)
     assert {"many", "few"} == sources.keys()
     assert 48 == sources.total()
+    turns = {(row["tags"]["task"].partition(":")[0], row["tags"]["turns"]) for row in rows}
+    assert {("many", 1), ("few", 2)} == turns, "each explorer has an agent of its own"
     by_step = {row["step"]: set() for row in rows}
     for row in rows:
         by_step[row["step"]].add(row["tags"]["task"].partition(":")[0])

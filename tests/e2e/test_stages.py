@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +64,16 @@ def test_each_stage_starts_from_the_model_of_the_one_before(
     assert ["sft", "grpo", "grpo"] == [each["algorithm"]["name"] for each in configs]
     assert [0.0] * 3 == [each["optimizer"]["lr"] for each in configs], "an override holds for all stages"
     assert "holds the finished run" in ok(jackfield("run", *staged("optimizer.lr=0")))
+    explained = ok(jackfield("config", "explain", *staged("optimizer.lr=0")))
+    heads = [f"stage {folder.name[2:]}, in {folder}:" for folder in folders]
+    assert heads == [line for line in explained.splitlines() if line.startswith("stage ")]
+    of_stage = explained.split("stage grpo")
+    assert "4 steps train on answers from the data; nothing is generated" in of_stage[0]
+    assert "Every token is of the weights that its step starts from." in of_stage[1]
+    assert "schedule.until.samples = 8" in of_stage[1]
+    valid = json.loads(ok(jackfield("config", "validate", *staged("optimizer.lr=0"), "--json")))
+    losses = {name: each["loss"]["name"] for name, each in valid["stages"].items()}
+    assert {"sft": "sft", "grpo": "ppo", "more": "ppo"} == losses
     later = ok(jackfield("run", *staged("optimizer.lr=0", "stages.more.schedule.steps=2")))
     assert "2 steps done" in later
     assert [4, 2, 2] == [len(lines(folder)) for folder in folders], "one stage alone got another step"
@@ -98,6 +110,7 @@ def test_a_killed_run_goes_on_in_the_same_stage(
         ({"one": {"model": {"lora": {"rank": 2}}}, "two": {}}, "stage one: model.lora"),
         ({"one": {"mode": "explore"}, "two": {}}, "stage one: mode"),
         ({"one": {"mode": "train"}, "two": {}}, "stage one: data.samples"),
+        ({"one": {}, "two": {"schedule": {"until": {"score": 0.5}}}}, "stage two: evaluation.every"),
         ({"one": 3}, "stages.one"),
     ],
     ids=str,
@@ -108,4 +121,38 @@ def test_errors_of_later_stages_are_found_before_the_first_one_starts(
     refused = jackfield("run", *staged(**stages))
     assert 1 == refused.code
     assert where in refused.error
+    for command in ("validate", "explain") if "absent" not in str(stages) else ():
+        checked = jackfield("config", command, *staged(**stages))
+        assert (1, refused.error) == (checked.code, checked.error)
     assert not (tmp_path / "staged").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "where"),
+    [
+        ("stages.moer.schedule.steps=2", "stages.moer"),
+        ("stages={}", "stages.grpo"),
+        ("stages.more.model.path=missing", "stage more: model.path"),
+    ],
+)
+def test_what_no_stage_can_have_is_refused_before_the_first_one(
+    jackfield: CommandServer, staged: Callable[..., list[str]], tmp_path: Path, override: str, where: str
+) -> None:
+    words = [each.replace("model.path=", "stages.sft.model.path=") for each in staged()]
+    refused = jackfield("run", *words, override)
+    assert 1 == refused.code
+    assert f"at {where}" in refused.error
+    assert not (tmp_path / "staged").exists()
+
+
+def test_a_stage_that_began_with_a_model_that_has_changed_since_is_not_skipped(
+    jackfield: CommandServer, staged: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    ok(jackfield("run", *staged()))
+    refused = jackfield("run", *staged("stages.grpo.schedule.until.samples=12"))
+    assert 1 == refused.code
+    assert "[run.changed]" in refused.error
+    assert "stage more" in refused.error
+    shutil.rmtree(tmp_path / "staged" / "3-more")
+    assert "stage 3 of 3" in ok(jackfield("run", *staged("stages.grpo.schedule.until.samples=12")))
+    assert [4, 3, 1] == [len(lines(tmp_path / "staged" / name)) for name in ("1-sft", "2-grpo", "3-more")]

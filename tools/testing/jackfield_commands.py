@@ -46,8 +46,12 @@ IMPORTS = (
     "jackfield_reward_rules.judge",
     "jackfield_rollout_transformers.server",
     "jackfield_user_code.workers",
+    "pandas",  # pyarrow imports it at its first array
     "pyarrow.compute",
     "pyarrow.ipc",
+    "jackfield_transport_zmq.backend",
+    "matplotlib.figure",
+    "tensorboard.summary.writer.record_writer",
     "pytest",
     "rich.console",
 )

@@ -41,6 +41,14 @@ def random_settings(seed: int, *, faults: int = 4) -> SimulationSettings:
         "queue": {"durable": draw.random() < 0.5, "max_samples": draw.choice((None, None, 8))},
         "deadlines": {"batch": 1000.0, "rollout": 300.0, "reward": 100.0},
     }
+    shared, replicas = draw.random() < 0.5, draw.choice((1, 1, 2, 3))
+    ahead = schedule["mode"] == "async" or schedule["sync_interval"] > 1 or schedule.get("sync_offset", 0) > 0
+    run["schedule"]["partial_rollout"] = ahead and shared and draw.random() < 0.7
+    run["weights"] = {"in_turns": not shared and draw.random() < 0.7}
+    # a replica in a cluster that dies too often lets the run recover; others end it
+    name, restarts = draw.choice((("inline", faults), ("ray", faults), ("ray", 0)))
+    run["cluster"] = {"name": name, "replicas": replicas, "replica_restarts": restarts}
+    run["cluster"]["offload"] = shared and draw.random() < 0.3
     fewest = 2 if schedule.get("stream_mini_batches") else 1
     run["algorithm"]["mini_batches"] = draw.randint(fewest, run["data"]["groups_per_batch"])
     return SimulationSettings(
@@ -50,13 +58,17 @@ def random_settings(seed: int, *, faults: int = 4) -> SimulationSettings:
             reward=draw.choice(_TIMES),
             log_probs=draw.choice((0.0, 0.0, 1.0)),
             update=draw.choice((0.0, 2.0, 6.0, 6.0)),
-            sync=draw.choice((0.0, 1.0)),
+            sync=draw.choice((0.0, 1.0, 10.0)),
+            load=draw.choice((0.0, 0.0, 2.0)),
+            start=draw.choice((0.0, 10.0)),
             checkpoint=draw.choice((0.0, 1.0)),
         ),
         faults=[random_fault(draw) for _ in range(draw.randint(min(1, faults), faults))],
-        shared=draw.random() < 0.5,
+        shared=shared,
         explorers=draw.choice((1, 1, 2)),
         slots=draw.choice((100, 100, 3)),
+        keeps=draw.random() < 0.5,
+        distributed=draw.random() < 0.5,
         failing=draw.choice((0.0, 0.0, 0.1)),
     )
 

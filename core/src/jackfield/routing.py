@@ -224,6 +224,8 @@ class Router:
 
     def _joined(self, request: GenerateRequest, done: GenerateResult, part: GenerateResult) -> GenerateResult:
         """Return two parts of a request's tokens as one result, up to a stop text that is in both parts."""
+        if not done.token_ids and part.finish_reason != "abort":
+            return part
         lists: dict[str, Any] = {name: (*getattr(done, name), *getattr(part, name)) for name in _LISTS}
         ids, first, reason, stops = lists["token_ids"], len(done.token_ids), part.finish_reason, request.sampling.stop
         longest = max((len(text.encode()) for text in stops), default=0) if first else 0
@@ -250,7 +252,7 @@ class Router:
 
     async def _empty(self, replica: Replica, seconds: float) -> int:
         """Wait until a removed replica has no requests, and move those that take too long, with their tokens."""
-        if not (running := self._running.pop(replica)):
+        if not (running := self._running.pop(replica, None)):  # none, or another call waits for them
             return 0
         _, late = await asyncio.wait(set(running), timeout=seconds)
         if late and seconds:  # otherwise it has died

@@ -48,7 +48,7 @@ class Server:
         self.world, self.number, self.version = world, number, 0
         self.served: list[GenerateRequest] = []
         self.aborted: list[str] = []
-        self.stopped = self.dead = False
+        self.stopped = self.dead = self.stale = False
         self.error: Exception | None = None  # raised by each request
 
     async def start(self) -> ServerInfo:
@@ -80,7 +80,8 @@ class Server:
 
     async def health(self) -> HealthReport:
         running = len(self.served) - len(self.aborted)
-        return HealthReport(healthy=not (self.stopped or self.dead), running=running, weight_version=self.version)
+        healthy = not (self.stopped or self.dead or self.stale)
+        return HealthReport(healthy=healthy, running=running, weight_version=self.version)
 
     async def stop(self) -> None:
         self.stopped = True
@@ -536,6 +537,29 @@ def test_a_synchronisation_is_repeated_without_those_that_die_in_it() -> None:
 
     world.run(life)
     assert [4, 4] == world.syncs
+
+
+def test_one_that_dies_in_a_transfer_is_the_only_one_that_is_restarted() -> None:
+    """The others are not healthy until the transfer is repeated, which it is at once."""
+    world = World()
+
+    async def fail(version: int) -> None:
+        if len(world.syncs) == 1:
+            world.die(0)
+            world.servers[1].stale = world.servers[2].stale = True
+            raise WeightsError("the transfer broke off")
+        world.servers[1].stale = world.servers[2].stale = False
+
+    async def life() -> None:
+        await world.pool.scale(3)
+        world.syncing = fail
+        report = await world.pool.sync(4, world.sync)
+        assert [1, 2] == [receipt.replica for receipt in report.receipts]
+        await world.clock.sleep(60.0)
+        states = await world.pool.states()
+        assert [("serving", 1), ("serving", 0), ("serving", 0)] == [(each.state, each.restarts) for each in states]
+
+    world.run(life)
 
 
 def test_a_synchronisation_in_which_the_only_replica_dies_ends_and_its_successor_loads_the_weights() -> None:

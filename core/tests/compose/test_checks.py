@@ -14,6 +14,7 @@ import pytest
 from jackfield.clock import Clock
 from jackfield.compose import checks
 from jackfield.compose.checks import check_capabilities
+from jackfield.compose.modes import check_mode
 from jackfield.compose.workers import Worker, WorkerFactory, load_plugins
 from jackfield.config import make_config
 from jackfield.errors import ConfigError
@@ -63,8 +64,9 @@ def test_turns_need_replicas_with_devices_of_their_own_and_a_single_one_keeps_it
         check("weights.in_turns=true", "cluster.replicas=1", rollout={"pause": "unsupported"})
     ray = ("cluster.name=ray", "cluster.replicas=2", "weights.in_turns=true")
     check(*ray, "cluster.placement=separate", transfer_queue={"joins": "full"})
-    for shared in (("cluster.offload=true", "cluster.replicas=2", "weights.in_turns=true"), ray):
-        with refused("config.invalid-value", "weights.in_turns"):
+    turns = ("cluster.replicas=2", "weights.in_turns=true")
+    for shared in (("cluster.offload=true", *turns), ("cluster.placement=shared", *turns), ray):
+        with refused("config.invalid-value", "weights.in_turns", "fix: "):
             check(*shared, transfer_queue={"joins": "full"}, **keeps)
 
 
@@ -80,8 +82,21 @@ def test_a_run_whose_roles_are_processes_is_not_for_a_cluster() -> None:
     """The address may be there because of the role; the fix names both."""
     with refused("config.invalid-value", "expected: inline", "leave out queue.address and --role"):
         check("cluster.name=ray", "queue.address=somewhere", transfer_queue={"joins": "full"})
-    with refused("config.invalid-value", "expected: distributed", "fix: set it for all roles"):
-        make_config({"model": {"path": "somewhere"}}).of_role("reward")
+
+
+@pytest.mark.parametrize(
+    ("role", "override", "where"),
+    [
+        ("all", "queue.rewards=distributed", "queue.rewards"),
+        ("reward", "queue.rewards=train", "queue.rewards"),
+        ("explore", "weights.kind=delta", "weights.kind"),
+        ("train", "weights.kind=delta", "weights.kind"),
+        ("all", "data.share=0.5", "data.share"),
+    ],
+)
+def test_settings_of_roles_that_do_not_fit_are_refused(role: RoleName, override: str, where: str) -> None:
+    with refused("config.invalid-value", where, "fix: "):
+        check_mode(make_config({"model": {"path": "somewhere"}}, [override]), role)
 
 
 @pytest.mark.parametrize("override", ["weights.kind=delta", "weights.dtype=float8_e4m3fn"])

@@ -45,10 +45,24 @@ SEPARATE = "cluster.placement=separate"
             ["waits for no straggler", "generated again", "fewer than 7 rollouts"],
             ["trained on late"],
         ),
+        (
+            ("schedule.partial_rollout=true", "schedule.sync_offset=1", "cluster.placement=shared"),
+            ["An update interrupts the rollouts that run"],
+            ["has no effect"],
+        ),
+        (
+            ("schedule.partial_rollout=true", "schedule.sync_offset=1", "cluster.name=inline", "cluster.threads=1"),
+            ["schedule.partial_rollout has no effect"],
+            ["An update interrupts"],
+        ),
+        (("schedule.rollouts_in_flight=1",), ["A group starts while no rollout runs"], ["fewer than"]),
         (("mode=offline", "algorithm.name=sft"), ["nothing is stale"], ["explorer"]),
     ],
 )
-def test_a_schedule_is_described(overrides: tuple[str, ...], said: list[str], unsaid: list[str]) -> None:
+def test_a_schedule_is_described(
+    monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], said: list[str], unsaid: list[str]
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)  # room for an engine and a replica of one thread each
     text = " ".join(describe(resolved_config(*overrides), resolved(*overrides)))
     assert [] == [part for part in said if part not in text], text
     assert [] == [part for part in unsaid if part in text], text

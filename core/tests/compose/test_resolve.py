@@ -244,9 +244,11 @@ STREAM = ("schedule.stream_mini_batches=true", "algorithm.mini_batches=4")
         (("schedule.max_staleness=2",), "schedule.max_staleness"),
         (("schedule.on_stale=drop",), "schedule.on_stale"),
         ((ASYNC, "schedule.sync_interval=4", "schedule.max_staleness=2"), "schedule.max_staleness"),
+        ((ASYNC, "schedule.sync_interval=2", "schedule.max_staleness=0"), "schedule.max_staleness"),
+        ((ASYNC, "schedule.sync_interval=4", "schedule.max_staleness=3"), None),
         ((ASYNC, *STREAM), "schedule.stream_mini_batches"),
-        ((STREAM[0],), "schedule.stream_mini_batches"),
-        ((*STREAM, "data.groups_per_batch=3"), "schedule.stream_mini_batches"),
+        ((STREAM[0],), "algorithm.mini_batches"),
+        ((*STREAM, "data.groups_per_batch=3"), "algorithm.mini_batches"),
         ((*STREAM, "algorithm.name=reinforce_plus_plus"), "schedule.stream_mini_batches"),
         ((*STREAM, "algorithm.name=reinforce_plus_plus_baseline"), "schedule.stream_mini_batches"),
         ((*STREAM, "algorithm.name=gpg"), "schedule.stream_mini_batches"),
@@ -258,6 +260,12 @@ STREAM = ("schedule.stream_mini_batches=true", "algorithm.mini_batches=4")
         ((*STREAM, "algorithm.scope=mini_batch"), "algorithm.scope"),
         (("schedule.partial_rollout=true",), "schedule.partial_rollout"),
         (("schedule.partial_rollout=true", "schedule.sync_interval=2"), None),
+        (("algorithm.correction.stale_only=true",), "algorithm.correction.stale_only"),
+        (
+            ("algorithm.correction={enabled: false, max_token_staleness: 1}",),
+            "algorithm.correction.max_token_staleness",
+        ),
+        (("schedule.partial_rollout=true", ASYNC, "cluster.placement=separate"), "schedule.partial_rollout"),
         (("algorithm.name=gpg", "algorithm.scope=mini_batch"), "algorithm.scope"),
         ((ASYNC, "schedule.on_stale=train_corrected", "algorithm.name=gmpo"), None),
         (
@@ -266,6 +274,8 @@ STREAM = ("schedule.stream_mini_batches=true", "algorithm.mini_batches=4")
         ),
         (("mode=offline", "algorithm.name=sft", "schedule.rollouts_in_flight=4"), "schedule.rollouts_in_flight"),
         (("mode=offline", "algorithm.name=sft", ASYNC), "schedule.mode"),
+        (("mode=offline", "algorithm.name=sft", "schedule.sync_offset=1"), "schedule.sync_offset"),
+        (("mode=train", "data.samples=kept", "schedule.sync_interval=2"), "schedule.sync_interval"),
         (
             (ASYNC, "algorithm.name=mix", "data.expert=e.jsonl", "data.expert_samples_per_batch=2"),
             "data.expert",
@@ -273,10 +283,14 @@ STREAM = ("schedule.stream_mini_batches=true", "algorithm.mini_batches=4")
     ],
 )
 def test_a_schedule_that_cannot_work_is_refused_by_name(overrides: tuple[str, ...], where: str | None) -> None:
+    """The error also says what is expected, and how to fix it."""
     if where is None:
         resolved(*overrides)
     else:
-        assert where == refused(*overrides).where
+        error = refused(*overrides)
+        assert where == error.where
+        assert error.expected
+        assert error.fix
 
 
 @pytest.mark.parametrize(

@@ -107,13 +107,21 @@ def test_a_lease_that_ended_is_refused(run: Run) -> None:
     run(test)
 
 
-def test_a_dead_clients_batches_are_handed_out_again(run: Run) -> None:
+def test_a_dead_clients_batches_are_handed_out_again_and_what_it_held_is_named(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
     async def test(bench: Any) -> None:
+        await bench.trainer()
         bench.queue.caller = lambda: "client-7"
+        await bench.publish(await bench.claim(explorer="zero"))
+        await bench.lease(0)
         batch = await bench.claim(explorer="one")
-        assert 1 == len(await bench.vacant(batch))
-        await bench.queue.end_holder("client-7")
-        assert 0 == (await bench.claim(explorer="two")).number
+        (key,) = await bench.vacant(batch)
+        await bench.open(key)
+        await bench.end(str(key), 0)
+        await bench.queue.end_holder("client-7", "the explorer one")
+        assert ["the explorer one held train/0/0/0, train/1/0/0/1, which others get now"] == caplog.messages
+        assert 1 == (await bench.claim(explorer="two")).number
 
     run(test)
 
@@ -289,5 +297,33 @@ def test_a_group_that_is_given_up_at_a_committed_step_is_consumed_once(run: Run)
         await bench.queue.ack(await bench.queue.lease("trainer", 2, deadline_seconds=0), step=3)
         assert {"samples": 2} == await bench.counts("samples")
         await bench.queue.flush()
+
+    run(test)
+
+
+def test_waits_are_for_rollouts_until_the_groups_are_made_and_then_for_columns(run: Run) -> None:
+    async def waited(bench: Any, made: Any, **which: Any) -> dict[str, float]:
+        """Return what a lease waits for, if a group is made at second 1, the last one at 2, and all rewarded at 5."""
+        first, last = await bench.vacant(made)
+        await bench.queue.drain_metrics()
+        leasing = asyncio.ensure_future(bench.queue.lease("trainer", deadline_seconds=60, **which))
+        for key in (first, last):
+            await bench.clock.sleep(1)
+            await bench.publish(made, 1, [key])
+        await bench.clock.sleep(3)
+        await bench.reward([str(key.sample(0, 0)) for key in (first, last)])
+        await bench.queue.release(await leasing)
+        found = await bench.queue.drain_metrics()
+        return {name: seconds for name, seconds in found.items() if name.startswith("waits/")}
+
+    async def test(bench: Any) -> None:
+        await bench.trainer("ids", "reward")
+        expected = {"waits/trainer/rollouts": 2.0, "waits/trainer/columns": 3.0}
+        batch = await bench.claim(groups=2)
+        assert expected == await waited(bench, batch, groups=2, max_staleness=3)
+        groups = ["train/0/0/0", "train/0/1/0"]
+        for retry, which in enumerate(({"batch": 0}, {"batch": 0, "groups": 2}, {"again": groups})):
+            await bench.queue.drop_groups([f"train/0/{index}/{retry}" for index in range(2)], "their unit died")
+            assert expected == await waited(bench, batch, **which), which
 
     run(test)

@@ -175,6 +175,21 @@ def test_requests_of_a_replica_that_is_removed_continue_elsewhere_with_their_tok
     world.run(test)
 
 
+def test_a_replica_may_be_removed_while_an_earlier_table_without_it_is_taken_over() -> None:
+    """Two tables come at once: one because it has died, one because of the turns of an update."""
+    world = World(3, 4)
+
+    async def test() -> None:
+        result = world.ask()
+        await world.clock.sleep(0.5)
+        del world.replicas[0]
+        routing = (world.router.route(world.replicas, 0.0), world.router.route(world.replicas, 60.0, [1]))
+        assert [1, 0] == await asyncio.gather(*routing)
+        check(await result, *(4,) * 10)
+
+    world.run(test)
+
+
 def test_a_removed_replica_that_does_not_answer_loses_its_part() -> None:
     world = World(3, 4)
 

@@ -17,6 +17,7 @@ from jackfield.queue import Values
 from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.runtime.rewards import RewardJob, RewardWorker
 from jackfield.sdk.cells import column_from_rows, json_column, rows_of
+from jackfield_virtual_clock import VirtualClock
 
 
 class Letters:
@@ -114,3 +115,41 @@ def test_a_score_without_one_of_the_rewards_has_failed_by_name(dimension: str) -
     _, scored, _ = reward(["a"], reward_dimensions=["score", dimension])
     assert f"no metric {dimension}" in scored[0].error
     assert "length, vowels" in scored[0].error or "vowels, length" in scored[0].error
+
+
+class Slow(Judge):
+    """Scores on virtual time, letter by letter."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    async def compute_score(self, request: ScoreRequest) -> ScoreResult:
+        await self.clock.sleep(10.0 * len(request.solution_str))
+        return await super().compute_score(request)
+
+
+def test_a_group_that_is_retried_meanwhile_takes_no_other_one_with_it() -> None:
+    """Its scores are dropped when those of the retry begin; it gets no report, and its list goes on."""
+    clock, group, dropped, again = VirtualClock(), "train/0/0/0/0/0", "train/0/1/0/0/0", "train/0/1/1/0/0"
+
+    async def main() -> list[set[str]]:
+        backend = MemoryBackend(MemoryConfig(), TransferQueueContext())
+        await backend.start()
+        rows, keys, texts = Values(backend), [group, dropped, again], ["long", "a", "longer"]
+        tokens = column_from_rows([torch.tensor([ord(letter) for letter in text]) for text in texts])
+        task = {"data_source": "", "ground_truth": "", "extra_info": {}, "reward": None}
+        await rows.put("train", keys, {"prompt_ids": tokens, "response_ids": tokens, "task": json_column([task] * 3)})
+        config = make_config({"model": {"path": "none"}}, ())
+        worker = RewardWorker(rows, Slow(clock), Letters(), clock, config)  # type: ignore[arg-type]
+
+        async def rewarded() -> list[set[str]]:
+            jobs = [RewardJob((key,), ()) for key in (group, dropped)]
+            return [{*report.results} async for report in worker.reward("train", jobs)]
+
+        reports = asyncio.ensure_future(rewarded())
+        await clock.sleep(5.0)
+        await worker.begin("train", [again])
+        return await reports
+
+    assert {group} == set().union(*clock.run(main()))

@@ -83,9 +83,9 @@ def test_what_is_posted_arrives_in_order(host: str) -> None:
         for count in range(3):
             workers[1].tell({"room": count, "worker": 1})
         await sender.until(lambda peer: peer.name == "worker 0" or peer.said.get("room") == 2, "make room")
-        sender.tell({"bucket": 7})
+        sender.tell({"word": 7})
         for worker in workers:
-            await worker.until(lambda peer: peer.said.get("bucket") == 7, "send")
+            await worker.until(lambda peer: peer.said.get("word") == 7, "send")
             await worker.finalize()
 
     run(test, host=host)
@@ -132,8 +132,8 @@ def test_a_client_posts_nothing_before_it_has_entered() -> None:
         calling = connection.call("transfer.post", [{"broken": "lies"}], 5.0, None, "lie")
         assert "weights.transfer" == await code_of(calling)
         await connection.close()
-        sender.tell({"bucket": 1})
-        await worker.until(lambda peer: peer.said.get("bucket") == 1, "send")
+        sender.tell({"word": 1})
+        await worker.until(lambda peer: peer.said.get("word") == 1, "send")
         await worker.finalize()
 
     run(test)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from jackfield.cluster.pool import DeviceLease
 from jackfield.config import make_config
 from jackfield.errors import WorkerLost
 from jackfield.trainer.weights import EngineWeights
-from jackfield.weights import Replica
+from jackfield.weights import Replica, WeightsSynced
 from jackfield_virtual_clock import VirtualClock
 
 
@@ -152,3 +153,37 @@ def test_weights_are_sent_to_no_replica_only_for_explorers_elsewhere() -> None:
     weights.role.name = "train"
     with pytest.raises(ValueError, match="empty"):  # it begins a transfer, and there is no sender
         asyncio.run(weights.sync(4))
+
+
+def test_a_replica_waits_for_the_end_of_a_step_unless_it_is_the_only_one() -> None:
+    """Between two updates, the step may wait for rollouts, which need a replica; no delta follows such weights."""
+    log: list[str] = []
+    pool = Pool(log, Server("first", log))
+    weights = sharing(pool, [Model("actor", log)])
+    role: Any = weights.role
+    role.whole, role.updated, role.measure = asyncio.Event(), 4, lambda *_: nullcontext()
+    weights.engines["actor"].reading = asyncio.Lock()
+    sent: list[int] = []
+
+    async def catch_up(replica: Replica, version: int) -> None:
+        sent.append(version)
+
+    async def join(seconds: float) -> None:
+        async with asyncio.timeout(seconds), weights.hold():
+            await weights.load(pool.members[0] if pool.members else last)
+
+    async def main() -> None:
+        before = WeightsSynced(version=4)
+        weights.synchronizer = synchronizer = cast(Any, SimpleNamespace(last=before, catch_up=catch_up))
+        with pytest.raises(TimeoutError):
+            await join(20.0)
+        pool.members.clear()
+        await join(20.0)
+        assert ([4], None) == (sent, synchronizer.last)
+        synchronizer.last = before
+        role.whole.set()
+        await join(20.0)
+        assert ([4, 4], before) == (sent, synchronizer.last)
+
+    last = pool.members[0]
+    role.clock.run(main())

@@ -32,12 +32,12 @@ class RolloutContext:
     clock: Clock = attrs.field(factory=Clock)
 
 
-def _number(fits: Callable[[Any], bool], kind: type = Real) -> Callable[[Any], bool]:
-    return lambda value: not isinstance(value, bool) and isinstance(value, kind) and fits(value)
+def _number(fits: Callable[[Any], bool], kinds: tuple[type, ...] = (int, float, Real)) -> Callable[[Any], bool]:
+    return lambda value: not isinstance(value, bool) and isinstance(value, kinds) and fits(value)
 
 
 def _whole(low: int, high: int = 2**31 - 1) -> Callable[[Any], bool]:
-    return _number(lambda value: low <= int(value) <= high, Integral)
+    return _number(lambda value: low <= int(value) <= high, (int, Integral))
 
 
 def _few(most: int, fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -89,9 +89,7 @@ class SamplingParams:
         None, "seed of a request; of a run: the base of its requests' seeds; null: the replica's, or the run's seed"
     )
     stop_token_ids: tuple[int, ...] = _ranged((), "tokens that end a response, in addition to the model's own")
-    stop: tuple[str, ...] = _ranged(
-        (), "texts that end a response; the text only finds the end, it is never tokenised again"
-    )
+    stop: tuple[str, ...] = _ranged((), "texts that end a response; they find its end, and are never tokenised again")
     ignore_eos: bool = option(False, "continue after the model's own end tokens")
     log_probs: Literal["processed", "raw"] = _ranged(
         "processed", "processed: of the distribution that is sampled from; raw: of the logits at temperature 1"

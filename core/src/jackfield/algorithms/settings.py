@@ -93,9 +93,7 @@ class AlgorithmSettings:
     )
     correction: Correction = option(factory=Correction, help="off-policy correction")
     shaping: Shaping = option(factory=Shaping, help="reward shaping before advantages are estimated")
-    dynamic_sampling: bool | None = option(
-        None, "replace groups whose rewards are all equal; null: the bundle's choice"
-    )
+    dynamic_sampling: bool | None = option(None, "replace groups whose rewards are equal; null: the bundle's choice")
     reward_dimensions: tuple[str, ...] = option(
         (), "metrics of the reward that are separate rewards (gdpo); score is the score itself"
     )
@@ -266,9 +264,7 @@ _named("remax", "reinforce", "remax", _SUM)(
 _named("gpg", "gpg", "gpg")("group policy gradient.", "arXiv:2504.02546")
 _named("gdpo", "ppo", "gdpo")("several rewards, each normalised in the group, PPO's loss.", "arXiv:2601.05242")
 _named("gspo", "gspo", "grpo", _MEAN)("group-relative advantages, a clipped ratio per sequence.", "arXiv:2507.18071")
-_named("gmpo", "gmpo", "grpo", _MEAN)(
-    "group-relative advantages, geometric mean of clipped ratios.", "arXiv:2507.20673"
-)
+_named("gmpo", "gmpo", "grpo", _MEAN)("group-relative advantages, geometric mean of ratios.", "arXiv:2507.20673")
 _named("cispo", "cispo", "grpo")("group-relative advantages, clipped weights.", "arXiv:2506.13585")
 _named("sapo", "sapo", "grpo", _MEAN)("group-relative advantages, a soft gate.", "arXiv:2511.20347")
 _named("m2po", "m2po", "grpo")("group-relative, with a second-moment trust region for stale data.", "arXiv:2510.01161")

@@ -248,9 +248,7 @@ class Correction:
     reject_high: float = option(2.0, "upper bound of a ratio that is kept", above("reject_low"))
     batch_normalize: bool = option(False, "divide by the batch's mean weight")
     stale_only: bool = option(False, "correct only tokens of older weights than the step's; the others have weight 1")
-    max_token_staleness: int | None = option(
-        None, "exclude tokens whose weights are more steps older; null: none", ge(0)
-    )
+    max_token_staleness: int | None = option(None, "exclude tokens with weights older by more steps; null: none", ge(0))
 
     @property
     def by_token(self) -> bool:

@@ -12,7 +12,7 @@ from asyncio import CancelledError
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -21,6 +21,11 @@ from jackfield.errors import ConfigError, JackfieldError, PluginError
 _FOLDER = click.argument("folder", type=click.Path(path_type=Path))
 _LOOK_SECONDS = 120.0  #: for importing a worker's plugin in its new environment
 _PARTS = ("algorithm", "advantages", "loss", "kl", "correction", "aggregation", "distillation", "shaping")
+role_option = click.option(
+    "--role",
+    type=click.Choice(["explore", "reward", "train"]),
+    help="Only this role of a run whose roles are processes of their own: start `jackfield queue serve` first.",
+)
 _part_option = click.option("--kind", type=click.Choice(_PARTS), help="Only components of this kind.")
 _KINDS = ("engine", "rollout", "agent", "reward", "transfer_queue", "checkpoint_engine")
 kind_option = click.option("--kind", type=click.Choice(_KINDS), help="Only plugins of this kind.")
@@ -133,14 +138,8 @@ def json_option(command: click.decorators.FC) -> click.decorators.FC:
 @click.command()
 @config_arguments
 @click.option("--address", metavar="HOST:PORT", help="Run in this Ray cluster.")
-@click.option(
-    "--role",
-    type=click.Choice(["explore", "reward", "train"]),
-    help="Run only this role. Start `jackfield queue serve` first, and the other roles separately.",
-)
-def run(
-    file: str, overrides: tuple[str, ...], address: str | None, role: Literal["explore", "reward", "train"] | None
-) -> None:
+@role_option
+def run(file: str, overrides: tuple[str, ...], address: str | None, role: Any) -> None:
     """Run training, or its stages, from a config FILE. OVERRIDES are settings such as schedule.steps=10."""
     from jackfield.config import load_stages
 
@@ -250,38 +249,33 @@ def show_config(file: str, overrides: tuple[str, ...]) -> None:
 
 @config.command("explain")
 @config_arguments
-def explain_config(file: str, overrides: tuple[str, ...]) -> None:
+@role_option
+def explain_config(file: str, overrides: tuple[str, ...], role: Any) -> None:
     """Say what the schedule does, and print every setting with its value and description, and a different default."""
-    from jackfield import config
+    from jackfield.compose.checks import check_file
     from jackfield.compose.schedules import describe
+    from jackfield.config import explain
     from jackfield.plugins import discover
 
-    loaded, registry = config.load_config(file, overrides), discover()
-    click.echo("\n".join([*describe(loaded, _algorithm(loaded, registry)), ""]))
-    for path, value, default, text in config.explain(loaded, registry):
-        changed = "" if value == default else f"  (default: {default!r})"
-        click.echo(f"{path} = {value!r}{changed}" + (f"\n    {text}" if text else ""))
+    for name, (loaded, algorithm) in check_file(file, overrides, role or "all").items():
+        head = [f"stage {name}, in {loaded.folder}:"] if name else []
+        click.echo("\n".join([*head, *describe(loaded, algorithm, role or "all"), ""]))
+        for path, value, default, text in explain(loaded, discover()):
+            changed = "" if value == default else f"  (default: {default!r})"
+            click.echo(f"{path} = {value!r}{changed}" + (f"\n    {text}" if text else ""))
 
 
 @config.command()
 @config_arguments
+@role_option
 @json_option
-def validate(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Check all settings, also of plugins and components, and print the algorithm. Paths need not exist."""
-    from jackfield.config import load_config, plugin_settings
-    from jackfield.plugins import discover
+def validate(file: str, overrides: tuple[str, ...], role: Any, as_json: bool) -> None:
+    """Check all settings as a run does, and print the algorithm (of each stage). Paths need not exist."""
+    from jackfield.compose.checks import check_file
 
-    plugin_settings(loaded := load_config(file, overrides), registry := discover())
-    algorithm = _algorithm(loaded, registry).as_plain()
-    show({"file": file, "status": "valid", "algorithm": {**algorithm, "replica_bound": loaded.rollout_bound}})
-
-
-def _algorithm(loaded: Any, registry: Any) -> Any:
-    from jackfield.compose.checks import hooks_of
-    from jackfield.compose.resolve import resolve_algorithm
-
-    hooks_of(loaded, registry)
-    return resolve_algorithm(loaded, registry.resolve(loaded.rollout.name, "rollout").usable())
+    checked = check_file(file, overrides, role or "all")
+    found = {name: {**made.as_plain(), "replica_bound": one.rollout_bound} for name, (one, made) in checked.items()}
+    show({"file": file, "status": "valid", **({"algorithm": found[""]} if "" in found else {"stages": found})})
 
 
 @click.group()

@@ -126,8 +126,7 @@ def export(folder: Path, out: Path, partition: str | None) -> None:
     if out.is_file():
         expected, fix = "a file that does not exist yet", "give another name, or remove the file"
         raise RunError("there is a file of this name", code="run.storage", where=str(out), expected=expected, fix=fix)
-    count = write_samples(out, lambda: _samples(folder, partition))
-    click.echo(f"{count} samples in {out}")
+    click.echo(f"{write_samples(out, lambda: _samples(folder, partition))} samples in {out}")
 
 
 @queue.command(name="import")

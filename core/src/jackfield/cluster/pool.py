@@ -124,7 +124,8 @@ class ReplicaPool:
             try:
                 return await send([each for each in turn if each in self.members])
             except JackfieldError:
-                if not await self._remove_lost(replicas):
+                dead = [each for each in replicas if each.lost.done()]  # a broken transfer makes all others unhealthy
+                if not await self._remove_lost(dead or replicas):
                     raise
 
     async def each(self, what: str, call: Callable[[BaseRolloutServer], Awaitable[object]]) -> None:
@@ -222,8 +223,7 @@ class ReplicaPool:
         if not replica.server:
             return
         try:
-            stopping = replica.server.stop()
-            await self._clock.wait_for(stopping, _STOP_SECONDS, f"{replica.name} to stop")
+            await self._clock.wait_for(replica.server.stop(), _STOP_SECONDS, f"{replica.name} to stop")
         except Exception as error:
             if not (isinstance(error, JackfieldError) and error.code in LOST):  # otherwise it has ended
                 _LOG.warning("%s does not stop: %s", replica.name, error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import shutil
 import signal
@@ -172,6 +173,10 @@ class RunBuilder:
         """Train until the schedule ends or a stop is requested; return the completed steps."""
         role, config, folder = self.role, self.role.config, Path(self.role.config.folder)
         trainer = await self.trainer()
+        if not gc.get_freeze_count():  # a full collection would look through all that the program has imported
+            gc.collect()
+            gc.freeze()
+            self.stack.callback(gc.unfreeze)
         self.stack.push_async_callback(trainer.report_failures)  # also those that end the run
         mixed = mixed_samples(config, role.queue, Values(role.workers.backend))
         await role.queue.post(SHARED, shared_settings(config))

@@ -25,13 +25,14 @@ import attrs
 from jackfield.algorithms import register
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
+from jackfield.compose.modes import check_mode, check_stages
 from jackfield.compose.resolve import resolve_algorithm
-from jackfield.config import RunConfig, plugin_settings
+from jackfield.config import RunConfig, load_stages, plugin_settings
 from jackfield.data.tasks import TaskSet
 from jackfield.data.tokens import HuggingFaceChatTokenizer, check_vocabulary, encode_answers, encode_prompt
 from jackfield.errors import ConfigError, EngineError, PluginError, PluginNotFound
 from jackfield.imports import collection_paused
-from jackfield.plugins import HookManager, Registry
+from jackfield.plugins import HookManager, Registry, discover
 from jackfield.plugins.interpreters import environment_python, look, resolve_interpreter
 from jackfield.queue import TransferQueue, Values
 from jackfield.queue.meta import register_sampler
@@ -54,13 +55,12 @@ def prepare(config: RunConfig, registry: Registry, hooks: Sequence[object], role
     if config.profile is not None and role in ("all", "train") and find_spec("pyinstrument") is None:
         expected, fix = "the package pyinstrument", "install jackfield[profile], or leave profile out"
         raise PluginError("pyinstrument is not installed", where="profile", expected=expected, fix=fix)
-    elsewhere = check_plugins(config, registry, role)
+    elsewhere = check_plugins(config, registry)
+    manager, algorithm = check_settings(config, registry, role, hooks)
     here = config.cluster.name == "inline"  # otherwise workers check their plugins in their own processes
     local = {kind: name for kind, name in config.plugins.items() if here and kind not in elsewhere}
     for kind in sorted(local.keys() - _HEAVY):
         registry.load(kind, local[kind])
-    manager = hooks_of(config, registry, hooks)
-    algorithm = resolve_algorithm(config, registry.resolve(config.rollout.name, "rollout").usable())
     tasks = read_tasks(config, algorithm)
     prompt_limit(config)
     if not sys.stderr.isatty():
@@ -75,11 +75,35 @@ def prepare(config: RunConfig, registry: Registry, hooks: Sequence[object], role
     return Role(config=config, name=role, algorithm=algorithm, tasks=tasks, clock=clock, hooks=manager)
 
 
+def check_settings(
+    config: RunConfig, registry: Registry, role: RoleName = "all", hooks: Sequence[object] = ()
+) -> tuple[HookManager, ResolvedAlgorithm]:
+    """Make all checks that need only the configuration and the installed plugins: no model, data or interpreter.
+
+    Return the hooks, and the algorithm with every choice made.
+    """
+    check_mode(config, role)
+    plugin_settings(config, registry)
+    check_capabilities(config, registry, role)
+    manager = hooks_of(config, registry, hooks)
+    algorithm = resolve_algorithm(config, registry.resolve(config.rollout.name, "rollout").usable())
+    task_files(config, algorithm)
+    prompt_limit(config, {})
+    return manager, algorithm
+
+
+def check_file(file: str, overrides: Sequence[str], role: RoleName) -> dict[str, tuple[RunConfig, ResolvedAlgorithm]]:
+    """Check the settings of a file, or of its ``stages``; return configuration and algorithm of each by name."""
+    stages, registry = load_stages(file, overrides, served=role != "all"), discover()
+    found = check_stages(stages, lambda config: check_settings(config, registry, role))
+    return {name: (stages[name], algorithm) for name, (_, algorithm) in found.items()}
+
+
 # -- plugins
 
 
-def check_plugins(config: RunConfig, registry: Registry, role: RoleName = "all") -> dict[str, str]:
-    """Check plugins' manifests, settings and capabilities, importing config modules only; return :func:`interpreters`.
+def check_plugins(config: RunConfig, registry: Registry) -> dict[str, str]:
+    """Check that plugins are found, and that interpreters can import theirs; return :func:`interpreters`.
 
     If a plugin is not found, the error also has the import errors of the installed ones of its kind. If the name looks
     misspelt, plugins that import torch are not tried, because that takes long.
@@ -94,13 +118,11 @@ def check_plugins(config: RunConfig, registry: Registry, role: RoleName = "all")
                 for problem in found.problems:
                     error.found = f"{error.found}; {record.name} cannot be used: {problem.message}: {problem.found}"
             raise
-    plugin_settings(config, registry)
     elsewhere = interpreters(config, registry)
     joining = [(python, "transfer_queue") for kind, python in elsewhere.items() if kind != "rollout"]
     for python, kind in dict.fromkeys([*((python, kind) for kind, python in elsewhere.items()), *joining]):
         record = registry.resolve(config.plugins[kind], kind)
         look(python, record, min(config.deadlines.start, _PROBE_SECONDS)).check()
-    check_capabilities(config, registry, role)
     return elsewhere
 
 
@@ -192,21 +214,24 @@ def interpreters(config: RunConfig, registry: Registry) -> dict[str, str]:
 # -- tasks, model and tokenizer
 
 
-def read_tasks(config: RunConfig, algorithm: ResolvedAlgorithm) -> dict[str, TaskSet]:
-    """Open the task files of the run: train, and expert, eval and other sets of the evaluation if they are used.
+def task_files(config: RunConfig, algorithm: ResolvedAlgorithm) -> dict[str, str]:
+    """Return the files of train, eval and expert tasks that are used, or raise ``config.missing-key`` if one is not."""
+    evaluates = config.evaluation.every and (config.data.eval or not config.evaluation.sets)
+    used = {"train": config.mode != "train", "eval": evaluates, "expert": algorithm.experts}
+    files = {which: getattr(config.data, which) for which, wanted in used.items() if wanted}
+    for which in (which for which, file in files.items() if file is None):
+        what, expected = f"no {which} data is given", "the path of a JSONL file"
+        raise config.refusal(f"data.{which}", what, expected, code="config.missing-key")
+    return files
 
-    Raise ``config.missing-key`` if no file is configured, or an error of the data with file and line.
+
+def read_tasks(config: RunConfig, algorithm: ResolvedAlgorithm) -> dict[str, TaskSet]:
+    """Open the task files of the run and other sets of the evaluation, if they are used.
+
+    Raise what :func:`task_files` raises, or an error of the data with file and line.
     """
     tasks, sets = {}, config.evaluation.sets if config.evaluation.every else {}
-    evaluates = config.evaluation.every and (config.data.eval or not sets)
-    used = {"train": config.mode != "train", "eval": evaluates, "expert": algorithm.experts}
-    for which, wanted in used.items():
-        if not wanted:
-            continue
-        file: str | None = getattr(config.data, which)
-        if file is None:
-            what, expected = f"no {which} data is given", "the path of a JSONL file"
-            raise config.refusal(f"data.{which}", what, expected, code="config.missing-key")
+    for which, file in task_files(config, algorithm).items():
         limit = config.evaluation.tasks if which == "eval" else None
         answers = which == "expert" or (which == "train" and config.mode == "offline")
         if which == "train" and is_archive(Path(file)):
@@ -260,13 +285,15 @@ def read_model(config: RunConfig) -> Mapping[str, Any]:
     return {**described, **(described.get("text_config") or {})}
 
 
-def prompt_limit(config: RunConfig) -> int | None:
+def prompt_limit(config: RunConfig, model: Mapping[str, Any] | None = None) -> int | None:
     """Return a prompt's maximum length in tokens, configured or leaving room for a response.
+
+    ``model`` is the model's description, by default that in its folder.
 
     Refuse a prompt and a response that do not fit together, and samples that could cross a length beyond which the
     model uses other rotary frequencies.
     """
-    model, given = read_model(config), config.cluster.max_model_len
+    model, given = read_model(config) if model is None else model, config.cluster.max_model_len
     positions = model.get("max_position_embeddings")
     for kind, limit in length_limits(model).items() if config.mode != "offline" else ():
         if (given or positions or 0) > limit:
@@ -331,10 +358,8 @@ def check_rows(config: RunConfig) -> None:
 
 def mixed_samples(config: RunConfig, queue: TransferQueue, values: Values) -> list[ImportedSamples]:
     """Return the imports of mixed-in samples, for a new run's start and after losses."""
-    return [
-        ImportedSamples(queue, values, name, partial(_completed, file, name), file)
-        for name, file in _files(config).items()
-    ]
+    files = _files(config).items()
+    return [ImportedSamples(queue, values, name, partial(_completed, file, name), file) for name, file in files]
 
 
 def _files(config: RunConfig) -> dict[str, str]:

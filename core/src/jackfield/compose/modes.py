@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
 from jackfield.config import RunConfig, as_plain
-from jackfield.errors import ConfigError
+from jackfield.errors import ConfigError, JackfieldError
 from jackfield.files import digest_of
 from jackfield.settings import flatten
 from jackfield.trainer.role import RoleName
 
+T = TypeVar("T")
 MODES = ("online", "offline", "train", "explore")
 RUNTIMES = ("inline", "ray", "distributed")  #: distributed: roles in processes of their own
 PLACEMENTS = ("shared", "separate")
@@ -38,30 +39,53 @@ def why_not(mode: str, runtime: str, placement: str | None) -> tuple[str, str, s
 
 
 def check_mode(config: RunConfig, role: RoleName = "all") -> None:
-    """Refuse a mode on a runtime or placement on which it does not work, and settings of another mode."""
+    """Refuse a mode on a runtime or placement on which it does not work, and settings of another mode or role."""
     mode, data, placement, trains = config.mode, config.data, config.cluster.placement, config.mode == "train"
     if no := why_not(mode, config.cluster.name if role == "all" else "distributed", placement):
         raise config.refusal(*no)
-    mixed = [name for name, each in attrs.asdict(config.mixing, recurse=False).items() if each is not None and trains]
+    mixed = [name for name, each in attrs.asdict(config.mixing, recurse=False).items() if each is not None]
     missing = trains and data.samples is None and config.queue.address is None
     keeps, until, full = mode == "explore", config.schedule.until, config.queue.max_samples or config.queue.max_bytes
     unknown = until.score is not None and not config.evaluation.every
     lost = keeps and config.queue.address is None and not config.checkpoint.at_end
+    length, buffer = config.algorithm.shaping.overlong_length, config.algorithm.shaping.overlong_buffer
+    alone, apart = role == "all", config.queue.rewards == "distributed"  # scored in a process of its own
     for wrong, where, what, expected in (
         (role not in ("all", *ROLES.get(mode, ())), "mode", f"mode {mode} has no role {role}", "another role or mode"),
+        (alone and apart, "queue.rewards", "one process scores its samples itself", "train, or --role for each role"),
+        (role == "reward" and not apart, "queue.rewards", "the role train scores unless all have it", "distributed"),
+        (not alone and config.weights.kind != "full", "weights.kind", "explorers that join need whole weights", "full"),
         (data.samples and not trains, "data.samples", "samples from elsewhere are trained on alone", "mode: train"),
         (data.epochs > 1 and not trains, "data.epochs", "it counts the uses of data.samples", "1, or mode: train"),
         (missing, "data.samples", "there are no samples", "a file or folder, or a filled queue's queue.address"),
-        (mixed, f"mixing.{''.join(mixed[:1])}", "all samples are in data.samples, with data.epochs", "null"),
+        (mixed and trains, f"mixing.{mixed and mixed[0]}", "all samples are in data.samples, with data.epochs", "null"),
+        (mixed and keeps, f"mixing.{mixed and mixed[0]}", "nothing is trained on", "null"),
+        (data.share is not None and alone, "data.share", "no explorer joins without --role explore", "null"),
         (lost, "checkpoint.at_end", "the samples would be lost with the run", "true"),
         (keeps and full, "queue.max_samples", "nothing takes samples out of the queue", "null, max_bytes, too"),
         (keeps and until.reward is not None, "schedule.until.reward", "no step has a mean reward", "score, or null"),
         (keeps and config.queue.archive, "queue.archive", "no sample is consumed; export the run's queue", "null"),
         (unknown, "evaluation.every", "schedule.until.score needs it", "above 0"),
+        (length and length < buffer, "algorithm.shaping.overlong_buffer", "it begins below 0", f"at most {length}"),
         (placement == "separate" and config.cluster.offload, "cluster.offload", "no side is ever idle", "false"),
     ):
         if wrong:
             raise config.refusal(where, what, expected)
+
+
+def check_stages(stages: Mapping[str, RunConfig], check: Callable[[RunConfig], T]) -> dict[str, T]:
+    """Return what a check finds for each stage. An error names its stage, if there are several."""
+    found, (*_, last) = dict[str, T](), stages
+    for name, config in stages.items():
+        try:
+            if name != last and (config.mode == "explore" or config.model.lora):
+                where = "mode" if config.mode == "explore" else "model.lora"
+                raise config.refusal(where, "the next stage starts from a whole model", "such a stage comes last")
+            found[name] = check(config)
+        except JackfieldError as error:
+            error.where = f"stage {name}: {error.where}" if name else error.where
+            raise
+    return found
 
 
 def shared_settings(config: RunConfig) -> dict[str, Any]:

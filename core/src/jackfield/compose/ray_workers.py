@@ -131,9 +131,8 @@ class RayWorkers:
 
         async def iterate(method: str, *arguments: Any, **named: Any) -> AsyncIterator[Any]:
             try:
-                async with aclosing(
-                    getattr(self._stub(actors[name], cls, seconds), method)(*arguments, **named)
-                ) as items:
+                called = getattr(self._stub(actors[name], cls, seconds), method)
+                async with aclosing(called(*arguments, **named)) as items:
                     async for item in items:
                         yield item
             except WorkerLost:

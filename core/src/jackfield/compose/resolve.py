@@ -95,9 +95,7 @@ def _algorithm(config: RunConfig) -> Algorithm:
     assert chosen.parts  # looks up every name
     if chosen.advantages is not None and not online:
         expected = "online, or an algorithm that learns from the data's own answers (sft, dpo)"
-        raise config.refusal(
-            "mode", f"algorithm {settings.name!r} needs rewards, and mode 'offline' has none", expected
-        )
+        raise config.refusal("mode", f"algorithm {settings.name!r} needs rewards; mode 'offline' has none", expected)
     if chosen.advantages is None and online:
         raise config.refusal("mode", f"algorithm {settings.name!r} learns from the data's own answers", "offline")
     if online and config.sampling.temperature == 0:
@@ -159,9 +157,8 @@ def _correction(config: RunConfig, loss: Part, rollout: Manifest, *, sampled: bo
     """Return the correction, and whether the old log-probs come from the engine.
 
     It is on by default if numerics differ or the schedule is asynchronous, and the loss takes token weights but does
-    not weight itself. If the old
-    log-probs are the rollout server's, the loss's ratio already weights, and the correction only rejects. Sampling
-    filters change the server's log-probs, so that ratios to them would not start at 1.
+    not weight itself. If the old log-probs are the rollout server's, the loss's ratio already weights, and the
+    correction only rejects. Sampling filters change the server's log-probs: ratios to them would not start at 1.
     """
     settings, given, active = config.algorithm.correction, config.algorithm.old_log_probs, config.sampling_filters
     mismatch, weighs_itself = config.log_prob_check.on_mismatch == "correct", "rollout_log_probs" in loss.inputs
@@ -187,5 +184,9 @@ def _correction(config: RunConfig, loss: Part, rollout: Manifest, *, sampled: bo
         what = "the run does not correct for other log-probs than the engine's"
         expected = f"stop or warn, or a loss that importance weights can correct, without {where}.enabled: false"
         raise config.refusal("log_prob_check.on_mismatch", what, expected)
+    default = attrs.asdict(Correction(enabled=settings.enabled))
+    idle = [name for name, value in attrs.asdict(settings).items() if value != default[name] and not corrects]
+    if idle:
+        raise config.refusal(f"{where}.{idle[0]}", "nothing is corrected in this run", "the default, or enabled: true")
     used = settings if from_engine else attrs.evolve(settings, bound="none", batch_normalize=False)
     return used if corrects else None, from_engine

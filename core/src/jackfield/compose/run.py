@@ -21,10 +21,10 @@ import attrs
 from jackfield.abc.engine import BaseEngine, EngineContext, LoadCheckpointRequest, SaveCheckpointRequest
 from jackfield.clock import Clock
 from jackfield.compose.builder import RunBuilder, Stop
-from jackfield.compose.checks import check_plugins, hooks_of, prepare
-from jackfield.compose.modes import check_mode
+from jackfield.compose.checks import check_capabilities, check_plugins, check_settings, hooks_of, prepare
+from jackfield.compose.modes import check_stages
 from jackfield.compose.workers import WorkerFactory
-from jackfield.config import RunConfig, as_plain, make_config, resolve_defaults, show
+from jackfield.config import RunConfig, as_plain, make_config, plugin_settings, resolve_defaults, show
 from jackfield.data.tasks import TaskSet
 from jackfield.errors import ConfigError, EngineError, JackfieldError, RunError, WorkerLost
 from jackfield.files import replace_file
@@ -98,32 +98,36 @@ def run_stages(stages: Mapping[str, RunConfig], say: Callable[[str], None], **op
 
     Errors of all stages are raised before the first one starts, which is checked with the model that it starts from.
     """
-    registry, (*earlier, last) = discover(), stages
-    for name, config in stages.items() if earlier else ():
-        try:
-            if name != last and (config.mode == "explore" or config.model.lora):
-                where = "mode" if config.mode == "explore" else "model.lora"
-                raise config.refusal(where, "the next stage starts from a whole model", "such a stage comes last")
-            check_mode(config)
-            model = attrs.evolve(config.model, path=stages[next(iter(stages))].model.path)
-            prepare(attrs.evolve(resolve_defaults(config), model=model), registry, (), "all", Clock())
-        except JackfieldError as error:
-            error.where = f"stage {name}: {error.where}"
-            raise
+    registry, (first, *later) = discover(), stages.values()
+
+    def start(config: RunConfig) -> None:
+        coming = config.model.path in {f"{each.folder}/model" for each in stages.values()}  # an earlier stage makes it
+        model = attrs.evolve(config.model, path=first.model.path if coming else config.model.path)
+        prepare(attrs.evolve(config, model=model), registry, (), "all", Clock())
+
+    checks: Sequence[Callable[[RunConfig], object]] = (partial(check_settings, registry=registry), start)
+    for check in checks if later else ():
+        check_stages(stages, check)
+    trained = ""  #: the model that a stage has just changed
     for number, (name, config) in enumerate(stages.items(), 1):
-        if earlier:
+        if config.model.path == trained and Path(config.folder, "config.yaml").exists():
+            what, fix = (
+                "the stage began with an earlier model of the one before it",
+                f"remove the folder {config.folder}",
+            )
+            raise RunError(what, code="run.changed", where=f"stage {name}", expected="a new folder", fix=fix)
+        if later:
             say(f"stage {number} of {len(stages)}: {name}, in {config.folder}")
         if (result := run(config, registry=registry, **options)).stopped:
             break
+        trained = "" if result.finished_before else f"{config.folder}/model"
     return result
 
 
 async def _run(config: RunConfig, role: RoleName, hooks: Sequence[object], registry: Registry, build: Any) -> RunResult:
-    check_mode(config := resolve_defaults(config), role)
-    clock, config = Clock(), config.of_role(role)
+    clock, config = Clock(), resolve_defaults(config).of_role(role)
     folder, trains, checkpoint = Path(config.folder), role in ("all", "train"), None
-    hooks = [*observers(config.observe, folder, clock=clock), *hooks]
-    prepared = prepare(config, registry, hooks, role, clock)
+    prepared = prepare(config, registry, [*observers(config.observe, folder, clock=clock), *hooks], role, clock)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -169,7 +173,9 @@ async def serve_queue(config: RunConfig) -> AsyncIterator[tuple[QueueServer, Pat
     already served, and ``queue.store`` if the address is in use.
     """
     registry, clock, folder = discover(), Clock(), Path(config.folder) / "queue"
-    check_plugins(config.with_address(), registry)
+    check_plugins(served := config.with_address(), registry)
+    plugin_settings(served, registry)
+    check_capabilities(served, registry)
     hooks_of(config, registry)
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -39,6 +39,7 @@ from jackfield.runtime.workers import AgentWorker, Workers
 from jackfield.sdk.archive import queue_name
 from jackfield.sdk.child import ChildProcess
 from jackfield.sdk.rpc import Address, Connection, Contract, Service
+from jackfield.settings import structure
 from jackfield.trainer.role import Role, RunWorkers
 from jackfield.weights import WeightSender, WeightSource
 
@@ -244,17 +245,14 @@ class WorkerFactory:
         """Make a worker that runs agents, or copies given answers without ``generates``."""
         tokenizer, limit = load_tokenizer(self.config), prompt_limit(self.config)
         self.router = Router(self.clock, partial(tokenizer.decode, skip_special_tokens=False))
-        self.registry.load("agent", self.config.agent.name)
+        plugin, chosen = self.registry.load("agent", self.config.agent.name), self.config.agent.settings
+        settings: Any = structure(plugin.settings_class, chosen, "agent")  # once, and not for each rollout
+        shared: Any = {"tokenizer": tokenizer, "clock": self.clock, "max_prompt_tokens": limit}
+        shared["request_prefix"] = request_prefix
 
         def make_agent(asks: Callable[[SamplingParams], None]) -> AgentLoopBase:
-            context = AgentContext(
-                generate=self.router.of_one_rollout(asks),
-                tokenizer=tokenizer,
-                clock=self.clock,
-                request_prefix=request_prefix,
-                max_prompt_tokens=limit,
-            )
-            return cast(AgentLoopBase, self._plugin("agent", context))
+            context = AgentContext(generate=self.router.of_one_rollout(asks), **shared)
+            return cast(AgentLoopBase, plugin.cls(settings, context))
 
         make = make_agent if generates else None
         vocabulary = checks.read_model(self.config).get("vocab_size")

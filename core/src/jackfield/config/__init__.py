@@ -53,9 +53,13 @@ def load_stages(file: str | Path, overrides: Sequence[str] = (), *, served: bool
     values, made = _read(file), dict[str, RunConfig]()
     if served or not (isinstance(values, Mapping) and values.get("stages")):
         return {"": make_config(values, overrides, served=served)}
+    known = structure(dict[str, dict[str, Any]], values["stages"], "stages").keys()
     for override in overrides:
         values = apply_override(_named(values), override)
     stages = structure(dict[str, dict[str, Any]], values.pop("stages"), "stages")
+    for name in sorted(known ^ stages.keys()):
+        shown = {"expected": ", ".join(known), "found": ", ".join(stages) or "none", "fix": "correct the name"}
+        raise ConfigError("the stages are the file's", code="config.unknown-key", where=f"stages.{name}", **shown)
     overrides, model = [each for each in overrides if not each.startswith("stages.")], None
     for number, (name, own) in enumerate(stages.items(), 1):
         config = make_config(_merged(values, own), overrides)

@@ -355,23 +355,9 @@ class RunConfig:
         return attrs.evolve(self, queue=attrs.evolve(self.queue, address=str(self.address_file.absolute())))
 
     def of_role(self, role: str) -> RunConfig:
-        """Return the configuration of a role, with the controller's address and its own folder.
-
-        Refuse roles that cannot share the run, or must share it.
-        """
-        distributed = self.queue.rewards == "distributed"
-        if role == "all":
-            if distributed:
-                what = "in a run in one process, that process scores the samples"
-                raise self.refusal("queue.rewards", what, "train, or each role launched with --role")
-            return self
-        if self.weights.kind != "full":
-            raise self.refusal("weights.kind", "explorers that come and go get whole weights", "full")
-        if role == "reward" and not distributed:
-            what = "the role train scores the samples of this run, unless all roles have the setting"
-            raise self.refusal("queue.rewards", what, "distributed", fix="set it for all roles, or leave this one out")
-        if role == "train":
-            return self.with_address()
+        """Return the configuration of a role, with the controller's address and its own folder."""
+        if role in ("all", "train"):
+            return self if role == "all" else self.with_address()
         name = f"explorer-{socket.gethostname()}-{os.getpid()}" if role == "explore" else "rewards"
         folder = Path(self.folder, "explorers" if role == "explore" else "", name)
         return attrs.evolve(self.with_address(), name=name, folder=str(folder))

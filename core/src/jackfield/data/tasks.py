@@ -331,9 +331,7 @@ class TaskSet(Sequence[Task]):
         with naming(place):
             task = attrs.evolve(self._format.task(self._record(index), f"{stem}:{line}", stem), place=place)
             if self.answers and task.response is None:
-                expected = (
-                    "a text or messages in data.format.response_key, or a conversation that ends with the assistant"
-                )
+                expected = "text or messages in data.format.response_key, or a conversation that the assistant ends"
                 found = f"a prompt that ends with the role {task.messages[-1]['role']!r}, and no answer to it"
                 fix = "correct the line, or name the right fields in data.format"
                 raise refusal("a record has no answer to learn from", expected, found, fix)

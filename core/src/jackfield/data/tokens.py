@@ -131,8 +131,7 @@ class HuggingFaceChatTokenizer:
             if isinstance(content, str) and "".join(content.split()) not in "".join(text.split()):
                 problem = "the chat template leaves out a part of an answer"  # thinking, or a role it does not know
                 fix = "give another chat_template, or take that part out of the data"
-                expected = f"the answer {content[:200]!r}"
-                raise self._refusal(problem, expected, repr(text[-400:]), fix)
+                raise self._refusal(problem, f"the answer {content[:200]!r}", repr(text[-400:]), fix)
             start = self._prefix([*messages, *completion[:number]], whole, generation_prompt=True)
             if self._turn_end is None:
                 end = self._prefix([*messages, *completion[: number + 1]], whole, generation_prompt=False)

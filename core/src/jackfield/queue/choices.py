@@ -12,8 +12,7 @@ from jackfield.queue.records import BatchState, Consumer, Group, Status
 
 def in_places(consumer: Consumer, names: Sequence[str]) -> list[Group] | None:
     """Return the groups in the places of these, by key; None while they are not all ready."""
-    keys = map(GroupKey.of, names)
-    found = [consumer.partition.batches[key.batch].groups[key.index] for key in keys]
+    found = [consumer.partition.batches[key.batch].groups[key.index] for key in map(GroupKey.of, names)]
     for group in found:
         group.batch.require_well()
     return found if all(map(consumer.is_fresh, found)) else None

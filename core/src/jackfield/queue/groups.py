@@ -66,10 +66,8 @@ class Groups:
                 if batch is None:
                     self._claims[explorer] += 1
                     batch = mine.batches[mine.next_batch] = BatchState(mine, mine.next_batch, rollouts)
-                    mine.next_batch, batch.groups = (
-                        mine.next_batch + 1,
-                        [Group(batch, index) for index in range(groups)],
-                    )
+                    mine.next_batch += 1
+                    batch.groups = [Group(batch, index) for index in range(groups)]
                     for group in batch.groups:
                         self.core.touch(group)
                 batch.is_offered, batch.explorers[explorer] = False, self.core.caller()
@@ -81,24 +79,28 @@ class Groups:
                 return None
             await self.core.wait(self.leases.until(left, since, deadline_seconds), functools.partial(missing, left[:1]))
 
-    async def end_holder(self, client: str) -> None:
+    async def end_holder(self, client: str, name: str = "a client") -> None:
         """End the leases of a client that is gone; hand out its explorers' batches again, published groups kept."""
+        consumers, held = self.core.state.consumers.values(), list[str]()
+        held += [group.name for each in consumers for group, hold in each.held.items() if hold.client == client]
         for batch in self.core.state.batches():
             for explorer in sorted(name for name, each in batch.explorers.items() if each == client):
                 del batch.explorers[explorer]
                 if batch.is_complete or batch.failure is not None:
                     continue
-                reason = f"explorer {explorer!r} was released"
                 again = [group for group in batch.groups if group.explorer == explorer and not group.is_made]
                 for group in again:
                     if group.status == Status.OPEN:
+                        held += [f"{group.name}/{rollout}" for rollout in group.running()]
                         self.leases.forget(group)
                     group.reissue += 1
                     self._vacate(group)
                 batch.is_offered = batch.is_offered or (not batch.explorers and bool(batch.vacant()))
-                where = {"partition": batch.partition.name, "batch": batch.number}
-                self.core.record("release", **where, groups=[group.index for group in again], reason=reason)
+                at, why = [each.index for each in again], f"explorer {explorer!r} was released"
+                self.core.record("release", partition=batch.partition.name, batch=batch.number, groups=at, reason=why)
         self.leases.end(lambda consumer, hold: hold.client == client)
+        if held:
+            logging.getLogger("jackfield").warning("%s held %s, which others get now", name, some(held))
 
     async def groups_to_fill(
         self, batch: Batch, deadline_seconds: float, *, until: Literal["final", "published"] = "final"
@@ -238,8 +240,9 @@ class Groups:
                 own = {**own, "operation": made.operation, "parents": list(made.parents)}
             group.samples[key] = Sample(report.rollout, own, columns, size)
         self.core.state.count(len(report.keys), sum(report.written.sizes))
-        self.core.metrics["generated/samples"] += len(report.keys)
-        self.core.metrics["generated/response_tokens"] += sum(own.get("response_tokens", 0) for own in tags)
+        if group.version is not None:  # an agent generated them
+            self.core.metrics["generated/samples"] += len(report.keys)
+            self.core.metrics["generated/response_tokens"] += sum(own.get("response_tokens", 0) for own in tags)
         group.ended[report.rollout] = report.error
         if report.error is not None:
             self.core.fail(f"{group.name}/{report.rollout}", report.error)
@@ -338,11 +341,8 @@ class Groups:
                     self._settle({group: gone})
         failed = [key for key in there if not self.core.state.knows(key)]
         if failed:
-            logging.getLogger("jackfield").warning(
-                "values of %d samples are gone from the queue's store, or damaged in it; what is needed of them is "
-                "made again: %s",
-                *(len(failed), some(failed)),
-            )
+            what = "values of %d samples are gone from the queue's store, or damaged; what is needed is made again: %s"
+            logging.getLogger("jackfield").warning(what, len(failed), some(failed))
         return tuple(key for key in lost if not self.core.state.knows(key))
 
     def _retry(self, group: Group, reason: str, counts: bool = True) -> None:

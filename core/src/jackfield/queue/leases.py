@@ -115,39 +115,42 @@ class Leases:
             what = f"{groups or 1} groups" if batch is None else f"batch {batch}"
             return missing(batches, mine, f"{what} of partition {mine.partition.name!r} for consumer {mine.name!r}")
 
+        def choose() -> list[Group] | None:
+            if again:
+                return in_places(mine, again)
+            if batch is not None:
+                return self._unused(mine, batch, groups)
+            if max_staleness is not None:
+                return in_time(mine, groups or 1, step or 0, max_staleness)
+            return self._choose(mine, groups, step, fresh)
+
         until = self.core.clock.time() + deadline_seconds
         mine.awaited.append(batch)
         self.core.wake()  # a producer under backpressure may generate what this call waits for
         try:
-            while True:
-                if again:
-                    found = in_places(mine, again)
-                elif batch is not None:
-                    found = self._unused(mine, batch, groups)
-                elif max_staleness is not None:
-                    found = in_time(mine, groups or 1, step or 0, max_staleness)
-                else:
-                    found = self._choose(mine, groups, step, fresh)
-                if found is not None:
-                    break
-                began, made = self.core.clock.time(), _are_made(mine, batch, groups)
+            while (found := choose()) is None:
+                began, made = self.core.clock.time(), _are_made(mine, batch, groups or len(again) or None)
                 await self.core.wait(until, describe)
-                what = f"waits/{consumer}/{'columns' if made else 'rollouts'}"
-                self.core.metrics[what] += self.core.clock.time() - began
+                waited = self.core.clock.time() - began
+                self.core.metrics[f"waits/{consumer}/{'columns' if made else 'rollouts'}"] += waited
         finally:
             mine.awaited.remove(batch)
-        mine.epoch += bool(found)
-        hold = Hold(mine.epoch, self.core.caller())
-        for group in found:
-            mine.usable.pop(group, None)
-            mine.held[group] = hold
+        return self._hold(mine, found)
+
+    def _hold(self, consumer: Consumer, groups: Sequence[Group]) -> BatchMeta:
+        """Have a consumer hold groups under one lease."""
+        consumer.epoch += bool(groups)
+        hold = Hold(consumer.epoch, self.core.caller())
+        for group in groups:
+            consumer.usable.pop(group, None)
+            consumer.held[group] = hold
             group.batch.moved = self.core.clock.time()
-        keys = tuple(_keys(found))
+        keys = tuple(_keys(groups))
         return BatchMeta(
             keys=keys,
-            tags=tuple(chain.from_iterable([group.all_tags() for group in found])),
-            groups=tuple(chain.from_iterable([repeat(group.name, len(group.samples)) for group in found])),
-            leases=(Lease(mine.partition.name, mine.name, mine.epoch),) * len(keys),
+            tags=tuple(chain.from_iterable([group.all_tags() for group in groups])),
+            groups=tuple(chain.from_iterable([repeat(group.name, len(group.samples)) for group in groups])),
+            leases=(Lease(consumer.partition.name, consumer.name, consumer.epoch),) * len(keys),
         )
 
     def _unused(self, consumer: Consumer, batch: int, count: int | None) -> list[Group] | None:
@@ -211,8 +214,7 @@ class Leases:
 
     async def take_over(self, consumer: str) -> None:
         """End all leases of a consumer whose holder is gone."""
-        mine = self.core.state.consumer(consumer)
-        self.end(lambda each, hold: each is mine)
+        self.end(lambda each, hold: each is self.core.state.consumer(consumer))
 
     def end(self, is_over: Callable[[Consumer, Hold], bool]) -> None:
         """End the leases for which ``is_over`` holds."""
@@ -330,9 +332,7 @@ class Leases:
         consumers = batch.partition.consumers
         if any(batch.number in consumer.awaited for consumer in consumers):
             return True
-        busy = {
-            consumer.name for consumer in consumers if consumer.held or any(map(consumer.is_fresh, consumer.usable))
-        }
+        busy = {each.name for each in consumers if each.held or any(map(each.is_fresh, each.usable))}
         starving = any(None in consumer.awaited and busy <= {consumer.name} for consumer in consumers)
         batches = batch.partition.batches.values()
         return starving and batch is next((each for each in batches if not each.is_complete and not each.failure), None)

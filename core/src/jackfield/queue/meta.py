@@ -307,9 +307,7 @@ class Random(Sampler):
 class Priority(Random):
     """A sampler by priority: a tag's value minus a decay per use. Ties keep the order of ``ready``."""
 
-    tag: str = option(
-        "weight_version_min", help="tag with the priority: the oldest weight version of a token, or your own tag"
-    )
+    tag: str = option("weight_version_min", help="tag with the priority: the oldest weight version, or your own tag")
     decay: float = option(2.0, help="subtracted from the priority for each earlier use", validator=ge(0.0))
     sigma: float = option(0.0, help="standard deviation of Gaussian noise on each priority", validator=ge(0.0))
 

@@ -84,7 +84,7 @@ def read_samples(file: Path) -> Iterator[SavedSample]:
     if is_archive(file):
         return chain.from_iterable(map(_read_parquet, sorted(file.glob("*.parquet")) or [file]))
     if not file.is_file():
-        raise QueueError("there is no such file of rows", where=str(file), expected="a .jsonl or .parquet file")
+        raise QueueError("there is no such file", where=str(file), expected=".jsonl or .parquet", fix="check the path")
     return _read_lines(file)
 
 

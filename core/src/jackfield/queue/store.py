@@ -67,8 +67,7 @@ class Store:
             if self.path is not None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
             with _translated_errors(self.path):
-                place = self.path or ":memory:"
-                db = sqlite3.connect(place, isolation_level=None, timeout=5.0)
+                db = sqlite3.connect(self.path or ":memory:", isolation_level=None, timeout=5.0)
                 if self.path is not None and db.execute("pragma journal_mode=wal").fetchone() != ("wal",):
                     db.executescript("pragma locking_mode=exclusive; pragma journal_mode=wal")  # no shared memory
                 db.executescript("pragma synchronous=normal; pragma wal_autocheckpoint=4000;" + _SCHEMA)

@@ -348,8 +348,7 @@ class TransferQueue:
         self._core.store.write(self._core.state, begin=True)
 
 
-_LOCAL = {"start", "close", "end_holder"}
-QUEUE = Contract(TransferQueue, without=_LOCAL, undo={"lease": "release"})
+QUEUE = Contract(TransferQueue, without={"start", "close", "end_holder"}, undo={"lease": "release"})
 
 
 class QueueServer(Server):
@@ -357,8 +356,8 @@ class QueueServer(Server):
 
     def __init__(self, queue: TransferQueue, clock: Clock, heartbeat_seconds: float) -> None:
         """Create a server that is not listening. A client without a heartbeat for so long is dead."""
-        service = {_SERVICE: Service(target=queue, contract=QUEUE)}
-        super().__init__(_SERVER, service, clock, heartbeat_seconds, lambda ended, _: queue.end_holder(ended.session))
+        service, end = {_SERVICE: Service(target=queue, contract=QUEUE)}, queue.end_holder
+        super().__init__(_SERVER, service, clock, heartbeat_seconds, lambda gone, _: end(gone.session, gone.name))
         queue.caller = lambda: caller().session
         queue.server = self
 

@@ -71,6 +71,8 @@ class EngineRank:
 
     async def initialize(self) -> EngineLayout:
         """Load the model. Return this rank's place among the others."""
+        import tensordict  # noqa: F401 - now rather than in the first step
+
         await self._in_thread(self._engine.initialize)
         return self._engine.layout
 
@@ -260,10 +262,8 @@ class EngineGroup:
         self, batch: BatchMeta, loss: LossSpec, comparison: Comparison | None = None
     ) -> tuple[dict[str, float], Distances]:
         """Run one optimizer step; return ``grad_norm``, ``lr`` and metrics of the loss, and what was compared."""
-        reading: Any = {"update": True, "comparison": comparison}
-        results = await self._shared(
-            "to train on", batch, lambda rank, mine: rank.update(loss, mine, comparison), **reading
-        )
+        more: Any = {"update": True, "comparison": comparison}
+        results = await self._shared("to train on", batch, lambda rank, own: rank.update(loss, own, comparison), **more)
         found: Distances = {}
         for _, (_, distances) in results:
             for kind, samples in distances.items():

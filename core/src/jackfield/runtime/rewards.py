@@ -24,6 +24,7 @@ from jackfield.runtime.samples import not_finite
 from jackfield.runtime.workers import together
 from jackfield.sdk.cells import offsets_of, split
 
+_SHARE = 0.02  #: a mini-batch may wait for its last reward, while a device is idle
 REWARD_INPUTS = ("prompt_ids", "response_ids", "task")  #: the columns from which a reward agent's request is built
 
 
@@ -78,12 +79,13 @@ class RewardWorker:
     async def reward(self, partition: str, jobs: Sequence[RewardJob]) -> AsyncIterator[RewardReport]:
         """Score the samples of groups, write ``reward`` for those that have a score, and yield reports.
 
-        A report has the results of several whole groups, without token scores.
+        A report has the results of several whole groups, without token scores, and none of a group that was retried.
         """
         keys = [key for job in jobs for key in job.keys]
         scoring = dict(zip(keys, self._scoring(partition, keys), strict=True))
-        async for ended in together((None, self._group(job, [scoring[key] for key in job.keys])) for job in jobs):
-            results = {key: result for _, task in ended for key, result in task.result().items()}
+        work = [(None, self._group(job, [scoring[key] for key in job.keys])) for job in jobs]
+        async for ended in together(work, share=_SHARE):
+            results = dict(pair for _, task in ended if not task.cancelled() for pair in task.result().items())
             good = {key: result for key, result in results.items() if result.status == "ok"}
             written = await self._values.put(partition, list(good), self._columns(list(good.values())))
             yield RewardReport(results={key: _told(result) for key, result in results.items()}, written=written)
@@ -154,24 +156,15 @@ class RewardWorker:
         self, key: str, reading: asyncio.Future[dict[str, tuple[list[int], list[int], Any]]]
     ) -> ScoreResult:
         """Score with a deadline for each try. A failure becomes a status, never a score."""
-        rows = reading.result() if reading.done() else await asyncio.shield(reading)
-        prompt, response, task = rows[key]
+        prompt, response, task = (reading.result() if reading.done() else await asyncio.shield(reading))[key]
         if task["reward"] is not None:
             return ScoreResult(score=float(task["reward"]))
-        seconds = self._config.deadlines.reward
+        fields = {name: task[name] for name in ("data_source", "ground_truth", "extra_info")}
+        fields |= {"solution_str": self._tokenizer.decode(response), "prompt_str": self._tokenizer.decode(prompt)}
+        fields |= {"response_ids": tuple(response), "deadline_seconds": (seconds := self._config.deadlines.reward)}
         async with self._turns:
             for retry in range(self._config.schedule.reward_retries + 1):
-                request = ScoreRequest(
-                    data_source=task["data_source"],
-                    solution_str=self._tokenizer.decode(response),
-                    ground_truth=task["ground_truth"],
-                    extra_info=task["extra_info"],
-                    prompt_str=self._tokenizer.decode(prompt),
-                    response_ids=tuple(response),
-                    idempotency_key=key,
-                    retry=retry,
-                    deadline_seconds=seconds,
-                )
+                request = ScoreRequest(idempotency_key=key, retry=retry, **fields)
                 try:
                     scoring = self._agent.compute_score(request)
                     result = _checked(await self._clock.wait_for(scoring, seconds, f"the reward of sample {key}"), key)

@@ -23,8 +23,8 @@ from jackfield.algorithms.tensors import naming_rows
 from jackfield.data.tasks import Task
 from jackfield.queue import Values
 from jackfield.queue.meta import BatchMeta, Lease, Written
-from jackfield.sdk.cells import Cell, dense_column, from_nested, join, split, to_nested
-from jackfield.sdk.jagged import from_padded, lengths, to_padded
+from jackfield.sdk.cells import Cell, dense_column, join, offsets_of, rows_of, split
+from jackfield.sdk.jagged import padded_rows
 
 if TYPE_CHECKING:
     import torch
@@ -191,13 +191,13 @@ class StepValues(Values):
         self._begin(meta)
         missing: dict[tuple[int, ...], list[str]] = {}
         for name in names:
-            kept = self._cells.get(name, {})
+            kept = self._cells.get(name, {}).keys()
             missing.setdefault(tuple(at for at, key in enumerate(meta.keys) if key not in kept), []).append(name)
         for rows, some in missing.items():
             if rows:
                 part = meta.select(rows)
                 self._keep(part, await super().read(part, some))
-        found = {name: join(name, [self._cells[name][key] for key in meta.keys]) for name in names}
+        found = {name: join(name, list(map(self._cells[name].__getitem__, meta.keys))) for name in names}
         for name in set(names) - _WRITTEN_ONCE:
             del self._cells[name]
         return found
@@ -219,8 +219,7 @@ class StepValues(Values):
     def _keep(self, meta: BatchMeta, columns: Mapping[str, Column]) -> None:
         for name, column in columns.items():
             text, contents = split(column)
-            cells = ((text, content) for content in contents)
-            self._cells.setdefault(name, {}).update(zip(meta.keys, cells, strict=True))
+            self._cells.setdefault(name, {}).update(zip(meta.keys, zip(repeat(text), contents), strict=True))
 
 
 class AdvantageWorker:
@@ -244,37 +243,27 @@ class AdvantageWorker:
         assert algorithm.advantages is not None
         rows = await self._read(own(target), keeps_versions=version is not None)
         totals = rows.token_rewards.sum(-1)
-        metrics = {
-            "reward/mean": float(totals.mean()),
-            "reward/std": float(totals.std()) if len(totals) > 1 else 0.0,
-            "reward/min": float(totals.min()),
-            "reward/max": float(totals.max()),
-        }
+        metrics = {f"reward/{name}": float(getattr(totals, name)()) for name in ("mean", "min", "max")}
+        metrics["reward/std"] = float(totals.std()) if len(totals) > 1 else 0.0
         token_rewards, inputs = self._shaped(rows, kl_coefficient, metrics), await self._inputs(batch, rows)
         with naming_rows([f"sample {key}" for key in rows.batch.keys]):
-            estimated, returns = advantages(
-                algorithm.advantages,
-                token_rewards=token_rewards,
-                response_mask=rows.mask,
-                **inputs,
-                **algorithm.advantages_options,
-            )
+            inputs |= {"token_rewards": token_rewards, "response_mask": rows.mask, **algorithm.advantages_options}
+            estimated, returns = advantages(algorithm.advantages, **inputs)
         metrics["advantages/abs_mean"] = float(estimated.abs().mean())
         generated = rows.sizes.new_tensor([not is_expert(tags) for tags in target.tags]).bool()
-        sizes = rows.sizes.new_tensor([int(tags["response_tokens"]) for tags in target.tags])
-        sizes[generated] = rows.sizes
+        sizes = [int(tags["response_tokens"]) for tags in target.tags]
 
         def column(values: torch.Tensor, experts: float = 0.0) -> Column:
-            whole = rows.token_rewards.new_full((len(sizes), max(int(sizes.max()), values.shape[1])), experts)
+            whole = rows.token_rewards.new_full((len(sizes), max(*sizes, values.shape[1])), experts)
             whole[generated, : values.shape[1]] = values.float()
-            return from_nested(from_padded(whole, sizes))
+            return _jagged(whole, sizes)
 
         columns = {"advantages": column(estimated), "returns": column(returns)}
         if algorithm.correction is not None:
             old, rollout = rows.padded("old_log_probs"), rows.padded("rollout_log_probs")
             staleness = None
             if version is not None:
-                staleness = version - to_padded(to_nested(rows.columns["weight_versions"]), length=rows.mask.shape[1])
+                staleness = version - rows.padded("weight_versions")
                 metrics["staleness/tokens/mean"] = float(staleness[rows.mask].float().mean())
             weights, kept, diagnostics = algorithm.correction.weights(old, rollout, rows.mask, staleness)
             columns["rollout_weights"] = column(weights.masked_fill(kept == 0, 0.0), experts=1.0)
@@ -293,20 +282,12 @@ class AdvantageWorker:
         algorithm, loss = self._algorithm, part("loss", self._algorithm.loss)
         names = algorithm.prepared_columns
         columns = await self._values.read(batch, ("response_mask", *names.values()))
-        nested, numbers = to_nested(columns["response_mask"]), _numbers(batch.groups)
-        prepared = prepare(
-            algorithm.loss,
-            response_mask=to_padded(nested),
-            group_ids=numbers,
-            pair_ids=numbers,
-            **{name: to_padded(to_nested(columns[column])) for name, column in names.items()},
-            **{name: value for name, value in algorithm.loss_options.items() if name in loss.options},
-        )
-        sizes = lengths(nested)
-        values = {
-            name: from_nested(from_padded(value, sizes)) if value.dim() == 2 else dense_column(value)
-            for name, value in prepared.items()
-        }
+        mask, numbers = columns["response_mask"], _numbers(batch.groups)
+        given: dict[str, Any] = {"response_mask": _padded(mask), "group_ids": numbers, "pair_ids": numbers}
+        given |= {name: _padded(columns[column]) for name, column in names.items()}
+        given |= {name: value for name, value in algorithm.loss_options.items() if name in loss.options}
+        sizes, made = list(map(len, rows_of(mask))), prepare(algorithm.loss, **given).items()
+        values = {name: _jagged(each, sizes) if each.dim() == 2 else dense_column(each) for name, each in made}
         return await self._values.write(batch, values)
 
     async def _read(self, batch: BatchMeta, *, keeps_versions: bool) -> _Responses:
@@ -336,10 +317,9 @@ class AdvantageWorker:
             name: rows.padded(key) for name, key in {"values": "values", "old_log_probs": old}.items() if key in columns
         }
         if "prompt_ids" in columns:  # a step's state is the context that the model saw
-            prompts = to_nested(columns["prompt_ids"]).unbind()
-            offered["anchor_ids"] = _numbers([tuple(prompt.tolist()) for prompt in prompts])
+            offered["anchor_ids"] = _numbers([tuple(prompt.tolist()) for prompt in rows_of(columns["prompt_ids"])])
         if "reward_dimensions" in columns:
-            offered["reward_dimensions"] = to_padded(to_nested(columns["reward_dimensions"]))
+            offered["reward_dimensions"] = _padded(columns["reward_dimensions"])
         if greedy := where(batch, is_baseline):
             baselines = _Responses(greedy, await self._values.read(greedy, ("response_mask", "reward")))
             totals = dict.fromkeys(greedy.groups, 0.0)
@@ -370,16 +350,17 @@ class _Responses:
     """Columns of samples, padded on request."""
 
     def __init__(self, batch: BatchMeta, columns: Mapping[str, Column]) -> None:
+        import torch
+
         self.batch, self.columns = batch, columns
-        nested = to_nested(columns["response_mask"])
-        self.mask = to_padded(nested)  #: bool ``[B, T]``
-        self.sizes = lengths(nested)  #: int64 ``[B]``
+        self.mask = _padded(columns["response_mask"])  #: bool ``[B, T]``
+        self.sizes = torch.tensor([int(tags["response_tokens"]) for tags in batch.tags])  #: int64 ``[B]``
         self.last = (self.sizes - 1).clamp(min=0).unsqueeze(-1)  #: int64 ``[B, 1]``: each response's last token
         self.token_rewards = self._rewards()  #: float32 ``[B, T]``
 
     def padded(self, name: str) -> torch.Tensor:
         """Return a column padded to ``[B, T]``."""
-        return to_padded(to_nested(self.columns[name]), length=self.mask.shape[1])
+        return _padded(self.columns[name], self.mask.shape[1])
 
     def _rewards(self) -> torch.Tensor:
         """Return token rewards; a sample's scalar reward is placed on the last token."""
@@ -389,6 +370,18 @@ class _Responses:
             return dense.scatter(1, self.last, rewards.values.unsqueeze(-1))
         per_token, single = self.padded("reward"), (rewards.offsets.diff() == 1).unsqueeze(-1)
         return dense.scatter(1, self.last, per_token[:, :1]).where(single, per_token)
+
+
+def _padded(column: Column, length: int | None = None) -> torch.Tensor:
+    return padded_rows(rows_of(column), length=length)
+
+
+def _jagged(dense: torch.Tensor, sizes: Sequence[int]) -> Column:
+    """Return ``[B, T]`` as a jagged column without the values after a row's size."""
+    import torch
+
+    kept = torch.arange(dense.shape[1]) < torch.tensor(sizes)[:, None]
+    return Column(values=dense.detach()[kept], offsets=offsets_of(sizes))
 
 
 def _numbers(names: Sequence[Any]) -> torch.Tensor:

@@ -69,20 +69,20 @@ class Workers(Generic[T]):
         return [(self._workers[number], share) for number, share in shares.items()]
 
 
-def list_seconds(elapsed: float) -> float:
+def list_seconds(elapsed: float, share: float = 0.1) -> float:
     """Return how long the first result of a list waits for others, ``elapsed`` seconds after the beginning.
 
-    The wait grows with the age of the work up to 2 s, so that stragglers of a long rollout share few lists.
+    The wait is a share of the age of the work, up to 2 s, so that stragglers of a long rollout share few lists.
     """
-    return min(max(0.05, 0.1 * elapsed), 2.0)
+    return min(share * max(0.5, elapsed), 2.0)
 
 
 async def together(
-    work: Iterable[tuple[S, Coroutine[Any, Any, T]]], seconds: float | None = None
+    work: Iterable[tuple[S, Coroutine[Any, Any, T]]], seconds: float | None = None, share: float = 0.1
 ) -> AsyncIterator[list[tuple[S, asyncio.Task[T]]]]:
     """Run named work concurrently, and yield it in lists as it ends: what ends soon after the first one, up to a size.
 
-    What is still running after ``seconds``, or when the iteration ends, is cancelled.
+    ``share`` is that of :func:`list_seconds`. What is still running after ``seconds``, or at the end, is cancelled.
     """
     loop, ended, news = asyncio.get_running_loop(), list[asyncio.Task[T]](), asyncio.Event()
     began = loop.time()
@@ -96,7 +96,7 @@ async def together(
         if len(ended) >= min(_LIST, left):
             news.set()
         elif len(ended) == 1:
-            loop.call_later(list_seconds(loop.time() - began), news.set)
+            loop.call_later(list_seconds(loop.time() - began, share), news.set)
 
     def cancel() -> None:
         for task in tasks:
@@ -312,17 +312,12 @@ class AgentWorker:
 
         Answers are not sampled, so their log-probs are 0, and they have no score.
         """
-        prompt_ids = tuple(encode_prompt(self._tokenizer, task, self._max_prompt_tokens))
+        shared: Any = {"weight_versions": (), "reward": 0.0}
+        shared["prompt_ids"] = tuple(encode_prompt(self._tokenizer, task, self._max_prompt_tokens))
+        answers = [(tuple(ids), tuple(mask)) for ids, mask in encode_answers(self._tokenizer, task)]  # type: ignore[arg-type]
         return [
-            AgentSequence(
-                prompt_ids=prompt_ids,
-                response_ids=tuple(token_ids),
-                response_mask=tuple(mask),
-                response_log_probs=(0.0,) * len(token_ids),
-                weight_versions=(),
-                reward=0.0,
-            )
-            for token_ids, mask in encode_answers(self._tokenizer, task)  # type: ignore[arg-type]
+            AgentSequence(response_ids=ids, response_mask=mask, response_log_probs=(0.0,) * len(ids), **shared)
+            for ids, mask in answers
         ]
 
     async def prompt_ids(self, task: Task, most: int) -> tuple[int, ...]:

@@ -130,12 +130,12 @@ def join(name: str, cells: Sequence[Cell], memory: Callable[[int], torch.Tensor 
     ``memory`` returns uint8 ``[bytes]`` that already has the cells' bytes in order, or None if there is none. Without
     it, or if it returns None, the bytes are copied. Errors are those of :func:`column_of`.
     """
-    contents = [content for _, content in cells]
-    sizes = [len(content) for content in contents]
+    texts, contents = zip(*cells, strict=True) if cells else ((), ())
+    sizes = list(map(len, contents))
     there = None if memory is None else memory(sum(sizes))
     if there is None:
         there = tensor_of(bytearray().join(contents))
-    return column_of(name, [text for text, _ in cells], sizes, there)
+    return column_of(name, texts, sizes, there)
 
 
 def column_of(name: str, types: Iterable[str], sizes: Sequence[int], content: torch.Tensor) -> Column:
@@ -278,8 +278,11 @@ def from_nested(nested: Any) -> Column:
 
     if not nested.is_nested or nested.layout != torch.jagged:
         raise _invalid("the tensor is not nested with layout torch.jagged", "[rows, j, ...]", nested.layout)
-    rows = list(nested.unbind())  # a view may have holes
-    return column_from_rows(rows) if rows else Column(values=nested.values().cpu()[:0], offsets=offsets_of(()))
+    values, offsets = nested.values().detach(), nested.offsets().long()
+    offsets = (offsets - offsets[:1]).cpu()
+    if nested.lengths() is not None or len(values) != offsets[-1]:  # a view with holes
+        return column_from_rows(list(nested.unbind()))
+    return Column(values=values.to("cpu", copy=True).contiguous(), offsets=offsets)
 
 
 def rows_of(column: Column) -> list[Any]:

@@ -49,9 +49,14 @@ def to_padded(nested: torch.Tensor, padding: float = 0, length: int | None = Non
 
     T is ``length``, or without it the length of the longest row. A row that is longer raises ``DataError``.
     """
+    return padded_rows(rows(nested), padding, length)
+
+
+def padded_rows(rows: Sequence[torch.Tensor], padding: float = 0, length: int | None = None) -> torch.Tensor:
+    """Return rows ``[length, ...]`` as :func:`to_padded` does."""
     import torch
 
-    padded = torch.nn.utils.rnn.pad_sequence(rows(nested), batch_first=True, padding_value=padding)
+    padded = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=padding)
     extra = 0 if length is None else length - padded.shape[1]
     if extra < 0:
         raise DataError("a row is longer than the padded length", expected=f"at most {length}", found=padded.shape[1])

@@ -133,11 +133,7 @@ def part_of(tensor: torch.Tensor, box: Box, piece: Box) -> torch.Tensor:
 
 
 def reopen_slice_receiver(
-    last: SliceReceiver | None,
-    request: UpdateWeightsRequest,
-    layout: Sequence[Box],
-    worker: int = 0,
-    **options: Any,
+    last: SliceReceiver | None, request: UpdateWeightsRequest, layout: Sequence[Box], worker: int = 0, **options: Any
 ) -> SliceReceiver:
     """Create the receiver of a full update for a worker that has ``layout``, as its ``ServerInfo`` says.
 

@@ -72,9 +72,7 @@ class Evaluator:
         await self.role.workers.backend.delete(DeleteRequest(partition=name, keys=written))
         samples = [attrs.evolve(read.get(one.key, one), reward=one.reward, tags=one.tags) for one in records]
         pairs = [None if one.reward is None else (one.reward, one.tags.get("answer")) for one in samples]
-        tasks = [
-            list(filter(None, pairs[first : first + own.rollouts])) for first in range(0, len(pairs), own.rollouts)
-        ]
+        tasks = [list(filter(None, pairs[at : at + own.rollouts])) for at in range(0, len(pairs), own.rollouts)]
         metrics = metrics_of_tasks(tasks, own.rollouts, own.success)
         metrics |= {
             "score": metrics[f"mean@{own.rollouts}"],
@@ -124,10 +122,7 @@ class Evaluator:
                 if ends := {tags.get(f"weight_version_{end}", version) for end in ("min", "max")} - {version}:
                     what, where = "an evaluation's sample has tokens of other weights", report.keys[0]
                     raise WeightsError(what, code="weights.version", where=where, expected=version, found=ends)
-                told |= {
-                    "response_tokens": tags["response_tokens"],
-                    **{each: tags[each] for each in ("answer", *said(tags)) if each in tags},
-                }
+                told |= {each: tags[each] for each in ("response_tokens", "answer", *said(tags)) if each in tags}
                 told |= metric_tags("reward", result.metrics)
             if result.error is not None:
                 told["error"] = result.error

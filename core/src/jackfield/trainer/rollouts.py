@@ -351,10 +351,8 @@ class RewardPipeline:
         sizes = dict(zip([key for key in results if key not in failed], report.written.sizes, strict=True))
         good = batch
         if failed or dropped:
-            kept = (
-                key not in failed and name not in dropped for key, name in zip(batch.keys, batch.groups, strict=True)
-            )
-            good = batch.select(at for at, each in enumerate(kept) if each)
+            places = enumerate(zip(batch.keys, batch.groups, strict=True))
+            good = batch.select(at for at, (key, name) in places if key not in failed and name not in dropped)
         tags = tuple([metric_tags("reward", results[key].metrics) for key in good.keys])
         written = Written(columns=report.written.columns, sizes=tuple(map(sizes.__getitem__, good.keys)), tags=tags)
         await self.role.queue.add_columns(good, written)

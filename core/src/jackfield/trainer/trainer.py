@@ -82,6 +82,7 @@ class Trainer:
             restored, first_step = await self.checkpoints.load(checkpoint), checkpoint.step
             self.kl_coefficient = restored["kl_coefficient"]
             self.limits.restore(restored.get("used", {}))
+            self.limits.check(first_step, self.limits.used)  # they may be lower now
             self._published = role.updated = first_step if role.engines else 0
             if self.sync is not None and first_step:
                 async with role.train_devices.hold("train"):
@@ -124,9 +125,7 @@ class Trainer:
         except QueueError as error:
             if not (step.leased and is_lost(error)):
                 raise
-            over = len(step.sizes) * (
-                self.role.config.algorithm.epochs - 1
-            )  # what has had its last update is not read again
+            over = len(step.sizes) * (self.role.config.algorithm.epochs - 1)  # their last updates, which read no more
             done = {number for number in step.parts if len(step.sizes) > 1 and ("actor", over + number) in step.updates}
             parts = step.parts if step.index is not None else {-1: step.part}
             held = {number: part for number, part in parts.items() if number not in done}
@@ -234,9 +233,8 @@ class Trainer:
 
     def _end_updates(self, step: Step) -> None:
         """Take the metrics of all parts and updates, and adapt the KL coefficient."""
-        step.metrics |= mean_metrics([*step.estimates.values()]) | mean_metrics(
-            [(1, update) for update in step.updates.values()]
-        )
+        updates = [(1, update) for update in step.updates.values()]
+        step.metrics |= mean_metrics([*step.estimates.values()]) | mean_metrics(updates)
         if "policy/kl" in step.metrics:
             step.metrics["policy/kl_coefficient"] = self.kl_coefficient
         if (kl := step.metrics.get("policy/kl", step.metrics.get("reward/kl"))) is not None:
@@ -266,9 +264,8 @@ class Trainer:
         await self.report_failures()
         if shown := role.config.observe.samples_per_step:
             chosen = step.batch.select(step.batch.by_partition()[TRAIN][:shown])
-            if samples := await role.records(
-                TRAIN, chosen.keys, chosen.tags, with_reward=role.config.mode != "offline"
-            ):
+            scored = role.config.mode != "offline"
+            if samples := await role.records(TRAIN, chosen.keys, chosen.tags, with_reward=scored):
                 hooks.emit(SamplesRecorded(step=done, partition=TRAIN, samples=samples))
 
     async def report_failures(self) -> None:
@@ -358,7 +355,8 @@ class Trainer:
         if self.role.explores:
             retries = {group: each["retry"] for group, each in zip(step.batch.groups, tags, strict=True)}
             measured["groups/retries"] = float(sum(retries.values()))
-        if ages := [max(step.number - each["weight_version_min"], 0) for each in tags if "weight_version_min" in each]:
+        aged = [each["weight_version_min"] for each in tags if self.role.engines and "weight_version_min" in each]
+        if ages := [max(step.number - version, 0) for version in aged]:
             measured |= {"staleness/max": float(max(ages)), "staleness/mean": sum(ages) / len(ages)}
             measured |= {f"staleness/samples/{age}": float(count) for age, count in sorted(Counter(ages).items())}
         for devices in (self.role.train_devices, self.role.rollout_devices):  # one lease, if they are shared

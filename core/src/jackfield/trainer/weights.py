@@ -208,13 +208,14 @@ class EngineWeights:
 
     @asynccontextmanager
     async def hold(self) -> AsyncIterator[None]:
-        """Block training and weight syncs between two steps, and give replicas the device."""
-        role, held = self.role, False
+        """Block training and weight syncs, and give replicas the device; between two steps, if another one serves."""
+        role, others, held = self.role, self.pool.members if self.pool else [], False
         while not held:
-            who = f"the trainer to make all updates of step {role.updated + 1}"
-            await role.clock.wait_for(role.whole.wait(), role.config.deadlines.batch, who)
+            if others:  # without them a step that has made updates may wait for rollouts
+                who = f"the trainer to make all updates of step {role.updated + 1}"
+                await role.clock.wait_for(role.whole.wait(), role.config.deadlines.batch, who)
             async with role.train_devices.hold("rollout", joins=True):
-                if held := role.whole.is_set():
+                if held := role.whole.is_set() or not others:
                     yield
 
     async def load(self, replica: Replica) -> None:
@@ -224,6 +225,7 @@ class EngineWeights:
             if version:  # version 0 is the model's folder, which the replica has loaded
                 async with self.engines["actor"].reading:
                     await self.synchronizer.catch_up(replica, version)
+                self.synchronizer.last = self.synchronizer.last if self.role.whole.is_set() else None  # no delta's base
             if self.takes_turns or self.interrupts:
                 await self._ask([replica], version)
 
@@ -252,10 +254,8 @@ class EngineWeights:
 
     async def _ask(self, replicas: Sequence[Replica], version: int) -> None:
         """Let live replicas with ``version`` answer the probe, while they have the device."""
-        if self.probe is None:
-            return
         try:
-            self._answers += await self.probe.ask(replicas, version)
+            self._answers += await self.probe.ask(replicas, version) if self.probe else []
         except JackfieldError as error:
             if error.code not in LOST:
                 raise
@@ -337,8 +337,7 @@ class LogProbCheck:
         else:
             causes.append(weights)
         if own := [tags["own_sampling"] for tags in batch.tags if "own_sampling" in tags]:
-            first = f"the agent's own sampling parameters in {len(own)} of {len(batch)} samples, such as {own[0]}"
-            causes.insert(0, first)
+            causes.insert(0, f"the agent's own sampling parameters in {len(own)} of {len(batch)} samples: {own[0]}, …")
         return causes
 
 

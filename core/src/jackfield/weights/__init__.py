@@ -143,8 +143,7 @@ class WeightSender(LinkSender):
                 else:  # device tensors stay on this thread's stream
                     note(name, tensor)
                 if base is not None:
-                    before = self._sent[base].get(name)
-                    part = delta_of(name, tensor, before, blocks[name], self._block_bytes)
+                    part = delta_of(name, tensor, self._sent[base].get(name), blocks[name], self._block_bytes)
                 if part is not None:
                     self.sent_bytes += part[1].nbytes
                     yield part

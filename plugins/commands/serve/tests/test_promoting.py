@@ -32,6 +32,11 @@ def evaluation(number: int, score: float) -> dict[str, object]:
 def test_versions_rise_with_each_promotion(tmp_path: Path) -> None:
     served = tmp_path / "served"
     assert read_promoted(served_folder(served)) is None
+    with pytest.raises(RunError) as nowhere:
+        promote(run_of(tmp_path / "run", step(4), evaluation(4, 0.5)), served, 0.5)
+    assert ("run.not-promoted", str(served)) == (nowhere.value.code, nowhere.value.where)
+    assert not served.exists()
+    served.mkdir()
     for version, score in enumerate((0.5, 0.75), 1):
         run = run_of(tmp_path / f"run-{version}", step(4), evaluation(4, score))
         assert version == promote(run, served, 0.5).version

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -32,8 +33,7 @@ _LATE = 3.0  #: seconds: reports of the reward pipeline wait this long for other
 
 def planned(times: dict[str, Any], steps: int = 4, **sections: Any) -> Plan:
     config = make_config({**RUN, **sections})
-    manifest = discover().resolve("transformers", "rollout").usable()
-    return make_plan(config, manifest, written_times({**TIMES, **times}, "times"), steps)
+    return make_plan(config, discover(), written_times({**TIMES, **times}, "times"), steps)
 
 
 def by_name(plan: Plan) -> dict[str, Prediction]:
@@ -82,11 +82,27 @@ def test_pipeline_and_one_step_off_hide_the_wait_for_rewards() -> None:
     assert plan.best.step_time <= 1.01 * min(each.step_time for each in found.values())
 
 
-def test_a_straggler_delays_a_step_on_policy_and_not_an_asynchronous_one() -> None:
-    """One rollout in forty takes ten times as long as the others."""
-    times = {"generate": [20.0] * 39 + [200.0], "update": 5.0, "log_probs": 0.0, "sync": 0.0}
-    found = by_name(planned(times, steps=12, data={**RUN["data"], "groups_per_batch": 8}))
-    assert found["asynchronous, staleness 4"].step_time < 0.7 * found["this file"].step_time
+def test_a_straggler_delays_no_asynchronous_step_and_a_further_rollout_in_flight_takes_its_place() -> None:
+    """One rollout in ten waits for its tools for a minute: 16 in flight leave replicas idle, so more are proposed."""
+    times = {"generate": 5.0, "environment": [10.0] * 9 + [60.0], "update": 5.0, "log_probs": 0.0, "sync": 0.0}
+    plan = planned(times, steps=12, data={**RUN["data"], "groups_per_batch": 8})
+    found = by_name(plan)
+    default = found["asynchronous, staleness 4"]
+    assert default.step_time < 0.5 * plan.own.step_time
+    assert plan.best.step_time < 0.8 * default.step_time
+    assert "schedule.rollouts_in_flight=48" in plan.best.overrides, "more than these make steps no faster"
+    assert found["asynchronous, staleness 4, 64 rollouts in flight"].step_time > 0.99 * plan.best.step_time
+
+
+def test_of_limits_that_are_as_fast_the_one_with_the_newest_weights_is_best() -> None:
+    """With four times as many rollouts in flight as needed, the explorer works ahead to the bound."""
+    times = {"generate": 5.0, "environment": {"uniform": [0, 10]}, "update": 5.0, "log_probs": 0.0, "sync": 0.0}
+    plan = planned(times, steps=8, schedule={"mode": "async", "max_staleness": 4, "rollouts_in_flight": 32})
+    fewer = by_name(plan)["this file, 8 rollouts in flight"]
+    assert ["schedule.rollouts_in_flight=null"] == fewer.overrides
+    assert fewer.step_time <= 1.01 * plan.own.step_time
+    assert fewer.staleness_mean < plan.own.staleness_mean - 1
+    assert fewer is attrs.evolve(plan, others=[fewer]).best
 
 
 def test_large_batches_are_simulated_by_group_and_say_so() -> None:
@@ -152,6 +168,7 @@ def test_other_modes_have_no_schedule(mode: str) -> None:
     [
         ({"updates": 1.0}, "unknown-key", "updates"),
         ({"sync": -1}, "invalid-value", "sync"),
+        ({"environment": -1}, "invalid-value", "environment"),
         ({"sync": float("nan")}, "invalid-value", "sync"),
         ({"sync": float("inf")}, "invalid-value", "sync"),
         ({"sync": 10**400}, "invalid-value", "sync"),
@@ -287,9 +304,9 @@ def test_without_times_the_command_says_what_to_give(file: Path) -> None:
     [
         ("times.json", "{", "config.unreadable"),
         ("times.json", "[1]", "config.wrong-type"),
-        ("none.json", None, "run.storage"),
-        ("none.jsonl", None, "run.storage"),
-        ("folder", None, "run.storage"),
+        ("none.json", None, "config.missing-key"),
+        ("none.jsonl", None, "config.missing-key"),
+        ("folder", None, "config.missing-key"),
     ],
 )
 def test_files_that_cannot_be_read_are_named(file: Path, name: str, content: str | None, code: str) -> None:
@@ -308,6 +325,10 @@ def test_wrong_usage_and_wrong_settings_have_their_exit_codes(file: Path) -> Non
     code, text = called(file, "schedule.max_staleness=1", *times)
     assert 1 == code
     assert "schedule.max_staleness" in text
+    code, text = called(file, "schedule.until.score=1", *times)
+    assert (1, True) == (code, "at evaluation.every" in text), text
+    code, text = called(file, "queue.rewards=distributed", *times)
+    assert (1, True) == (code, "--role" in text), text
 
 
 def test_a_folder_without_metrics_has_no_times(file: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import attrs
 import pytest
 
 from jackfield.errors import ConfigError, RunError
@@ -56,6 +57,34 @@ def test_random_runs_have_faults_of_each_role_and_kind() -> None:
     assert {(role, kind) for role in ROLES for kind in FAULTS} == found.keys()
 
 
+def test_random_runs_have_turns_interruptions_and_several_processes() -> None:
+    drawn = [(chosen := random_settings(seed), chosen.config("runs/a")) for seed in range(SEEDS)]
+    turns = [each for _, each in drawn if each.weights.in_turns and each.cluster.replicas > 1]
+    partial = [chosen.keeps for chosen, each in drawn if each.schedule.partial_rollout]
+    assert min(len(turns), *Counter(partial).values(), sum(chosen.distributed for chosen, _ in drawn)) >= SEEDS // 20
+    assert {False, True} == set(partial)
+
+
+@pytest.mark.parametrize("role", ["trainer", "explorer", "controller"])
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_role_that_stands_still_stops_others_only_in_their_common_process(role: str, distributed: bool) -> None:
+    late = Fault(role=role, phase="update", kind="answers late", at=3, seconds=30.0)
+    run = simulate(attrs.evolve(settings(8, late, sync_offset=1), distributed=distributed))
+    (begun,) = [float(text.split()[0]) for text in run.trace if "answers late" in text]
+    meanwhile = [stage for stage, _, end, _ in run.spans if begun < end < begun + 30.0]
+    assert distributed == ("generate" in meanwhile)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_interrupted_rollouts_go_on_where_they_were(keeps: bool) -> None:
+    """On shared devices each update interrupts the rollouts of the next batch, which take no longer for it."""
+    partial = attrs.evolve(settings(4, sync_offset=1, partial_rollout=True), shared=True, keeps=keeps, tokens=100)
+    run = simulate(attrs.evolve(partial, times=Times(reward=12.0, update=6.0)))
+    assert sum(stage == "generate" for stage, *_ in run.spans) > 4 * 4 * 2
+    seconds = sum(end - start for stage, start, end, _ in run.spans if stage == "generate")
+    assert 320.0 == pytest.approx(seconds, abs=1e-6 if keeps else 32.0), "a token that has begun is complete"
+
+
 def test_a_run_repeats_itself() -> None:
     chosen = random_settings(3)
     first, second = simulate(chosen, seed=3), simulate(chosen, seed=3)
@@ -96,7 +125,7 @@ def test_without_a_role_that_it_needs_the_run_resumes_from_its_newest_checkpoint
     assert run.clock.now > plain.clock.now + (30.0 if kind == "freezes" else 2.0)
 
 
-@pytest.mark.parametrize("role", ["explorer", "agent worker", "reward worker", "store unit"])
+@pytest.mark.parametrize("role", ["explorer", "agent worker", "replica", "reward worker", "store unit"])
 def test_other_roles_are_replaced_while_the_run_goes_on(role: str) -> None:
     run = simulate(settings(8, Fault(role=role, phase="generate", kind="dies", at=20)))
     assert (1, 8) == (run.starts, len(run.steps))

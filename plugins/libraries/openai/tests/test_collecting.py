@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from jackfield.queue.sample_files import read_samples
-from jackfield_openai.collecting import Collector, collected
+from jackfield_openai.collecting import Collector, collected, main
 
 from .conftest import ANSWER, Serve
 
@@ -109,3 +109,25 @@ async def test_a_folder_that_cannot_be_made_is_refused_at_the_start(serve: Serve
         async with serve(collect=str(tmp_path / "file" / "below")):
             pass
     assert "openai.collect" == refused.value.where  # type: ignore[attr-defined]
+
+
+def test_rewards_without_an_answer_and_folders_without_answers_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out = tmp_path / "day", tmp_path / "night.jsonl"
+    monkeypatch.setattr("sys.argv", ["collecting", str(folder), str(out)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert 2 == ended.value.code
+    assert str(folder) in capsys.readouterr().err
+    assert not out.exists()
+    folder.mkdir()
+    sample = {"key": "a/0", "group": "a/0", "columns": {}}
+    (folder / "answers-0.jsonl").write_text(json.dumps(sample) + "\n")
+    rewards = [{"key": key, "reward": 1.0} for key in ("a/0", "b/0")]
+    (folder / "rewards-0.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rewards))
+    main()
+    printed = capsys.readouterr()
+    assert "1 samples" in printed.out
+    assert "1 rewards" in printed.err
+    assert "b/0" in printed.err

@@ -273,9 +273,8 @@ def _server_tls() -> tuple[ssl.SSLContext, str]:
     builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), begin, end)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     certificate = builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
-    secret = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
+    form, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    secret = key.private_bytes(serialization.Encoding.PEM, form, plain)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     with tempfile.NamedTemporaryFile(suffix=".pem") as file:  # readable only by this user
         file.write(secret + certificate)

@@ -18,8 +18,9 @@ from jackfield.algorithms.settings import AlgorithmSettings, CriticSettings
 from jackfield.clock import Clock
 from jackfield.compose.builder import RunBuilder
 from jackfield.config import RunConfig, as_plain
+from jackfield.config.schedule import ScheduleConfig
 from jackfield.config.sections import DataConfig, MixingConfig, PluginSection, QueueConfig
-from jackfield.errors import ConfigError, JackfieldError, RunError, did_you_mean
+from jackfield.errors import ConfigError, DataError, JackfieldError, RunError, did_you_mean
 from jackfield.files import digest_of, replace_file, seal, unseal
 from jackfield.observe import ObserveSettings
 from jackfield.plugins import Registry
@@ -37,8 +38,9 @@ _SECTIONS = ("seed", "agent", "reward", "rollout")
 def bench_config(config: RunConfig, registry: Registry, out: Path, sets: Sequence[str], model: Model) -> RunConfig:
     """Return the configuration of a bench, which shares no file, lock, port or store with the run.
 
-    ``sets`` are the names of the sets to evaluate; empty: all. Raise ``config.invalid-value`` for an unknown one, and
-    ``config.missing-key`` if there is none. Nothing is trained, so algorithm and training data are defaults.
+    ``sets`` are the names of the sets to evaluate; empty: all. Raise ``config.invalid-value`` for an unknown one,
+    ``config.missing-key`` if there is none, and ``data.missing`` for a set without its file. Nothing is trained, so
+    algorithm and training data are defaults.
     """
     data, evaluation = config.data, config.evaluation
     files = {} if data.eval is None else {"eval": data.eval}
@@ -48,9 +50,13 @@ def bench_config(config: RunConfig, registry: Registry, out: Path, sets: Sequenc
         raise config.refusal("data.eval", "there are no held-out tasks", "a file", code="config.missing-key", fix=fix)
     for name in sets:
         if name not in files:
-            details = {"where": "--set", "expected": f"one of {', '.join(files)}", "found": name}
+            details = {"where": "--set", "expected": f"one of {', '.join(files)}", "found": name, "fix": "correct it"}
             raise ConfigError(f"the configuration has no set {name!r}{did_you_mean(name, files)}", **details)
     chosen = set(sets or files)
+    for name, file in files.items():
+        if name in chosen and not Path(file).is_file():
+            what, fix = f"the task file of the set {name!r} does not exist", "check the path"
+            raise DataError(what, code="data.missing", where=file, expected="a JSONL file", found="no file", fix=fix)
     further = {name: each for name, each in evaluation.sets.items() if name in chosen}
     first = next(name for name in files if name in chosen)
     form = data.format if first == "eval" else further[first].format or data.format
@@ -78,6 +84,7 @@ def bench_config(config: RunConfig, registry: Registry, out: Path, sets: Sequenc
         ),
         sampling=config.sampling if config.mode == "online" else SamplingParams(),
         algorithm=AlgorithmSettings(),
+        schedule=ScheduleConfig(reward_retries=config.schedule.reward_retries),
         critic=CriticSettings(),
         mixing=MixingConfig(),
         evaluation=attrs.evolve(evaluation, every=1, sets=further),

@@ -76,8 +76,11 @@ def promote(run: Path, served: Path, threshold: float) -> Promoted:
     if not scores or not scores[-1] >= threshold:
         found = f"score {scores[-1]:g} after step {last}" if scores else f"no evaluation after step {last}"
         raise RunError("the model is not good enough", found=found, fix="train on, or lower --score", **details)
+    if not served.is_dir():
+        what, fix = "there is no such folder", "give the folder of the run whose file `jackfield serve` has, or make it"
+        raise RunError(what, code="run.not-promoted", where=str(served), expected="a run's folder", fix=fix)
     folder = served_folder(served)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     before = read_promoted(folder)
     version = 1 if before is None else before.version + 1
     promoted = Promoted(version=version, model=str(model), score=scores[-1])

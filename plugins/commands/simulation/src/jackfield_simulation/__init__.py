@@ -1,6 +1,7 @@
 """Simulated runs on virtual time, with seeded durations and faults, whose invariants are checked.
 
-The schedule, queue, explorer, reward pipeline and trainer are the real ones. Workers, engine and store only take time.
+Schedule, queue, explorer, reward pipeline, trainer, router, replica pool and weight sync are the real ones. Workers,
+engine, rollout servers and store only take time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import attrs
 
 from jackfield.errors import JackfieldError, RunError
+from jackfield_simulation.checks import check as check_settings
 from jackfield_simulation.clock import VirtualClock
 from jackfield_simulation.run import Simulation
 from jackfield_simulation.settings import FAULTS, PHASES, ROLES, Duration, Fault, SimulationSettings, Times
@@ -37,8 +39,10 @@ _SHOWN = 40  #: events of a trace
 def simulate(settings: SimulationSettings, *, seed: int = 0, tries: int = 30) -> Simulation:
     """Simulate a run. It fails if an invariant is broken, a deadline passes, or an error ends it.
 
-    Then ``run.simulation`` has a trace, and the smallest settings that were found in ``tries`` to fail alike.
+    Settings that cannot be simulated are refused first (``config.…``). A failure is ``run.simulation``, with a trace
+    and the smallest settings that were found in ``tries`` to fail alike.
     """
+    check_settings(settings)
     run, error = _attempt(settings, seed)
     if error is None:
         return run
@@ -54,7 +58,9 @@ def simulate(settings: SimulationSettings, *, seed: int = 0, tries: int = 30) ->
     raise RunError(message, code="run.simulation", where=f"seed {seed}", found=text, fix=fix) from error
 
 
-def check_seeds(seeds: Iterable[int], settings_of: Callable[[int], SimulationSettings], *, processes: int = 1) -> None:
+def check_seeds(
+    seeds: Iterable[int], settings_of: Callable[[int], SimulationSettings], *, processes: int = 1, tries: int = 30
+) -> None:
     """Simulate the run of each seed in forked processes, and raise what :func:`simulate` raises for one that fails."""
     listed, context = list(seeds), multiprocessing.get_context("fork")
     failed: Any = context.Array("q", [-1] * processes)
@@ -73,7 +79,7 @@ def check_seeds(seeds: Iterable[int], settings_of: Callable[[int], SimulationSet
     for process in others:
         process.join()
     for seed in sorted({*failed} - {-1})[:1]:
-        simulate(settings_of(seed), seed=seed)
+        simulate(settings_of(seed), seed=seed, tries=tries)
         raise RunError("a process of the simulation ended", code="run.simulation", where=f"seed {seed}")
 
 

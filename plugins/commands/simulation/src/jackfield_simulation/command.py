@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
-from jackfield.cli.commands import config_arguments, json_option
+from jackfield.cli.commands import config_arguments, json_option, role_option
 
 if TYPE_CHECKING:
     from jackfield_simulation.planning import Plan, Prediction
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 @click.option(
     "--steps", type=click.IntRange(4, 200), default=8, show_default=True, help="Steps to measure of each schedule."
 )
+@role_option
 @json_option
-def plan(file: str, overrides: tuple[str, ...], times: str | None, steps: int, as_json: bool) -> None:
+def plan(file: str, overrides: tuple[str, ...], times: str | None, steps: int, role: Any, as_json: bool) -> None:
     """Predict step time, idle shares, waits and staleness of the schedule of a config FILE, and of others.
 
     OVERRIDES are settings such as schedule.sync_offset=1. The real training loop is simulated with stage times, by
@@ -34,9 +35,9 @@ def plan(file: str, overrides: tuple[str, ...], times: str | None, steps: int, a
     from jackfield_simulation.planning import make_plan
     from jackfield_simulation.stage_times import read_times
 
-    config, registry = load_config(file, overrides), discover()
+    config, registry = load_config(file, overrides, served=role is not None), discover()
     found, source = read_times(times, config)
-    made = make_plan(config, registry.resolve(config.rollout.name, "rollout").usable(), found, steps)
+    made = make_plan(config, registry, found, steps, role or "all")
     click.echo(json.dumps(as_plain(made, source), indent=2) if as_json else as_text(made, source))
 
 

@@ -10,14 +10,13 @@ from typing import Any
 import attrs
 
 from jackfield.algorithms.settings import ResolvedAlgorithm
-from jackfield.compose.modes import check_mode
-from jackfield.compose.resolve import resolve_algorithm
+from jackfield.compose.checks import check_settings
 from jackfield.config import RunConfig
 from jackfield.config.schedule import UntilConfig
 from jackfield.config.sections import CheckpointConfig, MixingConfig, QueueConfig
 from jackfield.errors import JackfieldError, RunError
-from jackfield.plugins.manifest import Manifest
-from jackfield.trainer.role import Schedule
+from jackfield.plugins import Registry
+from jackfield.trainer.role import RoleName, Schedule
 from jackfield_simulation import simulate
 from jackfield_simulation.run import Simulation
 from jackfield_simulation.settings import SimulationSettings, Times
@@ -27,6 +26,7 @@ _SECONDS = 20.0  #: of processor time, of all simulations; so a plan does not de
 _ROLLOUTS = 9_000  #: that are simulated in all; if there would be more, each group is simulated as one
 _EQUAL = 1.01  #: of two step times that differ by less, the less stale schedule is better
 _SEED = 0
+_LIMITS = (None, 1.25, 1.5, 2.0, 3.0, 4.0)  #: of rollouts in flight, in batches, that asynchronous steps are tried with
 #: The schedules that are tried, by name; other settings of a schedule are those of the file, or defaults.
 SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "on-policy": {},
@@ -39,6 +39,7 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "asynchronous, staleness 2": {"mode": "async", "max_staleness": 2},
     "asynchronous, staleness 4": {"mode": "async", "max_staleness": 4},
 }
+_OF_ROLLOUT = ("generate", "environment", "reward")  #: stages, in order
 _LANES = {"replicas": ("generate",), "engine": ("log_probs", "update", "sync"), "reward": ("reward",)}
 _WAITS = {
     "trainer for rollouts": "waits/trainer/rollouts",
@@ -66,6 +67,11 @@ class Prediction:
     staleness_max: float
 
     @property
+    def in_flight(self) -> int:
+        """Return the limit of rollouts in flight that differs from the file's; 0: none, or that of the default."""
+        return self.settings.get("schedule.rollouts_in_flight") or 0
+
+    @property
     def overrides(self) -> list[str]:
         """Return the settings as arguments of ``jackfield run``."""
         return [f"{name}={_yaml(value)}" for name, value in self.settings.items()]
@@ -86,38 +92,51 @@ class Plan:
         all_of_them = [self.own, *self.others]
         limit = min(each.step_time for each in all_of_them) * _EQUAL
         fast = [each for each in all_of_them if each.step_time <= limit]
-        return min(fast, key=lambda each: (each.staleness_bound, len(each.settings)))
+        return min(fast, key=_cost)
 
 
-def make_plan(config: RunConfig, manifest: Manifest, times: Times, steps: int = STEPS) -> Plan:
+def make_plan(config: RunConfig, registry: Registry, times: Times, steps: int = STEPS, role: RoleName = "all") -> Plan:
     """Predict the schedule of a configuration and the others, within about 20 s.
 
-    The manifest is that of the rollout plugin. Raise what refuses the configuration itself, or ends its simulation.
+    Raise what refuses the configuration itself (for a role), or ends its simulation.
     """
     if config.mode != "online":
         raise config.refusal("mode", "only training on rollouts has a schedule to plan", "online")
-    until, found, left_out = time.process_time() + _SECONDS, list[Prediction](), list[Mapping[str, str]]()
-    check_mode(config)
-    algorithm = resolve_algorithm(config, manifest)
+    until, left_out = time.process_time() + _SECONDS, list[Mapping[str, str]]()
+    _, algorithm = check_settings(config, registry, role)
     candidates = list(_candidates(config))
     rollouts = config.data.rollouts_per_group + algorithm.greedy_baseline
     size = _Size.of(config, rollouts, (1 + len(candidates)) * (steps + 6))
     predict = partial(_predict, config, times=times, steps=steps, size=size)
-    own = predict("this file", config, algorithm)
-    for name, other in candidates:
+    found = [(own := predict("this file", config, algorithm), config)]
+
+    def attempt(name: str, other: RunConfig) -> None:
         try:
             if time.process_time() > until:
                 raise RunError("the time for simulations ran out: use fewer --steps")
-            check_mode(other)
-            found.append(predict(name, other, resolve_algorithm(other, manifest)))
+            found.append((predict(name, other, check_settings(other, registry, role)[1]), other))
         except JackfieldError as error:
             wanted = "" if error.expected is None else f"; expected: {error.expected}"
             left_out.append({"name": name, "reason": f"{error.message}{wanted}"})
-    return Plan(own=own, others=sorted(found, key=_order), left_out=left_out, notes=size.notes)
+
+    for name, other in candidates:
+        attempt(name, other)
+    limits = (
+        _LIMITS if times.environment else _LIMITS[:1]
+    )  # with more in flight, replicas that always work gain nothing
+    for name, other in list(_limited(found, config.data.groups_per_batch * rollouts, limits)):
+        attempt(name, other)
+    others = sorted([each for each, _ in found[1:]], key=_order)
+    return Plan(own=own, others=others, left_out=left_out, notes=size.notes)
 
 
-def _order(one: Prediction) -> tuple[float, int]:
-    return round(one.step_time, 3), one.staleness_bound
+def _cost(one: Prediction) -> tuple[int, ...]:
+    """Return what equally fast schedules are compared by: age of tokens, then changes to the file."""
+    return one.staleness_bound, round(one.staleness_mean), len(one.settings), one.in_flight
+
+
+def _order(one: Prediction) -> tuple[float, int, int]:
+    return round(one.step_time, 3), one.staleness_bound, one.in_flight
 
 
 def _candidates(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
@@ -134,6 +153,21 @@ def _candidates(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
             other = attrs.evolve(config, cluster=cluster, schedule=schedule, algorithm=algorithm)
             if _does(other) != _does(config):
                 yield named, other
+
+
+def _limited(
+    found: Sequence[tuple[Prediction, RunConfig]], batch: int, limits: Sequence[float | None]
+) -> Iterator[tuple[str, RunConfig]]:
+    """Yield the fastest asynchronous schedule, and the file's own, with other limits of rollouts in flight."""
+    own, asynchronous = found[0][1], [pair for pair in found if pair[1].schedule.mode == "async"]
+    chosen = sorted(asynchronous, key=lambda pair: _order(pair[0]))[:1]
+    for prediction, config in chosen + [pair for pair in asynchronous if pair[1] is own and pair not in chosen]:
+        now = config.schedule.rollouts_in_flight
+        for limit in (None if factor is None else round(factor * batch) for factor in limits):
+            if (limit or batch) != (now or batch):
+                schedule = attrs.evolve(config.schedule, rollouts_in_flight=limit)
+                named = f"{prediction.name}, {limit or batch} rollouts in flight"
+                yield named, attrs.evolve(config, schedule=schedule)
 
 
 def _does(config: RunConfig) -> tuple[object, ...]:
@@ -163,32 +197,46 @@ class _Size:
             notes.append(f"{some} of {groups} groups per batch are simulated, which have fewer stragglers")
         return cls(some, rollouts, True, notes)
 
-    def config(self, config: RunConfig) -> RunConfig:
+    def config(self, config: RunConfig, times: Times) -> RunConfig:
+        """Return what is simulated; a group that is one rollout ends with its last one, and leaves no room before."""
         data = attrs.evolve(config.data, groups_per_batch=self.groups, rollouts_per_group=self.rollouts)
         if not self.whole_groups:
             return attrs.evolve(config, data=data)
-        limit = config.schedule.rollouts_in_flight
-        schedule = attrs.evolve(config.schedule, rollouts_in_flight=limit and max(1, limit // self.rollouts))
+        batch, spread = config.data.groups_per_batch * self.rollouts, self.spread(times, "generate", "environment")
+        limit = (config.schedule.rollouts_in_flight or batch) / batch * self.groups * spread
+        schedule = attrs.evolve(config.schedule, rollouts_in_flight=max(1, round(limit)))
         return attrs.evolve(config, data=attrs.evolve(data, rollouts_per_group=1), schedule=schedule)
 
+    def slots(self, times: Times) -> int:
+        """Return how many rollouts replicas generate at a time: as many as a batch has."""
+        spread = self.spread(times, "generate") if self.whole_groups else self.rollouts
+        return max(1, round(self.groups * spread))
+
+    def spread(self, times: Times, *stages: str) -> float:
+        """Return how much longer these stages of a group's last rollout take than those of the mean one."""
+        places = [[(0, group, number) for number in range(self.rollouts)] for group in range(self.groups)]
+        drawn = [[sum(times.draw(each, _SEED, *place) for each in stages) for place in group] for group in places]
+        total = sum(map(sum, drawn))
+        return sum(map(max, drawn)) * self.rollouts / total if total else 1.0
+
     def times(self, times: Times) -> Times:
-        """Return times of groups: when the last rollout ends, and until the last score is there."""
+        """Return times of groups: those of their last rollouts and scores."""
         if not self.whole_groups:
             return times
 
         @cache
-        def drawn(batch: int, group: int) -> list[tuple[float, float]]:
+        def ends(batch: int, group: int) -> dict[str, float]:
+            """Return when the last rollout has been generated, leaves its environment, and is scored."""
             places = [(batch, group, number) for number in range(self.rollouts)]
-            return [(times.draw("generate", _SEED, *at), times.draw("reward", _SEED, *at)) for at in places]
+            drawn = [[times.draw(each, _SEED, *at) for each in _OF_ROLLOUT] for at in places]
+            last = [max(map(sum, (each[:count] for each in drawn))) for count in (1, 2, 3)]
+            return dict(zip(_OF_ROLLOUT, (last[0], last[1] - last[0], last[2] - last[1]), strict=True))
 
-        def generate(stage: str, batch: int, group: int, *_: object) -> float:
-            return max(made for made, _ in drawn(batch, group))
+        def duration(stage: str, batch: int, group: int, *_: object) -> float:
+            return ends(batch, group)[stage]
 
-        def reward(stage: str, batch: int, group: int, *_: object) -> float:
-            found = drawn(batch, group)
-            return max(map(sum, found)) - max(made for made, _ in found)
-
-        return attrs.evolve(times, generate=generate, reward=reward)
+        environment = duration if times.environment else 0.0
+        return attrs.evolve(times, generate=duration, environment=environment, reward=duration)
 
 
 def _predict(
@@ -225,7 +273,7 @@ def _predict(
 
 
 def _simulated(config: RunConfig, algorithm: ResolvedAlgorithm, times: Times, steps: int, size: _Size) -> Simulation:
-    config = size.config(config)
+    config = size.config(config, times)
     small = attrs.evolve(
         config,
         schedule=attrs.evolve(config.schedule, steps=steps, until=UntilConfig()),
@@ -237,7 +285,7 @@ def _simulated(config: RunConfig, algorithm: ResolvedAlgorithm, times: Times, st
     plain = attrs.evolve(algorithm, dynamic_sampling=False, greedy_baseline=False, experts=0)
     shared = config.cluster.shares_devices
     settings = SimulationSettings.of_config(
-        small, size.times(times), algorithm=plain, shared=shared, workers=1, deadline=1e9
+        small, size.times(times), algorithm=plain, shared=shared, slots=size.slots(times), workers=1, deadline=1e9
     )
     try:
         return simulate(settings, seed=_SEED, tries=0)

@@ -21,25 +21,28 @@ import attrs
 
 from jackfield.abc.agent import AgentLoopOutput, AgentSequence
 from jackfield.abc.reward import ScoreRequest, ScoreResult
-from jackfield.cluster.pool import DeviceLease
+from jackfield.abc.rollout import GenerateRequest, SamplingParams
+from jackfield.cluster.pool import DeviceLease, ReplicaPool
 from jackfield.compose.run import starting_point
 from jackfield.config import RunConfig
 from jackfield.data.tasks import Task
-from jackfield.errors import QueueError, RunError, WorkerLost, some
+from jackfield.errors import QueueError, WorkerLost, some
 from jackfield.plugins import HookManager, hookimpl
-from jackfield.plugins.hooks import StageEnded, StepEnded, WeightsSynced
+from jackfield.plugins.hooks import StageEnded, StepEnded
 from jackfield.queue import BatchMeta, TransferQueue, Values
 from jackfield.queue.meta import Written
 from jackfield.queue.store import STORE_FILE, uses
+from jackfield.queue.transfer_queue import QUEUE
 from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.samples import trained
 from jackfield.runtime.workers import AgentWorker, RolloutJob, Workers
 from jackfield.trainer.role import Role, RunWorkers
 from jackfield.trainer.rollouts import Explorer, RewardPipeline
 from jackfield.trainer.trainer import Trainer
-from jackfield_simulation.world import LosingStore, Who, World
+from jackfield.trainer.weights import EngineWeights
+from jackfield_simulation.replicas import Replicas, Response, Sender
+from jackfield_simulation.world import CONTROLLER, RANK, TRAINER, LosingStore, Who, World, broken
 
-_RANK, _TRAINER = ("engine rank", 0), ("trainer", 0)
 #: Calls of the queue that a role repeats if it answers twice, as if it had not got the result.
 _REPEATED = {"ack": "trainer", "end_rollouts": "explorer", "commit": "controller", "add_columns": "engine rank"}
 _CLIENT: ContextVar[str | None] = ContextVar("client", default=None)  #: of the queue
@@ -67,6 +70,7 @@ class _Worker:
         for job in jobs:
             key, again = job.group, f"{job.group.retry}/{job.group.reissue}/{job.restart}"
             self.world.places |= {seed: (key.batch, key.index, n, again) for n, seed in job.rollouts.items()}
+            self.world.keys |= {seed: key.sample(n, 0, job.restart) for n, seed in job.rollouts.items()}
         return self._answers(self.worker.run(jobs))
 
     async def _answers(self, found: Any) -> Any:
@@ -84,13 +88,16 @@ class Simulation(World):
     Times are in virtual seconds. An invariant that is broken raises ``run.simulation``.
     """
 
-    loaded: int = 0  #: the weight version of the replicas
     model: list[tuple[int, Sequence[str]]] = attrs.field(factory=list)  #: step and samples of each of its updates
     starts: int = 0  #: 1, and the number of resumes
     steps: dict[int, Mapping[str, float]] = attrs.field(factory=dict)  #: metrics by completed steps
     stages: list[StageEnded] = attrs.field(factory=list)  #: for a timeline
     places: dict[int, tuple[int, int, int, str]] = attrs.field(factory=dict)  #: of rollouts, by sampling seed
-    slots: asyncio.Semaphore = attrs.field(init=False)
+    keys: dict[int, str] = attrs.field(factory=dict)  #: of samples, by sampling seed
+    oldest: dict[str, int] = attrs.field(factory=dict)  #: version of the tokens of a sample
+    requests: int = 0
+    reading: asyncio.Lock = attrs.field(factory=asyncio.Lock)  #: of the engine's weights
+    replicas: Replicas = attrs.field(init=False)
     config: RunConfig = attrs.field(init=False)
     store: LosingStore = attrs.field(init=False)
     queue: TransferQueue = attrs.field(init=False)
@@ -118,6 +125,7 @@ class Simulation(World):
         self.store = LosingStore(self)
         while True:
             self.starts += 1
+            self.breached, self.struck = loop.create_future(), Counter()
             self.note(f"start {self.starts}")
             try:
                 return await self._live()
@@ -125,7 +133,7 @@ class Simulation(World):
                 if isinstance(error, BaseExceptionGroup) and error.subgroup(WorkerLost) is None:
                     raise
                 if self.starts > len(self.settings.faults):
-                    raise _broken("progress", f"{self.starts} starts for {len(self.settings.faults)} faults") from error
+                    raise broken("progress", f"{self.starts} starts for {len(self.settings.faults)} faults") from error
             if not self.config.queue.durable:
                 self.store = LosingStore(self)
 
@@ -138,46 +146,61 @@ class Simulation(World):
         file, retries = Path(config.folder) / "queue" / STORE_FILE, config.schedule.max_retries
         self.queue = TransferQueue(self.store, clock, store=file, max_retries=retries, **limits)
         self.queue.caller = _CLIENT.get
+        late = self.settings.distributed and any(each.role == "controller" for each in self.settings.faults)
+        for method in QUEUE if late else ():
+            setattr(self.queue, method.name, self._controlled(getattr(self.queue, method.name), method.streams))
         for name, kind in _REPEATED.items():
             setattr(self.queue, name, self._repeating(kind, getattr(self.queue, name)))
         await self.queue.start()
         self.role = role = Role(config=config, algorithm=self.settings.algorithm, clock=clock, hooks=hooks, tasks=tasks)
-        role.queue, role.workers, self.slots = self.queue, self._workers(), asyncio.Semaphore(self.settings.slots)
+        sender = Sender(self, 2 if config.weights.in_turns and config.cluster.replicas > 1 else 1)
+        self.replicas = replicas = Replicas(self, config, sender)
+        role.queue, role.workers = self.queue, self._workers()
         role.rollout_devices = role.train_devices = DeviceLease(clock, config.deadlines.batch)
         if not self.settings.shared:
             role.train_devices = DeviceLease(clock, config.deadlines.batch)
         engine: Any = self
-        trainer = Trainer(role=role, actor=engine, critic=engine if role.algorithm.critic else None, sync=self.sync)
+        replicas.pool = pool = ReplicaPool(replicas, config, clock)
+        pool.source = weights = EngineWeights(role=role, engines={"actor": engine}, pool=pool)
+        trainer = Trainer(role=role, actor=engine, critic=engine if role.algorithm.critic else None, sync=weights.sync)
         try:
-            first = await self.guard(_TRAINER, trainer.begin(checkpoint))
+            await pool.start(config.cluster.replicas)
             pipeline = RewardPipeline(role=role)
-            await pipeline.register()
             async with asyncio.TaskGroup() as loops:
-                running = [pipeline.run(), self._watch(), self._progress()]
-                running += [self._explore(number) for number in range(self.settings.explorers)]
-                background = [loops.create_task(each) for each in running]
-                await self.guard(_TRAINER, trainer.run(first))
+                background = [loops.create_task(each) for each in (pool.keep(), self._watch())]
+                first = await self.guard(TRAINER, trainer.begin(checkpoint))
+                await pipeline.register()
+                background.append(loops.create_task(pipeline.run(), context=self.process(TRAINER)))
+                running = [self._progress(), *map(self._explore, range(self.settings.explorers))]
+                background += [loops.create_task(each) for each in running]
+                await self.guard(TRAINER, trainer.run(first))
                 for task in background:
                     task.cancel()
             self._check((await self.queue.stats())["samples"])
         finally:
+            replicas.close()
             await self.queue.close()
 
     def _workers(self) -> RunWorkers:
         values, parts = Values(self.store), SimpleNamespace
         text: Any = parts(decode=lambda ids: "")
-        agent: Any = parts(run=self._generate)
         reward: Any = parts(concurrency=None, compute_score=self._score, post_process_scores=lambda results: results)
 
-        def start(kind: str, make: Callable[[], Any]) -> Any:
-            started = [_Worker(self, (kind, number), make()) for number in range(self.settings.workers)]
-            for each in started:  # another one begins with nothing
-                self.restarts[each.who] = lambda each=each: setattr(each, "worker", make())  # type: ignore[misc]
+        def start(kind: str, make: Callable[[int], Any]) -> Any:
+            started = [_Worker(self, (kind, number), make(number)) for number in range(self.settings.workers)]
+            for number, each in enumerate(started):  # another one begins with nothing
+                self.restarts[each.who] = lambda each=each, n=number: setattr(each, "worker", make(n))  # type: ignore[misc]
             return Workers(started)
 
-        agents = start("agent worker", lambda: AgentWorker(values, text, self.clock, lambda asked: agent))
-        rewards = start("reward worker", lambda: RewardWorker(values, reward, text, self.clock, self.config))
-        others: Any = {"estimator": self, "places": None}
+        def agent(number: int) -> AgentWorker:
+            route = self.replicas.router(number).of_one_rollout
+            make: Any = lambda asks: parts(run=partial(self._generate, route(asks)))  # noqa: E731
+            return AgentWorker(values, text, self.clock, make)
+
+        agents = start("agent worker", agent)
+        rewards = start("reward worker", lambda _: RewardWorker(values, reward, text, self.clock, self.config))
+        others: Any = {"estimator": self, "ranks": {"actor": [parts(sender=self.replicas.sender)]}}
+        others |= {"places": self.replicas, "shares_devices": self.settings.shared}
         return RunWorkers(backend=self.store, agents=agents, rewards=rewards, **others)
 
     def _repeating(self, kind: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,6 +218,21 @@ class Simulation(World):
 
         return called
 
+    def _controlled(self, method: Callable[..., Any], streams: bool) -> Callable[..., Any]:
+        """Return a method of the queue that is executed in the controller's process."""
+
+        async def called(*arguments: Any, **named: Any) -> Any:
+            return await self.process(CONTROLLER).run(asyncio.ensure_future, method(*arguments, **named))
+
+        async def iterated(*arguments: Any, **named: Any) -> Any:
+            async with aclosing(method(*arguments, **named)) as items:
+                while (
+                    item := await self.process(CONTROLLER).run(asyncio.ensure_future, anext(items, None))
+                ) is not None:
+                    yield item
+
+        return iterated if streams else called
+
     async def _explore(self, number: int) -> None:
         """Run an explorer; the first one is replaced if it dies, and others leave."""
         for life in range(1 if number else 1 + len(self.settings.faults)):
@@ -206,9 +244,11 @@ class Simulation(World):
                 await self.queue.end_holder(name)
 
     async def _watch(self) -> None:
-        """Raise WorkerLost as soon as engine rank or controller is found dead."""
-        needed = [self.condition(who).lost for who in (_RANK, ("controller", 0))]
+        """Raise WorkerLost as soon as engine rank or controller is found dead, or the error of a broken invariant."""
+        needed = [self.breached, *(self.condition(who).lost for who in (RANK, CONTROLLER))]
         await asyncio.wait(needed, return_when=asyncio.FIRST_COMPLETED)
+        if self.breached.done():
+            self.breached.result()
         raise WorkerLost("the run cannot go on")
 
     async def _progress(self) -> None:
@@ -231,13 +271,22 @@ class Simulation(World):
 
     # -- the work of agents, rewards, replicas, engines and advantage worker
 
-    async def _generate(self, sampling: Mapping[str, Any], **fields: Any) -> AgentLoopOutput:
-        async with self.slots:
-            before = self.loaded
-            await self.spend("generate", *self.places[sampling["seed"]])
-        tokens: Any = {"prompt_ids": (1,), "response_ids": (1, 2), "response_mask": (1, 1)}
-        versions, log_probs = (before, self.loaded), (-1.0, -1.0)
-        made = AgentSequence(**tokens, response_log_probs=log_probs, weight_versions=versions)
+    async def _generate(self, generate: Any, sampling: Mapping[str, Any], **fields: Any) -> AgentLoopOutput:
+        settings, seed = self.settings, sampling["seed"]
+        key, (*place, again) = self.keys[seed], self.places[seed]
+        self.begin("generate")
+        self.requests += 1
+        length = random.Random(f"{self.seed}/length/{place}").randint(1, 2 * settings.tokens)
+        pace = settings.times.draw("generate", self.seed, *place, again=again) / min(length, settings.tokens)
+        asked = SamplingParams(seed=seed, max_new_tokens=settings.tokens)
+        request = GenerateRequest(request_id=f"{key}/{self.requests}", prompt_ids=(0,), sampling=asked)
+        found = await self.replicas.respond(generate, request, Response(self.places[seed], length, pace))
+        if settings.times.environment:
+            await self.spend("environment", *self.places[seed])
+        self.oldest[key] = min(found.weight_versions)
+        mask = (1,) * len(found.token_ids)
+        tokens: Any = {"prompt_ids": (0,), "response_ids": found.token_ids, "response_mask": mask}
+        made = AgentSequence(**tokens, response_log_probs=found.log_probs, weight_versions=found.weight_versions)
         return AgentLoopOutput(sequences=(made,))
 
     async def _score(self, request: ScoreRequest) -> ScoreResult:
@@ -248,17 +297,13 @@ class Simulation(World):
             raise ValueError("no score")
         return ScoreResult(score=float(draw.random() < 0.5))
 
-    async def sync(self, version: int) -> WeightsSynced:
-        """Bring a weight version to the replicas."""
-        await self.guard(_RANK, self.spend("sync", version))
-        self.note(f"weights {version} are published")
-        self.loaded = version
-        return WeightsSynced(version=version)
+    async def to(self, device: str) -> None:
+        """Move the engine, which takes no time."""
 
     async def compute(self, kind: str, batch: BatchMeta, column: str, adapter_off: bool = False) -> None:
         """Write log-probs or values."""
         await self.store.reach(batch.keys)
-        await self.guard(_RANK, self.spend("log_probs", self.role.updated))
+        await self.guard(RANK, self.spend("log_probs", self.role.updated))
         await self.queue.add_columns(batch, await self.store.reach(batch.keys, column))
 
     async def estimate(
@@ -276,10 +321,18 @@ class Simulation(World):
         """Train on a mini-batch, which may not be staler than the schedule allows."""
         step, schedule = self.role.updated, self.role.schedule
         await self.store.reach(batch.keys)
-        await self.guard(_RANK, self.spend("update", step, sum(each == step for each, _ in self.model)))
-        age = max(step - int(tags.get("weight_version_min", step)) for tags in batch.tags)
+        if self.settings.shared:
+            self.replicas.check_idle("the engine computes")
+        await self.guard(RANK, self.spend("update", step, sum(each == step for each, _ in self.model)))
+        versions = [
+            (self.oldest[key], int(tags["weight_version_min"]))
+            for key, tags in zip(batch.keys, batch.tags, strict=True)
+        ]
+        if wrong := [each for each in versions if each[0] != each[1]]:
+            raise broken("a token has its version", f"the oldest token and its tag: {wrong[0]}")
+        age = step - min(oldest for oldest, _ in versions)
         if age > schedule.staleness_bound and schedule.on_stale != "train_corrected":
-            raise _broken("staleness", f"step {step} trains on tokens that are {age} steps old: {some(batch.keys)}")
+            raise broken("staleness", f"step {step} trains on tokens that are {age} steps old: {some(batch.keys)}")
         if loss.name != "value":
             self.model.append((step, batch.keys))
         self.note(f"step {step} trains on {some(batch.keys, 1)}")
@@ -287,7 +340,7 @@ class Simulation(World):
 
     async def save(self, folder: str, format: str) -> None:
         """Save the model."""
-        await self.guard(_RANK, self.spend("checkpoint", self.role.updated))
+        await self.guard(RANK, self.spend("checkpoint", self.role.updated))
         Path(folder).mkdir()
         Path(folder, "model.json").write_text(json.dumps(self.model))
 
@@ -300,23 +353,28 @@ class Simulation(World):
     def _check(self, known: int) -> None:
         """Check that each group was trained on once, by ledger and model, and that the store has what is known."""
         config, used = self.config, uses(self.queue.ledger).get("trainer", {})
+        if self.breached.done():
+            self.breached.result()
+        if self.replicas.restarts > self.struck["replica"]:
+            found = f"{self.replicas.restarts} restarts, {self.struck['replica']} faults"
+            raise broken("a replica that lives is not restarted", found)
         acked = Counter((*_place(key), step or 0) for key, steps in used.items() for step in steps)
         learnt = Counter((*_place(key), step) for step, keys in self.model for key in keys)
         if config.mixing.replay is None:
             groups, places = Counter(step for *_, step in acked), Counter(place[:2] for place in acked)
             again: list[Any] = [key for key, steps in used.items() if len(steps) > 1]
             if again := again or [place for place, count in places.items() if count > 1]:
-                raise _broken("nothing twice", f"the ledger has further uses of {again[0]}")
+                raise broken("nothing twice", f"the ledger has further uses of {again[0]}")
             if groups != dict.fromkeys(range(config.schedule.steps), config.data.groups_per_batch):
-                raise _broken("nothing lost", f"the ledger has these numbers of groups by step: {groups}")
+                raise broken("nothing lost", f"the ledger has these numbers of groups by step: {groups}")
             if config.schedule.mode == "sync" and (moved := [place for place in acked if place[0] != place[2]]):
-                raise _broken("step t trains on batch t", f"batch, group and step {moved[0]}")
+                raise broken("step t trains on batch t", f"batch, group and step {moved[0]}")
         if wrong := [place for place in learnt | acked if learnt[place] != config.algorithm.epochs * acked[place]]:
             found = f"{learnt[wrong[0]]} updates, {acked[wrong[0]]} acked samples"
-            raise _broken("model = ledger", f"batch, group and step {wrong[0]}: {found}")
+            raise broken("model = ledger", f"batch, group and step {wrong[0]}: {found}")
         rows = {key for _, key in self.store._cells}
         if len(rows) != known or rows & used.keys():
-            raise _broken("store = ledger", f"{known} samples are known, and there are {some(sorted(rows))}")
+            raise broken("store = ledger", f"{known} samples are known, and there are {some(sorted(rows))}")
 
 
 async def _at_once(_: object, work: Callable[..., Any], *arguments: Any) -> Any:
@@ -328,7 +386,3 @@ def _place(key: str) -> tuple[int, int]:
     """Return batch and group of a sample."""
     _, batch, group, _ = key.split("/", 3)
     return int(batch), int(group)
-
-
-def _broken(invariant: str, found: str) -> RunError:
-    return RunError(f"the invariant {invariant!r} is broken", code="run.simulation", where=invariant, found=found)

@@ -15,6 +15,7 @@ from jackfield.errors import ConfigError, did_you_mean
 from jackfield_simulation.settings import Duration, Times
 
 STAGES = ("generate", "reward", "log_probs", "update", "sync")
+FURTHER = ("environment",)  #: stages that a file may have
 #: Distributions of :class:`random.Random`, and the number of their arguments.
 DISTRIBUTIONS = {"uniform": 2, "lognormvariate": 2, "gauss": 2, "expovariate": 1, "triangular": 3, "gammavariate": 2}
 _TRIES = 100  #: draws with which a distribution is tried
@@ -41,21 +42,24 @@ def read_times(given: str | None, config: RunConfig) -> tuple[Times, str]:
             found=f"no {metrics}",
             fix=f"write seconds of {', '.join(STAGES)} to a file, or run some on-policy steps first",
         )
+    if not path.is_file():
+        expected = "a JSON file of stage times, or the folder of a run with metrics"
+        raise _refused("missing-key", "there is no such file", "--times", expected, str(path))
     return written_times(_json(path.read_text(encoding="utf-8", errors="replace"), str(path)), str(path)), str(path)
 
 
 def written_times(values: Any, where: str) -> Times:
-    """Check times that were written by hand: all stages, and nothing else."""
+    """Check times that were written by hand: all stages, perhaps further ones, and nothing else."""
     if not isinstance(values, Mapping):
         raise _refused("wrong-type", "stage times are not an object", where, "an object of stages", values)
     for name in values:
-        if name not in STAGES:
-            what = f"a stage {name!r} is unknown{did_you_mean(name, STAGES)}"
-            raise _refused("unknown-key", what, f"{where}: {name}", ", ".join(STAGES), name)
+        if name not in (known := (*STAGES, *FURTHER)):
+            what = f"a stage {name!r} is unknown{did_you_mean(name, known)}"
+            raise _refused("unknown-key", what, f"{where}: {name}", ", ".join(known), name)
     if missing := [name for name in STAGES if name not in values]:
         what = f"the stage {missing[0]!r} has no time"
         raise _refused("missing-key", what, f"{where}: {missing[0]}", ", ".join(STAGES), ", ".join(values) or "nothing")
-    return Times(**{name: _duration(values[name], f"{where}: {name}") for name in STAGES})
+    return Times(**{name: duration(value, f"{where}: {name}") for name, value in values.items()})
 
 
 def _json(text: str, where: str) -> Any:
@@ -65,7 +69,8 @@ def _json(text: str, where: str) -> Any:
         raise _refused("unreadable", "stage times cannot be read as JSON", where, "JSON", error) from error
 
 
-def _duration(value: Any, where: str) -> Duration:
+def duration(value: Any, where: str) -> Duration:
+    """Return a duration that was read; refuse what is none."""
     if isinstance(value, Mapping):
         return _distribution(value, where)
     if isinstance(value, list):

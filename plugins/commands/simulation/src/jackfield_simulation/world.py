@@ -6,12 +6,13 @@ import asyncio
 import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeVar
 
 import attrs
 
 from jackfield.abc.transfer_queue import TransferQueueContext
-from jackfield.errors import QueueError, WorkerLost
+from jackfield.errors import QueueError, RunError, WorkerLost
 from jackfield.queue.meta import Written, partition_of
 from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield_simulation.clock import VirtualClock
@@ -19,6 +20,9 @@ from jackfield_simulation.settings import SimulationSettings
 
 T = TypeVar("T")
 Who = tuple[str, int]  #: a role and its number
+RANK, TRAINER, CONTROLLER = ("engine rank", 0), ("trainer", 0), ("controller", 0)
+_LOOPS = ("trainer", "explorer", "controller")  #: roles with an event loop, which runs the code of the core
+_PROCESS: ContextVar[Who | None] = ContextVar("process", default=None)  #: whose code runs
 _DETECTION = 2.0  #: seconds until a death is found, in which a worker may still do something
 _CELL = ('["jagged","float32",[]]', b"")  #: a value that an engine has written
 
@@ -45,7 +49,10 @@ class World:
     spans: list[tuple[str, float, float, int]] = attrs.field(factory=list)  #: stage, start, end and batch of all work
     trace: list[str] = attrs.field(factory=list)
     restarts: dict[Who, Callable[[], None]] = attrs.field(factory=dict)  #: called when a worker is found dead
+    struck: Counter[str] = attrs.field(factory=Counter)  #: faults by role, in this life of the run
+    breached: asyncio.Future[None] = attrs.field(init=False)  #: has the error of a broken invariant
     _conditions: dict[Who, Condition] = attrs.field(factory=dict)
+    _stalled: dict[Who, list[asyncio.Handle]] = attrs.field(factory=dict)  #: next steps of processes that stand still
 
     def condition(self, who: Who) -> Condition:
         """Return the condition of a worker or process."""
@@ -60,33 +67,77 @@ class World:
         self.begun[phase] += 1
         for fault in self.settings.faults:
             if (fault.phase, fault.at) == (phase, self.begun[phase]):
-                alone = fault.role in ("trainer", "engine rank", "controller")
-                count = self.settings.explorers if fault.role == "explorer" else self.settings.workers
-                self._strike((fault.role, 0 if alone else fault.number % count), fault.kind, fault.seconds)
+                self._strike((fault.role, fault.number % self.settings.count(fault.role)), fault.kind, fault.seconds)
 
     def _strike(self, who: Who, kind: str, seconds: float) -> None:
         self.note(f"{who[0]} {who[1]} {kind}")
+        self.struck[who[0]] += 1
         condition = self.condition(who)
         if kind == "answers twice":
             condition.twice = True
-        elif kind == "answers late" and who[0] in ("trainer", "explorer", "controller"):
+        elif kind == "answers late" and who[0] in _LOOPS and not self.settings.distributed:
             self.clock.now += seconds  # they share an event loop
+        elif kind == "answers late" and who[0] in _LOOPS:
+            self._stall(who)
+            asyncio.get_running_loop().call_later(seconds, self._go_on, who, context=Context())
         elif kind == "answers late":
             condition.late += seconds
         elif not condition.stopped.done():
             condition.stopped.set_result(None)
             found = _DETECTION if kind == "dies" else self.heartbeat
-            asyncio.get_running_loop().call_later(found, self._lose, who)
+            asyncio.get_running_loop().call_later(found, self._lose, who, condition, context=Context())
 
-    def _lose(self, who: Who) -> None:
-        self.note(f"{who[0]} {who[1]} is found dead")
-        self._conditions.pop(who).lost.set_result(None)
-        self.restarts.get(who, lambda: None)()
+    def _lose(self, who: Who, condition: Condition) -> None:
+        if self._conditions.get(who) is condition:
+            self.note(f"{who[0]} {who[1]} is found dead")
+            self.renew(who)
+            self._go_on(who)
+            condition.lost.set_result(None)
+            self.restarts.get(who, lambda: None)()
+
+    def renew(self, who: Who) -> None:
+        """Let another worker or process take the place of one."""
+        self._conditions.pop(who, None)
+
+    def _stall(self, who: Who) -> None:
+        """Hold back the next steps of a process, while those of others go on."""
+        loop: Any = asyncio.get_running_loop()
+        self._stalled.setdefault(who, [])
+
+        def call_soon(callback: Any, *arguments: Any, context: Context | None = None) -> asyncio.Handle:
+            context = copy_context() if context is None else context
+            held = self._stalled.get(context.get(_PROCESS))  # type: ignore[arg-type]
+            if held is None:
+                return type(loop).call_soon(loop, callback, *arguments, context=context)  # type: ignore[no-any-return]
+            held.append(handle := asyncio.Handle(callback, arguments, loop, context))
+            return handle
+
+        loop.call_soon = call_soon
+
+    def _go_on(self, who: Who) -> None:
+        """Let a process that stood still take its steps, in their order."""
+        loop: Any = asyncio.get_running_loop()
+        loop._ready.extend(self._stalled.pop(who, ()))
+        if not self._stalled:
+            loop.__dict__.pop("call_soon", None)
+
+    def process(self, who: Who) -> Context:
+        """Return a context for the code of a process."""
+        context = copy_context()
+        context.run(_PROCESS.set, who)
+        return context
+
+    def breach(self, invariant: str, found: str) -> None:
+        """End the run because of a broken invariant, wherever that was found."""
+        if not self.breached.done():
+            self.breached.set_exception(broken(invariant, found))
+            self.breached.exception()  # mark it as retrieved
 
     async def guard(self, who: Who, work: Awaitable[T]) -> T:
         """Return what a worker answers, late if a fault says so, or raise WorkerLost when it is found dead."""
         condition = self.condition(who)
-        task: asyncio.Future[Any] = asyncio.ensure_future(work)
+        start: Callable[[Any], asyncio.Future[Any]] = asyncio.ensure_future
+        task = self.process(who).run(start, work) if who[0] in _LOOPS else start(work)
         try:
             await asyncio.wait([task, condition.stopped], return_when=asyncio.FIRST_COMPLETED)
             late, condition.late = condition.late, 0.0
@@ -110,12 +161,26 @@ class World:
         twice, condition.twice = condition.twice, False
         return twice
 
-    async def spend(self, stage: str, batch: int, group: int = 0, rollout: int = 0, again: str = "") -> None:
-        """Take the time of a stage."""
+    async def spend(
+        self, stage: str, batch: int, group: int = 0, rollout: int = 0, again: str = "", share: float = 1.0
+    ) -> None:
+        """Begin a stage and take its time, or a share of it."""
         self.begin(stage)
+        seconds = self.settings.times.draw(stage, self.seed, batch, group, rollout, again=again)
+        await self.take(stage, share * seconds, batch, group, rollout)
+
+    async def take(self, stage: str, seconds: float, batch: int, group: int = 0, rollout: int = 0) -> None:
+        """Take time for a stage."""
         start = self.clock.now
-        await self.clock.sleep(self.settings.times.draw(stage, self.seed, batch, group, rollout, again=again))
-        self.spans.append((stage, start, self.clock.now, batch))
+        try:
+            await self.clock.sleep(seconds)
+        finally:
+            self.spans.append((stage, start, self.clock.now, batch))
+
+
+def broken(invariant: str, found: str) -> RunError:
+    """Return the error of a broken invariant."""
+    return RunError(f"the invariant {invariant!r} is broken", code="run.simulation", where=invariant, found=found)
 
 
 class LosingStore(MemoryBackend):

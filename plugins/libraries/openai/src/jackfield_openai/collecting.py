@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import os
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -167,11 +168,16 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="a .jsonl file")
     parser.add_argument("--scored-only", action="store_true", help="leave out groups in which a reward is missing")
     arguments = parser.parse_args()
+    if not any(arguments.folder.glob(_ANSWERS)):
+        parser.error(f"there are no answers in {arguments.folder}: give the folder that rollout.openai.collect names")
     lines = [json.dumps(sample) + "\n" for sample in collected(arguments.folder, scored_only=arguments.scored_only)]
     partial = arguments.out.with_suffix(".partial")
     partial.write_text("".join(lines), encoding="utf-8")
     partial.replace(arguments.out)
     print(f"{len(lines)} samples in {arguments.out}")
+    answers = {sample["key"] for sample in _lines(arguments.folder, _ANSWERS)}
+    if strange := {line["key"] for line in _lines(arguments.folder, _REWARDS)} - answers:
+        print(f"{len(strange)} rewards are for choices that were not kept, for example {min(strange)}", file=sys.stderr)
 
 
 def _lines(folder: Path, pattern: str) -> Iterator[dict[str, Any]]:
