@@ -43,6 +43,9 @@ UNITS = ROOT / "build" / "tests" / "units.json"
 UNIT_SECONDS = 60.0  #: test files that are expected to take less share a process
 TESTERS = 4  #: tests wait a third of their time, for processes that start, end or miss their deadline
 
+TESTING = str(ROOT / "tools" / "testing")
+COMPILING = "import importlib, jackfield_commands as tests; [*map(importlib.import_module, tests.IMPORTS)]"
+
 #: Tests use small tensors: threads of their own only get into each other's way, and nothing may look for a model hub.
 VARIABLES = {
     "HF_HUB_OFFLINE": "1",
@@ -109,6 +112,7 @@ def stages(packages: dict[str, Package], nightly: bool = False) -> list[Stage]:
     pins = [PYTHON, "tools/constraints.py", "--check"]
     checks = [
         Stage("environments", "each package's own, with its wheel", _command(tox, 1800, {"JACKFIELD_MAKE_ONLY": "1"})),
+        Stage("bytecode", "of what tests import", _command([PYTHON, "-c", COMPILING], 300, {"PYTHONPATH": TESTING})),
         Stage("interpreters", "environments of vLLM and SGLang for tests", _interpreters),
         Stage("size", "lines, classes and names against their ceilings", _command([PYTHON, "tools/size.py"], 60)),
         Stage("lint", "ruff: rules", _command([*ruff, "check", "."], 120)),
@@ -142,6 +146,7 @@ def _tests(packages: dict[str, Package], nightly: bool) -> bool:
     UNITS.write_text(json.dumps(units, indent=1), encoding="utf-8")
     pytest = [PYTHON, "-m", "pytest", "-p", "jackfield_units", f"--units={UNITS}", "--places", str(TESTERS)]
     pytest += ["--override-ini", "console_output_style=classic", "--durations", "20"]
+    print(f"{environment.link_bytecode()} files of bytecode are shared with the environments", flush=True)
     return _run(pytest, 10_800 if nightly else 5400)
 
 

@@ -2,6 +2,7 @@
 
     python3 tools/costs.py              # the twenty costliest tests and files
     python3 tools/costs.py --count 50
+    python3 tools/costs.py --write      # expected_seconds.json, from which a clean checkout orders its test files
 
 ``seconds`` is wall-clock time with fixtures, which depends on what else the machine did; ``processor`` is the processor
 time of the test's process and of the processes that it waited for. A test of more than 30 s of processor time has a
@@ -20,6 +21,7 @@ from pathlib import Path
 from packages import ROOT
 
 COSTS = ROOT / "build" / "tests" / "costs.json"
+EXPECTED = ROOT / "tools" / "expected_seconds.json"  #: by test file
 DEAR = 30.0  #: seconds of processor time from which a test needs a reason
 
 _TIMEOUT = re.compile(r"mark\.timeout\((\d+)")
@@ -29,14 +31,18 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=20, help="rows of each list")
-    count = parser.parse_args().count
-    known = _read()
+    parser.add_argument("--write", action="store_true", help="write the seconds of each file for clean checkouts")
+    arguments = parser.parse_args()
+    count, known = arguments.count, _read()
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["jackfield"]
     reasons: dict[str, str] = settings.get("costs", {})
     files: dict[str, dict[str, float]] = defaultdict(lambda: {"seconds": 0.0, "processor_seconds": 0.0})
     for name, cost in known.items():
         for key, value in cost.items():
             files[name.partition("::")[0]][key] += value
+    if arguments.write:
+        rounded = {name: max(round(cost["seconds"]), 1) for name, cost in sorted(files.items())}
+        EXPECTED.write_text(json.dumps(rounded, indent=1) + "\n", encoding="utf-8")
     _show("test", known, count)
     _show("file", files, count)
     dear = [name for name, cost in known.items() if cost.get("processor_seconds", 0.0) > DEAR]
@@ -45,11 +51,13 @@ def main() -> None:
 
 
 def expected_seconds(files: list[Path]) -> dict[Path, float]:
-    """The seconds that test files took last time, or a guess from their size and deadlines for files that are new."""
+    """The seconds that test files took last time, here or where ``--write`` was given, or a guess for new files."""
     measured: dict[str, float] = defaultdict(float)
+    known: dict[str, float] = json.loads(EXPECTED.read_text(encoding="utf-8"))
     for name, cost in _read().items():
         measured[name.partition("::")[0]] += cost["seconds"]
-    return {file: measured.get(str(file.relative_to(ROOT))) or _guess(file) for file in files}
+    names = {file: str(file.relative_to(ROOT)) for file in files}
+    return {file: measured.get(name) or known.get(name) or _guess(file) for file, name in names.items()}
 
 
 def _guess(file: Path) -> float:

@@ -158,6 +158,27 @@ def make_interpreters() -> None:
     _stamp("sglang", stamp)
 
 
+def link_bytecode() -> int:
+    """Link the bytecode of ``.venv`` into tox's environments, which have links to the same files; return its number.
+
+    Python keeps bytecode beside the name of a file, so each environment would compile torch and transformers again.
+    """
+    ((ours,), made) = VENV.glob("lib/*/site-packages"), 0
+    others = list((ROOT / ".tox").glob("*/lib/*/site-packages"))
+    for cache in ours.rglob("__pycache__"):
+        place = cache.relative_to(ours)
+        folders = [other / place for other in others if (other / place.parent).is_dir()]
+        for compiled in cache.glob("*.pyc"):
+            name = f"{compiled.name.partition('.')[0]}.py"
+            for folder in folders:
+                source, target = folder.parent / name, folder / compiled.name
+                if not target.exists() and source.exists() and source.samefile(cache.parent / name):
+                    folder.mkdir(exist_ok=True)
+                    os.link(compiled, target)
+                    made += 1
+    return made
+
+
 def install_editable(packages: list[Package]) -> None:
     """Install packages so that edits of their sources are honoured; once per set of pyproject.toml files."""
     texts = [(package.folder / "pyproject.toml").read_text(encoding="utf-8") for package in packages]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections import Counter
 
 import attrs
@@ -182,3 +184,21 @@ def test_all_work_is_recorded() -> None:
     assert [1, 2, 3] == list(run.steps)
     assert {"next_batch", "update_actor", "publish_weights"} <= {stage.name for stage in run.stages}
     assert 3 * 4 * 2 == sum(stage == "generate" for stage, *_ in run.spans)
+
+
+def test_the_folder_in_shared_memory_has_a_holder() -> None:
+    """Checks of leaks, which other processes make at the same time, see that it is not left behind."""
+    held = set[bool]()
+
+    def look(*place: object) -> float:
+        links = []
+        for number in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # the listing's own
+                links.append(os.readlink(f"/proc/self/fd/{number}"))
+        held.add(any(link.startswith("/dev/shm/jackfield-") and os.path.isdir(link) for link in links))
+        return 1.0
+
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("no /dev/shm on this machine")
+    simulate(settings(1, times=Times(generate=look)))
+    assert {True} == held

@@ -9,8 +9,8 @@ import os
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -106,7 +106,7 @@ class Simulation(World):
     def run(self) -> None:
         """Run to the end and check the invariants."""
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a disk takes most of the time
-        with tempfile.TemporaryDirectory(prefix="jackfield-", dir=memory) as folder:
+        with tempfile.TemporaryDirectory(prefix="jackfield-", dir=memory) as folder, _held(folder):
             self.config = self.settings.config(folder)
             self.heartbeat = self.config.deadlines.heartbeat
             self.clock.run(self._run())
@@ -375,6 +375,16 @@ class Simulation(World):
         rows = {key for _, key in self.store._cells}
         if len(rows) != known or rows & used.keys():
             raise broken("store = ledger", f"{known} samples are known, and there are {some(sorted(rows))}")
+
+
+@contextmanager
+def _held(folder: str) -> Iterator[None]:
+    """Keep a folder open: what looks for shared memory that no process holds, as conformance checks do, skips it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 async def _at_once(_: object, work: Callable[..., Any], *arguments: Any) -> Any:
