@@ -195,3 +195,21 @@ def test_sizes_are_held_to_their_limits(tmp_path: Path, monkeypatch: pytest.Monk
     limits = {"ceiling": {"core": 404, "core+plugins+conformance": 405}}
     assert ["core: 405 lines, at most 404", *both] == size.problems(found, limits)
     assert (405, 0, 2) == (found[0].lines, found[0].classes, found[0].names)
+
+
+def test_bytecode_is_shared_with_files_that_are_the_same_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same release is one file with several names; another version, or a package that is not there, is not."""
+    ours, same, other = (tmp_path / each / "lib/python3.11/site-packages" for each in (".venv", ".tox/a", ".tox/b"))
+    for folder in (ours / "pkg" / "__pycache__", same / "pkg", other / "pkg"):
+        folder.mkdir(parents=True)
+    (ours / "pkg" / "module.py").write_text("A = 1\n")
+    (ours / "pkg" / "__pycache__" / "module.cpython-311.pyc").write_bytes(b"compiled")
+    os.link(ours / "pkg" / "module.py", same / "pkg" / "module.py")
+    (other / "pkg" / "module.py").write_text("A = 1\n")
+    monkeypatch.setattr(environment, "VENV", tmp_path / ".venv")
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    assert [1, 0] == [environment.link_bytecode(), environment.link_bytecode()]
+    assert b"compiled" == (same / "pkg" / "__pycache__" / "module.cpython-311.pyc").read_bytes()
+    assert not (other / "pkg" / "__pycache__").exists()

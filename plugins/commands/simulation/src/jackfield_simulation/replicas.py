@@ -173,6 +173,7 @@ class Server:
         return WakeUpResult()
 
     async def update_weights(self, request: UpdateWeightsRequest) -> WeightReceipt:
+        """Take the weights that the sender has sent, and stand still while they load."""
         world, number = self.replicas.world, self.number
         self.updating = True
         self.replicas.check_turns(self, asked=False)
