@@ -372,6 +372,8 @@ class Groups:
         """
         keys = target.keys if isinstance(target, BatchMeta) else tuple(target)
         tags, columns = written.tags, frozenset(written.columns)
+        for name, number in written.metrics.items():
+            self.core.metrics[name] += number
         if isinstance(target, BatchMeta):
             self.leases.held(target, whole=False)
         if len(set(keys)) != len(keys) or len(written.sizes) != len(keys) or len(tags or keys) != len(keys):
