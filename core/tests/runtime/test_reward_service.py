@@ -218,7 +218,9 @@ def test_the_policy_retry_goes_on_through_an_outage() -> None:
 
 
 @pytest.mark.parametrize(
-    "raised", [ValueError("bad"), SystemExit(3), KeyboardInterrupt(), RewardError("no"), RecursionError("deep")], ids=repr
+    "raised",
+    [ValueError("bad"), SystemExit(3), KeyboardInterrupt(), RewardError("no"), RecursionError("deep")],
+    ids=repr,
 )
 def test_whatever_a_reward_raises_is_a_status(raised: BaseException) -> None:
     clock = VirtualClock()
