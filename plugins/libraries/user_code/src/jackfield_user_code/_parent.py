@@ -163,8 +163,8 @@ class Forked:
             if not answer.done():
                 answer.set_exception(Died(death))
                 answer.exception()  # mark it as retrieved: the caller may be gone
-        self.calls.clear()
         self.parent.ended(self, death)
+        self.calls.clear()
 
 
 class Parent:

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
-from jackfield_user_code import _frames, _tree
+from jackfield_user_code import _digest, _frames, _tree
 
 _LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 _OWN_FILES = os.path.dirname(__file__) + os.sep
@@ -53,7 +53,9 @@ class Found:
             functions, about = self.adapter.adapt(self.target, self.module, request)
         else:
             functions, about = {"call": _function(self.target, request)}, {}
-        return functions, {**about, "async": any(map(is_async, functions.values()))}
+        is_any_async = any(map(is_async, functions.values()))
+        about |= {"functions": sorted(functions), "async": is_any_async}
+        return functions, {**about, "digest": _digest.digest(self.module)}
 
 
 def _function(found: Any, request: dict[str, Any]) -> Callable[..., Any]:
