@@ -38,8 +38,8 @@ _LAST_READS = 64  #: reads of what a worker that has ended left in its pipe
 
 def main() -> None:
     """Obey until the other end of the socket closes; then kill everything."""
-    descriptor, parent = map(int, sys.argv[-2:])
-    _tree.die_with_parent(parent)  # at once while the user's code is imported
+    descriptor, starter = map(int, sys.argv[-2:])
+    _tree.die_with_parent(starter)  # at once while the user's code is imported
     _tree.adopt_orphans()
     for folder in sys.argv[1:-2]:
         sys.pycache_prefix, sys.dont_write_bytecode = folder, False
@@ -47,12 +47,21 @@ def main() -> None:
         del sys.modules[name]  # the user's code may import the real one
     control = socket.socket(fileno=descriptor)
     control.set_inheritable(False)
+    parent = _Parent(control)
     try:
-        _Parent(control).obey()
+        parent.obey()
     finally:
-        for pid in _tree.children(os.getpid()):
-            _tree.kill_tree(pid)
+        parent.end()
         os._exit(0)
+
+
+def _end_children() -> None:
+    """Kill and reap all processes that descend from this one, which become its children when their parents end."""
+    while found := _tree.children(os.getpid()):
+        for pid in found:
+            _tree.kill_tree(pid)
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
 
 
 class Output:
@@ -75,17 +84,25 @@ class Output:
         """Append to the file, of bounded size. A full disk ends nothing."""
         self.tail += data
         del self.tail[:-_TAIL_BYTES]
-        if self._path is None:
+        if self._path is None or (not data and self._file >= 0):
             return
         with suppress(OSError):
-            if self._file < 0:
-                os.makedirs(os.path.dirname(self._path), exist_ok=True)
-                self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._open(self._path)
             os.write(self._file, data)
             if os.fstat(self._file).st_size > _LOG_BYTES:
                 os.replace(self._path, f"{self._path}.1")
-                os.close(self._file)
-                self._file = -1
+                self._open(self._path)
+
+    def _open(self, path: str) -> None:
+        """Open the file, also if another process has moved it: the parent and the first worker share one."""
+        if self._file >= 0:
+            with suppress(OSError):
+                if os.stat(path).st_ino == os.fstat(self._file).st_ino:
+                    return
+            os.close(self._file)
+            self._file = -1
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def close(self) -> None:
         """Take what is left in the pipe and close it."""
@@ -158,7 +175,7 @@ class _Parent:
                 self._found = _worker.Found(request)
             except BaseException as raised:  # SystemExit is the user's code's, too
                 error = getattr(raised, "refusal", None) or _worker.describe(raised)
-        signal.signal(signal.SIGTERM, lambda *_: self._end())
+        signal.signal(signal.SIGTERM, lambda *_: self._terminate())
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._waking, warn_on_full_buffer=False)
         _tree.die_with_parent(os.getppid(), signal.SIGTERM)
@@ -168,9 +185,14 @@ class _Parent:
         gc.freeze()  # the collector of a worker does not copy these pages
         self._tell("loaded", error, threads)
 
-    def _end(self) -> None:
-        for pid in _tree.children(os.getpid()):
-            _tree.kill_tree(pid)
+    def end(self) -> None:
+        """Kill all workers and what they have started, and keep their last output."""
+        _end_children()
+        for worker in self._workers.values():
+            worker.output.close()
+
+    def _terminate(self) -> None:
+        self.end()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 

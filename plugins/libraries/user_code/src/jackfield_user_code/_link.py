@@ -97,6 +97,13 @@ class Link:
             self.close()
             self._broken(reason)
 
+    def end(self) -> None:
+        """Let the other end see that nothing more comes."""
+        if self._is_open:
+            self._flush()
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_WR)
+
     def close(self) -> None:
         """Close the socket."""
         if self._is_open:

@@ -25,6 +25,7 @@ from jackfield_user_code._child import Output
 from jackfield_user_code._link import Link
 
 _ANSWER_BYTES = 64 * 2**20  #: a longer message ends the process
+_CLOSE_SECONDS = 2.0  #: a parent that is asked to end has so long; then it is killed
 _END_SECONDS = 5.0  #: from a kill to the end of the process
 _LOOKS = 5  #: looks at a process that must all find that it cannot run
 _OUTPUT_LINES = 10
@@ -42,7 +43,7 @@ class Death:
     ordered: bool = False  #: it was killed on purpose
 
 
-class Died(Exception):  # noqa: N818
+class Died(Exception):
     """A process has ended instead of answering."""
 
     def __init__(self, death: Death) -> None:
@@ -83,8 +84,9 @@ class Forked:
 
     def cancel(self, number: int) -> asyncio.Future[None]:
         """Cancel one of many calls; return a future that is done when the event loop of the process has seen it."""
-        heeded = self.heeded.setdefault(number, self.loaded.get_loop().create_future())
+        heeded: asyncio.Future[None] = self.loaded.get_loop().create_future()
         if number in self.calls:
+            self.heeded[number] = heeded
             self._link.send(f"[{number},null,null,null]")
         else:
             heeded.set_result(None)
@@ -96,21 +98,20 @@ class Forked:
             if number == 0 and status == "retire":
                 self.is_retired = True
                 return
-            if status == "cancelling":
-                heeded = self.heeded[number]
-            else:
+            if status != "cancelling":
                 answer = self.loaded if number == 0 and not self.loaded.done() else self.calls.pop(number)
-                heeded = self.heeded.pop(number, None)  # type: ignore[assignment]
                 if not answer.done():
                     answer.set_result((str(status), value))
-            if heeded is not None and not heeded.done():
+            if number in self.heeded and not (heeded := self.heeded.pop(number)).done():
                 heeded.set_result(None)
         except (TypeError, ValueError, KeyError) as error:
             raise _frames.BrokenProtocol("an answer that was not asked for") from error
 
     def _broken(self, reason: str | None) -> None:
         self._wrong = reason is not None
-        how = "closed the descriptor of its socket, or wrote to it" if reason is None else f"broke the protocol: {reason}"
+        how = (
+            "closed the descriptor of its socket, or wrote to it" if reason is None else f"broke the protocol: {reason}"
+        )
         self._kill(f"was killed: it {how}")
 
     def _kill(self, why: str) -> None:
@@ -163,6 +164,9 @@ class Forked:
             if not answer.done():
                 answer.set_exception(Died(death))
                 answer.exception()  # mark it as retrieved: the caller may be gone
+        for heeded in self.heeded.values():
+            if not heeded.done():
+                heeded.set_result(None)
         self.parent.ended(self, death)
         self.calls.clear()
 
@@ -261,12 +265,17 @@ class Parent:
     async def close(self, why: str = "was ended") -> Death:
         """Kill it, its workers and everything that they have started, and wait for the end. Idempotent."""
         if not self.gone.done():
+            who = f"the processes of {self.name} to end"
             if not self._why:
                 self._why, self._ordered = why, True
+                if self.loaded.done():  # it kills the workers, waits for them and ends
+                    self._link.end()
+                    with suppress(DeadlineExceeded):
+                        await self.clock.wait_for(asyncio.shield(self.gone), _CLOSE_SECONDS, who)
+            if not self.gone.done():
                 _tree.kill_tree(self._process.pid)
-            with suppress(DeadlineExceeded):  # a process that the import has started may hold the socket
-                who = f"{self.name}, killed, to be gone"
-                await self.clock.wait_for(asyncio.shield(self.gone), _END_SECONDS, who)
+                with suppress(DeadlineExceeded):  # a process that the import has started may hold the socket
+                    await self.clock.wait_for(asyncio.shield(self.gone), _END_SECONDS, who)
             self._ended()
         return self.gone.result()
 

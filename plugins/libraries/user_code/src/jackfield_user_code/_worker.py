@@ -28,6 +28,8 @@ _REQUEST_BYTES = 2**31  #: a message from the trusted end
 _MOST_CHILDREN = 64  #: processes that calls may leave behind before their worker is replaced
 NOTE = struct.Struct("q")  #: the id of the call that runs, in memory that is shared with the parent
 
+_CALL = "__call__"
+
 Functions = dict[str, Callable[..., Any]]
 
 
@@ -72,14 +74,16 @@ def is_async(function: Any) -> bool:
     """Return whether calls of a function are coroutines, as far as its definition tells."""
     while isinstance(function, functools.partial):
         function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, _CALL, None))
 
 
 def _entry_point(group: str, name: str) -> Any:
     there = importlib.metadata.entry_points(group=group)
     found = [each for each in there if each.name == name]
     if not found:
-        raise LookupError(f"no installed package has an entry point {name!r} in {group!r}; there are {sorted(there.names)}")
+        raise LookupError(
+            f"no installed package has an entry point {name!r} in {group!r}; there are {sorted(there.names)}"
+        )
     return found[0].load()
 
 
@@ -88,7 +92,9 @@ def _attribute(place: Any, name: str) -> Any:
         return getattr(place, name)
     own = [each for each, value in vars(place).items() if callable(value) and not each.startswith("_")]
     own = [each for each in own if getattr(vars(place)[each], "__module__", None) == place.__name__] or own
-    raise AttributeError(f"{place.__name__} has no {name!r}; it has {', '.join(own[:20]) or 'nothing that can be called'}")
+    raise AttributeError(
+        f"{place.__name__} has no {name!r}; it has {', '.join(own[:20]) or 'nothing that can be called'}"
+    )
 
 
 def _file_module(path: str, alone: bool = False) -> Any:
@@ -137,7 +143,9 @@ def _serve_one_by_one(channel: socket.socket, functions: Functions, note: Any) -
                 if os.getpid() != serving:  # a fork of the user's code that returned to here
                     os._exit(0)
                 NOTE.pack_into(note, 0, 0)
-                channel.sendall(_frames.packed(f"[{answer}]" if not _leaves_many() else f'[{answer},[0,"retire",null]]'))
+                channel.sendall(
+                    _frames.packed(f"[{answer}]" if not _leaves_many() else f'[{answer},[0,"retire",null]]')
+                )
 
 
 def _leaves_many() -> bool:

@@ -83,8 +83,8 @@ class UserCodePool:
     and if the import leaves threads, each process imports the code itself. A process makes one call at a time; if the
     function is a coroutine function, ``in_flight`` calls.
 
-    ``adapter`` is a file, which needs only the standard library, with ``adapt(target, module, request)``: it returns the
-    functions that can be called, by name, and what :attr:`about` is to say about them.
+    ``adapter`` is a file, which needs only the standard library, with ``adapt(target, module, request)``: it returns
+    the functions that can be called, by name, and what :attr:`about` is to say about them.
 
     Worker ``n`` prints to the file ``{logs}-{n}.log``; above 4 MiB it gets the suffix ``.1`` and a new one is begun.
     Without ``logs`` only the end of the output is kept, for messages.
@@ -100,10 +100,11 @@ class UserCodePool:
     _in_flight: int = attrs.field(default=10_000, kw_only=True)
     _fork: bool = attrs.field(default=True, kw_only=True)
     _adapter: Path | None = attrs.field(default=None, kw_only=True)
-    _logs: str | None = attrs.field(default=None, kw_only=True, converter=lambda it: it and os.path.abspath(it))
+    _logs: str | None = attrs.field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        self._slots = [_Slot(n, Path(f"{self._logs}-{n}.log") if self._logs else None) for n in range(self._workers)]
+        logs = None if self._logs is None else os.path.abspath(self._logs)
+        self._slots = [_Slot(n, Path(f"{logs}-{n}.log") if logs else None) for n in range(self._workers)]
         self._parent: Parent | None = None
         self._forks = self._fork
         self._about: Mapping[str, Any] | None = None
@@ -290,13 +291,10 @@ class UserCodePool:
         if not self.about["async"]:
             return await process.kill("was killed at a deadline")
         heeded = self._cancelled(process, number)
-        waiting = asyncio.ensure_future(asyncio.wait([heeded, process.gone], return_when=asyncio.FIRST_COMPLETED))
         try:
-            await self._clock.wait_for(waiting, _HEED_SECONDS, "a cancellation")
+            await self._clock.wait_for(asyncio.shield(heeded), _HEED_SECONDS, "the event loop of a process")
         except DeadlineExceeded:
             await process.kill("was killed: a call blocked its event loop")
-        finally:
-            waiting.cancel()
         return process.gone.result() if process.gone.done() else None
 
     def _cancelled(self, process: Forked, number: int) -> asyncio.Future[None]:

@@ -1,7 +1,7 @@
 """How a user's reward function is called, which is found out from its signature.
 
-It is loaded by its path in the worker processes of ``jackfield_user_code``, in any interpreter: it needs only the standard
-library.
+It is loaded by its path in the worker processes of ``jackfield_user_code``, in any interpreter: it needs only the
+standard library.
 """
 
 from __future__ import annotations
@@ -16,7 +16,16 @@ from typing import Any
 STANDARD = ("data_source", "solution_str", "ground_truth", "extra_info")
 #: further fields of a ``ScoreRequest`` that a parameter may name
 FIELDS = (
-    *("prompt_str", "response_ids", "idempotency_key", "retry", "deadline_seconds", "group_id", "group_size", "messages"),
+    *(
+        "prompt_str",
+        "response_ids",
+        "idempotency_key",
+        "retry",
+        "deadline_seconds",
+        "group_id",
+        "group_size",
+        "messages",
+    ),
     *("parts", "response_mask", "turns", "metrics", "tool_calls", "images", "model_text", "tool_text"),
 )
 TRL = ("prompts", "completions", "completion_ids", "completions_ids")
@@ -30,6 +39,7 @@ _ACCEPTED = (
 _RESULT = "a number, a dict with 'score', (score, solution, explanation) or (score, dict)"
 
 Function = Callable[..., Any]
+_CALL = "__call__"
 
 
 class Refused(Exception):
@@ -46,7 +56,9 @@ class Wrong(Exception):
 
     def __init__(self, message: str, found: Any, expected: str = _RESULT) -> None:
         super().__init__(message)
-        shown = "a coroutine that was not awaited" if inspect.iscoroutine(found) else f"{type(found).__name__} {found!r}"
+        shown = (
+            "a coroutine that was not awaited" if inspect.iscoroutine(found) else f"{type(found).__name__} {found!r}"
+        )
         if inspect.iscoroutine(found):
             found.close()
         self.answer = {"wrong": message, "found": shown[:200], "expected": expected}
@@ -94,7 +106,7 @@ def _constructed(cls: type, keywords: dict[str, Any]) -> Any:
     return cls(**keywords)
 
 
-def _methods(found: Any, own: Any, method: str, target: Any) -> tuple[Function | None, Function | None]:
+def _methods(found: Any, own: Any, method: str, target: Any) -> tuple[Any, Any]:
     """Return the function that scores a sample, and the one that scores a group."""
     if own is None:
         return found, None
@@ -114,7 +126,7 @@ def _where(function: Any) -> str:
         function = function.func
     function = inspect.unwrap(function)
     if not (inspect.isroutine(function) or inspect.isclass(function)):
-        function = getattr(type(function), "__call__", function)
+        function = getattr(type(function), _CALL, function)
     try:
         lines = inspect.getsourcelines(function)[1]
         return f"{inspect.getsourcefile(function)}:{lines}"
@@ -130,10 +142,13 @@ def _signature(function: Function) -> tuple[inspect.Signature, str]:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
         raise Refused("a reward cannot be called", repr(function), _where(function)) from error
-    call = function if inspect.isroutine(function) or isinstance(function, functools.partial) else function.__call__
+    plain = inspect.isroutine(function) or isinstance(function, functools.partial)
+    call = function if plain else getattr(function, _CALL, function)
     if inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call):
         found = f"def {name}{signature} with yield"
-        raise Refused("a reward is a generator function", found, _where(function), _ACCEPTED, "return the score instead")
+        raise Refused(
+            "a reward is a generator function", found, _where(function), _ACCEPTED, "return the score instead"
+        )
     return signature, f"def {name}{signature}"
 
 
@@ -151,7 +166,7 @@ def _check(function: Function, name: str) -> str:
 def _is_async(function: Any) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, _CALL, None))
 
 
 def _called(function: Function, arguments: Callable[[Any], Any], finish: Callable[[Any, Any], Any]) -> Function:
@@ -273,7 +288,10 @@ def _add_rubric(rubric: Any, functions: dict[str, Function], about: dict[str, An
     def finish(values: list[Any], states: list[dict[str, Any]]) -> list[Any]:
         found = []
         for number in range(len(states)):
-            metrics = {func.__name__: _number(each[number], func.__name__) for (_, func, _), each in zip(pairs, values, strict=True)}
+            metrics = {
+                func.__name__: _number(each[number], func.__name__)
+                for (_, func, _), each in zip(pairs, values, strict=True)
+            }
             score = sum(weight * metrics[func.__name__] for _, func, weight in pairs)
             found.append({"score": score, "metrics": metrics})
         return found
@@ -282,9 +300,11 @@ def _add_rubric(rubric: Any, functions: dict[str, Function], about: dict[str, An
         states = [_state(row, form) for row in requests]
         values = []
         for each, func, _ in pairs:
-            called = [func(**arguments(each, func, states))] if groups[func] else [
-                func(**arguments(each, func, [state])) for state in states
-            ]
+            called = (
+                [func(**arguments(each, func, states))]
+                if groups[func]
+                else [func(**arguments(each, func, [state])) for state in states]
+            )
             called = [await one if inspect.isawaitable(one) else one for one in called]
             values.append(_listed(called[0], len(states)) if groups[func] else called)
         return finish(values, states)
@@ -315,7 +335,10 @@ def _listed(value: Any, count: int) -> list[Any]:
 
 
 def _scores(value: Any, data: Mapping[str, Any]) -> list[Any]:
-    return [_score_or_wrong(each, row) for each, row in zip(_listed(value, len(data["requests"])), data["requests"], strict=True)]
+    return [
+        _score_or_wrong(each, row)
+        for each, row in zip(_listed(value, len(data["requests"])), data["requests"], strict=True)
+    ]
 
 
 def _score_or_wrong(value: Any, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,9 @@ class FunctionRewardConfig:
     keywords: Mapping[str, Any] = option(
         factory=dict, help="Further keyword arguments of the function, or of the class's constructor."
     )
-    workers: int = option(1, "Processes that score. Each makes one call at a time, or in_flight calls.", [gt(0), le(4096)])
+    workers: int = option(
+        1, "Processes that score, each one sample at a time, or in_flight samples.", [gt(0), le(4096)]
+    )
     in_flight: int | None = option(
         None, "Calls at a time in one process, for a coroutine function; null: 10000.", [gt(0), le(1_000_000)]
     )
@@ -45,7 +47,8 @@ class FunctionRewardConfig:
         "do not work after a fork."
     )  # fmt: skip
     form: Literal["auto", "text", "messages"] = option(
-        "auto", "Prompts and completions of a function of TRL or verifiers; auto: messages if the prompt is a conversation."
+        "auto",
+        "Form of prompts and completions for TRL's functions; auto: messages if the prompt is a conversation.",
     )
     python: str | None = option(None, "Interpreter of these processes, with its own packages; null: this one.")
     memory_bytes: int | None = option(4 * 2**30, "Address space of one process; null: unlimited.", optional(gt(0)))
@@ -93,7 +96,7 @@ class FunctionReward(WorkerReward):
         return hashlib.sha256(f"{digest}{keywords}".encode()).hexdigest()[:32]
 
     async def start(self) -> None:
-        """Start a process; ``worker.start`` if the code cannot be loaded, ``reward.function`` if it cannot be called."""
+        """Start a process; ``worker.start`` if it cannot load the code, ``reward.function`` if it cannot call it."""
         try:
             await super().start()
         except RunError as error:
@@ -116,7 +119,9 @@ class FunctionReward(WorkerReward):
         if "score" not in self._pool.about["functions"]:
             return (await self._grouped([request]))[0]
         arguments = {name: get(request) for name, get in self._getters.items()}
-        result = await self._pool.call(arguments, request.deadline_seconds, f"sample {request.idempotency_key}", "score")
+        result = await self._pool.call(
+            arguments, request.deadline_seconds, f"sample {request.idempotency_key}", "score"
+        )
         return _unscored(result) if result.status != "ok" else self._result(result.value)
 
     async def score_group(self, requests: Sequence[ScoreRequest]) -> Sequence[ScoreResult]:

@@ -21,8 +21,8 @@ class RulesReward(WorkerReward):
     process that is killed at the deadline. An answer that is missing or cannot be parsed is wrong. If the checker
     raises, crashes or runs out of memory on an answer, it compares the ground truth with itself: if that works, the
     answer is wrong; else the sample is ``failed``, never a score. An answer that takes longer than ``seconds`` (at most
-    half of the caller's deadline) is wrong, or with ``on_timeout: fail`` a ``timeout``. A wait for a free worker does not
-    count.
+    half of the caller's deadline, without the wait for a free worker) is wrong, or with ``on_timeout: fail`` a
+    ``timeout``.
 
     Metrics of each score: ``correct``, ``well_formed``, ``timeout`` and ``checker_failed``, 0 or 1.
     """
