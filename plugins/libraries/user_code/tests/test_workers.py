@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 from jackfield.clock import Clock
 from jackfield.errors import RunError
 from jackfield_user_code import UserCodePool, WorkerLimits
+from jackfield_pools import alive, pool as worker, until_gone
 
 USER_CODE = """
 import asyncio, os, subprocess, sys, time
@@ -117,16 +117,6 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-@contextlib.asynccontextmanager
-async def worker(file: Path, name: str, **options: Any) -> AsyncIterator[UserCodePool]:
-    made = UserCodePool(f"{file}:{name}", **options)
-    try:
-        yield made
-    finally:
-        await made.close()
-        assert () == made.pids
-
-
 def pid_of(pool: UserCodePool) -> int | None:
     """The process of a pool that has at most one."""
     assert len(pool.pids) <= 1
@@ -135,30 +125,6 @@ def pid_of(pool: UserCodePool) -> int | None:
 
 def run(main: Coroutine[Any, Any, None]) -> None:
     asyncio.run(main)
-
-
-def alive(pid: int) -> bool:
-    """Whether a process exists and is not a zombie that its parent has yet to reap."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state not in "ZX"
-
-
-async def until_gone(pid: int) -> None:
-    """Wait for the end of a process that is not our child."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(descriptor, ended.set)
-    try:
-        await Clock().wait_for(ended.wait(), 20, f"process {pid} to end")
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
 
 
 def test_functions_classes_instances_and_coroutines_are_called(file: Path) -> None:

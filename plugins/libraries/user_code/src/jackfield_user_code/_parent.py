@@ -188,6 +188,7 @@ class Parent:
     ) -> None:
         """Start the program and let it import the code if ``here``; an ``OSError`` if the program cannot be started."""
         self.name, self.clock, self.ended, self.workers = name, clock, ended, dict[int, Forked]()
+        self.imports = here
         self._loop = asyncio.get_running_loop()
         self.loaded: asyncio.Future[tuple[Any, int]] = self._loop.create_future()  #: error, and number of threads
         self.gone: asyncio.Future[Death] = self._loop.create_future()
@@ -212,6 +213,11 @@ class Parent:
         self._link = Link(own, _ANSWER_BYTES, self._heard, lambda _: self._ended())
         self.tell("load", dict(request), here)
         self._timer = self._loop.call_later(heartbeat_seconds / _LOOKS, self._look)
+
+    @property
+    def is_ending(self) -> bool:
+        """Return whether it forks no further workers."""
+        return self.gone.done() or bool(self._why)
 
     def tell(self, *order: Any) -> None:
         """Send an order."""

@@ -181,7 +181,7 @@ class UserCodePool:
                 await process.kill()
                 continue
             parent = await self._ready()
-            if slot.process is process and not parent.gone.done():
+            if slot.process is process and not parent.is_ending:
                 slot.process = parent.fork(slot.number, slot.log)
         if not process.loaded.done():
             await self._loaded(process.loaded, process)
@@ -194,6 +194,8 @@ class UserCodePool:
     async def _ready(self) -> Parent:
         """Return the parent process, which has imported the code if workers are to be forked with it."""
         while True:
+            if self._parent is not None and self._parent.is_ending:
+                await self._parent.close()
             if self._parent is None or self._parent.gone.done():
                 self._parent = self._spawn()
             parent = self._parent
@@ -203,7 +205,7 @@ class UserCodePool:
             if error is not None:
                 await parent.close()
                 raise self._cannot_start(error)
-            if not (threads and self._forks):
+            if not (threads and parent.imports):
                 return parent
             self._forks = False
             text = "the import of %s left %s threads, which a fork would lose: each worker process imports it"
