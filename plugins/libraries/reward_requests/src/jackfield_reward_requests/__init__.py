@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from jackfield_reward_requests.loopback import loopback_server
-from jackfield_reward_requests.service import RequestFailed, Service, failed, finite, read_json, secret_headers, shown_url
+from jackfield_reward_requests.service import (
+    RequestFailed,
+    Service,
+    failed,
+    finite,
+    idempotency,
+    read_json,
+    secret_headers,
+    shown_url,
+)
 from jackfield_reward_requests.templates import check_template, field_of, fill, fill_text, find, names
 
 __all__ = [
@@ -16,6 +25,7 @@ __all__ = [
     "fill_text",
     "find",
     "finite",
+    "idempotency",
     "loopback_server",
     "names",
     "read_json",

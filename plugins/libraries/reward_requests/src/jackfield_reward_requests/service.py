@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Collection, Mapping
 from typing import Any
+from urllib.parse import quote
 
 import attrs
 
@@ -82,7 +83,13 @@ class Service:
             await self._own.close()
 
     async def ask(
-        self, method: str, body: Any, *, seconds: float, headers: Mapping[str, str] | None = None, url: str | None = None
+        self,
+        method: str,
+        body: Any,
+        *,
+        seconds: float,
+        headers: Mapping[str, str] | None = None,
+        url: str | None = None,
     ) -> HttpAnswer:
         """Send a request and return an answer of a successful status.
 
@@ -199,6 +206,11 @@ def finite(value: Any, what: str, where: str) -> float:
         expected="a finite number",
         found=described(value),
     )
+
+
+def idempotency(key: str) -> str:
+    """Return a key as an HTTP header can have it."""
+    return quote(key, safe="".join(map(chr, range(33, 127))))
 
 
 def shown_url(url: str) -> str:

@@ -35,7 +35,7 @@ def names(template: Any) -> set[str]:
 
 
 def check_template(template: Any, where: str, more: Iterable[str] = ()) -> None:
-    """Refuse a template (``config.invalid-value``) with a placeholder that no request has; ``more`` are further names."""
+    """Refuse a template with a placeholder that no request has (``config.invalid-value``); ``more`` names others."""
     known = FIELDS.union(more)
     for name in sorted(names(template)):
         if (root := name.partition(".")[0]) not in known:
@@ -73,8 +73,16 @@ def text_of(value: Any) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, Sequence) and value and all(isinstance(one, Mapping) and "role" in one for one in value):
-        return "\n\n".join(f"{one['role']}: {text_of(one.get('content') or '')}" for one in value)
+        return "\n\n".join(f"{one['role']}: {_content(one.get('content') or '')}" for one in value)
     return msgspec.json.encode(value).decode()
+
+
+def _content(content: Any) -> str:
+    """Return the text of a message's content, whose other parts are named only."""
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        parts = (part if isinstance(part, Mapping) else {"text": str(part)} for part in content)
+        return "\n".join(str(part["text"]) if "text" in part else f"[{part.get('type', 'part')}]" for part in parts)
+    return text_of(content)
 
 
 def field_of(request: ScoreRequest, name: str) -> Any:

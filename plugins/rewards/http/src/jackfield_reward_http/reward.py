@@ -19,6 +19,7 @@ from jackfield_reward_requests import (
     fill_text,
     find,
     finite,
+    idempotency,
     read_json,
     shown_url,
 )
@@ -96,7 +97,7 @@ class HttpReward(RewardAgent):
 
     async def _ask(self, body: Any, request: ScoreRequest, key: str) -> str:
         config: HttpRewardConfig = self.config
-        headers = {} if config.idempotency_header is None or not key else {config.idempotency_header: key}
+        headers = {} if config.idempotency_header is None or not key else {config.idempotency_header: idempotency(key)}
         url, read = config.url, lambda name: field_of(request, name)
         if config.query:
             values = {name: fill_text(value, read) for name, value in config.query.items()}
