@@ -61,8 +61,8 @@ class Service:
     ``headers`` may name environment variables, ``${NAME}``, which :meth:`start` reads.
     """
 
-    context: RewardContext
-    url: str
+    context: RewardContext = attrs.field(repr=False)
+    url: str = attrs.field(repr=False)  #: it may have a password
     headers: Mapping[str, str] = attrs.field(factory=dict)
     success: Collection[int | str] = SUCCESS
     retryable: Collection[int | str] = RETRYABLE

@@ -11,7 +11,6 @@ from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, Score
 from jackfield.errors import DeadlineExceeded, RewardError
 from jackfield_reward_http.settings import HttpRewardConfig
 from jackfield_reward_requests import (
-    RequestFailed,
     Service,
     failed,
     field_of,
@@ -154,7 +153,8 @@ class HttpReward(RewardAgent):
         if found is None or found is False or found == "":
             return
         text = self._service.redacted(fill_text("{error}", lambda _: found))
-        raise RequestFailed("a service gave no score", where=f"{path} of {self._where}", found=text[:_RAW_CHARACTERS])
+        where = f"{path} of {self._where}"
+        raise RewardError("a service gave no score", where=where, expected="a score", found=text[:1000])
 
     def _number(self, answer: Any, path: str, what: str) -> float:
         return finite(self._find(answer, path, what), what, f"{path or 'the answer'} of {self._where}")

@@ -15,7 +15,14 @@ from jackfield_reward_judge.settings import JudgeConfig, JudgeRewardConfig
 from jackfield_reward_requests import Service, find, idempotency, read_json, shown_url
 
 _CHARACTERS_PER_TOKEN = 4  #: for an API that does not say how many tokens it has used
+_ANSWER_BYTES = 4 * 2**20
 _TOLERATED = ("2xx", 404, 405, 501)  #: statuses of an API without a list of models
+
+
+class NoText(RewardError, code="reward.output"):
+    """A judge answered without a text, which has its cost."""
+
+    tokens: int = 0
 
 
 @attrs.frozen(kw_only=True)
@@ -51,6 +58,7 @@ class Judge:
             url=self._base + "/chat/completions",
             headers={**(self._judge.headers or {}), **key},
             retryable=self._config.retryable,
+            limit=_ANSWER_BYTES,
         )
 
     @property
@@ -99,9 +107,12 @@ class Judge:
                 began = clock.time()
                 try:
                     text, tokens = await self._answer(messages, request, key)
+                except NoText as error:
+                    tokens = error.tokens
+                    raise
                 finally:
                     seconds = clock.time() - began
-                used(tokens)
+                    used(tokens)
             judgement = parse(text, self.rubric.form, self.where)
         except JackfieldError as error:
             reason = error.message if text is not None and error.code == "reward.output" else None
@@ -138,13 +149,17 @@ class Judge:
         if not isinstance(content, str) or not content.strip():
             refusal = choice["message"].get("refusal")
             ended = f"finish_reason {choice.get('finish_reason')}"
-            raise self._unusable("a judge gave no answer", f"the refusal {str(refusal)[:300]!r}" if refusal else ended)
+            missing = self._unusable(
+                "a judge gave no answer", f"the refusal {str(refusal)[:300]!r}" if refusal else ended
+            )
+            missing.tokens = _tokens(completion, messages, "")
+            raise missing
         return content, _tokens(completion, messages, content)
 
-    def _unusable(self, message: str, found: str) -> RewardError:
+    def _unusable(self, message: str, found: str) -> NoText:
         fix = "raise max_tokens in `sampling`" if found == "finish_reason length" else None
         expected = "a chat completion with a text"
-        return RewardError(message, code="reward.output", where=self.where, expected=expected, found=found, fix=fix)
+        return NoText(message, where=self.where, expected=expected, found=found, fix=fix)
 
     def _redacted(self, text: str | None) -> str | None:
         return text if text is None or self._service is None else self._service.redacted(text)

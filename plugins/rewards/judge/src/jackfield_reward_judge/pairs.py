@@ -11,7 +11,7 @@ import attrs
 
 from jackfield.abc.reward import ScoreResult
 from jackfield_reward_judge.asking import Verdict
-from jackfield_reward_judge.combining import combine_outcomes, failure
+from jackfield_reward_judge.combining import combine_outcomes, failure, joined
 from jackfield_reward_judge.settings import JudgeRewardConfig, PairwiseConfig
 
 Pair = tuple[int, int]
@@ -87,16 +87,23 @@ def _result(number: int, by_pair: dict[Pair, list[Comparison]], config: JudgeRew
     own = [each for comparisons in by_pair.values() for each in comparisons]
     verdicts = [verdict for each in own for verdict in (each.forwards, each.backwards)]
     # each comparison is of two responses, which share its cost
-    cost = {"tokens": sum(each.tokens for each in verdicts) // 2, "seconds": sum(each.seconds for each in verdicts) / 2}
+    tokens, seconds = sum(each.tokens for each in verdicts) // 2, sum(each.seconds for each in verdicts) / 2
+    raw = joined({f"{n // 2} {'AB'[n % 2]}": each.raw for n, each in enumerate(verdicts)})
     if not outcomes or len(outcomes) < config.pairwise.minimum * len(by_pair):
-        return attrs.evolve(failure(verdicts, len(verdicts)), is_final=False, **cost)
+        return attrs.evolve(failure(verdicts, 1), tokens=tokens, seconds=seconds, raw=raw)
     metrics = {
         "comparisons": float(len(outcomes)),
         "failed_comparisons": float(len(by_pair) - len(outcomes)),
         "inconsistent": statistics.fmean(each.is_inconsistent for each in own),
     }
-    explanation = "\n".join(told)
-    return ScoreResult(score=statistics.fmean(outcomes), metrics=metrics, explanation=explanation, **cost)
+    return ScoreResult(
+        score=statistics.fmean(outcomes),
+        metrics=metrics,
+        explanation="\n".join(told),
+        raw=raw,
+        tokens=tokens,
+        seconds=seconds,
+    )
 
 
 def _told(number: int, pair: Pair, outcome: float, comparisons: Sequence[Comparison]) -> str:

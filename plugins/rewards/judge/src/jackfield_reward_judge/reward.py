@@ -15,7 +15,7 @@ from jackfield.errors import RewardError
 from jackfield_reward_judge.asking import Judge, Verdict
 from jackfield_reward_judge.combining import Vote, result_of
 from jackfield_reward_judge.pairs import Comparison, pairs_of, results_of
-from jackfield_reward_judge.parsing import PARSER_VERSION
+from jackfield_reward_judge.parsing import PARSER_VERSION, Judgement
 from jackfield_reward_judge.rubrics import Rubric
 from jackfield_reward_judge.settings import JudgeRewardConfig
 from jackfield_reward_requests import failed
@@ -126,6 +126,8 @@ class JudgeReward(RewardAgent):
         self, judge: Judge, request: ScoreRequest, key: str, pair: tuple[str, str] | None = None
     ) -> Verdict:
         """Return the verdict of an earlier try, if the same was asked, or ask."""
+        if pair is not None and pair[0] == pair[1]:
+            return Verdict(judgement=Judgement(scores={}, winner="tie", explanation="both are the same text"))
         kept = self._kept.pop(self._place(request, key), None)
         if kept is not None and request.retry > 0 and kept.messages == judge.rubric.messages(request, pair):
             return attrs.evolve(kept, tokens=0, seconds=0.0)  # it was paid for by that try
