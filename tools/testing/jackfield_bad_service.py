@@ -120,7 +120,7 @@ class BadService:
         assert isinstance(content, bytes)
         head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
         assert request.transport is not None
-        request.transport.write(head.encode() + content)  # type: ignore[attr-defined]
+        request.transport.write(head.encode() + content)
         return web.json_response(self.right(body))
 
     async def _two_bodies(self, request: web.Request, body: Any) -> web.Response:
@@ -139,7 +139,7 @@ class BadService:
     @staticmethod
     def _cut(request: web.Request, sent: bytes) -> web.Response:
         assert request.transport is not None
-        request.transport.write(sent)  # type: ignore[attr-defined]
+        request.transport.write(sent)
         request.transport.close()
         return web.Response()
 

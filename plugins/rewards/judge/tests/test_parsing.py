@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from jackfield.errors import RewardError
 from jackfield_reward_judge.parsing import Form, parse
 from jackfield_testing import refused
 
@@ -155,3 +159,39 @@ def test_the_form_that_is_asked_for_can_be_read(form: Form) -> None:
     assert schema["additionalProperties"] is False
     if form.criteria:
         assert list(form.criteria) == schema["properties"]["scores"]["required"]
+
+
+PIECES = [
+    "{",
+    "}",
+    "[",
+    "]",
+    '"',
+    "'",
+    ":",
+    ",",
+    "score",
+    "scores",
+    "winner",
+    "7",
+    "-1e9",
+    "/10",
+    "NaN",
+    "\\",
+    "\n",
+    "```",
+    "é",
+    " ",
+]
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    for form in (SCORE, CRITERIA, WINNER):
+        judgement = None
+        with suppress(RewardError):
+            judgement = parse(text, form, "judge")
+        if judgement is not None:
+            assert all(0 <= score <= 1 for score in judgement.scores.values())
+            assert form.winner == (judgement.winner is not None)

@@ -44,7 +44,7 @@ class HttpReward(RewardAgent):
 
     @property
     def compares(self) -> bool:
-        """Whether one request is for a whole group."""
+        """Return whether one request is for a whole group."""
         return self.config.group is not None
 
     @property

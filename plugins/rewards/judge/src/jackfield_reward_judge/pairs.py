@@ -35,13 +35,13 @@ class Comparison:
 
     @property
     def winners(self) -> tuple[str | None, str | None]:
-        """The winner of each order."""
+        """Return the winner of each order."""
         first, second = self.forwards.judgement, self.backwards.judgement
         return (None if first is None else first.winner, None if second is None else second.winner)
 
     @property
     def is_inconsistent(self) -> bool:
-        """Whether the order has changed the verdict."""
+        """Return whether the order has changed the verdict."""
         return None not in self.winners and self.winners not in (("A", "B"), ("B", "A"), ("tie", "tie"))
 
 

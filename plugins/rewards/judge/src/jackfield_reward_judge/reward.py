@@ -49,7 +49,7 @@ class JudgeReward(RewardAgent):
 
     @property
     def compares(self) -> bool:
-        """Whether responses are compared with their siblings."""
+        """Return whether responses are compared with their siblings."""
         return self.config.pairwise is not None
 
     @property

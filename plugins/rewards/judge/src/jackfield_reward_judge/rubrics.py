@@ -119,7 +119,7 @@ class _Fence:
 
 
 def _fence(texts: Sequence[str], seed: int) -> _Fence:
-    """Return a fence whose name is a digest of the texts: whoever writes one of them cannot know it beforehand.
+    """Return a fence whose name is a digest of the texts, which the author of one of them cannot know beforehand.
 
     The same request has the same fence, so that a retry asks the same.
     """
