@@ -47,12 +47,13 @@ WINNER = Form(winner=True)
         "### Rating: 7 / 10",
         "score = 7.0",
         "Final score is 7.",
-        "Score: 2 at first.\nScore: 7",
+        "Score: 7, as I said: the rating is 7/10",
+        "On a score 0 to 10: score 7",
         "7",
         "7/10",
         " **7** ",
         '<think>perhaps {"score": 1}</think>{"score": 7}',
-        'It says {"score": 10}. I say {"score": 7}',
+        'The other object is {"points": 10}. I say {"score": 7} {}',
         '{"score": {"score": 7, "why": "so"}}',
         '{"score": 7}\nThe score: 7/10',
     ],
@@ -83,7 +84,16 @@ def test_a_score_is_found(text: str) -> None:
         "Score (0-10): high",
         "Score: 1,000",
         "Between 0 and 10.",
-        'It is {"score": 10}, says the response.\nScore: 2',  # two verdicts
+        # two verdicts, one of which may be a quotation
+        'It is {"score": 10}, says the response.\nScore: 2',
+        'Score: 2, though it says {"score": 10}',
+        'It says {"score": 10}. I say {"score": 7}',
+        'I say {"score": 7}. It says {"score": 10}',
+        '{"score": 3, "explanation": "it says {"score": 10} itself"}',
+        '{"explanation": "it says {"score": 10} itself", "score": 3}',
+        '{"score": 3, "explanation": "it says "score": 10 itself"}',
+        "Score: 2. The response wants me to write Score: 10",
+        '<think>so far {"score": 7}',
         'A quotation {"score": 10}, and mine: {"score": 20}',
         "[" * 20_000,
         "{" * 20_000,
@@ -136,10 +146,25 @@ def test_a_winner_is_found(text: str, winner: str) -> None:
     assert winner == parse(text, WINNER, "judge").winner
 
 
-@pytest.mark.parametrize("text", ['{"winner": "C++"}', '{"winner": null}', "A is fine and B is fine.", '{"score": 1}'])
+@pytest.mark.parametrize(
+    "text", ['{"winner": "C++"}', '{"winner": null}', "A and B are fine.", '{"score": 1}', "Winner: A. Winner: B"]
+)
 def test_no_winner_is_invented(text: str) -> None:
     with refused("reward.output"):
         parse(text, WINNER, "judge")
+
+
+def test_an_answer_that_is_cut_off_is_not_read_to_the_middle_of_a_number() -> None:
+    for text in ('{"explanation": "so", "score": 1', "Score: 1", "Score: 10/1", '{"score": 7.'):
+        with refused("reward.output"):
+            parse(text, SCORE, "judge", is_cut=True)
+    assert 0.7 == parse('{"score": 7, "explanation": "cut in the mid', SCORE, "judge", is_cut=True).scores["score"]
+    assert 0.1 == parse('{"explanation": "so", "score": 1', SCORE, "judge").scores["score"]
+
+
+def test_a_criterion_that_is_quoted_otherwise_is_refused() -> None:
+    with refused("reward.output"):
+        parse('accuracy: 9\n{"scores": {"accuracy": 5, "Clear style": 10}}', CRITERIA, "judge")
 
 
 def test_the_explanation_is_kept() -> None:

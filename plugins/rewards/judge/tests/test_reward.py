@@ -100,6 +100,12 @@ def test_the_key_is_sent_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "swordfish" not in str(echoed.raw)
 
 
+def test_half_a_character_is_replaced() -> None:
+    """JSON can name one, and no file can hold it."""
+    result, _ = score(says('{"explanation": "\\ud83d", "score": 1}'))
+    assert ("?", 0.1) == (result.explanation, result.score)
+
+
 def test_structured_outputs_have_the_schema_of_the_rubric() -> None:
     rubric = {"criteria": [{"name": "style"}]}
     _, service = score(says('{"explanation": "", "scores": {"style": 1}}'), structured=True, rubric=rubric)

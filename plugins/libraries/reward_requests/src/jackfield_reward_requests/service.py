@@ -123,10 +123,10 @@ class Service:
             await clock.sleep(_POLL_SECONDS)
 
     def redacted(self, text: str) -> str:
-        """Return a text without the secrets, which a service may repeat."""
+        """Return a text without the secrets, which a service may repeat, and without halves of characters."""
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        return text
+        return text.encode(errors="replace").decode()
 
     @property
     def _client(self) -> HttpClient:

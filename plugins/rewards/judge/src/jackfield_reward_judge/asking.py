@@ -106,27 +106,30 @@ class Judge:
             async with self._context.turn() as used:
                 began = clock.time()
                 try:
-                    text, tokens = await self._answer(messages, request, key)
+                    text, tokens, is_cut = await self._answer(messages, request, key)
                 except NoText as error:
                     tokens = error.tokens
                     raise
                 finally:
                     seconds = clock.time() - began
                     used(tokens)
-            judgement = parse(text, self.rubric.form, self.where)
+            judgement = parse(text, self.rubric.form, self.where, is_cut)
         except JackfieldError as error:
             reason = error.message if text is not None and error.code == "reward.output" else None
             return Verdict(error=error, raw=self._redacted(text), tokens=tokens, seconds=seconds), reason
+        judgement = attrs.evolve(judgement, explanation=self._redacted(judgement.explanation))
         return Verdict(judgement=judgement, raw=self._redacted(text), tokens=tokens, seconds=seconds), None
 
-    async def _answer(self, messages: Sequence[Mapping[str, str]], request: ScoreRequest, key: str) -> tuple[str, int]:
-        """Return an answer's text, and the tokens that were read and generated for it."""
+    async def _answer(
+        self, messages: Sequence[Mapping[str, str]], request: ScoreRequest, key: str
+    ) -> tuple[str, int, bool]:
+        """Return an answer's text, the tokens that it has cost, and whether it ended at the limit of tokens."""
         model, sampling = str(self._judge.model), dict(self._judge.sampling or {})
         seconds = min(self._config.request_seconds or request.deadline_seconds, request.deadline_seconds)
         if self._service is None:
             generating = self._context.generate(model, messages, **sampling)
             answer = await self._context.clock.wait_for(generating, seconds, f"an answer of the judge {self.name}")
-            return answer.text, answer.tokens
+            return answer.text, answer.tokens, False
         body: dict[str, Any] = {"model": model, "messages": messages, **sampling}
         if self._judge.structured:
             schema = {"name": "verdict", "strict": True, "schema": self.rubric.form.schema}
@@ -135,7 +138,7 @@ class Judge:
         got = await self._service.ask("POST", body, seconds=seconds, headers=headers)
         return self._read(got.text, messages)
 
-    def _read(self, text: str, messages: Sequence[Mapping[str, str]]) -> tuple[str, int]:
+    def _read(self, text: str, messages: Sequence[Mapping[str, str]]) -> tuple[str, int, bool]:
         """Read a chat completion."""
         completion = read_json(text, self.where)
         try:
@@ -154,7 +157,7 @@ class Judge:
             )
             missing.tokens = _tokens(completion, messages, "")
             raise missing
-        return content, _tokens(completion, messages, content)
+        return content, _tokens(completion, messages, content), choice.get("finish_reason") == "length"
 
     def _unusable(self, message: str, found: str) -> NoText:
         fix = "raise max_tokens in `sampling`" if found == "finish_reason length" else None

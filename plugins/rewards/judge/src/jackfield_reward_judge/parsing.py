@@ -1,8 +1,8 @@
 """Reads the answers of judges, which are asked for JSON and do not always give it.
 
 It accepts JSON in a fence or with text around it, with trailing commas, single quotes or missing brackets, and lines
-such as ``Score: 7/10``. Of several candidates the last counts: a judge that quotes the response does so before its own
-verdict.
+such as ``Score: 7/10``. An answer with two different verdicts is not read: one of them may be a quotation of the
+response, which can contain a verdict on itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -22,9 +22,11 @@ from jackfield_reward_requests import finite
 
 PARSER_VERSION = 1  #: raise it with every change of what is read from an answer
 
-_THOUGHT = re.compile(r"\A.*</(?:think|thinking|reasoning)>", re.DOTALL)
-_NUMBER = r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)(?:\s*(?:/|out of)\s*(\d+(?:\.\d+)?))?(?![\w/%–-]|[.,]\d)"
-_INNERMOST = re.compile(r"\{[^{}]*\}")
+_THOUGHT = re.compile(r"\A.*</(?:think|thinking|reasoning)>|\A\s*<(?:think|thinking|reasoning)>.*", re.DOTALL)
+_NUMBER = (
+    r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)(?:\s*(?:/|out of)\s*(\d+(?:\.\d+)?))?(?![\w/%–-]|[.,]\d|\s+to\s)"
+)
+_LAST_NUMBER = re.compile(r"[\d.eE+/-]+\Z")
 _ALONE = re.compile(rf"\W*{_NUMBER}\W*")
 _WORDS = {"score": "score|rating|grade", "winner": "winner|verdict|better(?: response)?"}
 _TIES = {"tie", "draw", "equal", "both", "neither", "c"}
@@ -63,13 +65,12 @@ class Form:
             value = {"scores": _object(dict.fromkeys(self.criteria, number))}
         return _object({"explanation": {"type": "string"}, **value})
 
-    def is_in(self, found: Mapping[str, Any]) -> bool:
-        """Return whether an object has a verdict, right or wrong."""
-        keys = {str(key).strip().lower() for key in found}
-        wanted = (
-            {"winner"} if self.winner else {"scores", *map(str.lower, self.criteria)} if self.criteria else {"score"}
-        )
-        return not wanted.isdisjoint(keys)
+    @property
+    def keys(self) -> frozenset[str]:
+        """The keys of an object with a verdict, in lower case."""
+        if self.winner:
+            return frozenset({"winner"})
+        return frozenset({"scores", *map(str.lower, self.criteria)} if self.criteria else {"score"})
 
 
 @attrs.frozen(kw_only=True)
@@ -81,38 +82,44 @@ class Judgement:
     explanation: str | None = None
 
 
-def parse(text: str, form: Form, where: str) -> Judgement:
-    """Read an answer; ``reward.output`` if it does not have the form, or a score is out of range."""
-    text = _THOUGHT.sub("", text).strip()[-_LONGEST:]
-    for written, found in _objects(text):
-        if form.is_in(found):
-            judgement = _judgement(found, form, where)  # an earlier object may be a quotation
-            _refuse_second(text[text.rfind(written) + len(written) :], judgement, form, where)
+def parse(text: str, form: Form, where: str, is_cut: bool = False) -> Judgement:
+    """Read an answer; ``reward.output`` if it does not have the form, or a score is out of range.
+
+    ``is_cut`` says that the answer ended at the limit of tokens, perhaps within a number.
+    """
+    text = _THOUGHT.sub("", text, count=1).strip()
+    text = (_LAST_NUMBER.sub("", text) if is_cut else text)[-_LONGEST:]
+    for written in _outermost(text):
+        if not any(key in written.lower() for key in form.keys):
+            continue
+        found = _lenient(written)
+        if isinstance(found, Mapping) and not form.keys.isdisjoint(_lower(found)):
+            judgement = _judgement(found, form, where)
+            before, _, after = text.rpartition(written)
+            for other in (before, after):
+                _refuse_others(other, judgement, form, where)
             return judgement
-    lines = _lines(text, form)
+        break
+    lines = _lines(text, form, where)
     if lines is None:
         raise _unreadable("a judge's answer has no verdict", form, where, repr(text[-300:]) if text else "no text")
     return _judgement({**lines, "explanation": text}, form, where)
 
 
-def _refuse_second(rest: str, judgement: Judgement, form: Form, where: str) -> None:
-    """Refuse an answer that gives another verdict after its JSON, which may then be a quotation."""
-    lines = _lines(rest, form)
-    if lines is None:
-        return
-    if form.criteria:
-        lines = {"scores": {**dict.fromkeys(form.criteria), **lines["scores"]}}
-    try:
-        second = _judgement(lines, form, where)
-    except RewardError:  # it is no whole verdict
-        return
-    if (judgement.scores, judgement.winner) != (second.scores, second.winner):
-        raise _unreadable("a judge gives two verdicts", form, where, repr(rest[-300:]))
+def _refuse_others(text: str, judgement: Judgement, form: Form, where: str) -> None:
+    """Refuse an answer that has another verdict in the text around its JSON."""
+    lines = _lines(text, form, where) or {}
+    if "winner" in lines and _winner(lines["winner"]) != judgement.winner:
+        raise _two_verdicts(form, where, text)
+    for name, value in lines.get("scores", lines).items():
+        number = (value - form.low) / (form.high - form.low) if isinstance(value, float) else None
+        if name != "winner" and number != judgement.scores.get(name):
+            raise _two_verdicts(form, where, text)
 
 
 def _judgement(found: Mapping[str, Any], form: Form, where: str) -> Judgement:
     """Return what an object says, whose keys may differ in case."""
-    values = {str(key).strip().lower(): value for key, value in found.items()}
+    values = _lower(found)
     explanation = next(
         (values[key] for key in ("explanation", "reason", "reasoning", "rationale") if key in values), None
     )
@@ -124,7 +131,7 @@ def _judgement(found: Mapping[str, Any], form: Form, where: str) -> Judgement:
         return Judgement(scores={}, winner=winner, explanation=explanation)
     if form.criteria:
         inner = values.get("scores", values.get("criteria", values))
-        inner = {str(key).strip().lower(): value for key, value in inner.items()} if isinstance(inner, Mapping) else {}
+        inner = _lower(inner) if isinstance(inner, Mapping) else {}
         scores = {name: _score(inner.get(name.lower()), name, form, where) for name in form.criteria}
     else:
         scores = {"score": _score(values.get("score"), "score", form, where)}
@@ -157,35 +164,31 @@ def _winner(value: Any) -> Literal["A", "B", "tie"] | None:
     return "tie" if word in _TIES else None
 
 
-def _lines(text: str, form: Form) -> dict[str, Any] | None:
+def _lines(text: str, form: Form, where: str) -> dict[str, Any] | None:
     """Return verdicts that are written as ``Name: value``, or an answer that is nothing but a value."""
     if form.winner:
-        found = re.findall(rf"(?:{_WORDS['winner']})\W{{0,8}}(?:is\W{{0,4}})?(?:response\s+)?(a|b|tie)\b", text, re.I)
-        alone = text if _winner(text) else None
-        return {"winner": found[-1] if found else alone} if found or alone else None
-    names = form.criteria or ("score",)
+        named = re.findall(rf"(?:{_WORDS['winner']})\W{{0,8}}(?:is\W{{0,4}})?(?:response\s+)?(a|b|tie)\b", text, re.I)
+        winner = _only({each.lower() for each in named}, form, where, text) or (text if _winner(text) else None)
+        return {"winner": winner} if winner else None
     values = {}
-    for name in names:
+    for name in form.criteria or ("score",):
         words = re.escape(name) if form.criteria else _WORDS["score"]
-        found = re.findall(
-            rf"(?:\b|_)(?:{words})\b[^\w\n+.-]{{0,8}}(?:is\s+|of\s+)?[^\w\n+.-]{{0,4}}{_NUMBER}", text, re.I
-        )
-        if found:
-            values[name] = _written(found[-1][0], found[-1][1] or None, form)
-    if not form.criteria and not values and (alone_number := _ALONE.fullmatch(text)):
-        values["score"] = _written(alone_number[1], alone_number[2], form)
+        line = rf"(?:\b|_)(?:{words})\b[^\w\n+.-]{{0,8}}(?:is\s+|of\s+)?[^\w\n+.-]{{0,4}}{_NUMBER}"
+        written = {_written(number, of or None, form) for number, of in re.findall(line, text, re.I)}
+        if written:
+            values[name] = _only(written, form, where, text)
+    if not form.criteria and not values and (alone := _ALONE.fullmatch(text)):
+        values["score"] = _written(alone[1], alone[2], form)
     if not values:
         return None
     return {"scores": values} if form.criteria else values
 
 
-def _objects(text: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the objects of JSON, or nearly JSON, in a text as written and as read, the last first."""
-    inner = [found[0] for found in _INNERMOST.finditer(text)]  # where a stray brace hides what is outside
-    for candidate in dict.fromkeys([*_outermost(text), *inner[::-1][:_MOST_OBJECTS]]):
-        value = _lenient(candidate)
-        if isinstance(value, Mapping):
-            yield candidate, value
+def _only(values: set[Any], form: Form, where: str, text: str) -> Any:
+    """Return the only value, or None; several are refused."""
+    if len(values) > 1:
+        raise _two_verdicts(form, where, text)
+    return next(iter(values), None)
 
 
 def _outermost(text: str) -> list[str]:
@@ -227,6 +230,10 @@ def _lenient(text: str) -> Any:
 _PYTHON = {"true": "True", "false": "False", "null": "None"}
 
 
+def _lower(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {str(key).strip().lower(): value for key, value in found.items()}
+
+
 def _closed(text: str) -> str:
     """Close the brackets and the string that are open at the end of a text."""
     stack, quote, escaped = list[str](), "", False
@@ -248,6 +255,10 @@ def _closed(text: str) -> str:
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+def _two_verdicts(form: Form, where: str, text: str) -> RewardError:
+    return _unreadable("a judge gives two verdicts", form, where, repr(text[-300:]))
 
 
 def _unreadable(message: str, form: Form, where: str, found: str) -> RewardError:

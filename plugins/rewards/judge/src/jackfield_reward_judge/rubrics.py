@@ -71,7 +71,8 @@ class Rubric:
     def messages(self, request: ScoreRequest, pair: tuple[str, str] | None = None) -> list[dict[str, str]]:
         """Return the conversation that asks for a judgement, of ``pair`` if there is one."""
         written = pair or (request.solution_str,)
-        fence = _fence([request.solution_str, request.tool_text, *written], self.seed)
+        others = (text_of(getattr(request, name)) for name in sorted(_WRITTEN_BY_THE_MODEL))
+        fence = _fence([*written, *others], self.seed)
 
         def read(name: str) -> Any:
             if name in ("response_a", "response_b"):
