@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
 
+import attrs
 from aiohttp import web
+
+from jackfield.clock import Clock, too_late
+
+T = TypeVar("T")
 
 Answers = Callable[[Any], Any]  #: makes the JSON of a right answer out of the JSON of a request
 
@@ -45,6 +50,7 @@ class BadService:
         self.address = ""
         self._released = asyncio.Event()
         self._ended = asyncio.Event()
+        self.hanging = asyncio.Event()  #: set when an answer is late, or never comes
 
     def answer_late(self) -> None:
         """Give the answers that are late."""
@@ -108,10 +114,12 @@ class BadService:
         return self._cut(request, b"")
 
     async def _late(self, request: web.Request, body: Any) -> web.Response:
+        self.hanging.set()
         await self._released.wait()
         return web.json_response(self.right(body))
 
     async def _never(self, request: web.Request, body: Any) -> web.Response:
+        self.hanging.set()
         await self._ended.wait()
         return web.Response()
 
@@ -142,6 +150,27 @@ class BadService:
         request.transport.write(sent)
         request.transport.close()
         return web.Response()
+
+
+@attrs.define
+class DeadlineOfHanging(Clock):
+    """A clock whose waits reach their deadline as soon as the service hangs, so that no test waits for one."""
+
+    service: BadService
+
+    async def wait_for(self, awaitable: Awaitable[T], seconds: float, waiting_for: str) -> T:
+        """Await ``awaitable`` until the service hangs."""
+        call, hanging = asyncio.ensure_future(awaitable), asyncio.ensure_future(self.service.hanging.wait())
+        try:
+            await asyncio.wait([call, hanging], return_when=asyncio.FIRST_COMPLETED)
+            if call.done():
+                return call.result()
+            self.service.hanging.clear()
+            raise too_late(seconds, waiting_for)
+        finally:
+            for task in (call, hanging):
+                task.cancel()
+            await asyncio.gather(call, hanging, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager

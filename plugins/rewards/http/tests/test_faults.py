@@ -14,7 +14,7 @@ import pytest
 from jackfield.abc.reward import RewardContext, ScoreRequest, ScoreResult
 from jackfield.sdk import structure
 from jackfield.sdk.http import AiohttpClient
-from jackfield_bad_service import FAULTS, BadService, bad_service
+from jackfield_bad_service import FAULTS, BadService, DeadlineOfHanging, bad_service
 from jackfield_reward_http.reward import HttpReward
 from jackfield_reward_http.settings import HttpRewardConfig
 
@@ -35,10 +35,10 @@ def right(body: Any) -> Any:
     return {"score": float(body["solution_str"])}
 
 
-def ask(number: float, seconds: float = 30.0) -> ScoreRequest:
+def ask(number: float) -> ScoreRequest:
     key = f"train/{number:g}"
     return ScoreRequest(
-        data_source="t", solution_str=str(number), ground_truth="", idempotency_key=key, deadline_seconds=seconds
+        data_source="t", solution_str=str(number), ground_truth="", idempotency_key=key, deadline_seconds=30.0
     )
 
 
@@ -65,13 +65,15 @@ async def _row(fault: str) -> dict[str, Any]:
             "answer_bytes": 2**20,
             "answer": {"error": "error"},
         }
-        agent = HttpReward(structure(HttpRewardConfig, settings), RewardContext(http=client))
+        agent = HttpReward(
+            structure(HttpRewardConfig, settings), RewardContext(http=client, clock=DeadlineOfHanging(service))
+        )
         await agent.start()
         what, answer = ANSWERS.get(fault, (FAULTS.get(fault, ""), None))
         scripted: Callable[[Any], Any] = lambda body: answer  # noqa: E731
         service.script = [scripted if fault in ANSWERS else fault]
         try:
-            result = await agent.compute_score(ask(2.0, 0.2 if fault in ("late", "never") else 30.0))
+            result = await agent.compute_score(ask(2.0))
             service.answer_late()
             return outcome(fault, what, result, service, await agent.compute_score(ask(3.0)))
         finally:

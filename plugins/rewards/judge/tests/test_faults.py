@@ -14,7 +14,7 @@ import pytest
 from jackfield.abc.reward import RewardContext, ScoreRequest, ScoreResult
 from jackfield.sdk import structure
 from jackfield.sdk.http import AiohttpClient
-from jackfield_bad_service import FAULTS, BadService, bad_service
+from jackfield_bad_service import FAULTS, BadService, DeadlineOfHanging, bad_service
 from jackfield_fake_judge import completion, says, scores
 from jackfield_reward_judge.reward import JudgeReward
 from jackfield_reward_judge.settings import JudgeRewardConfig
@@ -43,10 +43,10 @@ ANSWERS: dict[str, tuple[str, Answers]] = {
 }
 
 
-def ask(number: float, seconds: float = 30.0) -> ScoreRequest:
+def ask(number: float) -> ScoreRequest:
     key = f"train/{number:g}"
     return ScoreRequest(
-        data_source="t", solution_str=str(number), ground_truth="", idempotency_key=key, deadline_seconds=seconds
+        data_source="t", solution_str=str(number), ground_truth="", idempotency_key=key, deadline_seconds=30.0
     )
 
 
@@ -71,12 +71,14 @@ async def _row(fault: str) -> dict[str, Any]:
     client = AiohttpClient()
     async with bad_service(scores) as service:
         settings = {"url": f"{service.address}/v1", "model": "m", "rubric": {"name": "helpfulness"}}
-        agent = JudgeReward(structure(JudgeRewardConfig, settings), RewardContext(http=client))
+        agent = JudgeReward(
+            structure(JudgeRewardConfig, settings), RewardContext(http=client, clock=DeadlineOfHanging(service))
+        )
         await agent.start()
         what, script = ANSWERS.get(fault) or (FAULTS[fault], [fault])
         service.script = list(script)
         try:
-            result = await agent.compute_score(ask(2.0, 0.2 if fault in ("late", "never") else 30.0))
+            result = await agent.compute_score(ask(2.0))
             service.answer_late()
             return outcome(fault, what, result, service, await agent.compute_score(ask(3.0)))
         finally:

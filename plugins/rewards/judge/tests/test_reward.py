@@ -12,9 +12,10 @@ import attrs
 import pytest
 
 from jackfield.abc.reward import GeneratedText, RewardContext, ScoreRequest, ScoreResult
+from jackfield.clock import Clock
 from jackfield.errors import RewardError
 from jackfield.sdk import structure
-from jackfield_bad_service import BadService, bad_service
+from jackfield_bad_service import BadService, DeadlineOfHanging, bad_service
 from jackfield_fake_judge import completion, responses, says, scores
 from jackfield_reward_judge.reward import JudgeReward
 from jackfield_reward_judge.settings import JudgeRewardConfig
@@ -38,6 +39,7 @@ def judged(
     act: Callable[[JudgeReward, BadService], Awaitable[Any]],
     right: Callable[[Any], Any] = scores,
     context: Mapping[str, Any] | None = None,
+    clock: Callable[[BadService], Clock] = lambda service: Clock(),
     **settings: Any,
 ) -> tuple[Any, BadService]:
     """Do something with an agent and the API that it asks."""
@@ -45,7 +47,9 @@ def judged(
     async def main() -> tuple[Any, BadService]:
         async with bad_service(right) as service:
             given = {"url": f"{service.address}/v1", "model": "m", **settings}
-            agent = JudgeReward(structure(JudgeRewardConfig, given), RewardContext(**(context or {})))
+            agent = JudgeReward(
+                structure(JudgeRewardConfig, given), RewardContext(clock=clock(service), **(context or {}))
+            )
             try:
                 await agent.start()
                 return await act(agent, service), service
@@ -287,8 +291,9 @@ def test_a_slow_judge_is_named() -> None:
         service.script = ["never"]
         return await agent.compute_score(REQUEST)
 
-    result, _ = judged(act, **POINTS, samples=2, request_seconds=0.2)
+    result, _ = judged(act, clock=DeadlineOfHanging, request_seconds=7)
     assert "timeout" == result.status
+    assert "waited 7 s" in str(result.error)
     assert "/v1/chat/completions" in str(result.error)
 
 

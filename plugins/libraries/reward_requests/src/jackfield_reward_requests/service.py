@@ -18,6 +18,7 @@ from jackfield_reward_requests.templates import described
 
 _SECRET = re.compile(r"\$\{([A-Za-z_]\w*)\}")
 _KEY_HEADERS = frozenset({"api-key", "authorization", "cookie", "proxy-authorization", "x-api-key"})
+_ABSENT = type(RewardContext().http)  #: stands for the client that a context does not have
 _SHOWN = 300  #: characters of an answer in an error
 _POLL_SECONDS = 1.0  #: between two questions whether a service is up
 
@@ -130,9 +131,8 @@ class Service:
 
     @property
     def _client(self) -> HttpClient:
-        given = self.context.http
-        if not isinstance(given, type(RewardContext().http)):
-            return given
+        if not isinstance(self.context.http, _ABSENT):
+            return self.context.http
         if self._own is None:
             self._own = AiohttpClient()
         return self._own

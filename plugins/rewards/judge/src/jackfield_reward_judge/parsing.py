@@ -217,7 +217,8 @@ def _outermost(text: str) -> list[str]:
 def _lenient(text: str) -> Any:
     """Read JSON; then JSON with its usual mistakes mended; None if neither can be read."""
     mended = re.sub(r",(\s*[}\]])", r"\1", text)
-    for attempt in dict.fromkeys([text, mended, _closed(mended)]):
+    for mend in (lambda: text, lambda: mended, lambda: _closed(mended)):
+        attempt = mend()
         with suppress(ValueError, RecursionError):
             return json.loads(attempt, strict=False)
         literal = re.sub(r"\b(?:true|false|null)\b", lambda word: _PYTHON[word[0]], attempt)
