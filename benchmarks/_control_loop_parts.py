@@ -123,7 +123,8 @@ def role_of(samples: int, steps: int, name: RoleName = "all", clock: Clock | Non
     values = {
         "model": {"path": "none"},
         "data": {"groups_per_batch": samples // RUNS, "rollouts_per_group": RUNS},
-        "schedule": {"steps": steps, "reward_retries": 0},
+        "schedule": {"steps": steps},
+        "reward_service": {"retries": 0, "keep": False},
         "checkpoint": {"every": 0, "at_end": False},
         "log_prob_check": {"every": 0, "probe_tokens": 0},
         "deadlines": dict.fromkeys(("batch", "rollout", "reward", "engine"), SECONDS),

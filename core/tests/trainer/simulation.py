@@ -284,6 +284,7 @@ class Simulation:
     score_seconds: Callable[[str], float] | None = None  #: of a sample, by its key; None: ``reward_seconds``
     rollout_seconds: Callable[[str, int], float] | None = None  #: by task and seed; None: ``generate_seconds``
     max_retries: int = 3
+    reward_service: Mapping[str, Any] = attrs.field(factory=dict)
     replaces_equal_groups: bool = False
     greedy_baseline: bool = False
     experts: int = 0
@@ -328,8 +329,8 @@ class Simulation:
                     if name not in ("explores", "trains")
                 },
                 "max_retries": self.max_retries,
-                "reward_retries": 0,
             },
+            "reward_service": {"retries": 0, "keep": False, **self.reward_service},
             "mixing": {"replay": replay},
             "checkpoint": {"every": self.checkpoint_every, "at_end": self.folder is not None},
             "log_prob_check": {"every": 0},

@@ -231,6 +231,14 @@ class RewardAgent(ABC):
         return False
 
     @property
+    def generates(self) -> bool:
+        """Whether the agent calls ``context.generate`` with ``policy`` (since 1.1).
+
+        The run then scores only while its replicas have the devices.
+        """
+        return False
+
+    @property
     def keeps_deadlines(self) -> bool:
         """Whether the agent ends a call at ``deadline_seconds`` of execution itself (since 1.1).
 

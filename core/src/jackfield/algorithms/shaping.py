@@ -104,7 +104,6 @@ class Shaping:
     )
     overlong_buffer: int = option(1, "tokens before overlong_length over which the penalty grows from 0", gt(0))
     overlong_factor: float = option(1.0, "full overlong penalty", ge(0.0))
-    fill_failed: bool = option(False, "replace a failed score by the mean of the group's other scores")
 
     @property
     def active(self) -> bool:

@@ -25,7 +25,9 @@ class RewardServiceConfig:
     backoff_seconds: float = option(
         0.5, "wait before the first retry, doubled for each further one, times a random factor of 0.5 to 1", ge(0.0)
     )
-    longest_backoff_seconds: float = option(60.0, "longest wait before a retry that the reward did not ask for", ge(0.0))
+    longest_backoff_seconds: float = option(
+        60.0, "longest wait before a retry that the reward did not ask for", ge(0.0)
+    )
     hedge_seconds: float | None = option(
         None, "start a second call beside one that takes longer; the first answer counts; null: never", gt(0.0)
     )

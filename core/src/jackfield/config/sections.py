@@ -64,7 +64,9 @@ class DataConfig:
     groups_per_batch: int = option(32, "tasks (groups) per batch", gt(0))
     rollouts_per_group: int = option(8, "rollouts per task (the group size)", gt(0))
     minimum_rows: int | None = option(
-        None, "rollouts with a sample and a score with which a group is complete, though others failed; null: all", gt(0)
+        None,
+        "rollouts with a sample and a score with which a group is complete, though others failed; null: all",
+        gt(0),
     )
     max_prompt_tokens: int | None = option(
         None, "maximum tokens of a prompt; a longer one ends the run; null: what leaves room for a response", gt(0)

@@ -31,6 +31,7 @@ class Groups:
     max_samples: int | None
     max_bytes: int | None
     max_retries: int
+    minimum_rows: int | None = None  #: rollouts with a sample that are enough for a group; None: all
     _claims: Counter[str] = attrs.field(factory=Counter, init=False)  # number of new batches, by explorer
     _mean: float = attrs.field(default=0.0, init=False)  # last known mean bytes of a sample
     _feeds: list[tuple[str, list[str]]] = attrs.field(factory=list, init=False)  # partition and pending keys
@@ -263,8 +264,9 @@ class Groups:
             for key, reason in failed.items():
                 self.core.fail(key, reason)
             self.leases.remove(group, failed, "failed")
-            lost = sorted(set(range(group.rollouts)) - {sample.rollout for sample in group.samples.values()})
-            if group.is_made and not lost:
+            there = {sample.rollout for sample in group.samples.values()}
+            lost = sorted(set(range(group.rollouts)) - there)
+            if group.is_made and len(there) >= min(self.minimum_rows or group.rollouts, group.rollouts):
                 changed.append(group)
             elif group.is_made:
                 counted = Counter(why for _, why in sorted(group.ended.items()) if why is not None).most_common(3)
@@ -295,15 +297,23 @@ class Groups:
         finally:
             self._feeds = [each for each in self._feeds if each is not entry]
 
-    async def drop_groups(self, groups: Sequence[str], reason: str, *, counts: bool = True) -> None:
-        """Drop and retry groups. Groups that are gone are skipped; ``counts`` says whether max_retries limits it.
+    async def drop_groups(self, groups: Sequence[str], reason: str, *, counts: bool = True, again: bool = True) -> None:
+        """Drop groups, and retry them, or without ``again`` have their batches go on without them.
 
-        If an acking consumer has leased a group, or it never existed, raise a QueueError and drop none.
+        Groups that are gone are skipped; ``counts`` says whether max_retries limits retries. The last group of a batch is
+        always retried. If an acking consumer has leased a group, or it never existed, raise a QueueError and drop none.
         """
         found = [group for name in groups if (group := self.core.state.group(name)) is not None]
         self.leases.require_free(found)
         for group in found:
-            self._retry(group, reason, counts)
+            others = [each for each in group.batch.groups if each is not group and each.status != Status.CONSUMED]
+            if again or not others:
+                self._retry(group, reason, counts)
+            else:
+                self.core.record("drop", group=group.name, task_id=group.task_id, reason=reason)
+                self.leases.consume([group], reason)
+        if not again:
+            self.core.wake()
 
     async def fail_samples(self, reasons: Mapping[str, str]) -> None:
         """Fail samples by key and publish or retry their groups again. Samples that are gone are skipped.

@@ -32,6 +32,7 @@ class Call:
 
     order: Order = (0, "")
     parent: Call | None = None  #: the call of another service in which it is made
+    holds: Limits | None = None  #: the limits of which it has a turn for all that it does
     waiting: int = 0  #: number of turns that it waits for
     _paused: float = 0.0  #: seconds of earlier waits
     _since: float = 0.0  #: when the first of the present waits began
@@ -45,6 +46,10 @@ class Call:
             self._paused += now - self._since
         if self.parent is not None:
             self.parent.wait(now, more)
+
+    def has_turn(self, limits: Limits) -> bool:
+        """Return whether it, or a call around it, has a turn of these limits."""
+        return self.holds is limits or (self.parent is not None and self.parent.has_turn(limits))
 
     def paused(self, now: float) -> float:
         """Return the seconds that it has waited for turns."""
@@ -83,8 +88,11 @@ class Limits:
     @asynccontextmanager
     async def turn(self, call: Call | None = None) -> AsyncIterator[Callable[[int], None]]:
         """Wait for a turn, and keep it; yield the function that counts the tokens that it used."""
-        used = [0]
-        await self._wait(call or CALL.get() or Call())
+        used, call = [0], call or CALL.get() or Call()
+        if call.has_turn(self):  # another one would wait for the first
+            yield lambda tokens: self.count("tokens", tokens)
+            return
+        await self._wait(call)
         reserved = self._mean
         self._tokens += reserved
 
@@ -239,10 +247,12 @@ class RewardCache:
             self._database = sqlite3.connect(file, timeout=10.0, isolation_level=None)
             self._database.execute("PRAGMA journal_mode=WAL")
             self._database.execute("PRAGMA synchronous=OFF")  # after a power failure, scores are computed again
-            self._database.execute("CREATE TABLE IF NOT EXISTS scores (key BLOB PRIMARY KEY, result BLOB) WITHOUT ROWID")
+            self._database.execute(
+                "CREATE TABLE IF NOT EXISTS scores (key BLOB PRIMARY KEY, result BLOB) WITHOUT ROWID"
+            )
         except (OSError, sqlite3.Error) as error:
             fix = "give reward_service.cache a folder that can be written, or remove the file"
-            refused = {"code": "reward.cache", "where": str(file), "found": error, "fix": fix}
+            refused: Any = {"code": "reward.cache", "where": str(file), "found": error, "fix": fix}
             raise RewardError("the cache of scores cannot be opened", **refused) from error
 
     def get(self, keys: Sequence[bytes]) -> list[ScoreResult] | None:

@@ -29,7 +29,7 @@ class RewardService(RewardAgent):
     """Owns the life of all calls of a reward agent; itself an agent that keeps deadlines and never raises.
 
     ``limits`` are those that the agent's context has; None: limits of its own. Scores are cached if the settings name a
-    folder and the agent has a version; ``identity`` has name and settings of the agent.
+    folder and the agent has a version; ``identity`` has name and settings of the agent. ``http`` is closed with it.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class RewardService(RewardAgent):
         identity: Any = "",
         limits: Limits | None = None,
         cache: RewardCache | None = None,
+        http: Any = None,
         seed: int = 0,
     ) -> None:
         super().__init__(settings, RewardContext(clock=clock, seed=seed))
@@ -49,7 +50,7 @@ class RewardService(RewardAgent):
         self.limits.most = min((each for each in most if each is not None), default=None)
         self._name = f"the reward {type(agent).__name__}"
         self._breaker = Breaker(settings, clock, self._name)
-        self._cache, self._identity = cache, identity
+        self._cache, self._identity, self._http = cache, identity, http
         self._flying: dict[bytes, asyncio.Task[Results]] = {}  #: calls that others with the same content wait for
         self._random = random.Random(seed)
         self._calls = self._hedges = 0
@@ -66,6 +67,11 @@ class RewardService(RewardAgent):
         return self.agent.version
 
     @property
+    def generates(self) -> bool:
+        """Whether the agent generates with the run's replicas."""
+        return self.agent.generates
+
+    @property
     def keeps_deadlines(self) -> bool:
         """It counts execution alone."""
         return True
@@ -80,6 +86,8 @@ class RewardService(RewardAgent):
         try:
             await self.agent.close()
         finally:
+            if self._http is not None:
+                await self._http.close()
             if self._cache is not None:
                 self._cache.close()
                 self._cache = None
@@ -178,7 +186,7 @@ class RewardService(RewardAgent):
         """Take a turn and call the agent under a deadline, perhaps twice; what goes wrong becomes a status."""
         turn: Any = nullcontext(lambda tokens: None) if self.agent.takes_turns else self.limits.turn(mine)
         async with turn as use:
-            self._calls += 1
+            self._calls, mine.holds = self._calls + 1, self.limits
             results = await self._hedged(requests, call, mine)
             self.ended += 1
             use(sum([each.tokens for each in results]))
@@ -199,7 +207,8 @@ class RewardService(RewardAgent):
                 return await tasks[0]
             self._hedges += 1
             self.limits.count("hedged")
-            tasks.append(asyncio.ensure_future(self._called(requests, call, Call(mine.order, mine.parent))))
+            twin = Call(mine.order, mine.parent, mine.holds)
+            tasks.append(asyncio.ensure_future(self._called(requests, call, twin)))
             done, others = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             first = next(iter(done)).result()
             if others and not all(each.status == "ok" for each in first):

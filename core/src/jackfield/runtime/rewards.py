@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -20,14 +21,21 @@ from jackfield.config import RunConfig
 from jackfield.errors import JackfieldError
 from jackfield.queue import Values
 from jackfield.queue.meta import GroupKey, Written, group_of
+from jackfield.runtime.reward_records import RewardRecords
 from jackfield.runtime.reward_service import RewardService, checked
 from jackfield.runtime.workers import together
 from jackfield.sdk.cells import offsets_of, split
 
 _Scored: TypeAlias = tuple[ScoreRequest, ScoreResult]
 _Read: TypeAlias = dict[str, tuple[list[int], list[int], list[int], bytes]]  #: prompt, response, mask and task, by key
+_KEPT = ("status", "score", "dimensions", "metrics", "explanation", "raw", "error", "tokens", "seconds")
 _SHARE = 0.02  #: a mini-batch may wait for its last reward, while a device is idle
-REWARD_INPUTS = ("prompt_ids", "response_ids", "response_mask", "task")  #: the columns from which a reward agent's request is built
+REWARD_INPUTS = (
+    "prompt_ids",
+    "response_ids",
+    "response_mask",
+    "task",
+)  #: the columns from which a reward agent's request is built
 
 
 @attrs.frozen
@@ -57,6 +65,7 @@ class RewardWorker:
     _clock: Clock
     _config: RunConfig
     _records: RewardRecords | None = None  #: what is kept of the scores
+    _run: str = ""  #: name of the run in these
     #: scores that :meth:`reward` will use, by key, and their group, by the group's key without its retry
     _scores: dict[str, tuple[str, dict[str, asyncio.Task[_Scored]]]] = attrs.field(factory=dict, init=False)
     _service: RewardService = attrs.field(init=False)
@@ -66,6 +75,10 @@ class RewardWorker:
         own = self._agent if isinstance(self._agent, RewardService) else None
         self._service = own or RewardService(self._agent, self._config.reward_service, self._clock)
         self._task = functools.lru_cache(maxsize=256)(self._read_task)
+
+    async def generates(self) -> bool:
+        """Return whether scoring needs the run's replicas."""
+        return self._service.generates
 
     async def score(self, partition: str, keys: Sequence[str]) -> dict[str, ScoreResult]:
         """Score samples that are not compared with others; ``queue.unknown-sample`` if one has been deleted."""
@@ -132,7 +145,9 @@ class RewardWorker:
         siblings = [key for key in job.keys if key not in job.uncompared]
         asked = [scored[key][0] for key in siblings]
         processed = await self._service.finish_group(asked, [scored[key][1] for key in siblings])
-        return self._checked({**scored, **dict(zip(siblings, zip(asked, processed, strict=True), strict=True))}, siblings)
+        return self._checked(
+            {**scored, **dict(zip(siblings, zip(asked, processed, strict=True), strict=True))}, siblings
+        )
 
     async def _compared(
         self, keys: Sequence[str], uncompared: Sequence[str], reading: asyncio.Future[_Read]
@@ -212,15 +227,13 @@ class RewardWorker:
             return request, ScoreResult(score=float(own))
         return request, await self._service.compute_score(request)
 
-    def _request(
-        self, key: str, prompt: list[int], response: list[int], mask: list[int], task: bytes
-    ) -> ScoreRequest:
+    def _request(self, key: str, prompt: list[int], response: list[int], mask: list[int], task: bytes) -> ScoreRequest:
         """Return the request of a sample."""
         decode, group, fields = self._tokenizer.decode, group_of(key), self._task(task)[1]
         text = decode(response)
         if 0 in mask:
             ends = [0, *(at for at, (one, other) in enumerate(pairwise(mask), 1) if one != other), len(mask)]
-            authors = ("tool", "model")
+            authors: Any = ("tool", "model")
             parts = [ResponsePart(author=authors[mask[at]], text=decode(response[at:to])) for at, to in pairwise(ends)]
         else:
             parts = [ResponsePart(author="model", text=text)]
@@ -247,7 +260,9 @@ class RewardWorker:
             messages = self._config.data.format.task(task["extra_info"], "", "").messages
         except JackfieldError:  # a sample from elsewhere
             messages = ()
-        parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
+        parts = [
+            part for message in messages if isinstance(message.get("content"), list) for part in message["content"]
+        ]
         images = [part for part in parts if isinstance(part, dict) and "image" in str(part.get("type"))]
         fields |= {"messages": messages, "images": tuple(images), "turns": made.get("turns", 1)}
         fields |= {"metrics": made.get("metrics", {}), "tool_calls": tuple(made.get("tool_calls", ()))}
@@ -255,8 +270,20 @@ class RewardWorker:
 
     def _keep(self, scored: Mapping[str, _Scored]) -> None:
         """Record requests with their results."""
-        if self._records is not None:
-            self._records.add([recorded(*each) for each in scored.values()])
+        if self._records is None:
+            return
+        reward, run, version, now = self._config.reward.name, self._run, self._service.version, time.time()
+        shared = {"run": run, "reward": reward, "version": version, "time": now}
+        self._records.add(
+            [
+                shared
+                | {name: getattr(result, name) for name in _KEPT}
+                | {"key": key, "group": asked.group_id, "rollout": int(key.rsplit("/", 2)[1].partition("r")[0])}
+                | {"data_source": asked.data_source, "ground_truth": asked.ground_truth, "cached": result.is_cached}
+                | {"prompt": asked.prompt_str, "response": asked.solution_str}
+                for key, (asked, result) in scored.items()
+            ]
+        )
 
 
 def _place(group: str) -> str:

@@ -8,7 +8,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from math import inf
 from typing import Any, Literal
@@ -251,6 +251,7 @@ class RewardPipeline:
 
     role: Role
     groups: int = attrs.field(default=0, init=False)  #: number of rewarded groups
+    _generates: bool = attrs.field(default=False, init=False)  #: whether scores need the replicas' devices
     #: errors of the last groups in a row without any score
     _unscored: list[Iterable[str]] = attrs.field(factory=list, init=False)
 
@@ -259,6 +260,11 @@ class RewardPipeline:
         dimensions = ("reward_dimensions",) if self.role.config.algorithm.reward_dimensions else ()
         await self.role.queue.register_consumer(REWARD, TRAIN, REWARD_INPUTS, writes=("reward", *dimensions))
         await self.role.queue.take_over(REWARD)
+        assert self.role.workers.rewards is not None
+        self._generates = await self.role.workers.rewards.of(0).generates()
+
+    def _devices(self) -> AbstractAsyncContextManager[None]:
+        return self.role.rollout_devices.hold("rollout") if self._generates else nullcontext()
 
     async def run(self) -> None:
         """Score samples until cancelled."""
@@ -288,7 +294,8 @@ class RewardPipeline:
     async def _begin(self, worker: RewardWorker, keys: list[str]) -> None:
         """Start the scores of samples. Errors surface when their groups are rewarded."""
         try:
-            await worker.begin(TRAIN, keys)
+            async with self._devices():
+                await worker.begin(TRAIN, keys)
         except WorkerLost as error:
             logging.getLogger("jackfield").warning("%s; scores of %s are made again", one_line(error), some(keys))
 
@@ -302,8 +309,8 @@ class RewardPipeline:
 
         async def record(report: RewardReport) -> None:
             ended = dict.fromkeys(map(group_of, report.results))
-            if not ended.keys() <= left.keys():
-                return  # a report that has come before
+            if not ended or not ended.keys() <= left.keys():
+                return  # a report that has come before, or says that the wait goes on
             await self._record(some_groups(ended), report)
             for name in ended:
                 del left[name]
@@ -313,7 +320,10 @@ class RewardPipeline:
             # the reward worker enforces the deadline of each score; this one adds the time around it
             seconds = 2 * self.role.score_seconds + self.role.config.deadlines.batch
             who, reports = "the reward worker of groups", worker.reward(TRAIN, jobs)
-            await handle_each(self.role.clock, reports, seconds, lambda: f"{who} {some(list(left))}", record)
+            async with self._devices():
+                await handle_each(
+                    self.role.clock, reports, seconds, lambda: f"{who} {some(list(left))}", record, each=True
+                )
 
         async with self.role.measure("reward", "reward", batch.tags[places[names[0]][0]]["batch"]):
             try:
@@ -348,6 +358,15 @@ class RewardPipeline:
                     dropped.append(name)
         if dropped:
             await self.role.queue.drop_groups(dropped, "all rewards of the group are equal")
+        policy = self.role.config.reward_service.on_failure
+        if failed and policy == "stop":
+            key, error = next(iter(failed.items()))
+            what, fix = "a sample has no score", "correct what the error names, or choose another policy"
+            raise RewardError(what, where=f"sample {key}", expected="scores (on_failure: stop)", found=error, fix=fix)
+        if failed and policy == "drop_group":
+            lacking = [name for name in dict.fromkeys(map(group_of, failed)) if name not in dropped]
+            await self.role.queue.drop_groups(lacking, next(iter(failed.values())), again=False)
+            dropped += lacking
         sizes = dict(zip([key for key in results if key not in failed], report.written.sizes, strict=True))
         good = batch
         if failed or dropped:
