@@ -150,7 +150,9 @@ def test_a_group_that_is_retried_meanwhile_takes_no_other_one_with_it() -> None:
         rows, keys, texts = Values(backend), [group, dropped, again], ["long", "a", "longer"]
         tokens = column_from_rows([torch.tensor([ord(letter) for letter in text]) for text in texts])
         task = {"data_source": "", "ground_truth": "", "extra_info": {}, "reward": None}
-        await rows.put("train", keys, {"prompt_ids": tokens, "response_ids": tokens, "task": json_column([task] * 3)})
+        columns = {"prompt_ids": tokens, "response_ids": tokens, "task": json_column([task] * 3)}
+        columns["response_mask"] = column_from_rows([torch.ones(len(text), dtype=torch.bool) for text in texts])
+        await rows.put("train", keys, columns)
         config = make_config({"model": {"path": "none"}}, ())
         worker = RewardWorker(rows, Slow(clock), Letters(), clock, config)  # type: ignore[arg-type]
 

@@ -302,6 +302,7 @@ class Simulation:
     checkpoint_every: int = 0
     store: DyingBackend | None = None  #: a durable store; the queue then has a journal
     max_samples: int | None = None  #: limit for backpressure
+    minimum_rows: int | None = None  #: rollouts that are enough for a group
     deaths: Sequence[float] = ()  #: times at which a unit of the store dies
     kill_at: float | None = None  #: time at which the whole run is killed
     profile: str | None = None
@@ -369,6 +370,7 @@ class Simulation:
             durable=self.store is not None,
             max_retries=self.max_retries,
             max_samples=self.max_samples,
+            minimum_rows=self.minimum_rows,
         )
         await queue.start()
         values = Values(backend)

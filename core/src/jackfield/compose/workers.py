@@ -113,7 +113,7 @@ class WorkerFactory:
             backend=backend,
             ranks={engine: [self.engine_rank(worker(role=engine), step_values, stack)] for engine in role.engines},
             agents=Workers([agent]),
-            rewards=Workers([await self.reward_worker(values, stack)]) if scores else None,
+            rewards=Workers([await self.reward_worker(values, stack, generates=role.generates)]) if scores else None,
             estimator=AdvantageWorker(step_values, role.algorithm),
             replicas=cluster.replicas if role.generates else 0,
             shares_devices=cluster.shares_devices,
@@ -262,7 +262,9 @@ class WorkerFactory:
         options: Any = {"vocabulary": vocabulary, "versions": self.config.keeps_token_versions}
         return AgentWorker(values, tokenizer, self.clock, make, max_prompt_tokens=limit, **options)
 
-    async def reward_worker(self, values: Values, stack: AsyncExitStack, number: int = 0) -> RewardWorker:
+    async def reward_worker(
+        self, values: Values, stack: AsyncExitStack, number: int = 0, *, generates: bool
+    ) -> RewardWorker:
         """Make a worker and start its reward agent, which logs into the folder ``logs``."""
         config, deadlines, folder = self.config, self.config.deadlines, Path(self.config.folder)
         cluster, settings, tokenizer = config.cluster, config.reward_service, load_tokenizer(config)
@@ -275,8 +277,10 @@ class WorkerFactory:
             heartbeat_seconds=deadlines.heartbeat,
             logs=logs,
             run=run,
-            generate=generate_with(self.router, tokenizer, f"{config.name}-reward-{number}"),
         )
+        if generates:
+            generate = generate_with(self.router, tokenizer, f"{config.name}-reward-{number}")
+            context = attrs.evolve(context, generate=generate)
         settings = share_of(settings, cluster.ray.reward_workers if cluster.name == "ray" else 1)
         agent = make_reward(self.registry, config.reward.name, config.reward.settings, settings, context)
         try:
@@ -358,7 +362,7 @@ async def make_worker(description: dict[str, Any], stack: AsyncExitStack) -> Map
     values = Values(backend)
     made: Any = None
     if worker.kind == "reward":
-        made = await factory.reward_worker(values, stack, number)
+        made = await factory.reward_worker(values, stack, number, generates=worker.generates)
     else:
         made = factory.agent_worker(values, worker.generates, request_prefix=f"{config.name}-{number}")
     routes = Routes(factory.router, worker.name, longest(config))

@@ -41,9 +41,9 @@ class RewardServiceConfig:
     )
     on_failure: Literal["refill", "retry", "group_mean", "drop_group", "stop"] = option(
         "refill",
-        "a sample without a score; refill: it leaves its group, which is made again if fewer than data.minimum_rows are "
-        "left; retry: it is scored until it has one; group_mean: the mean of its group; drop_group: the batch goes on "
-        "without its group; stop: the run ends",
+        "a sample without a score; refill: it leaves its group, which is made again if too few are left for "
+        "data.minimum_rows; retry: it is scored until it has one; group_mean: the mean of its group; "
+        "drop_group: the batch goes on without its group; stop: the run ends",
     )
     cache: str | None = option(
         None, "folder of scores that are used again, also by other runs, for the same request, settings and version"

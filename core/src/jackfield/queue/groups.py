@@ -300,8 +300,9 @@ class Groups:
     async def drop_groups(self, groups: Sequence[str], reason: str, *, counts: bool = True, again: bool = True) -> None:
         """Drop groups, and retry them, or without ``again`` have their batches go on without them.
 
-        Groups that are gone are skipped; ``counts`` says whether max_retries limits retries. The last group of a batch is
-        always retried. If an acking consumer has leased a group, or it never existed, raise a QueueError and drop none.
+        Groups that are gone are skipped; ``counts`` says whether max_retries limits retries. The last group of a batch
+        is always retried. If an acking consumer has leased a group, or it never existed, raise a QueueError and drop
+        none.
         """
         found = [group for name in groups if (group := self.core.state.group(name)) is not None]
         self.leases.require_free(found)

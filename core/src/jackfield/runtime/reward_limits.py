@@ -23,6 +23,7 @@ from jackfield.config.reward_service import RewardServiceConfig
 from jackfield.errors import RewardError
 
 Order: TypeAlias = tuple[int, str]  #: priority and group: a lower one gets its turn first
+_TICK = 1e-6  #: seconds below which a wait is none
 _BURST = 0.05  #: share of a second, and of a minute of tokens, that may be used at once
 
 
@@ -139,7 +140,7 @@ class Limits:
             per_second = (1 - _BURST) * most / 60
             self._tokens, self._at = max(0.0, self._tokens - (now - self._at) * per_second), now
             delays.append((self._tokens + self._mean - _BURST * most) / per_second if self._tokens else 0.0)
-        return max(delays)
+        return delay if (delay := max(delays)) > _TICK else 0.0
 
     def _begin(self) -> None:
         self.in_progress += 1

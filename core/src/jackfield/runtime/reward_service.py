@@ -161,19 +161,10 @@ class RewardService(RewardAgent):
         order = (requests[0].priority, requests[0].group_id)
         while True:
             asked = tuple(attrs.evolve(each, retry=each.retry + tries) for each in requests) if tries else requests
-            try:
-                is_try = await self._breaker.enter()
-            except RewardError as error:
-                return [ScoreResult(status="failed", error=str(error), is_unavailable=True)] * len(requests)
-            is_available: bool | None = None
-            try:
-                results = await self._attempt(asked, call, Call(order, CALL.get()))
-                is_available = not all(each.is_unavailable for each in results)
-            finally:
-                self._breaker.leave(is_available, tried=is_try)
+            results = await self._attempt(asked, call, Call(order, CALL.get()))
             failed = [each for each in results if each.status != "ok" and not each.is_final]
             patient = settings.on_failure == "retry" and clock.time() - began < settings.outage_seconds
-            held = not is_available and self._breaker.is_open  # not this sample's fault
+            held = self._breaker.is_open and all(each.is_unavailable for each in failed)  # not this sample's fault
             if not failed or not (tries < settings.retries or patient or held):
                 return results
             tries += not held
@@ -184,10 +175,21 @@ class RewardService(RewardAgent):
 
     async def _attempt(self, requests: Sequence[ScoreRequest], call: _Function, mine: Call) -> Results:
         """Take a turn and call the agent under a deadline, perhaps twice; what goes wrong becomes a status."""
-        turn: Any = nullcontext(lambda tokens: None) if self.agent.takes_turns else self.limits.turn(mine)
+        own = not self.agent.takes_turns
+        turn: Any = self.limits.turn(mine) if own else nullcontext(lambda tokens: None)
         async with turn as use:
-            self._calls, mine.holds = self._calls + 1, self.limits
-            results = await self._hedged(requests, call, mine)
+            mine.holds, is_available = self.limits if own else None, None
+            try:
+                is_try = await self._breaker.enter()
+            except RewardError as error:
+                failed = ScoreResult(status="failed", error=str(error), is_unavailable=True, is_final=True)
+                return [failed] * len(requests)
+            try:
+                self._calls += 1
+                results = await self._hedged(requests, call, mine)
+                is_available = not all([each.is_unavailable for each in results])
+            finally:
+                self._breaker.leave(is_available, tried=is_try)
             self.ended += 1
             use(sum([each.tokens for each in results]))
             if seconds := sum([each.seconds for each in results]):
@@ -260,8 +262,8 @@ class RewardService(RewardAgent):
                 try:
                     return await clock.wait_for(asyncio.shield(task), max(left, 0.01), who)
                 except DeadlineExceeded:
-                    if task.done():
-                        raise
+                    if task.done():  # its own error, or its results in the same moment
+                        return await task
         finally:
             task.cancel()
 

@@ -100,9 +100,9 @@ def sequence_cells(
 
     ``prompt_ids`` and ``response_ids`` are int64, ``response_mask`` is bool, ``rollout_log_probs`` is float32. ``task``
     is JSON for the reward pipeline: the task's record, the reward if the agent has computed it, and what ``rollout``
-    says of the agent loop, if anything. ``texts`` keeps it for further samples of the task, by reward. Samples that are
-    only imitated (``supervised``) have neither log-probs nor a task. With ``versions``, ``weight_versions`` is int32, -1
-    on tokens that are not the model's. Other types raise what ``array`` and JSON do.
+    says of the agent loop, if anything. ``texts`` keeps it for further samples of the task, by reward. Samples that
+    are only imitated (``supervised``) have neither log-probs nor a task. With ``versions``, ``weight_versions`` is
+    int32, -1 on tokens that are not the model's. Other types raise what ``array`` and JSON do.
     """
     cells: dict[str, Cell] = {
         "prompt_ids": (_INT64, array("q", tuple(sequence.prompt_ids)).tobytes()),

@@ -262,6 +262,9 @@ class RewardPipeline:
         await self.role.queue.take_over(REWARD)
         assert self.role.workers.rewards is not None
         self._generates = await self.role.workers.rewards.of(0).generates()
+        if self._generates and not self.role.generates:
+            expected = "replicas in the process that scores, or the model at an address of its own"
+            raise self.role.config.refusal("reward", "the reward generates with replicas of this role", expected)
 
     def _devices(self) -> AbstractAsyncContextManager[None]:
         return self.role.rollout_devices.hold("rollout") if self._generates else nullcontext()

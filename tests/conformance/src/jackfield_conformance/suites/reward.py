@@ -6,24 +6,28 @@ The plugin's fixture may have, beside ``settings``, lists of mappings with field
 * ``failing``: requests without a score, such as a broken ground truth;
 * ``slow``: requests that take half a minute or longer unless they are cancelled.
 
-Checks that need ``failing`` or ``slow`` do not apply without them.
+Checks that need ``failing`` or ``slow`` do not apply without them. ``context`` has fields of a ``RewardContext``, such
+as a ``generate`` function, that the plugin needs beside an HTTP client and the installed rewards.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import math
+from collections.abc import AsyncIterator, Callable
 
 import attrs
 
-from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
-from jackfield_conformance.registry import Capability, Subject, check
+from jackfield.abc.reward import ResponsePart, RewardAgent, ScoreRequest, ScoreResult
+from jackfield_conformance.registry import Capability, NotApplicable, Subject, check
 from jackfield_conformance.support.expecting import assert_no_tasks, cancelled
 from jackfield_conformance.support.processes import adopting, assert_nothing_left, descendants, names, remaining
 from jackfield_conformance.support.reward import (
     Unreadable,
     assert_result,
+    context_of,
     examples,
     expected_scores,
     opened,
@@ -53,6 +57,18 @@ CAPABILITIES = {
         detect=lambda subject: subject.cls.post_process_scores is not RewardAgent.post_process_scores,
     ),
     "token_scores": Capability(what="yields a score per response token"),
+    "compares": Capability(
+        what="scores whole groups: comparisons, rankings, diversity",
+        detect=lambda subject: subject.cls.score_group is not RewardAgent.score_group,
+    ),
+    "turns": Capability(
+        what="takes a turn within the limits of the service for each of its requests",
+        detect=lambda subject: subject.cls.takes_turns is not RewardAgent.takes_turns,
+    ),
+    "keeps_deadlines": Capability(
+        what="ends a call at its deadline itself",
+        detect=lambda subject: subject.cls.keeps_deadlines is not RewardAgent.keeps_deadlines,
+    ),
 }
 
 
@@ -193,18 +209,19 @@ def close_leaves_nothing(subject: Subject) -> None:
 async def start_and_close_may_be_repeated(subject: Subject) -> None:
     """``start`` and ``close`` may be called twice, and ``close`` without ``start``."""
     request = examples(subject)[0]
-    unused: RewardAgent = subject.make(RewardContext())
-    await unused.close()
-    agent: RewardAgent = subject.make(RewardContext())
-    try:
-        await agent.start()
-        first = await score(agent, request)
-        await agent.start()
-        again = await score(agent, request)
-        _assert_same(first, again, "before a second start", "after it")
-        await agent.close()
-    finally:
-        await agent.close()
+    async with context_of(subject) as context:
+        unused: RewardAgent = subject.make(context)
+        await unused.close()
+        agent: RewardAgent = subject.make(context)
+        try:
+            await agent.start()
+            first = await score(agent, request)
+            await agent.start()
+            again = await score(agent, request)
+            _assert_same(first, again, "before a second start", "after it")
+            await agent.close()
+        finally:
+            await agent.close()
 
 
 @check("REW-021", page=_PAGE + "life", using=opened)
@@ -257,6 +274,52 @@ async def answers_belong_to_their_requests(subject: Subject, agent: RewardAgent)
         _assert_same(alone[index], found, "alone", "after calls that ended otherwise")
 
 
+@check("REW-025", since="1.1", page=_PAGE + "requests", using=opened)
+async def what_is_told_of_a_rollout_is_tolerated(subject: Subject, agent: RewardAgent) -> None:
+    """A request with everything that a host knows of a rollout is scored."""
+    for request in examples(subject):
+        more = attrs.evolve(
+            request,
+            group_id="train/3/1/0",
+            group_size=4,
+            messages=({"role": "user", "content": [{"type": "text", "text": request.prompt_str or "What is it?"}]},),
+            parts=(ResponsePart(author="model", text=request.solution_str), ResponsePart(author="tool", text="")),
+            turns=2,
+            metrics={"conformance": 1.0},
+            tool_calls=({"name": "conformance", "arguments": {}},),
+            images=({"type": "image_url", "image_url": {"url": "data:,"}},),
+            priority=3,
+        )
+        plain, found = await score(agent, request), await score(agent, more)
+        assert_result(found, more)
+        assert plain.status == found.status, f"without: {_text(plain)}; with it: {_text(found)}"
+
+
+@check("REW-026", since="1.1", page=_PAGE + "caching")
+async def the_version_is_that_of_the_scores(subject: Subject) -> None:
+    """Two agents with the same settings have one version, a text, or none; it does not change while they score."""
+    async with opened(subject) as agent, opened(subject) as other:
+        first = agent.version
+        assert first is None or (isinstance(first, str) and first), f"the version is {first!r}, expected a text or None"
+        await score(agent, examples(subject)[0])
+        assert first == agent.version, f"before a score {first!r}, after it {agent.version!r}"
+        assert first == other.version, f"one agent has the version {first!r}, another one {other.version!r}"
+
+
+@check("REW-027", since="1.1", page=_PAGE + "groups", using=opened)
+async def a_group_has_a_result_for_each(subject: Subject, agent: RewardAgent) -> None:
+    """A group gets one result for each of its requests, in their order; alone, it gets the scores of its samples."""
+    asked = examples(subject)
+    found = list(await agent.score_group(asked))
+    assert len(asked) == len(found), f"{len(asked)} requests went in, {len(found)} results came out"
+    for request, result in zip(asked, found, strict=True):
+        assert_result(result, request)
+    if agent.compares or subject.has("post_process"):
+        return
+    for request, result in zip(asked, found, strict=True):
+        _assert_same(await score(agent, request), result, "alone", "in its group")
+
+
 @check("REW-030", capability="post_process", page=_PAGE + "groups", using=opened)
 async def groups_keep_their_length_and_order(subject: Subject, agent: RewardAgent) -> None:
     """Post-processing returns one result per rollout of the group, each at the place of its rollout."""
@@ -294,6 +357,50 @@ async def token_scores_are_there(subject: Subject, agent: RewardAgent) -> None:
             found += 1
             assert len(ids) == len(result.token_scores), f"{len(result.token_scores)} scores for {len(ids)} tokens"
     assert found, "token_scores is declared, and no example yields any"
+
+
+@check("REW-033", since="1.1", capability="compares", page=_PAGE + "groups", using=opened)
+async def comparisons_do_not_depend_on_the_order(subject: Subject, agent: RewardAgent) -> None:
+    """A group in another order gets the same scores, each at the place of its request."""
+    if not agent.compares:
+        raise NotApplicable("these settings compare nothing")
+    asked = [attrs.evolve(each, idempotency_key=f"group/{n}") for n, each in enumerate(examples(subject))]
+    forwards, backwards = list(await agent.score_group(asked)), list(await agent.score_group(asked[::-1]))
+    for request, one, other in zip(asked, forwards, reversed(backwards), strict=True):
+        same = one.status == other.status and math.isclose(one.score or 0.0, other.score or 0.0, rel_tol=1e-6)
+        assert same, f"{request.solution_str[:40]!r}: {_text(one)}; with the group in reverse: {_text(other)}"
+
+
+@check("REW-034", since="1.1", capability="turns", page=_PAGE + "concurrency")
+async def turns_are_taken_and_given_back(subject: Subject) -> None:
+    """Each score takes a turn at least, one at a time if there is only one, and gives all of them back."""
+    free, taken = asyncio.Semaphore(1), 0
+
+    @contextlib.asynccontextmanager
+    async def turn() -> AsyncIterator[Callable[[int], None]]:
+        nonlocal taken
+        async with free:
+            taken += 1
+            yield lambda tokens: None
+
+    async with opened(subject, turn=turn) as agent:
+        asked = [attrs.evolve(each, idempotency_key=f"turns/{n}") for n, each in enumerate(examples(subject))]
+        await scores(agent, asked)
+        assert taken >= len(asked), f"{len(asked)} scores took {taken} turns"
+        await _cancelled(agent, asked[0], 5)
+        assert not free.locked(), "a turn was not given back"
+
+
+@check("REW-035", since="1.1", capability="keeps_deadlines", page=_PAGE + "deadlines", using=opened)
+async def it_ends_a_call_itself(subject: Subject, agent: RewardAgent) -> None:
+    """An agent that keeps deadlines answers ``timeout`` soon after one."""
+    for request in requests_of(subject, "slow", needed=True):
+        asked = attrs.evolve(request, deadline_seconds=_SLOW_DEADLINE)
+        waiting = asyncio.ensure_future(agent.compute_score(asked))
+        done, _ = await asyncio.wait([waiting], timeout=_SLOW_DEADLINE + _GRACE)
+        waiting.cancel()
+        assert done, f"no answer {_GRACE} s after the deadline of {_SLOW_DEADLINE} s"
+        assert waiting.result().status == "timeout", f"the answer is {_text(waiting.result())}"
 
 
 @check("REW-050", tier="stress", page=_PAGE + "concurrency", deadline_seconds=120.0, using=opened)

@@ -11,6 +11,8 @@ import attrs
 
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
 from jackfield.clock import Clock
+from jackfield.plugins import installed
+from jackfield.sdk.http import AiohttpClient
 from jackfield_conformance.registry import NotApplicable, Subject
 from jackfield_conformance.support.expecting import finite
 
@@ -69,14 +71,35 @@ def expected_scores(subject: Subject) -> list[float | None]:
 
 
 @contextlib.asynccontextmanager
-async def opened(subject: Subject) -> AsyncIterator[RewardAgent]:
-    """Start an agent, and close it at the end."""
-    agent: RewardAgent = subject.make(RewardContext())
+async def context_of(subject: Subject, **services: Any) -> AsyncIterator[RewardContext]:
+    """Make a context as a run does: with an HTTP client, the installed rewards, and what the fixture's ``context`` has.
+
+    ``services`` replace these.
+    """
+    http = AiohttpClient()
+
+    def agent(name: str, settings: Mapping[str, Any]) -> RewardAgent:
+        made: RewardAgent = installed().load("reward", name).build(settings, context, "reward")
+        return made
+
+    given = {"http": http, "agent": agent, "cache": subject.folder, **(subject.fixture.get("context") or {})}
+    context = RewardContext(**{**given, **services})
     try:
-        await agent.start()
-        yield agent
+        yield context
     finally:
-        await agent.close()
+        await http.close()
+
+
+@contextlib.asynccontextmanager
+async def opened(subject: Subject, **services: Any) -> AsyncIterator[RewardAgent]:
+    """Start an agent in a context with other ``services``, and close it at the end."""
+    async with context_of(subject, **services) as context:
+        agent: RewardAgent = subject.make(context)
+        try:
+            await agent.start()
+            yield agent
+        finally:
+            await agent.close()
 
 
 async def score(agent: RewardAgent, request: ScoreRequest) -> ScoreResult:
@@ -112,6 +135,13 @@ def assert_result(result: object, request: ScoreRequest | None = None, what: str
     if request is not None and result.token_scores is not None and request.response_ids:
         expected, found = len(request.response_ids), len(result.token_scores)
         assert expected == found, f"{what} has {found} token scores for {expected} response tokens"
-    for name, value in result.metrics.items():
+    for name, value in [*result.metrics.items(), *result.dimensions.items()]:
         assert isinstance(name, str), f"{what} has a metric named {name!r}, expected a text"
         assert finite(value), f"{what} has the metric {name} = {value!r}, expected a finite number"
+    for name in ("explanation", "raw"):
+        text = getattr(result, name)
+        assert text is None or isinstance(text, str), f"{what} has the {name} {text!r}, expected a text"
+    for name in ("tokens", "seconds"):
+        cost = getattr(result, name)
+        assert finite(cost), f"{what} costs {name} {cost!r}, expected a number"
+        assert cost >= 0, f"{what} costs {name} {cost!r}, expected a number that is not negative"
