@@ -87,6 +87,8 @@ def try_(file: Path, data: Path, rows: int, field: str | None, as_json: bool) ->
     from jackfield_rewards.trying import score_lines
 
     found = asyncio.run(score_lines(file, data, rows, field))
+    if not as_json:
+        found = [{**each, "dimensions": _one_line(each["dimensions"])} for each in found]
     show(found, "line", "score", "status", "seconds", "tokens", "dimensions", "explanation", "error")
     if any(each["status"] != "ok" for each in found):
         sys.exit(1)
@@ -113,3 +115,7 @@ def rescore(source: Path, file: Path | None, out: Path | None, model: str | None
     click.echo(json.dumps(found, indent=2, ensure_ascii=False) if as_json else shown(found), nl=False)
     if as_json:
         click.echo()
+
+
+def _one_line(values: dict[str, float] | None) -> str | None:
+    return ", ".join(f"{name}: {value:g}" for name, value in (values or {}).items()) or None

@@ -6,6 +6,7 @@ Both are processes of their own, which end with the process that asked for them.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import subprocess
 import sys
 import threading
@@ -18,13 +19,11 @@ from jackfield.clock import Clock
 from jackfield.sdk.rpc import Contract, Server, Service
 from jackfield_reward_service.store import Reward, Store
 
-_CHILDREN: list[subprocess.Popen[str]] = []  #: they end when their input is closed, at the end of this process
 _EXAMPLES = [
     {"solution_str": "4", "ground_truth": "4", "score": 1.0},
     {"solution_str": "5", "ground_truth": "4", "score": 0.0},
 ]
-_SLOW = [{"solution_str": "4", "ground_truth": "slow"}]
-_LOOK_SECONDS = 0.005
+_LOOK_SECONDS, _END_SECONDS = 0.005, 10.0
 
 
 def service(folder: Path) -> dict[str, Any]:
@@ -34,12 +33,15 @@ def service(folder: Path) -> dict[str, Any]:
         "settings": {"address": str(folder / "address.json"), "served": "equal"},
         "examples": _EXAMPLES,
         "failing": [{"solution_str": "4", "ground_truth": "broken"}],
-        "slow": _SLOW,
+        "slow": [{"solution_str": "4", "ground_truth": "slow"}],
     }
 
 
 def lagged(folder: Path) -> dict[str, Any]:
-    """Return settings of a folder in which rewards arrive soon, but not for the slow request."""
+    """Return settings of a folder in which rewards arrive soon.
+
+    There is no slow request: the deadline of a sample that waits is ``wait_seconds``, whatever its request says.
+    """
     store = Store(folder)
     store.open(create=True)
     store.close()
@@ -47,17 +49,21 @@ def lagged(folder: Path) -> dict[str, Any]:
     return {
         "settings": {"folder": str(folder), "poll_seconds": _LOOK_SECONDS},
         "examples": _EXAMPLES,
-        "slow": _SLOW,
     }
 
 
 def _start(what: str, folder: Path) -> None:
     command = [sys.executable, "-m", __name__, what, str(folder)]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    _CHILDREN.append(child)
+    atexit.register(_end, child)
     assert child.stdout is not None
     if child.stdout.readline() != "ready\n":
         raise RuntimeError(f"the process for the check of {what} has not started")
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    with child:  # closes its input, at whose end it ends
+        child.communicate(timeout=_END_SECONDS)
 
 
 class EqualReward(RewardAgent):
@@ -68,7 +74,8 @@ class EqualReward(RewardAgent):
         if request.ground_truth == "broken":
             return ScoreResult(status="failed", error="the ground truth is broken", is_final=True)
         if request.ground_truth == "slow":
-            await self.context.clock.wait_for(asyncio.Event().wait(), request.deadline_seconds, "a slow reward")
+            await self.context.clock.sleep(request.deadline_seconds)
+            return ScoreResult(status="timeout", error="this one takes too long")
         return ScoreResult(score=float(request.solution_str == request.ground_truth))
 
 
@@ -98,9 +105,8 @@ def _push(folder: Path) -> None:
     print("ready", flush=True)
     while ended.is_alive():
         if store.has_changed():
-            there = [each for each in store.pending(10_000) if each.ground_truth != "slow"]
-            if there:
-                store.add([Reward(key=each.key, score=float(each.response == each.ground_truth)) for each in there])
+            there = store.pending(10_000)
+            store.add([Reward(key=each.key, score=float(each.response == each.ground_truth)) for each in there])
         time.sleep(_LOOK_SECONDS)
     store.close()
 
