@@ -34,8 +34,9 @@ from jackfield.runtime.ray_cluster import Cluster, WorkerSpec
 from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.workers import AgentWorker, Workers
 from jackfield.sdk.rpc import Service, stub
+from jackfield.trainer.rewards import RewardPipeline
 from jackfield.trainer.role import WEIGHTS, Role, RoleName, RunWorkers
-from jackfield.trainer.rollouts import Explorer, RewardPipeline
+from jackfield.trainer.rollouts import Explorer
 from jackfield.trainer.weights import WeightSubscriber
 from jackfield.weights import WeightsSynced
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -185,7 +186,7 @@ def test_a_retry_waits_longer_each_time_under_the_same_key() -> None:
     assert 2.0 == result.score
     assert [("a", retry) for retry in range(5)] == [(key, retry) for key, retry, _ in agent.log.began]
     times = [time for *_, time in agent.log.began]
-    pauses = [later - time for time, later in zip(times, times[1:], strict=False)]
+    pauses = [later - time for time, later in itertools.pairwise(times)]
     for pause, bound in zip(pauses, (1.0, 2.0, 3.0, 3.0), strict=True):
         assert bound / 2 <= pause <= bound
     assert {"retries": 4.0} == service.limits.taken()

@@ -42,8 +42,9 @@ from jackfield.runtime.samples import AdvantageWorker
 from jackfield.runtime.workers import AgentWorker, Workers
 from jackfield.sdk.cells import column_from_rows
 from jackfield.trainer.checkpoint import CheckpointStore
+from jackfield.trainer.rewards import RewardPipeline
 from jackfield.trainer.role import Role, RunWorkers, Schedule
-from jackfield.trainer.rollouts import Explorer, RewardPipeline
+from jackfield.trainer.rollouts import Explorer
 from jackfield.trainer.trainer import Trainer
 from jackfield_virtual_clock import VirtualClock
 

@@ -272,11 +272,7 @@ class WorkerFactory:
             self.router = Router(self.clock, partial(tokenizer.decode, skip_special_tokens=False))
         run, logs = run_id(config), str(folder / "logs" / f"reward-{number}")
         context = RewardContext(
-            clock=self.clock,
-            seed=config.seed,
-            heartbeat_seconds=deadlines.heartbeat,
-            logs=logs,
-            run=run,
+            clock=self.clock, seed=config.seed, heartbeat_seconds=deadlines.heartbeat, logs=logs, run=run
         )
         if generates:
             generate = generate_with(self.router, tokenizer, f"{config.name}-reward-{number}")

@@ -187,7 +187,7 @@ class RewardService(RewardAgent):
             try:
                 self._calls += 1
                 results = await self._hedged(requests, call, mine)
-                is_available = not all([each.is_unavailable for each in results])
+                is_available = not all(each.is_unavailable for each in results)
             finally:
                 self._breaker.leave(is_available, tried=is_try)
             self.ended += 1

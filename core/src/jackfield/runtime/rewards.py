@@ -15,7 +15,6 @@ import msgspec
 from jackfield.abc.agent import ChatTokenizer
 from jackfield.abc.reward import ResponsePart, RewardAgent, ScoreRequest, ScoreResult
 from jackfield.abc.transfer_queue import Column
-from jackfield.algorithms.shaping import fill_failed
 from jackfield.clock import Clock
 from jackfield.config import RunConfig
 from jackfield.errors import JackfieldError
@@ -304,18 +303,11 @@ def _total(result: ScoreResult) -> float:
 
 def _filled(results: Sequence[ScoreResult]) -> list[ScoreResult]:
     """Replace failed scores of a group by the mean of the others, if there are any."""
-    import torch
-
-    good = [result.metrics for result in results if result.status == "ok"]
-    failed = torch.tensor([result.status != "ok" for result in results], dtype=torch.bool)
-    totals = torch.tensor([_total(result) for result in results])
-    means, still_failed = fill_failed(totals, failed, torch.zeros(len(results), dtype=torch.int64))
-    shared = set(good[0]).intersection(*good) if good else set[str]()
-    metrics = {name: sum(each[name] for each in good) / len(good) for name in sorted(shared)}
-    return [
-        ScoreResult(score=mean, metrics=metrics) if filled else result
-        for result, mean, filled in zip(results, means.tolist(), (failed & ~still_failed).tolist(), strict=True)
-    ]
+    good = [{**each.metrics, **each.dimensions, "": _total(each)} for each in results if each.status == "ok"]
+    shared = sorted(set(good[0]).intersection(*good)) if good else []
+    metrics = {name: sum(each[name] for each in good) / len(good) for name in shared}
+    mean = ScoreResult(score=metrics.pop("", None), metrics=metrics, explanation="the mean of its group")
+    return [result if result.status == "ok" or not good else mean for result in results]
 
 
 def _column(values: Sequence[Sequence[float | None]]) -> Column:

@@ -113,8 +113,7 @@ def sequence_cells(
         cells["rollout_log_probs"] = _FLOAT32, array("f", tuple(sequence.response_log_probs)).tobytes()
         if rollout or (text := texts.get(sequence.reward)) is None:
             record = {"data_source": task.data_source, "ground_truth": task.ground_truth, "extra_info": task.fields}
-            record |= {"rollout": rollout} if rollout else {}
-            text = _encode({**record, "reward": sequence.reward}).encode()
+            text = _encode({**record, "reward": sequence.reward, **({"rollout": rollout} if rollout else {})}).encode()
             if not rollout:
                 texts[sequence.reward] = text
         cells["task"] = _JSON, text

@@ -36,8 +36,9 @@ from jackfield.queue.transfer_queue import QUEUE
 from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.samples import trained
 from jackfield.runtime.workers import AgentWorker, RolloutJob, Workers
+from jackfield.trainer.rewards import RewardPipeline
 from jackfield.trainer.role import Role, RunWorkers
-from jackfield.trainer.rollouts import Explorer, RewardPipeline
+from jackfield.trainer.rollouts import Explorer
 from jackfield.trainer.trainer import Trainer
 from jackfield.trainer.weights import EngineWeights
 from jackfield_simulation.replicas import Replicas, Response, Sender

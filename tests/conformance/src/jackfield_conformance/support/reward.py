@@ -14,10 +14,12 @@ from jackfield.clock import Clock
 from jackfield.plugins import installed
 from jackfield.sdk.http import AiohttpClient
 from jackfield_conformance.registry import NotApplicable, Subject
-from jackfield_conformance.support.expecting import finite
+from jackfield_conformance.support.expecting import cancelled, finite
 
-#: Seconds for one score of an example.
-DEADLINE = 20.0
+PAGE = "docs/plugins/reward.md#"
+DEADLINE = 20.0  #: seconds for one score of an example
+GRACE = 5.0  #: seconds until a cancelled call, or the processes of a closed agent, have ended
+SLOW_DEADLINE = 0.5  #: seconds, of a slow request
 
 _EXAMPLES: tuple[Mapping[str, Any], ...] = (
     {"solution_str": "Two and two make four.\n#### 4", "ground_truth": "#### 4"},
@@ -145,3 +147,24 @@ def assert_result(result: object, request: ScoreRequest | None = None, what: str
         cost = getattr(result, name)
         assert finite(cost), f"{what} costs {name} {cost!r}, expected a number"
         assert cost >= 0, f"{what} costs {name} {cost!r}, expected a number that is not negative"
+
+
+async def cancel_after(agent: RewardAgent, request: ScoreRequest, turns: int) -> None:
+    """Start a call, cancel it after some turns of the event loop, and require that it ends."""
+    call = asyncio.create_task(agent.compute_score(request))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await cancelled(call, GRACE, f"the call for {request.idempotency_key}")
+
+
+def assert_same(one: ScoreResult, other: ScoreResult, when: str, later: str) -> None:
+    """Compare two results, without metrics and errors, which may have durations and ids."""
+    same = (one.status, one.score, one.token_scores) == (other.status, other.score, other.token_scores)
+    assert same, f"{when}: {text_of(one)}; {later}: {text_of(other)}"
+
+
+def text_of(result: ScoreResult) -> str:
+    """Describe a result in one line."""
+    if result.status == "ok":
+        return f"score {result.score!r}" + (f" {result.token_scores}" if result.token_scores else "")
+    return f"{result.status} ({(result.error or '').splitlines()[0] if result.error else 'no reason'})"
