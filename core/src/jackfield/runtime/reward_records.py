@@ -25,8 +25,8 @@ from jackfield.sdk.archive import import_pyarrow
 _log = logging.getLogger("jackfield")
 
 _ROWS, _BYTES = 5_000, 1 << 25  #: rows, and bytes of the journal, after which a file is made
-_TEXTS = "run key group data_source prompt response ground_truth status explanation raw error reward version"
-#: Types of the columns in Arrow. ``dimensions`` and ``metrics`` are JSON objects, ``time`` is in seconds since 1970.
+_TEXTS = "run key group data_source prompt response ground_truth extra_info status explanation raw error reward version"
+#: Types of the columns in Arrow. ``extra_info``, ``dimensions`` and ``metrics`` are JSON; ``time`` is in UTC.
 COLUMNS: Mapping[str, str] = dict.fromkeys([*_TEXTS.split(), "dimensions", "metrics"], "string") | {
     **{"time": "timestamp", "rollout": "int64", "tokens": "int64"},
     **{"score": "float64", "seconds": "float64", "cached": "bool"},
