@@ -60,7 +60,7 @@ class _Worker:
     world: Simulation
     who: Who
     worker: Any
-    generates: Callable[[], Any] = partial(asyncio.sleep, 0, False)  #: no reward asks the replicas
+    generates: Any = attrs.field(default=partial(asyncio.sleep, 0, False))  #: no reward asks the replicas
 
     def begin(self, *arguments: Any) -> Any:
         return self.world.guard(self.who, self.worker.begin(*arguments))
