@@ -28,6 +28,7 @@ from jackfield.sdk.cells import offsets_of, split
 _Scored: TypeAlias = tuple[ScoreRequest, ScoreResult]
 _Read: TypeAlias = dict[str, tuple[list[int], list[int], list[int], bytes]]  #: prompt, response, mask and task, by key
 _KEPT = ("status", "score", "dimensions", "metrics", "explanation", "raw", "error", "tokens", "seconds")
+_PROGRESS_SECONDS = 10.0  #: between reports that only say that the wait goes on
 _SHARE = 0.02  #: a mini-batch may wait for its last reward, while a device is idle
 REWARD_INPUTS = (
     "prompt_ids",
@@ -49,8 +50,9 @@ class RewardJob:
 class RewardReport:
     """The scores of whole groups. The values are already in the backend."""
 
-    results: dict[str, ScoreResult]  #: by key
+    results: dict[str, ScoreResult]  #: by key; empty: the wait goes on
     written: Written  #: of the samples with a score, in the same order
+    progress: tuple[int, int, int] = (0, 0, 0)  #: of the service: tries that have ended, turns in progress and waiting
 
 
 @attrs.define(eq=False)
@@ -116,10 +118,10 @@ class RewardWorker:
         else:
             scoring = dict(zip(keys, self._scoring(partition, keys), strict=True))
             work = [(None, self._group(job, [scoring[key] for key in job.keys])) for job in jobs]
-        async for ended in together(work, share=_SHARE, every=self._config.deadlines.reward):
+        async for ended in together(work, share=_SHARE, every=min(self._config.deadlines.reward, _PROGRESS_SECONDS)):
             if not ended and (self._service.ended > ended_before or self._service.agent.keeps_deadlines):
                 ended_before = self._service.ended
-                yield RewardReport(results={}, written=Written())
+                yield RewardReport(results={}, written=Written(), progress=self._progress)
             scored = dict(pair for _, task in ended if not task.cancelled() for pair in task.result().items())
             if scored:
                 yield await self._written(partition, scored)
@@ -132,7 +134,12 @@ class RewardWorker:
         if counts := self._service.limits.taken():
             metrics = {f"reward/{name}": number for name, number in counts.items()}
             written = msgspec.structs.replace(written, metrics=metrics)
-        return RewardReport(results={key: _told(result) for key, (_, result) in scored.items()}, written=written)
+        results = {key: _told(result) for key, (_, result) in scored.items()}
+        return RewardReport(results=results, written=written, progress=self._progress)
+
+    @property
+    def _progress(self) -> tuple[int, int, int]:
+        return self._service.ended, self._service.limits.in_progress, self._service.limits.waiting
 
     async def _group(self, job: RewardJob, scoring: Sequence[asyncio.Task[_Scored]]) -> dict[str, _Scored]:
         """Wait for the scores of a group, post-process them together, and check them; return them by key."""
