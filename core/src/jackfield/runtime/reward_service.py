@@ -46,8 +46,7 @@ class RewardService(RewardAgent):
     ) -> None:
         super().__init__(settings, RewardContext(clock=clock, seed=seed))
         self.agent, self.limits = agent, limits or Limits(settings, clock)
-        most = (settings.concurrency, agent.concurrency if not agent.takes_turns else None)
-        self.limits.most = min((each for each in most if each is not None), default=None)
+        self._bound()
         self._name = f"the reward {type(agent).__name__}"
         self._breaker = Breaker(settings, clock, self._name)
         self._cache, self._identity, self._http = cache, identity, http
@@ -76,9 +75,14 @@ class RewardService(RewardAgent):
         """It counts execution alone."""
         return True
 
+    def _bound(self) -> None:
+        most = (self.config.concurrency, None if self.agent.takes_turns else self.agent.concurrency)
+        self.limits.most = min((each for each in most if each is not None), default=None)
+
     async def start(self) -> None:
-        """Start the agent."""
+        """Start the agent, which knows then how many calls it handles."""
         await self.agent.start()
+        self._bound()
 
     async def close(self) -> None:
         """Close the agent, the cache and the timers."""
@@ -113,12 +117,17 @@ class RewardService(RewardAgent):
     async def finish_group(
         self, requests: Sequence[ScoreRequest], scores: Sequence[ScoreResult]
     ) -> Sequence[ScoreResult]:
-        """Have the agent adjust the scores of a group; an error fails all of it."""
+        """Have the agent adjust the scores of a group, without a turn; an error fails all of it."""
+        kind = type(self.agent)
+        own = (kind.finish_group, kind.post_process_scores)
+        if not requests or own == (RewardAgent.finish_group, RewardAgent.post_process_scores):
+            return scores
 
         async def call(asked: Sequence[ScoreRequest]) -> Results:
             return list(await self.agent.finish_group(asked, scores))
 
-        return await self._attempt(requests, call, Call()) if requests else []
+        order = (requests[0].priority, requests[0].group_id)
+        return await self._called(requests, call, Call(order, CALL.get()))
 
     async def _known(self, requests: tuple[ScoreRequest, ...], call: _Function) -> Results:
         """Return the results that the cache has, or that an equal call in flight gets, or call the agent."""

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -262,14 +263,12 @@ class RewardWorker:
         task = msgspec.json.decode(text)
         fields = {name: task[name] for name in ("data_source", "ground_truth", "extra_info")}
         made: Mapping[str, Any] = task.get("rollout") or {}
-        try:
-            messages = self._config.data.format.task(task["extra_info"], "", "").messages
-        except JackfieldError:  # a sample from elsewhere
-            messages = ()
-        parts = [
-            part for message in messages if isinstance(message.get("content"), list) for part in message["content"]
-        ]
-        images = [part for part in parts if isinstance(part, dict) and "image" in str(part.get("type"))]
+        messages: tuple[Mapping[str, Any], ...] = ()
+        for form in (self._config.data.format, *(each.format for each in self._config.evaluation.sets.values())):
+            with suppress(JackfieldError):  # a sample from elsewhere, or of another set
+                messages = messages or (form.task(task["extra_info"], "", "").messages if form else ())
+        contents = [each["content"] for each in messages if isinstance(each.get("content"), list)]
+        images = [part for parts in contents for part in parts if "image" in str(dict(part).get("type"))]
         fields |= {"messages": messages, "images": tuple(images), "turns": made.get("turns", 1)}
         fields |= {"metrics": made.get("metrics", {}), "tool_calls": tuple(made.get("tool_calls", ()))}
         return task, fields
