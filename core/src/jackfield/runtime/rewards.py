@@ -285,7 +285,7 @@ class RewardWorker:
                 | {name: getattr(result, name) for name in _KEPT}
                 | {"key": key, "group": asked.group_id, "rollout": int(key.rsplit("/", 2)[1].partition("r")[0])}
                 | {"data_source": asked.data_source, "ground_truth": asked.ground_truth, "cached": result.is_cached}
-                | {"prompt": asked.prompt_str, "response": asked.solution_str}
+                | {"prompt": asked.prompt_str, "response": asked.solution_str, "extra_info": dict(asked.extra_info)}
                 for key, (asked, result) in scored.items()
             ]
         )
