@@ -92,6 +92,17 @@ def test_a_request_and_an_answer_are_mapped(monkeypatch: pytest.MonkeyPatch) -> 
     assert expected == attrs.evolve(result, seconds=0.0)
 
 
+@pytest.mark.parametrize("nothing", [None, False, ""])
+def test_an_error_that_is_empty_is_none(nothing: Any) -> None:
+    assert 1.0 == score({"score": 1, "error": nothing}, answer={"error": "error"})[0].score
+
+
+def test_a_long_answer_is_refused() -> None:
+    assert "ok" == score({"score": 1, "x": "x" * 50}, answer_bytes=100)[0].status
+    result, _ = score({"score": 1, "x": "x" * 100}, answer_bytes=100)
+    assert ("failed", True) == (result.status, "[reward.http]" in str(result.error))
+
+
 def test_a_bare_number_is_a_score() -> None:
     assert 0.75 == score(0.75, answer={"score": ""})[0].score
 

@@ -104,6 +104,23 @@ def test_the_key_is_sent_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "swordfish" not in str(echoed.raw)
 
 
+def test_a_key_is_for_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "swordfish")
+
+    async def main() -> list[bool]:
+        async with bad_service(scores) as service:
+            judges = [{}, {"url": f"{service.address}/other", "model": "other"}]
+            given = {"url": service.address, "model": "m", "api_key_env": "JUDGE_KEY", "headers": {"X": "${JUDGE_KEY}"}}
+            agent = JudgeReward(structure(JudgeRewardConfig, {**given, "judges": judges}), RewardContext())
+            await agent.start()
+            await agent.compute_score(REQUEST)
+            await agent.close()
+            sent = {body["model"]: str(headers) for body, headers in zip(service.bodies, service.headers, strict=True)}
+            return ["swordfish" in sent["m"], "swordfish" in sent["other"]]
+
+    assert [True, False] == asyncio.run(main())
+
+
 def test_half_a_character_is_replaced() -> None:
     """JSON can name one, and no file can hold it."""
     result, _ = score(says('{"explanation": "\\ud83d", "score": 1}'))
@@ -159,9 +176,9 @@ def test_a_response_cannot_leave_its_fence() -> None:
 def test_criteria_are_dimensions_with_weights() -> None:
     criteria = [{"name": "facts", "description": "no errors", "weight": 3}, {"name": "style"}]
     result, service = score(
-        says('{"scores": {"facts": 1, "style": 5}}'), rubric={"criteria": criteria, "scale": [1, 5]}
+        says('{"scores": {"facts": 2, "style": 5}}'), rubric={"criteria": criteria, "scale": [1, 5]}
     )
-    assert (0.25, {"facts": 0.0, "style": 1.0}) == (result.score, result.dimensions)
+    assert (1.75 / 4, {"facts": 0.25, "style": 1.0}) == (result.score, result.dimensions)
     assert "- facts: no errors" in asked(service)
 
 
