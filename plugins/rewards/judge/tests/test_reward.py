@@ -173,6 +173,14 @@ def test_a_response_cannot_leave_its_fence() -> None:
     assert asked(service) == asked(again), "a retry asks the same"
 
 
+def test_a_long_response_is_shown_in_part() -> None:
+    long = "a" * 60 + "b" * 30 + "c" * 60
+    _, service = score(says("1"), attrs.evolve(REQUEST, solution_str=long), response_characters=100)
+    assert ["a" * 50 + "\n[50 characters are left out]\n" + "c" * 50] == responses(service.bodies[0])
+    _, service = score(says("1"), attrs.evolve(REQUEST, solution_str=long), response_characters=None)
+    assert [long] == responses(service.bodies[0])
+
+
 def test_criteria_are_dimensions_with_weights() -> None:
     criteria = [{"name": "facts", "description": "no errors", "weight": 3}, {"name": "style"}]
     result, service = score(

@@ -36,7 +36,7 @@ class JudgeReward(RewardAgent):
         self._judges = list[Judge]()
         for number, judge in enumerate(config.resolved):
             assert judge.rubric is not None
-            rubric = Rubric.of(judge.rubric, config.pairwise is not None, context.seed)
+            rubric = Rubric.of(judge.rubric, config.pairwise is not None, context.seed, config.response_characters)
             name = str(judge.model) if len(config.resolved) == 1 else f"{number}-{judge.model}"
             self._judges.append(Judge(name, rubric, judge, config, context))
         self._kept = dict[str, Verdict]()
