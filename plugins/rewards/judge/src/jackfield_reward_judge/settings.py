@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import attrs
-from attrs.validators import ge, gt, le, min_len
+from attrs.validators import ge, gt, le, min_len, optional
 
 from jackfield.errors import ConfigError
 from jackfield.sdk import option
@@ -171,7 +171,7 @@ class JudgeRewardConfig:
         50_000,
         "Longest part of a response that a judge is shown, its beginning and its end; null: all. A longer one than a "
         "judge can read would have no score, which a policy can learn to exploit.",
-        ge(100),
+        optional(ge(100)),
     )
     request_seconds: float | None = option(
         None, "Longest time for one request; null: the deadline of the score.", gt(0.0)
