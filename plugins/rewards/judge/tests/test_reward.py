@@ -285,6 +285,37 @@ def test_a_retry_asks_only_the_judges_that_failed() -> None:
     assert 3 + 1 + 3 == len(service.bodies)
 
 
+def test_a_retry_after_a_deadline_asks_only_what_was_not_answered() -> None:
+    answered = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def turn() -> AsyncIterator[Callable[[int], None]]:
+        yield lambda tokens: answered.set() if tokens else None
+
+    async def act(agent: JudgeReward, service: BadService) -> ScoreResult:
+        service.script = ["never"]
+        scoring = asyncio.ensure_future(agent.compute_score(REQUEST))
+        await asyncio.gather(answered.wait(), service.hanging.wait())
+        scoring.cancel()
+        await asyncio.wait([scoring])
+        assert scoring.cancelled()
+        return await agent.compute_score(attrs.evolve(REQUEST, retry=1))
+
+    result, service = judged(act, context={"turn": turn}, **POINTS, samples=2)
+    assert ("ok", 100, 3) == (result.status, result.tokens, len(service.bodies))
+
+
+def test_scores_leave_nothing_behind() -> None:
+    async def act(agent: JudgeReward, service: BadService) -> Any:
+        await agent.compute_score(REQUEST)
+        service.script = ["busy"]
+        await agent.compute_score(REQUEST)
+        await agent.compute_score(attrs.evolve(REQUEST, retry=1))
+        return agent._kept
+
+    assert {} == judged(act, **POINTS, samples=2)[0]
+
+
 def test_a_retry_of_another_response_asks_all() -> None:
     async def act(agent: JudgeReward, service: BadService) -> float | None:
         service.script = ["busy"]
