@@ -92,6 +92,14 @@ def test_a_request_and_an_answer_are_mapped(monkeypatch: pytest.MonkeyPatch) -> 
     assert expected == attrs.evolve(result, seconds=0.0)
 
 
+@pytest.mark.parametrize("answer", [{"score": "swordfish"}, {"score": 1, "error": "swordfish"}, {"swordfish": 1}])
+def test_a_secret_that_a_service_repeats_is_not_shown(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVICE_KEY", "swordfish")
+    result, service = score(answer, headers={"X-Key": "${SERVICE_KEY}"}, answer={"error": "error"})
+    assert ("failed", "swordfish") == (result.status, service.headers[0]["X-Key"])
+    assert "swordfish" not in str(result)
+
+
 @pytest.mark.parametrize("nothing", [None, False, ""])
 def test_an_error_that_is_empty_is_none(nothing: Any) -> None:
     assert 1.0 == score({"score": 1, "error": nothing}, answer={"error": "error"})[0].score

@@ -101,7 +101,9 @@ def test_the_key_is_sent_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "wrong key: Bearer ***" in str(result.error)
     assert "swordfish" not in str(result)
     echoed, _ = score(says('swordfish {"score": 1, "explanation": "swordfish"}'), api_key_env="JUDGE_KEY")
-    assert "swordfish" not in str(echoed.raw)
+    assert (0.1, '*** {"score": 1, "explanation": "***"}') == (echoed.score, echoed.raw)
+    echoed, _ = score(says("swordfish"), api_key_env="JUDGE_KEY")
+    assert "swordfish" not in str(echoed)
 
 
 def test_a_key_is_for_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
