@@ -92,7 +92,7 @@ class Service:
         headers: Mapping[str, str] | None = None,
         url: str | None = None,
     ) -> HttpAnswer:
-        """Send a request and return an answer of a successful status.
+        """Send a request and return an answer of a successful status, without the secrets.
 
         Anything else raises ``RequestFailed``, and ``DeadlineExceeded`` after ``seconds``.
         """
@@ -101,6 +101,7 @@ class Service:
         sent = {**(self._sent or {}), **(headers or {})}
         request = self._client.request(method, url, body=body, headers=sent, limit=self.limit)
         answer = await self.context.clock.wait_for(request, seconds, f"an answer of {shown_url(url)}")
+        answer = attrs.evolve(answer, text=self.redacted(answer.text))
         if not _among(answer.status, self.success):
             raise self._refusal(answer, url)
         return answer
@@ -160,7 +161,7 @@ class Service:
             f"a service answered with the status {answer.status}",
             where=shown_url(url),
             expected=", ".join(map(str, self.success)),
-            found=self.redacted(_cut(answer.text)) or "no text",
+            found=_cut(answer.text) or "no text",
             fix=fix,
         )
         refusal.status, refusal.retry_after = answer.status, answer.retry_after
