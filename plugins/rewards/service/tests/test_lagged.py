@@ -106,7 +106,7 @@ async def test_a_reward_of_an_older_text_is_not_used(tmp_path: Path) -> None:
 
 @in_loop
 async def test_the_same_reward_twice_is_one_and_another_is_refused(tmp_path: Path) -> None:
-    """Of several rewards, all are taken or none; the errors name what waits."""
+    """All rewards of one push are taken or none; the errors name what waits."""
     async with waiting(tmp_path) as agent:
         tasks = scoring(agent, "train/1", "train/2")
         one, two = await registered(tmp_path, 2)
