@@ -284,7 +284,7 @@ class WorkerFactory:
         except BaseException:
             await agent.close()
             raise
-        records = RewardRecords(folder / "rewards", f"worker-{number}") if settings.keep else None
+        records = RewardRecords(folder / "scores", f"worker-{number}") if settings.keep else None
         worker = RewardWorker(values, agent, tokenizer, self.clock, config, records, run)
         stack.push_async_callback(worker.close)
         return worker

@@ -48,4 +48,4 @@ class RewardServiceConfig:
     cache: str | None = option(
         None, "folder of scores that are used again, also by other runs, for the same request, settings and version"
     )
-    keep: bool = option(True, "keep prompts, responses, scores and explanations as Parquet in FOLDER/rewards")
+    keep: bool = option(True, "keep prompts, responses, scores and explanations as Parquet in FOLDER/scores")
