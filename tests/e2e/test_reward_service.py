@@ -1,4 +1,4 @@
-"""The reward service in real runs: records, counters, cache, policies, groups that are compared, and the run's own model."""
+"""The reward service in real runs: records, counters, cache, policies, and the run's own model as a judge."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class Judge(RewardAgent):
         messages = [{"role": "user", "content": "Rate: " + request.solution_str}]
         answer = await self.context.generate("policy", messages, max_new_tokens=4, temperature=1.0)
         self.context.count("asked", 1)
-        return ScoreResult(score=float(len(answer.text) % 2), raw=answer.text, tokens=answer.tokens, explanation="because")
+        score, cost = float(len(answer.text) % 2), answer.tokens
+        return ScoreResult(score=score, raw=answer.text, tokens=cost, explanation="because")
 """
 
 
@@ -94,7 +95,7 @@ def test_a_second_run_finds_the_scores_of_the_first(
 ) -> None:
     """The version follows from the file, so an edit makes them invalid."""
     cache, calls = f"reward_service.cache={tmp_path / 'cache'}", tmp_path / "calls"
-    first, lines = small_run("first", reward("compute_score"), cache)
+    first, _ = small_run("first", reward("compute_score"), cache)
     made = len(calls.read_text().splitlines())
     asked = {(row["prompt"], row["response"]) for row in rows(first.folder)}
     assert len(asked) == made, "equal answers of a task are scored once"
@@ -136,22 +137,22 @@ def test_a_reward_may_ask_the_model_of_the_run(
     small_run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sync_offset: int
 ) -> None:
     """The devices are the replicas' while it does, so a run on shared devices does not wait for itself."""
-    from jackfield.plugins.registry import Plugin
+    from jackfield.plugins.registry import PluginRecord
 
     folder = tmp_path / "judge"
     folder.mkdir()
     (folder / "my_judge_plugin.py").write_text(JUDGE)
     monkeypatch.syspath_prepend(str(folder))
-    build = Plugin.build
+    build = PluginRecord.build
 
-    def replaced(self: Plugin, settings: Any, context: Any, where: str = "") -> Any:
+    def replaced(self: PluginRecord, settings: Any, context: Any, where: str = "") -> Any:
         if where != "reward":
             return build(self, settings, context, where)
         import my_judge_plugin
 
         return my_judge_plugin.Judge(None, context)
 
-    monkeypatch.setattr(Plugin, "build", replaced)
+    monkeypatch.setattr(PluginRecord, "build", replaced)
     try:
         result, lines = small_run("judged", f"schedule.sync_offset={sync_offset}", "deadlines.batch=60")
     finally:

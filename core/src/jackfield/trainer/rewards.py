@@ -11,10 +11,11 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 import attrs
+import msgspec
 
 from jackfield.errors import DeadlineExceeded, QueueError, RewardError, WorkerLost, some
 from jackfield.plugins.hooks import SamplesFailed
-from jackfield.queue.meta import BatchMeta, Written, group_of, index_of
+from jackfield.queue.meta import BatchMeta, group_of, index_of
 from jackfield.runtime.rewards import REWARD_INPUTS, RewardJob, RewardReport, RewardWorker
 from jackfield.runtime.samples import TRAIN, is_baseline, is_expert, metric_tags
 from jackfield.runtime.workers import handle_each, one_line
@@ -159,7 +160,8 @@ class RewardPipeline:
             places = enumerate(zip(batch.keys, batch.groups, strict=True))
             good = batch.select(at for at, (key, name) in places if key not in failed and name not in dropped)
         tags = tuple([metric_tags("reward", results[key].metrics) for key in good.keys])
-        written = Written(columns=report.written.columns, sizes=tuple(map(sizes.__getitem__, good.keys)), tags=tags)
+        own = {"sizes": tuple(map(sizes.__getitem__, good.keys)), "tags": tags}
+        written = msgspec.structs.replace(report.written, **own)
         await self.role.queue.add_columns(good, written)
         gone = {key: why for key, why in failed.items() if group_of(key) not in dropped}
         if gone:
