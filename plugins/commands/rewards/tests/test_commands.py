@@ -191,3 +191,28 @@ def test_groups_without_an_order_do_not_count() -> None:
     summary = compared(pairs, 5)
     assert (summary["all"]["rank_correlation"], summary["all"]["ranked_groups"]) == (None, 0)
     assert "  -  " in table(compared([], 5))
+
+
+@pytest.mark.parametrize(
+    ("values", "code", "where"),
+    [
+        ({"rewards": {}}, "config.invalid-value", "rewards"),
+        ({}, "config.missing-key", "rewards"),
+        ({"rewards": {"a.b": {"reward": "rules"}}}, "config.invalid-value", "rewards"),
+        ({"rewards": {"a": {}}}, "config.missing-key", "rewards.a.reward"),
+        (
+            {"rewards": {"a": {"reward": "rules", "reward_servise": {}}}},
+            "config.unknown-key",
+            "rewards.a.reward_servise",
+        ),
+        ({"rewards": {"a": {"reward": "rules"}}, "host": "0.0.0.0"}, "config.invalid-value", "host"),
+        ({"rewards": {"a": {"reward": {"name": "nothing"}}}}, "plugin.not-found", None),
+        ({"rewards": {"a": {"reward": "rules"}}, "token_env": "NO_SUCH_TOKEN"}, "config.invalid-value", "token_env"),
+    ],
+)
+def test_a_wrong_file_of_a_service_is_refused(tmp_path: Path, values: Any, code: str, where: str | None) -> None:
+    """The error names the setting, and no service starts."""
+    file = tmp_path / "serve.yaml"
+    file.write_text(yaml.safe_dump({"folder": str(tmp_path / "service"), **values}))
+    error = found("serve", file)["error"]
+    assert (error["code"], error["where"]) == (code, where)

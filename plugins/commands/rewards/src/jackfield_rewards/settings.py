@@ -45,11 +45,15 @@ class ServeConfig:
 
 def load(file: Path) -> ServeConfig:
     """Read the file of a service; raise a ``ConfigError``, which names the setting."""
-    config = structure(ServeConfig, _sections(read_yaml(file)))
+    config, details = structure(ServeConfig, _sections(read_yaml(file))), dict[str, Any]()
     for name in config.rewards:
         if not name or "." in name or name != name.strip():
-            details: Any = {"where": "rewards", "expected": "a name without dots", "found": repr(name)}
+            details = {"where": "rewards", "expected": "a name without dots", "found": repr(name)}
             raise ConfigError("a reward has a name that cannot be used", **details)
+    if config.host in ("0.0.0.0", "::"):
+        fix = "give the address by which the runs reach this machine"
+        details = {"where": "host", "expected": "an address of this machine", "found": config.host, "fix": fix}
+        raise ConfigError("clients cannot connect to every address", **details)
     if not config.rewards:
         raise ConfigError("there is nothing to serve", where="rewards", expected="a reward by its name", found="none")
     return config
