@@ -87,6 +87,7 @@ class RewardContext:
     #: path prefix of files that get the output of the agent's processes (``UserCodePool``); None: no files
     logs: str | None = None
     # Since 1.1:
+    run: str = ""  #: name that no other run has, to tell apart equal keys of several runs
     http: HttpClient = attrs.field(factory=_NoHttp)
     generate: Generate = attrs.field(factory=lambda: _absent("served model"))
     cache: Path | None = None  #: a folder that is kept across runs; None: there is none
@@ -166,7 +167,9 @@ class ScoreResult:
     tokens: int = 0  #: cost: tokens that were read and generated for it
     seconds: float = 0.0  #: cost: seconds of a paid service or a device
     is_final: bool = False  #: a failure that another try does not mend: the ground truth is broken
+    is_unavailable: bool = False  #: a failure of the service that scores, not of this sample; breakers count these
     retry_after: float | None = None  #: seconds that a service asked to wait before another try
+    is_cached: bool = False  #: set by the host: the score was known from an earlier request
 
 
 class RewardAgent(ABC):
@@ -224,6 +227,14 @@ class RewardAgent(ABC):
         """Whether the agent takes ``context.turn`` for each of its requests (since 1.1).
 
         Otherwise the service takes one for each score.
+        """
+        return False
+
+    @property
+    def generates(self) -> bool:
+        """Whether the agent calls ``context.generate`` with ``policy`` (since 1.1).
+
+        The run then scores only while its replicas have the devices.
         """
         return False
 

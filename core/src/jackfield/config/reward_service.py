@@ -25,7 +25,9 @@ class RewardServiceConfig:
     backoff_seconds: float = option(
         0.5, "wait before the first retry, doubled for each further one, times a random factor of 0.5 to 1", ge(0.0)
     )
-    longest_backoff_seconds: float = option(60.0, "longest wait before a retry that the reward did not ask for", ge(0.0))
+    longest_backoff_seconds: float = option(
+        60.0, "longest wait before a retry that the reward did not ask for", ge(0.0)
+    )
     hedge_seconds: float | None = option(
         None, "start a second call beside one that takes longer; the first answer counts; null: never", gt(0.0)
     )
@@ -39,11 +41,11 @@ class RewardServiceConfig:
     )
     on_failure: Literal["refill", "retry", "group_mean", "drop_group", "stop"] = option(
         "refill",
-        "a sample without a score; refill: it leaves its group, which is made again if fewer than data.minimum_rows are "
-        "left; retry: it is scored until it has one; group_mean: the mean of its group; drop_group: the batch goes on "
-        "without its group; stop: the run ends",
+        "a sample without a score; refill: it leaves its group, which is made again if too few are left for "
+        "data.minimum_rows; retry: it is scored until it has one; group_mean: the mean of its group; "
+        "drop_group: the batch goes on without its group; stop: the run ends",
     )
     cache: str | None = option(
         None, "folder of scores that are used again, also by other runs, for the same request, settings and version"
     )
-    keep: bool = option(True, "keep prompts, responses, scores and explanations as Parquet in FOLDER/rewards")
+    keep: bool = option(True, "keep prompts, responses, scores and explanations as Parquet in FOLDER/scores")
