@@ -21,9 +21,9 @@ _FORMAT = 1  #: of scores: another number is another version
 class MixReward(RewardAgent):
     """A reward whose score combines named dimensions of other rewards, its parts.
 
-    Parts score a sample concurrently. A part's failure is the sample's, unless the part may be skipped: then the weights of
-    the others grow, and the metric ``skipped.PART`` is 1. Dimensions of the result are the parts' values before they
-    are clipped and normalised; other numbers of the parts are metrics ``PART.NAME``.
+    Parts score a sample concurrently. A part's failure is the sample's, unless the part may be skipped: then the
+    weights of the others grow, and the metric ``skipped.PART`` is 1. Dimensions of the result are the parts' values
+    before they are clipped and normalised; other numbers of the parts are metrics ``PART.NAME``.
     """
 
     def __init__(self, config: Config, context: RewardContext) -> None:
@@ -60,6 +60,11 @@ class MixReward(RewardAgent):
     def compares(self) -> bool:
         """Return whether a part compares the samples of a group."""
         return any(part.compares for part in self._parts.values())
+
+    @property
+    def generates(self) -> bool:
+        """Return whether a part generates with the run's replicas."""
+        return any(part.generates for part in self._parts.values())
 
     async def start(self) -> None:
         """Start all parts."""
@@ -198,6 +203,7 @@ def _failure(failed: Mapping[str, ScoreResult], parts: Mapping[str, ScoreResult]
         score=None,
         error="; ".join(f"the part {name}: {part.error}" for name, part in failed.items()),
         is_final=any(part.is_final for part in failed.values()),
+        is_unavailable=any(part.is_unavailable for part in failed.values()),
         retry_after=max(waits, default=None),
     )
 

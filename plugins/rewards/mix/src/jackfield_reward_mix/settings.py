@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -56,7 +57,7 @@ class Schedule:
 def _interpolated(points: tuple[tuple[int, float], ...], batch: int) -> float:
     if batch <= points[0][0]:
         return points[0][1]
-    for (before, low), (after, high) in zip(points, points[1:], strict=False):
+    for (before, low), (after, high) in itertools.pairwise(points):
         if batch <= after:
             return low + (high - low) * (batch - before) / (after - before)
     return points[-1][1]

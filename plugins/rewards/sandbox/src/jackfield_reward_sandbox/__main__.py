@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import attrs
 
 from jackfield_reward_sandbox.settings import LEVELS, Config
@@ -12,7 +14,7 @@ def main() -> None:
     """Try each level, and print what was found."""
     config = Config()
     for level in LEVELS:
-        reason = attempt(level, {**attrs.asdict(config), "program": config.program})
+        reason = attempt(level, {**attrs.asdict(config), "program": config.program}, tempfile.gettempdir())
         print(f"{level}: {'allowed' if reason is None else reason}")
 
 

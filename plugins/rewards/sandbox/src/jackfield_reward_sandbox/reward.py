@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hashlib
 import logging
+import os
 import platform
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import attrs
 
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
 from jackfield.errors import RewardError
+from jackfield_reward_sandbox._inside import remove_tree
 from jackfield_reward_sandbox.cases import Case, extract, field, read_cases
 from jackfield_reward_sandbox.settings import LEVELS, Config
 from jackfield_user_code import UserCodePool, WorkerLimits
@@ -45,6 +49,7 @@ class SandboxReward(RewardAgent):
             logs=context.logs,
         )  # fmt: skip
         self.level: str | None = None  #: of isolation, after the start
+        self._folder: str | None = None  #: of files, which outlive a worker process that is killed
 
     @property
     def concurrency(self) -> int:
@@ -63,7 +68,8 @@ class SandboxReward(RewardAgent):
         if self.level is not None:
             return
         asked = self.config.isolation
-        result = await self._pool.call({"task": {"probe": asked}}, _PROBE_SECONDS, name="the probe of isolation")
+        task = {"probe": asked, "folder": self._own_folder()}
+        result = await self._pool.call({"task": task}, _PROBE_SECONDS, name="the probe of isolation")
         if result.status != "ok":
             raise RewardError("the sandbox cannot start", code="reward.isolation", found=result.error)
         self.level, reasons = result.value["level"], result.value["reasons"]
@@ -82,6 +88,15 @@ class SandboxReward(RewardAgent):
     async def close(self) -> None:
         """Kill the worker processes, and all that they started."""
         await self._pool.close()
+        if self._folder is not None:
+            await asyncio.to_thread(remove_tree, Path(self._folder))
+            self._folder = None
+
+    def _own_folder(self) -> str:
+        if self._folder is None:
+            self._folder = tempfile.mkdtemp(prefix="jackfield-sandbox-")
+            os.chmod(self._folder, 0o711)  # code may run as another user
+        return self._folder
 
     async def compute_score(self, request: ScoreRequest) -> ScoreResult:
         """Run the tests of one response."""
@@ -97,6 +112,7 @@ class SandboxReward(RewardAgent):
             return self._result(0.0, False, "the response has no block of code", well_formed=0.0)
         seconds = min(config.task_seconds, _SHARE * request.deadline_seconds)
         task: dict[str, Any] = {"code": code, "cases": [attrs.asdict(case) for case in cases], "level": self.level}
+        task["folder"] = self._own_folder()
         task |= {"seconds": seconds, "stop": config.score == "all"}
         name = f"sample {request.idempotency_key}"
         result = await self._pool.call({"task": task}, request.deadline_seconds, name=name)

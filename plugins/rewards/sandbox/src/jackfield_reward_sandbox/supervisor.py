@@ -55,10 +55,10 @@ def a_user() -> int | None:
 class Box:
     """The processes of one response's code, at a level of isolation."""
 
-    def __init__(self, level: str, limits: Mapping[str, Any]) -> None:
+    def __init__(self, level: str, limits: Mapping[str, Any], folder: str) -> None:
         self.level = level
         self._user = None if level == "none" else a_user()
-        self._folder = "" if level == "namespaces" else tempfile.mkdtemp(prefix="jackfield-sandbox-")
+        self._folder = "" if level == "namespaces" else tempfile.mkdtemp(dir=folder)
         if self._folder:
             os.chmod(self._folder, 0o711)  # it is of another user's processes
         self._channel, other = socket.socketpair()
@@ -151,12 +151,12 @@ class Supervisor:
     def run(self, task: dict[str, Any]) -> dict[str, Any]:
         """Run the tests of a response, or find the level of isolation."""
         if "probe" in task:
-            return probe(task["probe"], self._limits)
+            return probe(task["probe"], self._limits, task["folder"])
         cases = [Case(**each) for each in task["cases"]]
         end = time.monotonic() + task["seconds"]
         outcomes: list[Outcome] = []
         compiled, reason, late = True, "", False
-        with self._boxes(task["level"]) as boxes:
+        with self._boxes(task["level"], task["folder"]) as boxes:
             if not self._settings["command"]:
                 reply = boxes.ask({"do": "compile", "code": task["code"], "seconds": self._settings["seconds"]})
                 compiled, reason = reply["status"] == 0 and reply["end"] == "exit", _last_line(reply["err"])
@@ -171,8 +171,8 @@ class Supervisor:
         return {"compiled": compiled, "reason": reason, "outcomes": found, "late": late}
 
     @contextlib.contextmanager
-    def _boxes(self, level: str) -> Iterator[_Boxes]:
-        boxes = _Boxes(level, self._limits)
+    def _boxes(self, level: str, folder: str) -> Iterator[_Boxes]:
+        boxes = _Boxes(level, self._limits, folder)
         try:
             yield boxes
         finally:
@@ -239,13 +239,14 @@ class Supervisor:
 class _Boxes:
     """One box after another: one that the code has killed is replaced."""
 
-    def __init__(self, level: str, limits: Mapping[str, Any]) -> None:
-        self._level, self._limits = level, limits
-        self._box: Box | None = Box(level, limits)
+    def __init__(self, *box: Any) -> None:
+        self._arguments = box
+        self._box: Box | None = Box(*box)
+        level = self._box.level
         self._may_kill = level in ("none", "limits") and (level == "none" or a_user() is None)
 
     def ask(self, message: Mapping[str, Any], *descriptors: int) -> Any:
-        self._box = self._box or Box(self._level, self._limits)
+        self._box = self._box or Box(*self._arguments)
         try:
             return self._box.ask(message, *descriptors)
         except Lost as error:
@@ -254,7 +255,7 @@ class _Boxes:
                 raise
             raise RewardError(
                 "the process that runs code has ended, which code at this level cannot cause",
-                code="reward.sandbox", where=f"isolation {self._level}", found=str(error),
+                code="reward.sandbox", where=f"isolation {self._arguments[0]}", found=str(error),
                 fix="look at the machine's memory and limits",
             ) from error  # fmt: skip
 
@@ -291,33 +292,36 @@ print("end")
 _NAME = "JACKFIELD_SANDBOX_PROBE"
 
 
-def probe(isolation: str, limits: Mapping[str, Any]) -> dict[str, Any]:
+def probe(isolation: str, limits: Mapping[str, Any], folder: str) -> dict[str, Any]:
     """Return the level that this machine allows and the setting asks for, and why it allows no better one."""
     wanted = list(reversed(LEVELS[1:])) if isolation == "auto" else [isolation]
     reasons: dict[str, str] = {}
     for level in wanted:
-        reason = attempt(level, limits)
+        reason = attempt(level, limits, folder)
         if reason is None:
             return {"level": level, "reasons": reasons}
         reasons[level] = reason
     return {"level": None, "reasons": reasons}
 
 
-def attempt(level: str, limits: Mapping[str, Any]) -> str | None:
-    """Run code at a level that attacks this process; return why the level does not hold, or None."""
+def attempt(level: str, limits: Mapping[str, Any], folder: str) -> str | None:
+    """Run code at a level that attacks this process; return why the level does not hold, or None.
+
+    ``folder`` is for temporary files; other users may enter it.
+    """
     if sys.platform != "linux":
         return "isolation needs Linux" if level != "none" else None
     forbidden = {"filters": {"environment", "network", "files", "signals"}}
     forbidden |= {"none": set(), "limits": set() if a_user() is None else {"environment"}}
     forbidden["namespaces"] = forbidden["filters"]
-    folder = tempfile.mkdtemp(prefix="jackfield-sandbox-")
-    os.chmod(folder, 0o777)  # what only the level forbids
+    target = tempfile.mkdtemp(dir=folder)
+    os.chmod(target, 0o777)  # what only the level forbids
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        facts = {"port": port, "folder": folder, "pid": os.getpid(), "name": _NAME}
+        facts = {"port": port, "folder": target, "pid": os.getpid(), "name": _NAME}
         limits = {**limits, "command": None, "program": "probe.py"}
         try:
-            box = Box(level, limits)
+            box = Box(level, limits, folder)
             try:
                 request = {"do": "stdin", "code": _PROBE, "stdin": json.dumps(facts), "seconds": 20.0}
                 reply = box.ask(request)
@@ -326,7 +330,7 @@ def attempt(level: str, limits: Mapping[str, Any]) -> str | None:
         except (Lost, OSError) as error:
             return str(error)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(target, ignore_errors=True)
     found = reply["out"].split()
     if "end" not in found:
         return f"Python does not run in it, as another user if this one is root: {_last_line(reply['err'])}"
