@@ -1,6 +1,6 @@
 """What keeps a process of model-written code in its place: limits, filters of the kernel, namespaces.
 
-It needs only the standard library. ``docs`` of each level are in the package's README.
+It needs only the standard library. The package's README says what each level keeps out.
 """
 
 from __future__ import annotations
@@ -143,8 +143,10 @@ def _attributes(path: str, flags: int, recursive: bool) -> None:
     _check(_LIBC.syscall(_MOUNT_SETATTR, -100, path.encode(), at, content, len(content)), f"mount_setattr {path}")
 
 
-def new_root(base: str, readable: Sequence[str]) -> None:
-    """Make ``base`` the root: the readable paths read-only, a few devices, /proc if possible, and an empty /tmp."""
+def new_root(readable: Sequence[str]) -> None:
+    """Make a new root: the readable paths read-only, a few devices, /proc if possible, and an empty /tmp."""
+    places = (place for place in ("/mnt", "/media", "/srv", "/var", "/sys") if os.path.isdir(place))
+    base = next(place for place in places if not any(f"{path}/".startswith(f"{place}/") for path in readable))
     _mount("none", "/", "", _RECURSIVE | _PRIVATE)
     _mount("tmpfs", base, "tmpfs", _NOSUID, "size=1m,nr_inodes=16k,mode=755")
     for path in sorted(readable):

@@ -29,23 +29,25 @@ _TAIL = 2000  #: bytes of the end of what the code prints as errors
 def main() -> None:
     """Confine this process as its argument says, and serve tests."""
     channel, settings = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2])
-    try:
-        runner = Runner(channel, settings)
-        if settings["level"] == "namespaces":
-            _enter(channel, settings["folder"], runner.readable)
-        _confinement.control("subreaper", 1)
-        _confinement.control("dumpable", 0)
-        send(channel, {"ready": True})
-    except Exception as error:
-        send(channel, {"error": f"{type(error).__name__}: {error}"})
-        os._exit(1)
     with contextlib.suppress(EOFError, OSError):
+        try:
+            runner = Runner(channel, settings)
+            if settings["level"] == "namespaces":
+                _enter(channel, runner.readable)
+            _confinement.control("subreaper", 1)
+            _confinement.control("dumpable", 0)
+            send(channel, {"ready": True})
+        except Exception as error:
+            send(channel, {"error": f"{type(error).__name__}: {error}"})
+            raise EOFError from error
         runner.serve()
-    _confinement.kill_all(runner.has_tree)
+    _confinement.kill_all(settings["level"] == "namespaces" and os.getpid() == 1)
+    if settings["folder"]:  # also if the supervisor was killed
+        remove_tree(Path(settings["folder"]))
     os._exit(0)
 
 
-def _enter(channel: socket.socket, folder: str, readable: list[str]) -> None:
+def _enter(channel: socket.socket, readable: list[str]) -> None:
     """Go on in new namespaces, as the first process of a new tree."""
     _confinement.unshare()
     send(channel, {"unshared": True})
@@ -54,7 +56,7 @@ def _enter(channel: socket.socket, folder: str, readable: list[str]) -> None:
         channel.close()
         os.waitpid(pid, 0)
         os._exit(0)
-    _confinement.new_root(folder, readable)
+    _confinement.new_root(readable)
 
 
 class Runner:
@@ -240,15 +242,10 @@ def _compile(code: str, file: str) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder, though its owner took away its own rights to it."""
-
-    def again(function: Callable[..., Any], path: str, _: Any) -> None:
-        with contextlib.suppress(OSError):
-            os.chmod(os.path.dirname(path), 0o700)
-            if os.path.isdir(path) and not os.path.islink(path):
-                os.chmod(path, 0o700)
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                os.unlink(path)
-
-    shutil.rmtree(folder, onerror=again)
+    """Remove a folder, though its owner may have taken away its own rights to it."""
+    for place, folders, _ in os.walk(folder):
+        for path in (os.path.join(place, name) for name in folders):
+            if not os.path.islink(path):
+                with contextlib.suppress(OSError):
+                    os.chmod(path, 0o700)
+    shutil.rmtree(folder, ignore_errors=True)

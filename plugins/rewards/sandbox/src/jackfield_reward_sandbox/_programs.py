@@ -184,7 +184,9 @@ class _Code:
         encoded = [encode(each, _handle) for each in arguments]
         named = {name: encode(each, _handle) for name, each in keywords.items()}
         reply = self.ask({"special": special, "arguments": encoded, "keywords": named})
-        for before, mine, after in zip(encoded[not special :], arguments[not special :], reply.get("after", ()), strict=False):
+        first = 0 if special else 1  # not the function
+        sent = zip(encoded[first:], arguments[first:], reply.get("after", ()), strict=False)
+        for before, mine, after in sent:
             if before != after and isinstance(mine, list | dict | set | bytearray):
                 _replace(mine, self.value(after))
         return self.value(reply.get("value"))
@@ -200,7 +202,8 @@ def _replace(mine: Any, content: Any) -> None:
 
 def _handle(value: Any) -> int:
     if isinstance(value, _Remote):
-        return value._handle
+        handle: int = value._handle
+        return handle
     raise CannotSend(f"a {type(value).__name__} of the tests cannot be sent to the code")
 
 

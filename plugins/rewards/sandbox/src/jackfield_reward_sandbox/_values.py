@@ -12,7 +12,7 @@ from typing import Any
 
 _LARGEST = 2**63
 _DEEPEST = 100  #: levels of nested containers
-_GROUPS: tuple[tuple[str, type], ...] = (("tuple", tuple), ("set", set), ("frozenset", frozenset))
+_GROUPS: tuple[tuple[str, Any], ...] = (("tuple", tuple), ("set", set), ("frozenset", frozenset))
 
 
 class CannotSend(TypeError):

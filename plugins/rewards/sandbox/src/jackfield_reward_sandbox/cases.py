@@ -113,20 +113,22 @@ def _arguments(given: Any) -> list[Any]:
 
 
 def _rows(rows: Any, entry: str) -> list[Case]:
-    cases = []
-    for number, row in enumerate(rows if isinstance(rows, list | tuple) else _refuse("they are no list", repr(rows)[:200])):
-        expected = row.get("output", row.get("expected")) if isinstance(row, Mapping) else None
-        if not isinstance(row, Mapping) or "input" not in row or expected is None:
-            _refuse("a test has no input and output", repr(row)[:200])
-        if row.get("testtype", row.get("type")) in ("functional", "function_call") or row.get("fn_name"):
-            name = str(row.get("fn_name") or entry) or _refuse("no function is named", "neither fn_name nor entry_point_field")
-            value = _json(expected) if isinstance(expected, str) else expected
-            given = _arguments(row["input"])
-            cases.append(Case(name=f"{name} {number}", kind="call", given=given, expected=value, entry=name))
-        else:
-            given, expected = _text(row["input"]), _text(expected)
-            cases.append(Case(name=f"input {number}", kind="stdin", given=given, expected=expected))
-    return cases
+    if not isinstance(rows, list | tuple):
+        _refuse("they are no list", repr(rows)[:200])
+    return [_row(row, number, entry) for number, row in enumerate(rows)]
+
+
+def _row(row: Any, number: int, entry: str) -> Case:
+    expected = row.get("output", row.get("expected")) if isinstance(row, Mapping) else None
+    if not isinstance(row, Mapping) or "input" not in row or expected is None:
+        _refuse("a test has no input and output", repr(row)[:200])
+    if row.get("testtype", row.get("type")) not in ("functional", "function_call") and not row.get("fn_name"):
+        return Case(name=f"input {number}", kind="stdin", given=_text(row["input"]), expected=_text(expected))
+    name = str(row.get("fn_name") or entry)
+    if not name:
+        _refuse("no function is named", "neither fn_name nor entry_point_field")
+    value = _json(expected) if isinstance(expected, str) else expected
+    return Case(name=f"{name} {number}", kind="call", given=_arguments(row["input"]), expected=value, entry=name)
 
 
 def _text(value: Any) -> str:

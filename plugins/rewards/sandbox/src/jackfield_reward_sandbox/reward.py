@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hashlib
 import logging
+import os
 import platform
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import attrs
 
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
 from jackfield.errors import RewardError
+from jackfield_reward_sandbox._inside import remove_tree
 from jackfield_reward_sandbox.cases import Case, extract, field, read_cases
 from jackfield_reward_sandbox.settings import LEVELS, Config
 from jackfield_user_code import UserCodePool, WorkerLimits
@@ -45,6 +49,7 @@ class SandboxReward(RewardAgent):
             logs=context.logs,
         )  # fmt: skip
         self.level: str | None = None  #: of isolation, after the start
+        self._folder: str | None = None  #: of files, which outlive a worker process that is killed
 
     @property
     def concurrency(self) -> int:
@@ -63,7 +68,8 @@ class SandboxReward(RewardAgent):
         if self.level is not None:
             return
         asked = self.config.isolation
-        result = await self._pool.call({"task": {"probe": asked}}, _PROBE_SECONDS, name="the probe of isolation")
+        task = {"probe": asked, "folder": self._own_folder()}
+        result = await self._pool.call({"task": task}, _PROBE_SECONDS, name="the probe of isolation")
         if result.status != "ok":
             raise RewardError("the sandbox cannot start", code="reward.isolation", found=result.error)
         self.level, reasons = result.value["level"], result.value["reasons"]
@@ -75,11 +81,22 @@ class SandboxReward(RewardAgent):
                 fix=_FIXES.get(asked, "use Linux, and as root a Python that other users can read, or isolation: none"),
             )  # fmt: skip
         why = "".join(f"; not {level}: {reason}" for level, reason in reasons.items())
-        logging.getLogger("jackfield").info("the sandbox runs code with isolation %s%s", self.level, why)
+        weak = LEVELS.index(self.level) < LEVELS.index("filters")  # the network is open, for one
+        level = logging.WARNING if weak else logging.INFO
+        logging.getLogger("jackfield").log(level, "the sandbox runs code with isolation %s%s", self.level, why)
 
     async def close(self) -> None:
         """Kill the worker processes, and all that they started."""
         await self._pool.close()
+        if self._folder is not None:
+            await asyncio.to_thread(remove_tree, Path(self._folder))
+            self._folder = None
+
+    def _own_folder(self) -> str:
+        if self._folder is None:
+            self._folder = tempfile.mkdtemp(prefix="jackfield-sandbox-")
+            os.chmod(self._folder, 0o711)  # code may run as another user
+        return self._folder
 
     async def compute_score(self, request: ScoreRequest) -> ScoreResult:
         """Run the tests of one response."""
@@ -93,14 +110,14 @@ class SandboxReward(RewardAgent):
         code = extract(request.model_text, config.extract, config.counted_fences)
         if code is None:
             return self._result(0.0, False, "the response has no block of code", well_formed=0.0)
-        task = {"code": code, "cases": [attrs.asdict(case) for case in cases], "level": self.level}
         seconds = min(config.task_seconds, _SHARE * request.deadline_seconds)
+        task: dict[str, Any] = {"code": code, "cases": [attrs.asdict(case) for case in cases], "level": self.level}
+        task["folder"] = self._own_folder()
         task |= {"seconds": seconds, "stop": config.score == "all"}
         name = f"sample {request.idempotency_key}"
         result = await self._pool.call({"task": task}, request.deadline_seconds, name=name)
         if result.status != "ok":
-            status = "timeout" if result.status == "timeout" else "failed"
-            return ScoreResult(status=status, error=result.error)
+            return ScoreResult(status="timeout" if result.status == "timeout" else "failed", error=result.error)
         return self._judged(result.value, len(cases))
 
     def _cases(self, request: ScoreRequest) -> list[Case]:
@@ -108,15 +125,21 @@ class SandboxReward(RewardAgent):
         tests = request.ground_truth if config.tests_field is None else field(request.extra_info, config.tests_field)
         cases = read_cases(tests, str(field(request.extra_info, config.entry_point_field) or ""))
         if config.command and any(case.kind != "stdin" for case in cases):
-            raise RewardError("tests of functions need Python", code="reward.tests", where="command", found=config.command)
+            why = "tests of functions need Python"
+            raise RewardError(why, code="reward.tests", where="command", found=config.command)
         return cases
 
     def _judged(self, found: dict[str, Any], tests: int) -> ScoreResult:
+        config: Config = self.config
         outcomes = found["outcomes"]
         for outcome in outcomes:
             if outcome["broken"]:
                 error = f"[reward.tests] the test {outcome['name']} cannot be run: {outcome['reason']}"
                 return ScoreResult(status="failed", error=error, is_final=True)
+            if outcome["timed_out"] and config.on_timeout == "fail":
+                return ScoreResult(status="timeout", error=f"test {outcome['name']}: {outcome['reason']}")
+        if found["late"] and config.on_timeout == "fail":
+            return ScoreResult(status="timeout", error=f"the time of all {tests} tests ran out")
         if not found["compiled"]:
             return self._result(0.0, False, f"it does not compile: {found['reason']}")
         passed = sum(outcome["passed"] for outcome in outcomes)

@@ -46,11 +46,14 @@ class Config:
     isolation: Literal["auto", "none", "limits", "filters", "namespaces"] = option(
         "auto", "Least isolation of the code; auto: the best that this machine allows, at least limits."
     )
-    readable: tuple[str, ...] = option(
-        (), "Further folders that the code may read, with filters or namespaces."
-    )
+    readable: tuple[str, ...] = option((), "Further folders that the code may read, with filters or namespaces.")
     seconds: float = option(10.0, "Longest time for one test.", gt(0.0))
     task_seconds: float = option(60.0, "Longest time for all tests of a response; at most 0.8 of the deadline.", gt(0))
+    on_timeout: Literal["incorrect", "fail"] = option(
+        "incorrect",
+        "Result of a test that takes too long. incorrect: it is not passed; fail: no score, so that the response is "
+        "left out of training, which a policy can learn to exploit.",
+    )
     memory_bytes: int = option(2**30, "Memory of each process of the code.", ge(2**26))
     disk_bytes: int = option(2**26, "Size of a file; with namespaces, of all files together.", ge(2**16))
     processes: int = option(16, "Processes and threads of the code at a time.", [ge(1), le(4096)])

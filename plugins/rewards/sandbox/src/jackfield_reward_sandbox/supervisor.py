@@ -28,11 +28,14 @@ from jackfield_reward_sandbox._wire import receive, send
 from jackfield_reward_sandbox.cases import Case, same_texts, same_values
 from jackfield_reward_sandbox.settings import LEVELS
 
-_START = "import sys; sys.path.insert(0, {0!r}); from jackfield_reward_sandbox import _inside; sys.path.pop(0); _inside.main()"
+_START = (
+    "import sys; sys.path.insert(0, {0!r}); from jackfield_reward_sandbox import _inside; sys.path.pop(0); "
+    "_inside.main()"
+)
 _GRACE = 20.0  #: seconds for the processes of a test to start and to end
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp", "TMPDIR": "/tmp"}
 _ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-_LAST_USER, _USERS = 2_000_000_000, 40_000
+_LAST_USER, _USERS, _FEWEST = 2_000_000_000, 40_000, 1000
 
 
 class Lost(Exception):
@@ -46,20 +49,21 @@ def a_user() -> int | None:
     with open("/proc/self/uid_map") as file:
         ranges = [tuple(map(int, line.split())) for line in file]
     last = min(max(first + count for first, _, count in ranges) - 3, _LAST_USER)
-    return max(last - os.getpid() % min(_USERS, max(last // 2, 1)), 1)
+    return None if last < _FEWEST else last - os.getpid() % min(_USERS, last // 2)
 
 
 class Box:
     """The processes of one response's code, at a level of isolation."""
 
-    def __init__(self, level: str, limits: Mapping[str, Any]) -> None:
+    def __init__(self, level: str, limits: Mapping[str, Any], folder: str) -> None:
         self.level = level
         self._user = None if level == "none" else a_user()
-        self._folder = tempfile.mkdtemp(prefix="jackfield-sandbox-")
-        os.chmod(self._folder, 0o711)
+        self._folder = "" if level == "namespaces" else tempfile.mkdtemp(dir=folder)
+        if self._folder:
+            os.chmod(self._folder, 0o711)  # it is of another user's processes
         self._channel, other = socket.socketpair()
-        self._output = tempfile.TemporaryFile()
-        settings = {"level": level, "user": self._user, "folder": self._folder, "limits": dict(limits)}
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115
+        settings: dict[str, Any] = {"level": level, "user": self._user, "folder": self._folder, "limits": dict(limits)}
         settings |= {"readable": list(limits["readable"]), "program": limits["program"]}
         package = str(Path(__file__).parent.parent)
         command = [limits["python"] or sys.executable, "-I", "-X", "utf8", "-c", _START.format(package)]
@@ -121,7 +125,8 @@ class Box:
             self._process.wait()
         _confinement.kill_all(whole_tree=False)  # of a process that was killed by the code
         self._output.close()
-        remove_tree(Path(self._folder))
+        if self._folder:
+            remove_tree(Path(self._folder))
 
 
 @attrs.define
@@ -132,6 +137,7 @@ class Outcome:
     passed: bool
     reason: str = ""
     broken: bool = False  #: whether the test itself cannot be run
+    timed_out: bool = False
 
 
 class Supervisor:
@@ -145,33 +151,28 @@ class Supervisor:
     def run(self, task: dict[str, Any]) -> dict[str, Any]:
         """Run the tests of a response, or find the level of isolation."""
         if "probe" in task:
-            return probe(task["probe"], self._limits)
+            return probe(task["probe"], self._limits, task["folder"])
         cases = [Case(**each) for each in task["cases"]]
         end = time.monotonic() + task["seconds"]
         outcomes: list[Outcome] = []
-        compiled, reason = True, ""
-        with self._boxes(task["level"]) as boxes:
+        compiled, reason, late = True, "", False
+        with self._boxes(task["level"], task["folder"]) as boxes:
             if not self._settings["command"]:
                 reply = boxes.ask({"do": "compile", "code": task["code"], "seconds": self._settings["seconds"]})
                 compiled, reason = reply["status"] == 0 and reply["end"] == "exit", _last_line(reply["err"])
             for case in cases if compiled else ():
                 seconds = min(self._settings["seconds"], end - time.monotonic())
-                if seconds <= 0:
+                if late := seconds <= 0:
                     break
                 outcomes.append(self._case(boxes, case, task["code"], seconds))
                 if outcomes[-1].broken or (task["stop"] and not outcomes[-1].passed):
                     break
-        late = not outcomes or (outcomes[-1].passed and len(outcomes) < len(cases)) or not task["stop"]
-        return {
-            "compiled": compiled,
-            "reason": reason,
-            "outcomes": [attrs.asdict(outcome) for outcome in outcomes],
-            "late": compiled and late and len(outcomes) < len(cases),
-        }
+        found = [attrs.asdict(outcome) for outcome in outcomes]
+        return {"compiled": compiled, "reason": reason, "outcomes": found, "late": late}
 
     @contextlib.contextmanager
-    def _boxes(self, level: str) -> Iterator[_Boxes]:
-        boxes = _Boxes(level, self._limits)
+    def _boxes(self, level: str, folder: str) -> Iterator[_Boxes]:
+        boxes = _Boxes(level, self._limits, folder)
         try:
             yield boxes
         finally:
@@ -187,7 +188,7 @@ class Supervisor:
         except Lost as error:
             return Outcome(case.name, False, f"the code killed the process that ran it: {error}")
         if reason := self._ending(reply, seconds):
-            return Outcome(case.name, False, reason)
+            return Outcome(case.name, False, reason, timed_out=reply["end"] == "time")
         compare, tolerance = self._settings["compare"], self._settings["tolerance"] or 1e-6
         if case.kind == "stdin":
             passed = same_texts(case.expected, reply["out"], compare, tolerance)
@@ -231,19 +232,21 @@ class Supervisor:
         elif verdict["reason"].startswith("the code raised or ended"):
             reason = f"{verdict['reason']}: {_last_line(reply['err'])}"
         passed = verdict["passed"] and reply["end"] == "exit"
-        return Outcome(case.name, passed, "" if passed else reason, verdict["is_broken"])
+        late = reply["end"] == "time"
+        return Outcome(case.name, passed, "" if passed else reason, verdict["is_broken"], late)
 
 
 class _Boxes:
     """One box after another: one that the code has killed is replaced."""
 
-    def __init__(self, level: str, limits: Mapping[str, Any]) -> None:
-        self._level, self._limits = level, limits
-        self._box: Box | None = Box(level, limits)
-        self._may_kill = level in ("none", "limits") and os.geteuid() != 0
+    def __init__(self, *box: Any) -> None:
+        self._arguments = box
+        self._box: Box | None = Box(*box)
+        level = self._box.level
+        self._may_kill = level in ("none", "limits") and (level == "none" or a_user() is None)
 
     def ask(self, message: Mapping[str, Any], *descriptors: int) -> Any:
-        self._box = self._box or Box(self._level, self._limits)
+        self._box = self._box or Box(*self._arguments)
         try:
             return self._box.ask(message, *descriptors)
         except Lost as error:
@@ -252,7 +255,7 @@ class _Boxes:
                 raise
             raise RewardError(
                 "the process that runs code has ended, which code at this level cannot cause",
-                code="reward.sandbox", where=f"isolation {self._level}", found=str(error),
+                code="reward.sandbox", where=f"isolation {self._arguments[0]}", found=str(error),
                 fix="look at the machine's memory and limits",
             ) from error  # fmt: skip
 
@@ -289,33 +292,36 @@ print("end")
 _NAME = "JACKFIELD_SANDBOX_PROBE"
 
 
-def probe(isolation: str, limits: Mapping[str, Any]) -> dict[str, Any]:
+def probe(isolation: str, limits: Mapping[str, Any], folder: str) -> dict[str, Any]:
     """Return the level that this machine allows and the setting asks for, and why it allows no better one."""
     wanted = list(reversed(LEVELS[1:])) if isolation == "auto" else [isolation]
     reasons: dict[str, str] = {}
     for level in wanted:
-        reason = attempt(level, limits)
+        reason = attempt(level, limits, folder)
         if reason is None:
             return {"level": level, "reasons": reasons}
         reasons[level] = reason
     return {"level": None, "reasons": reasons}
 
 
-def attempt(level: str, limits: Mapping[str, Any]) -> str | None:
-    """Run code at a level that attacks this process; return why the level does not hold, or None."""
+def attempt(level: str, limits: Mapping[str, Any], folder: str) -> str | None:
+    """Run code at a level that attacks this process; return why the level does not hold, or None.
+
+    ``folder`` is for temporary files; other users may enter it.
+    """
     if sys.platform != "linux":
         return "isolation needs Linux" if level != "none" else None
     forbidden = {"filters": {"environment", "network", "files", "signals"}}
-    forbidden |= {"none": set(), "limits": {"environment"} if os.geteuid() == 0 else set()}
+    forbidden |= {"none": set(), "limits": set() if a_user() is None else {"environment"}}
     forbidden["namespaces"] = forbidden["filters"]
-    folder = tempfile.mkdtemp(prefix="jackfield-sandbox-")
-    os.chmod(folder, 0o777)  # what only the level forbids
+    target = tempfile.mkdtemp(dir=folder)
+    os.chmod(target, 0o777)  # what only the level forbids
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        facts = {"port": port, "folder": folder, "pid": os.getpid(), "name": _NAME}
+        facts = {"port": port, "folder": target, "pid": os.getpid(), "name": _NAME}
         limits = {**limits, "command": None, "program": "probe.py"}
         try:
-            box = Box(level, limits)
+            box = Box(level, limits, folder)
             try:
                 request = {"do": "stdin", "code": _PROBE, "stdin": json.dumps(facts), "seconds": 20.0}
                 reply = box.ask(request)
@@ -324,8 +330,9 @@ def attempt(level: str, limits: Mapping[str, Any]) -> str | None:
         except (Lost, OSError) as error:
             return str(error)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(target, ignore_errors=True)
     found = reply["out"].split()
     if "end" not in found:
         return f"Python does not run in it, as another user if this one is root: {_last_line(reply['err'])}"
-    return f"code reached what it must not: {sorted(forbidden[level] & set(found))}" if forbidden[level] & set(found) else None
+    reached = sorted(forbidden[level] & set(found))
+    return f"code reached what it must not: {reached}" if reached else None
