@@ -127,7 +127,7 @@ class Limits:
             raise
         finally:
             call.wait(now := self.clock.time(), -1)
-            self.count("seconds_waited", now - began)
+            self.count("waits/reward/turns", now - began)
 
     def _delay(self) -> float | None:
         """Return the seconds until a turn may begin; None: not before another one ends."""

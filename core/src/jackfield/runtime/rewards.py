@@ -133,7 +133,7 @@ class RewardWorker:
         good = {key: result for key, (_, result) in scored.items() if result.status == "ok"}
         written = await self._values.put(partition, list(good), self._columns(list(good.values())))
         if counts := self._service.limits.taken():
-            metrics = {f"reward/{name}": number for name, number in counts.items()}
+            metrics = {name if "/" in name else f"reward/{name}": number for name, number in counts.items()}
             written = msgspec.structs.replace(written, metrics=metrics)
         results = {key: _told(result) for key, (_, result) in scored.items()}
         return RewardReport(results=results, written=written, progress=self._progress)
