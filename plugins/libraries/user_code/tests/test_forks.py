@@ -31,14 +31,17 @@ def meet(folder, total):
     return [os.getpid(), os.getppid(), random.random()]
 
 def daemon(pipe):
+    told, telling = os.pipe()
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
             with open(pipe, "w") as out:
                 out.write(str(os.getpid()))
+            os.write(telling, b"!")
             time.sleep(600)
         os._exit(0)
     os.wait()
+    os.read(told, 1)
 
 def daemon_and_hang(pipe):
     daemon(pipe)

@@ -248,7 +248,7 @@ class UserCodePool:
         cpu_seconds = None
         if not self.about["async"]:
             cpu_seconds = self._limits.cpu_seconds or seconds * (os.cpu_count() or 1) + 1
-        repeats = 0
+        repeats = doubts = 0
         while True:
             process = await self._running(slot)
             used = process.served > 0
@@ -259,7 +259,7 @@ class UserCodePool:
                 return WorkerResult(status="ok", value=value) if status == "ok" else self._failed(status, value)
             except DeadlineExceeded as error:
                 death = await self._late(process, number)
-                guilty = death is None or not self.about["async"] or death.running in (0, number)
+                guilty = death is None or not self.about["async"] or death.running <= 0 or death.running == number
                 if death is None or guilty or repeats >= _REPEATS:
                     end = "" if death is None else death.output
                     blocked = "; it blocked the event loop" if death is not None and death.running == number else ""
@@ -267,7 +267,8 @@ class UserCodePool:
                     return WorkerResult(status="timeout", error=f"{error}{blocked}{end}")
             except Died as died:
                 death = died.death
-                if not self._is_innocent(death, number, used, repeats):
+                doubts += self._is_suspect(death, number)
+                if not self._is_innocent(death, number, used) or doubts > 1 or repeats >= _REPEATS:
                     return WorkerResult(status="died", error=str(self._death(process.pid, death, f"had to {what}")))
             except BaseException:
                 await self._leave(process, number, answering)
@@ -278,15 +279,17 @@ class UserCodePool:
         error = value if status == "failed" else f"the call was {status} in its process"
         return WorkerResult(status="failed", error=str(error))
 
-    def _is_innocent(self, death: Death, number: int, used: bool, repeats: int) -> bool:
-        """Return whether a call whose process has died is to be made again."""
+    def _is_suspect(self, death: Death, number: int) -> bool:
+        """Return whether a call may be why its process has died. It gets one more chance."""
+        return not self.about["async"] or abs(death.running) in (0, number)
+
+    def _is_innocent(self, death: Death, number: int, used: bool) -> bool:
+        """Return whether it is not certain that a call is why its process has died."""
         if death.ordered and death.of_parent:  # the pool was closed
             return False
-        if self.about["async"] and death.running not in (0, number):
-            return repeats < _REPEATS
-        if self.about["async"] and death.running == number:
-            return False
-        return repeats == 0 and (used or death.of_parent or bool(self.about["async"]))
+        if self.about["async"]:
+            return death.running != number
+        return used or death.of_parent
 
     async def _late(self, process: Forked, number: int) -> Death | None:
         """End a call at its deadline; return how its process ended, unless it lives."""
