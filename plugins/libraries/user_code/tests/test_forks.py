@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jackfield_pools import alive, pool, until_gone
+from jackfield_user_code import WorkerLimits
 
 IMPORTS = """
 import os
@@ -170,7 +171,9 @@ def test_a_worker_with_many_children_is_replaced(file: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_the_parent_is_replaced_and_its_calls_are_made_again(file: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_the_parent_is_replaced_and_its_calls_are_made_again(
+    file: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     file.write_text(file.read_text().replace("SIGNAL = 0", f"SIGNAL = {int(number)}"))
 
     async def main() -> None:
@@ -183,7 +186,6 @@ def test_the_parent_is_replaced_and_its_calls_are_made_again(file: Path, tmp_pat
 
 def test_a_frozen_parent_is_killed(file: Path) -> None:
     """Calls go on meanwhile: the parent takes no part in them."""
-    from jackfield_user_code import WorkerLimits
 
     async def main() -> None:
         async with pool(file, "pid", limits=WorkerLimits(heartbeat_seconds=0.2)) as workers:
