@@ -199,3 +199,15 @@ def test_a_frozen_parent_is_killed(file: Path) -> None:
             assert first != (await workers.call({}, 30)).value
 
     asyncio.run(main())
+
+
+def test_a_frozen_worker_is_killed_and_its_call_is_made_again(file: Path, tmp_path: Path) -> None:
+    code = file.read_text().replace("signal.pause()\n", "os.kill(os.getpid(), signal.SIGSTOP)\n")
+    file.write_text(code)
+
+    async def main() -> None:
+        async with pool(file, "hang_once", limits=WorkerLimits(heartbeat_seconds=0.2)) as workers:
+            assert "failed" == (await workers.call({}, 30)).status
+            assert "again" == (await workers.call({"note": str(tmp_path / "note")}, 30)).value
+
+    asyncio.run(main())
