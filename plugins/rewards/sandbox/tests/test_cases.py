@@ -166,6 +166,7 @@ def test_malformed_values_are_refused(content: Any) -> None:
         ({"tolerance": 0.1}, "tolerance"),
         ({"extract": "whole", "fences": ["py"]}, "fences"),
         ({"isolation": "limits", "readable": ["/data"]}, "readable"),
+        ({"isolation": "none", "processes": 3}, "processes"),
         ({"command": []}, "command"),
         ({"isolation": "gvisor"}, "isolation"),
         ({"memory_bytes": 1}, "memory_bytes"),

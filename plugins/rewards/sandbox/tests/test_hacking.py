@@ -81,22 +81,22 @@ _HACKS = {
     "answers without end": "def f(x):\n    return 'x' * 10**8",
     "has a name only": "f = None",
     "kills what it can": "import os\ndef f(x):\n    os.kill(-1, 9)",
+    "interrupts the first process": "import os\ndef f(x):\n    os.kill(1, 2)",
+    "stops what it can": "import os\ndef f(x):\n    os.kill(-1, 19)",
     "kills the first process": "import os\ndef f(x):\n    os.kill(1, 9)",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["check", "assertions", "functions", "call"])
+@pytest.mark.parametrize("form", ["check", "call"])
 def test_no_hack_passes(run: Run, levels: list[str], form: str) -> None:
     """The control is a solution that passes."""
     forms: dict[str, Any] = {
         "check": _CHECK,
-        "assertions": ["assert f(3) == 918273645", "assert f(4) == 918273646"],
-        "functions": "from solution import f\ndef test_it():\n    assert f(3) == 918273645\n",
         "call": {"inputs": [[3], [4]], "outputs": [918273645, 918273646], "fn_name": "f"},
     }
     hacks = [(code, forms[form]) for code in _HACKS.values()]
     solution = ("def f(x):\n    return x + 918273642", forms[form])
-    settings = {"isolation": levels[-1], "seconds": 2.0, "score": "all"}
+    settings = {"isolation": levels[-1], "seconds": 2.0, "score": "all", "workers": 4}
     *results, right = run([*hacks, solution], {"entry_point": "f"}, **settings)
     assert dict.fromkeys(_HACKS, ("ok", 0.0)) == {
         name: (result.status, result.score) for name, result in zip(_HACKS, results, strict=True)

@@ -126,6 +126,15 @@ def test_forms_of_tests(run: Run) -> None:
     }, found
 
 
+def test_code_before_that_of_the_response(run: Run) -> None:
+    extra = {"prompt": "def twice(x):\n    return 2 * x", "entry_point": "f"}
+    code = "def f(x):\n    return twice(math.floor(x))"
+    tests = "def check(candidate):\n    assert candidate(1.5) == 2"
+    settings = {"preamble": "import math", "preamble_field": "prompt"}
+    [found], [without] = run([(code, tests)], extra, **settings), run([(code, tests)], extra)
+    assert [1.0, 0.0] == [found.score, without.score]
+
+
 def test_tests_in_other_fields(run: Run) -> None:
     extra = {"private": json.dumps({"tests": _SUM})}
     [result] = run([("print(3)", "")], extra, tests_field="private.tests")

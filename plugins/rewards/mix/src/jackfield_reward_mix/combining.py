@@ -74,8 +74,8 @@ def _product(values: Values, weights: Values) -> float:
             found=", ".join(f"{values[name]:g}" for name in negative), fix="clip them, or use combine: sum",
         )  # fmt: skip
     try:
-        return math.prod(values[name] ** weights[name] for name in weights)
-    except (ZeroDivisionError, OverflowError) as error:
+        return math.prod(math.pow(values[name], weights[name]) for name in weights)
+    except (ValueError, OverflowError) as error:
         raise RewardError(
             "the product is no number", code="reward.mix", found=str(error), fix="clip the values"
         ) from error

@@ -24,11 +24,12 @@ _NEW |= {"pid": 0x20000000, "net": 0x40000000}
 _BIND, _RECURSIVE, _PRIVATE, _NOSUID, _NODEV, _NOEXEC = 0x1000, 0x4000, 0x40000, 2, 4, 8
 #: Numbers of system calls that are the same on every architecture.
 _MOUNT_SETATTR, _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 442, 444, 445, 446
-#: By architecture: its name in filters, pivot_root, capset, and the system calls that filters refuse: sockets, tracing,
-#: memory of other processes, io_uring, BPF, performance counters, keys, mounts and namespaces.
+#: By architecture: its name in filters, pivot_root, capset, and the system calls that are refused. Beside namespaces:
+#: files in memory (no limit counts them), io_uring, BPF, performance counters, keys and page faults. Without them also:
+#: sockets, tracing, memory and descriptors of other processes, mounts and namespaces.
 _ARCHITECTURES = {
-    "x86_64": (0xC000003E, 155, 126, (41, 101, 310, 311, 425, 321, 298, 248, 249, 250, 165, 272, 308, 323, 438)),
-    "aarch64": (0xC00000B7, 41, 91, (198, 117, 270, 271, 425, 280, 241, 217, 218, 219, 40, 97, 268, 282, 438)),
+    "x86_64": (0xC000003E, 155, 126, (319, 425, 321, 298, 248, 249, 250, 323), (41, 101, 310, 311, 438, 165, 272, 308)),
+    "aarch64": (0xC00000B7, 41, 91, (279, 425, 280, 241, 217, 218, 219, 282), (198, 117, 270, 271, 438, 40, 97, 268)),
 }
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/opt")
@@ -80,15 +81,16 @@ def drop_rights(user: int | None) -> None:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-    _, _, capset, _ = _ARCHITECTURES[platform.machine()]
+    capset = _ARCHITECTURES[platform.machine()][2]
     header, nothing = struct.pack("=Ii", 0x20080522, 0), bytes(24)
     _check(_LIBC.syscall(capset, header, nothing), "capset")
     control("no_new_privileges", 1)
 
 
-def filter_calls() -> None:
-    """Refuse system calls for sockets, tracing and the like (seccomp)."""
-    architecture, _, _, refused = _ARCHITECTURES[platform.machine()]
+def filter_calls(has_namespaces: bool) -> None:
+    """Refuse system calls that no limit counts, and without namespaces those that reach others (seccomp)."""
+    architecture, _, _, always, without = _ARCHITECTURES[platform.machine()]
+    refused = always if has_namespaces else always + without
 
     def step(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
         return struct.pack("=HBBI", code, yes, no, value)

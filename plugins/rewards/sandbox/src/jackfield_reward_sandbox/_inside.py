@@ -12,6 +12,7 @@ import json
 import os
 import selectors
 import shutil
+import signal
 import socket
 import sys
 import time
@@ -36,6 +37,7 @@ def main() -> None:
                 _enter(channel, runner.readable)
             _confinement.control("subreaper", 1)
             _confinement.control("dumpable", 0)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # which the first process of a tree does not get from others
             send(channel, {"ready": True})
         except Exception as error:
             send(channel, {"error": f"{type(error).__name__}: {error}"})
@@ -160,6 +162,7 @@ class Runner:
 
     def _confine(self, streams: tuple[int, int, int], kept: tuple[int, ...], is_trusted: bool) -> None:
         os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         for number, descriptor in enumerate(streams):
             os.dup2(descriptor, number)
         for low, high in zip((2, *sorted(kept)), (*sorted(kept), 65536), strict=True):
@@ -175,7 +178,8 @@ class Runner:
             _confinement.drop_rights(self._inner_user)
         if self._level == "filters":
             _confinement.filter_files(self.readable, [str(self._folder)])
-            _confinement.filter_calls()
+        if self._level in ("filters", "namespaces"):
+            _confinement.filter_calls(has_namespaces=self.has_tree)
         _confinement.control("dumpable", 0 if is_trusted else 1)
 
     def _wait(self, pid: int, pipes: dict[str, int], seconds: float) -> dict[str, Any]:

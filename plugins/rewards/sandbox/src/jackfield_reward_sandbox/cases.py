@@ -89,7 +89,7 @@ def _refuse(what: str, found: str) -> NoReturn:
 
 def _columns(tests: Mapping[str, Any], entry: str) -> list[Case]:
     inputs, outputs = tests.get("inputs"), tests.get("outputs")
-    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+    if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple) or len(inputs) != len(outputs):
         _refuse("inputs and outputs are not two lists of the same length", f"keys {sorted(map(str, tests))}")
     name = tests.get("fn_name")
     rows = [{"input": given, "output": expected} for given, expected in zip(inputs, outputs, strict=True)]
@@ -109,7 +109,7 @@ def _arguments(given: Any) -> list[Any]:
             return [json.loads(line) for line in given.splitlines() if line.strip()]
         except ValueError as error:
             _refuse("arguments are not JSON, one per line", f"{given[:100]!r}: {error}")
-    return given if isinstance(given, list) else [given]
+    return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def _rows(rows: Any, entry: str) -> list[Case]:
@@ -132,7 +132,13 @@ def _row(row: Any, number: int, entry: str) -> Case:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+    return (
+        value
+        if isinstance(value, str)
+        else "\n".join(map(str, value))
+        if isinstance(value, list | tuple)
+        else str(value)
+    )
 
 
 def _parsed(source: str) -> ast.Module:

@@ -111,6 +111,8 @@ class SandboxReward(RewardAgent):
         if code is None:
             return self._result(0.0, False, "the response has no block of code", well_formed=0.0)
         seconds = min(config.task_seconds, _SHARE * request.deadline_seconds)
+        before = field(request.extra_info, config.preamble_field) if config.preamble_field else None
+        code = "\n".join(part for part in (config.preamble, str(before or ""), code) if part)
         task: dict[str, Any] = {"code": code, "cases": [attrs.asdict(case) for case in cases], "level": self.level}
         task["folder"] = self._own_folder()
         task |= {"seconds": seconds, "stop": config.score == "all"}

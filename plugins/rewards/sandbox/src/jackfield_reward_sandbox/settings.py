@@ -29,6 +29,10 @@ class Config:
     fences: tuple[str, ...] | None = option(
         None, "Languages of fenced blocks that count; null: python, py, python3 and none; any with `command`."
     )
+    preamble: str = option("", "Code before that of the response, such as `from typing import *`.")
+    preamble_field: str | None = option(
+        None, "Field of extra_info, as a.b, with further code before it, such as HumanEval's prompt."
+    )
     command: tuple[str, ...] | None = option(
         None, "Interpreter of another language, such as [node], for tests by input and output; null: Python."
     )
@@ -67,6 +71,9 @@ class Config:
             raise _without_effect("fences", "extract: whole", "extract: last or first")
         if self.readable and self.isolation in ("none", "limits"):
             raise _without_effect("readable", f"isolation {self.isolation}", "isolation: filters or namespaces")
+        for name in ("memory_bytes", "disk_bytes", "processes") if self.isolation == "none" else ():
+            if getattr(self, name) != getattr(attrs.fields(Config), name).default:
+                raise _without_effect(name, "isolation none", "isolation: limits, or a stronger one")
         if self.command == ():
             raise ConfigError("command is empty", where="command", expected="a program and its arguments")
 

@@ -145,8 +145,7 @@ class Supervisor:
 
     def __init__(self, **settings: Any) -> None:
         self._settings = settings
-        self._limits = {**settings, "readable": settings["readable"]}
-        _confinement.control("subreaper", 1)
+        self._limits = settings
 
     def run(self, task: dict[str, Any]) -> dict[str, Any]:
         """Run the tests of a response, or find the level of isolation."""
