@@ -206,6 +206,16 @@ def test_groups_without_an_order_do_not_count() -> None:
             "rewards.a.reward_servise",
         ),
         ({"rewards": {"a": {"reward": "rules"}}, "host": "0.0.0.0"}, "config.invalid-value", "host"),
+        (
+            {"rewards": {"a": {"reward": "rules", "reward_service": {"on_failure": "stop"}}}},
+            "config.invalid-value",
+            "rewards.a.reward_service.on_failure",
+        ),
+        (
+            {"rewards": {"a": {"reward": "rules", "reward_service": {"keep": False}}}},
+            "config.invalid-value",
+            "rewards.a.reward_service.keep",
+        ),
         ({"rewards": {"a": {"reward": {"name": "nothing"}}}}, "plugin.not-found", None),
         ({"rewards": {"a": {"reward": "rules"}}, "token_env": "NO_SUCH_TOKEN"}, "config.invalid-value", "token_env"),
     ],
