@@ -13,11 +13,11 @@ import pytest
 
 from jackfield.abc.reward import RewardContext, ScoreRequest, ScoreResult
 from jackfield.sdk import structure
-from jackfield.sdk.http import AiohttpClient
 from jackfield_bad_service import FAULTS, BadService, DeadlineOfHanging, bad_service
 from jackfield_fake_judge import completion, says, scores
 from jackfield_reward_judge.reward import JudgeReward
 from jackfield_reward_judge.settings import JudgeRewardConfig
+from jackfield_reward_requests import AiohttpClient
 
 FILE = Path(__file__).with_name("faults.json")
 

@@ -13,7 +13,7 @@ import attrs
 
 from jackfield.abc.reward import HttpAnswer, HttpClient, RewardContext, ScoreResult
 from jackfield.errors import ConfigError, DeadlineExceeded, JackfieldError, RewardError
-from jackfield.sdk.http import AiohttpClient
+from jackfield_reward_requests.client import AiohttpClient
 from jackfield_reward_requests.templates import described
 
 _SECRET = re.compile(r"\$\{([A-Za-z_]\w*)\}")
@@ -171,10 +171,12 @@ class Service:
 
 def failed(error: JackfieldError, tokens: int = 0, seconds: float = 0.0, raw: str | None = None) -> ScoreResult:
     """Return the result of a score that has ended with an error."""
+    is_final = error.is_final if isinstance(error, RequestFailed) else error.code == "reward.template"
     return ScoreResult(
         status="timeout" if isinstance(error, DeadlineExceeded) else "failed",
         error=str(error),
-        is_final=error.is_final if isinstance(error, RequestFailed) else error.code == "reward.template",
+        is_final=is_final,
+        is_unavailable=error.code == "reward.http" and not is_final,
         retry_after=error.retry_after if isinstance(error, RequestFailed) else None,
         tokens=tokens,
         seconds=seconds,
