@@ -134,6 +134,25 @@ async def test_two_runs_have_scores_of_their_own_and_two_requests_of_one_run_sha
     assert agent.asked == [("g/0", 0), ("g/0", 0)]
 
 
+@in_loop
+async def test_a_run_with_one_sample_does_not_wait_for_all_of_another_run(tmp_path: Path) -> None:
+    """Although its batch has a higher number."""
+    agent = Adjusting()
+    async with served(tmp_path, agent, concurrency=1) as address, AsyncExitStack() as stack:
+        many, one = [await stack.enter_async_context(connected(address, run=name)) for name in ("many", "one")]
+        asked = [attrs.evolve(each, priority=1) for each in group(*"abcdefgh")]
+        late = attrs.evolve(asked[0], idempotency_key="late", priority=700)
+        tasks = [asyncio.ensure_future(many.compute_score(each)) for each in asked]
+        while sum((await served_counts(many))["waiting"].values()) < 6:
+            await asyncio.sleep(0)
+        tasks.append(asyncio.ensure_future(one.compute_score(late)))
+        while "one" not in (await served_counts(many))["waiting"]:
+            await asyncio.sleep(0)
+        agent.free.set()
+        await asyncio.gather(*tasks)
+    assert [key for key, _ in agent.asked].index("late") <= 3  # two had begun, and one comes between
+
+
 async def served_counts(run: Any) -> dict[str, Any]:
     """Return what the service says of its work."""
     from jackfield.sdk.rpc import stub

@@ -107,7 +107,7 @@ def try_(file: Path, data: Path, rows: int, field: str | None, as_json: bool) ->
 def rescore(source: Path, file: Path | None, out: Path | None, model: str | None, largest: int, as_json: bool) -> None:
     """Compute the rewards of SOURCE again, and show what changes.
 
-    SOURCE is the folder of a run, its folder rewards or a file of it, or an archive (queue.archive). Without --with,
+    SOURCE is the folder of a run, its folder scores or a file of it, or an archive (queue.archive). Without --with,
     the reward of the run's config.yaml scores again. With --out, the rows with the new scores in further columns are
     written there; SOURCE is not changed.
     """
