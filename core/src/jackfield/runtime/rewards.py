@@ -21,7 +21,6 @@ from jackfield.config import RunConfig
 from jackfield.errors import JackfieldError
 from jackfield.queue import Values
 from jackfield.queue.meta import GroupKey, Written, group_of
-from jackfield.runtime.reward_records import RewardRecords
 from jackfield.runtime.reward_service import RewardService, checked
 from jackfield.runtime.workers import together
 from jackfield.sdk.cells import offsets_of, split
@@ -66,7 +65,7 @@ class RewardWorker:
     _tokenizer: ChatTokenizer  #: of the model
     _clock: Clock
     _config: RunConfig
-    _records: RewardRecords | None = None  #: what is kept of the scores
+    _records: Any = None  #: a ``jackfield_archive.RewardRecords``: what is kept of the scores
     _run: str = ""  #: name of the run in these
     #: scores that :meth:`reward` will use, by key, and their group, by the group's key without its retry
     _scores: dict[str, tuple[str, dict[str, asyncio.Task[_Scored]]]] = attrs.field(factory=dict, init=False)

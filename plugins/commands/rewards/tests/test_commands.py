@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from pyarrow import parquet
 
 from jackfield.cli import main
-from jackfield.runtime.reward_records import RewardRecords
+from jackfield_archive.records import RewardRecords
 from jackfield_rewards.differences import Pair, compared, ranks, table
 
 

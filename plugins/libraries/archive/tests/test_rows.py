@@ -14,8 +14,8 @@ from pyarrow import parquet
 
 from jackfield.abc.reward import ScoreResult
 from jackfield.errors import QueueError, RunError
-from jackfield.runtime.reward_records import COLUMNS, RewardRecords
 from jackfield_archive import ArchiveFile, RecordFile, check_new, open_files, read_samples, write_samples
+from jackfield_archive.records import COLUMNS, RewardRecords
 
 from .test_learning import decode, sample
 

@@ -69,7 +69,7 @@ def _connector() -> Any:
         async def _get(self, key: Any, traces: Any) -> Any:
             idle = self._conns.get(key, ())
             while idle and idle[0][0].should_close:
-                idle.popleft()[0].close()  # type: ignore[union-attr]
+                idle.popleft()[0].close()
             return await super()._get(key, traces)
 
     return Connector

@@ -18,8 +18,8 @@ import pytest
 from pyarrow import parquet
 
 from jackfield.errors import RunError
-from jackfield.runtime import reward_records
-from jackfield.runtime.reward_records import COLUMNS, RewardRecords
+from jackfield_archive import records as reward_records
+from jackfield_archive.records import COLUMNS, RewardRecords
 
 
 def row(number: int, **values: Any) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def test_files_have_the_given_number_of_rows(tmp_path: Path, monkeypatch: pytest
 _CHILD = """
 import sys
 from pathlib import Path
-from jackfield.runtime.reward_records import RewardRecords
+from jackfield_archive.records import RewardRecords
 records = RewardRecords(Path(sys.argv[1]), "worker-0")
 for number in range(100):
     records.add([{"key": str(number)}])
