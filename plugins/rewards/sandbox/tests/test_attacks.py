@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import socket
 import textwrap
 from collections.abc import Callable
@@ -139,6 +140,20 @@ _LEAVES = {
     "files": "import os\nos.makedirs('a/b/c')\nos.chmod('a/b', 0)\nos.chmod('a', 0)\nprint('x')",
     "a link": "import os\nos.symlink('/usr', 'usr')\nprint('x')",
 }
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers are those of x86-64")
+def test_system_calls_that_are_refused(run: Run, isolated: dict[str, Any], level: str) -> None:
+    """With EPERM, also by their numbers of another interface of the same kernel (x32)."""
+    code = (
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nfor number in map(int, input().split()):\n"
+        "    print(number, libc.syscall(number, 0, 0, 0, 0, 0) < 0 and ctypes.get_errno())"
+    )
+    refused = [319, 425, 250, 248, 323, (1 << 30) + 39, *([41, 438, 308] if level == "filters" else [])]
+    expected = "\n".join(["39 False", *(f"{number} 1" for number in refused)])
+    numbers = " ".join(map(str, [39, *refused]))
+    [found] = run([(code, {"inputs": [numbers], "outputs": [expected]})], **isolated)
+    assert float(level != "limits") == found.score, found.explanation
 
 
 def test_nothing_is_left(run: Run, isolated: dict[str, Any]) -> None:

@@ -97,7 +97,13 @@ def filter_calls(has_namespaces: bool) -> None:
 
     load, equal, above, give = 0x20, 0x15, 0x35, 0x06
     allow, refuse = step(give, 0x7FFF0000), step(give, 0x00050000 | 1)  # EPERM
-    steps = [step(load, 4), step(equal, architecture, 1), refuse, step(load, 0), step(above, 0x40000000, len(refused))]
+    steps = [
+        step(load, 4),
+        step(equal, architecture, 1),
+        refuse,
+        step(load, 0),
+        step(above, 0x40000000, len(refused) + 1),
+    ]
     steps += [step(equal, number, len(refused) - place) for place, number in enumerate(refused)]
     steps += [allow, refuse]
     program = ctypes.create_string_buffer(b"".join(steps))
