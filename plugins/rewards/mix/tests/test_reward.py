@@ -16,6 +16,7 @@ from jackfield.sdk import structure
 from jackfield_reward_mix.reward import MixReward
 from jackfield_reward_mix.settings import Config
 from jackfield_testing import in_loop, refused
+from jackfield_virtual_clock import VirtualClock
 
 
 class Given(RewardAgent):
@@ -269,9 +270,9 @@ def test_what_the_host_is_told() -> None:
     assert one.version == mix({"a": part(), "b": part()}).version
     assert one.version != mix({"a": part(), "b": part(version="2")}).version
     assert mix({"a": part(), "b": part(version=None)}).version is None
-    assert (None, 3) == (one.concurrency, mix({"a": part(concurrency=5), "b": part(concurrency=3)}).concurrency)
     turning = mix({"a": part(), "b": {**part(), "name": "turning"}})
-    assert (False, False, True, True) == (one.takes_turns, one.generates, turning.takes_turns, turning.generates)
+    assert (False, False, True) == (one.takes_turns, one.generates, one.keeps_deadlines)
+    assert (True, True, False) == (turning.takes_turns, turning.generates, turning.keeps_deadlines)
 
 
 @in_loop
@@ -305,6 +306,29 @@ async def test_parts_work_at_the_same_time_and_end_with_the_call() -> None:
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
     assert ["ended", "ended"] == ended
+
+
+def test_a_deadline_begins_when_a_part_has_room() -> None:
+    """Three samples of 3 s, one after another, within deadlines of 5 s; what takes longer is a timeout."""
+    clock = VirtualClock()
+
+    class Slow(Given):
+        async def compute_score(self, request: ScoreRequest) -> ScoreResult:
+            await clock.sleep(self.config["seconds"])
+            return ScoreResult(score=1.0)
+
+    async def main() -> list[ScoreResult]:
+        parts = {"a": {"name": "slow", "seconds": 3.0, "concurrency": 1}, "b": {"name": "slow", "seconds": 1.0}}
+        context = RewardContext(clock=clock, agent=lambda name, settings: Slow(settings, RewardContext()))
+        agent = MixReward(structure(Config, {"parts": parts, "weights": {"a": 1, "b": 1}}), context)
+        requests = [ask("x", deadline_seconds=seconds) for seconds in (5.0, 5.0, 2.0, 5.0)]
+        return list(await asyncio.gather(*map(agent.compute_score, requests)))
+
+    *found, late, last = clock.run(main())
+    assert [2.0] * 3 == [each.score for each in (*found, last)]
+    assert "timeout" == late.status
+    assert "the part a" in str(late.error)
+    assert 11.0 == clock.time()
 
 
 @in_loop

@@ -167,6 +167,31 @@ async def test_the_event_loop_goes_on_while_the_model_computes(folder: Path) -> 
 
 
 @in_loop
+async def test_what_waits_at_the_end_is_cancelled(folder: Path) -> None:
+    """Both what is in the batch that is computed, and what waits for the next one."""
+    agent, entered, may_end = agent_of(folder, batch_tokens=1), threading.Event(), threading.Event()
+    await agent.start()
+    model = agent._model
+    assert model is not None
+
+    def waiting(batch: Sequence[Sequence[int]]) -> list[float]:
+        entered.set()
+        may_end.wait()
+        return [0.0] * len(batch)
+
+    model.score = waiting  # type: ignore[method-assign]
+    calls = [asyncio.create_task(agent.compute_score(ask(text))) for text in ("good", "bad")]
+    while not entered.is_set():
+        await asyncio.sleep(0)
+    closing = asyncio.create_task(agent.close())
+    may_end.set()
+    await closing
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(each, asyncio.CancelledError) for each in results[:1])
+    assert all(call.done() for call in calls)
+
+
+@in_loop
 async def test_a_conversation_that_breaks_a_batch_fails_alone(folder: Path) -> None:
     agent = agent_of(folder)
     await agent.start()

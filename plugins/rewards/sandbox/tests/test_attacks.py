@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import socket
 import textwrap
 from collections.abc import Callable
@@ -141,6 +142,22 @@ _LEAVES = {
 }
 
 
+def test_system_calls_that_are_refused(run: Run, isolated: dict[str, Any], level: str) -> None:
+    """With EPERM, also by their numbers of another interface of the same kernel (x32)."""
+    code = (
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nfor number in map(int, input().split()):\n"
+        "    print(number, libc.syscall(number, 0, 0, 0, 0, 0) < 0 and ctypes.get_errno())"
+    )
+    refused, own = [425], 172  # io_uring_setup and getpid
+    if platform.machine() == "x86_64":
+        refused, own = [319, 425, 250, 248, 323, (1 << 30) + 39], 39
+        refused += [41, 438, 308] if level == "filters" else []
+    expected = "\n".join([f"{own} False", *(f"{number} 1" for number in refused)])
+    numbers = " ".join(map(str, [own, *refused]))
+    [found] = run([(code, {"inputs": [numbers], "outputs": [expected]})], **isolated)
+    assert float(level != "limits") == found.score, found.explanation
+
+
 def test_nothing_is_left(run: Run, isolated: dict[str, Any]) -> None:
     """The fixture waits for all processes, and looks for files."""
     tests = {"inputs": ["", ""], "outputs": ["x", "x"]}
@@ -155,10 +172,9 @@ def test_a_test_finds_nothing_of_another(run: Run, isolated: dict[str, Any]) -> 
     assert [1.0] == [each.score for each in run([(code, tests)], **isolated)]
 
 
+@pytest.mark.needs("other users")
 def test_without_isolation_the_attempts_reach_everything(run: Run, shared_folder: str) -> None:
     """So that a level that forbids one of them is tested by it."""
-    if os.geteuid():
-        pytest.skip("only an administrator may write to /usr")
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as local:
         samples = _samples(server, local, shared_folder)
         del samples["files of the system"]

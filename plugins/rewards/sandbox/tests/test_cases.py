@@ -32,6 +32,9 @@ _PYTHON = ("", "python")
         ("```Python title=a\nx\n```", "last", "x\n"),
         ("```python\nprint('```')\n```", "last", "print('```')\n"),
         ("```python\n```", "last", ""),
+        ("```python\nx\n```python\ny\n```", "last", "y\n"),
+        ("```python\nx\n````\n```", "last", "x\n````\n"),
+        ("```x\n" * 50_000, "last", None),
     ],
 )
 def test_code_is_found_in_a_response(text: str, which: str, expected: str | None) -> None:

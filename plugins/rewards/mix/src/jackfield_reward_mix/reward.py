@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any, TypeVar
 
 import attrs
 
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
-from jackfield.errors import RewardError
+from jackfield.errors import DeadlineExceeded, JackfieldError, RewardError
 from jackfield_reward_mix.combining import clipped, combined, normalised
 from jackfield_reward_mix.settings import Config
 
+_T = TypeVar("_T")
+
+_UNAVAILABLE = ("reward.http", "reward.unavailable", "rpc.lost")  #: errors of a service, not of a sample
 _FORMAT = 1  #: of scores: another number is another version
 
 
@@ -29,6 +33,7 @@ class MixReward(RewardAgent):
     def __init__(self, config: Config, context: RewardContext) -> None:
         super().__init__(config, context)
         self._made: dict[str, RewardAgent] | None = None
+        self._room: dict[str, AbstractAsyncContextManager[None]] = {}  #: by part: for how many samples there is room
 
     @property
     def _parts(self) -> dict[str, RewardAgent]:
@@ -36,6 +41,10 @@ class MixReward(RewardAgent):
             config: Config = self.config
             settings = {name: dict(part) for name, part in config.parts.items()}
             self._made = {name: self.context.agent(part.pop("name"), part) for name, part in settings.items()}
+            room = {name: part.concurrency for name, part in self._made.items()}
+            self._room = {
+                name: nullcontext() if most is None else asyncio.Semaphore(most) for name, most in room.items()
+            }
         return self._made
 
     @property
@@ -47,9 +56,12 @@ class MixReward(RewardAgent):
         return hashlib.sha256(json.dumps([_FORMAT, versions], sort_keys=True).encode()).hexdigest()[:16]
 
     @property
-    def concurrency(self) -> int | None:
-        """Return the least number of samples that a part scores at a time."""
-        return min((part.concurrency for part in self._parts.values() if part.concurrency is not None), default=None)
+    def keeps_deadlines(self) -> bool:
+        """Return whether each part gets its deadline here, from when it has room for the sample.
+
+        A part whose deadline stands still while it waits for a turn is left to the host, unless it keeps it itself.
+        """
+        return not any(part.takes_turns and not part.keeps_deadlines for part in self._parts.values())
 
     @property
     def takes_turns(self) -> bool:
@@ -76,17 +88,51 @@ class MixReward(RewardAgent):
 
     async def compute_score(self, request: ScoreRequest) -> ScoreResult:
         """Score one sample by all parts; without the normalisation, which needs its group."""
-        names, parts = self._parts.keys(), self._parts.values()
-        results = await asyncio.gather(*(_scored(part, request) for part in parts))
-        return self._assembled(request, dict(zip(names, results, strict=True)))
+        results = await asyncio.gather(*(self._scored(name, request) for name in self._parts))
+        return self._assembled(request, dict(zip(self._parts, results, strict=True)))
 
     async def score_group(self, requests: Sequence[ScoreRequest]) -> Sequence[ScoreResult]:
         """Score a group by all parts, each in its own way, and normalise."""
-        names, parts = self._parts.keys(), self._parts.values()
-        columns = await asyncio.gather(*(_scored_group(part, requests) for part in parts))
-        rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+        columns = await asyncio.gather(*(self._column(name, requests) for name in self._parts))
+        rows = [dict(zip(self._parts, row, strict=True)) for row in zip(*columns, strict=True)]
         scores = [self._assembled(request, row) for request, row in zip(requests, rows, strict=True)]
         return self._normalised(requests, scores)
+
+    async def _column(self, name: str, requests: Sequence[ScoreRequest]) -> Sequence[ScoreResult]:
+        """Return a part's scores of a group."""
+        part = self._parts[name]
+        if not part.compares:
+            found = await asyncio.gather(*(self._scored(name, request) for request in requests))
+            work: Awaitable[Sequence[ScoreResult]] = part.finish_group(requests, found)
+        else:
+            seconds = max((request.deadline_seconds for request in requests), default=0.0)
+            work = self._within(name, part.score_group(requests), seconds)
+        try:
+            scores = await work
+        except Exception as error:
+            return [_raised(error)] * len(requests)
+        if len(scores) != len(requests):
+            failed = ScoreResult(status="failed", error=f"{len(scores)} scores for {len(requests)} samples")
+            return [failed] * len(requests)
+        return scores
+
+    async def _scored(self, name: str, request: ScoreRequest) -> ScoreResult:
+        try:
+            work = self._parts[name].compute_score(request)
+            return await self._within(name, work, request.deadline_seconds)
+        except Exception as error:
+            return _raised(error)
+
+    async def _within(self, name: str, work: Coroutine[Any, Any, _T], seconds: float) -> _T:
+        """Wait until a part has room, and then for its work, within a deadline."""
+        part = self._parts[name]
+        try:
+            async with self._room[name]:
+                if part.keeps_deadlines or part.takes_turns:
+                    return await work
+                return await self.context.clock.wait_for(work, seconds, f"the part {name} of the mixture")
+        finally:
+            work.close()  # if it did not begin
 
     async def finish_group(
         self, requests: Sequence[ScoreRequest], scores: Sequence[ScoreResult]
@@ -168,27 +214,11 @@ def _part_of(result: ScoreResult, name: str) -> ScoreResult:
     return ScoreResult(score=values[name], dimensions=own, metrics=own)
 
 
-async def _scored(part: RewardAgent, request: ScoreRequest) -> ScoreResult:
-    try:
-        return await part.compute_score(request)
-    except Exception as error:
-        return _raised(error)
-
-
-async def _scored_group(part: RewardAgent, requests: Sequence[ScoreRequest]) -> Sequence[ScoreResult]:
-    try:
-        found = await part.score_group(requests)
-    except Exception as error:
-        return [_raised(error)] * len(requests)
-    if len(found) != len(requests):
-        return [ScoreResult(status="failed", error=f"{len(found)} scores for {len(requests)} samples")] * len(requests)
-    return found
-
-
 def _raised(error: Exception) -> ScoreResult:
-    return ScoreResult(
-        status="timeout" if isinstance(error, TimeoutError) else "failed", error=f"{type(error).__name__}: {error}"
-    )
+    is_late = isinstance(error, TimeoutError | DeadlineExceeded)
+    text = str(error) if isinstance(error, JackfieldError) else f"{type(error).__name__}: {error}"
+    is_unavailable = isinstance(error, JackfieldError) and error.code in _UNAVAILABLE
+    return ScoreResult(status="timeout" if is_late else "failed", error=text, is_unavailable=is_unavailable)
 
 
 def _numbers(part: ScoreResult) -> dict[str, float]:

@@ -30,13 +30,15 @@ class _Waiting:
 class ModelReward(RewardAgent):
     """A reward that is the output of a model with a scalar head for the whole conversation.
 
-    Conversations that wait at the same time are batched. The model runs in a thread of its own.
+    Conversations that wait at the same time are batched. The model and its tokenizer run
+    in threads of their own.
     """
 
     def __init__(self, config: Config, context: RewardContext) -> None:
         super().__init__(config, context)
         self._model: RewardModel | None = None
-        self._thread: ThreadPoolExecutor | None = None
+        #: for the model and for its tokenizer, so that one works while the other does
+        self._threads: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None
         self._batching: asyncio.Task[None] | None = None
         self._waiting: list[_Waiting] = []
         self._news, self._is_full = asyncio.Event(), asyncio.Event()
@@ -48,10 +50,11 @@ class ModelReward(RewardAgent):
 
     async def start(self) -> None:
         """Load the model; ``reward.model`` if it has no scalar head, no chat template or no token for padding."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")
+        if self._threads is None:
+            first, second = (ThreadPoolExecutor(1, thread_name_prefix=f"reward-{each}") for each in ("model", "tokens"))
+            self._threads = first, second
         if self._model is None:
-            self._model = await self._in_thread(_load, self.config)
+            self._model = await self._in_thread(0, _load, self.config)
         if self._batching is None:
             self._batching = asyncio.create_task(self._batches(), name="batches of the reward model")
 
@@ -60,12 +63,12 @@ class ModelReward(RewardAgent):
         if self._batching is not None:
             self._batching.cancel()
             await asyncio.gather(self._batching, return_exceptions=True)
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+        for thread in self._threads or ():
+            await asyncio.to_thread(thread.shutdown, cancel_futures=True)
         for waiting in self._waiting:
             waiting.score.cancel()
         self._waiting = []
-        self._model = self._thread = self._batching = None
+        self._model = self._threads = self._batching = None
 
     async def compute_score(self, request: ScoreRequest) -> ScoreResult:
         """Score one conversation."""
@@ -73,7 +76,7 @@ class ModelReward(RewardAgent):
             await self.start()
         assert self._model is not None
         try:
-            tokens, is_cut = await self._in_thread(self._model.encode, self._conversation(request))
+            tokens, is_cut = await self._in_thread(1, self._model.encode, self._conversation(request))
         except RewardError as error:
             return ScoreResult(status="failed", error=str(error), is_final=True)
         waiting = _Waiting(tokens, asyncio.get_running_loop().create_future())
@@ -94,8 +97,9 @@ class ModelReward(RewardAgent):
             prompt = [{"role": "user", "content": request.prompt_str}]
         return [*prompt, {"role": "assistant", "content": text}]
 
-    async def _in_thread(self, function: Any, *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+    async def _in_thread(self, number: int, function: Any, *arguments: Any) -> Any:
+        assert self._threads is not None
+        return await asyncio.get_running_loop().run_in_executor(self._threads[number], function, *arguments)
 
     def _padded(self, count: int) -> int:
         """Return the tokens of a batch of the first conversations that wait, with padding."""
@@ -132,7 +136,11 @@ class ModelReward(RewardAgent):
         assert self._model is not None
         began = self.context.clock.time()
         try:
-            scores = await self._in_thread(self._model.score, [each.tokens for each in batch])
+            scores = await self._in_thread(0, self._model.score, [each.tokens for each in batch])
+        except asyncio.CancelledError:  # at the end
+            for each in batch:
+                each.score.cancel()
+            raise
         except Exception as error:
             if len(batch) > 1:  # one of them, or their number, is too much
                 for each in batch:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import platform
 import resource
 import signal
 import struct
@@ -81,7 +80,7 @@ def drop_rights(user: int | None) -> None:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-    capset = _ARCHITECTURES[platform.machine()][2]
+    capset = _ARCHITECTURES[os.uname().machine][2]
     header, nothing = struct.pack("=Ii", 0x20080522, 0), bytes(24)
     _check(_LIBC.syscall(capset, header, nothing), "capset")
     control("no_new_privileges", 1)
@@ -89,7 +88,7 @@ def drop_rights(user: int | None) -> None:
 
 def filter_calls(has_namespaces: bool) -> None:
     """Refuse system calls that no limit counts, and without namespaces those that reach others (seccomp)."""
-    architecture, _, _, always, without = _ARCHITECTURES[platform.machine()]
+    architecture, _, _, always, without = _ARCHITECTURES[os.uname().machine]
     refused = always if has_namespaces else always + without
 
     def step(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
@@ -97,7 +96,13 @@ def filter_calls(has_namespaces: bool) -> None:
 
     load, equal, above, give = 0x20, 0x15, 0x35, 0x06
     allow, refuse = step(give, 0x7FFF0000), step(give, 0x00050000 | 1)  # EPERM
-    steps = [step(load, 4), step(equal, architecture, 1), refuse, step(load, 0), step(above, 0x40000000, len(refused))]
+    steps = [
+        step(load, 4),
+        step(equal, architecture, 1),
+        refuse,
+        step(load, 0),
+        step(above, 0x40000000, len(refused) + 1),
+    ]
     steps += [step(equal, number, len(refused) - place) for place, number in enumerate(refused)]
     steps += [allow, refuse]
     program = ctypes.create_string_buffer(b"".join(steps))
@@ -171,7 +176,7 @@ def new_root(readable: Sequence[str]) -> None:
     with contextlib.suppress(OSError):  # a container hides parts of /proc, and the kernel then refuses a new one
         _mount("proc", f"{base}/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
     os.chdir(base)
-    pivot_root = _ARCHITECTURES[platform.machine()][1]
+    pivot_root = _ARCHITECTURES[os.uname().machine][1]
     _check(_LIBC.syscall(pivot_root, b".", b"."), "pivot_root")
     _check(_LIBC.umount2(b".", 2), "umount of the old root")
     os.chdir("/")

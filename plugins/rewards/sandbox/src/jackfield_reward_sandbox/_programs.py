@@ -18,12 +18,14 @@ import sys
 import threading
 import traceback
 import types
-import unittest
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jackfield_reward_sandbox._values import CannotSend, decode, encode
 from jackfield_reward_sandbox._wire import receive, send
+
+if TYPE_CHECKING:
+    import unittest
 
 _MODULES = ("solution", "main", "candidate")  #: names by which tests may import the code
 _SPECIAL: dict[str, Callable[..., Any]] = {
@@ -293,6 +295,8 @@ def _run_test(test: dict[str, Any], code: _Code) -> None:
 
 
 def _run_case(case: unittest.TestCase) -> None:
+    import unittest  # here, because it takes as long as the rest
+
     result = unittest.TestResult()
     case.run(result)
     for _, text in (*result.failures, *result.errors):

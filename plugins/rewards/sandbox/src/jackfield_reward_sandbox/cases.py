@@ -5,15 +5,14 @@ from __future__ import annotations
 import ast
 import json
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 import attrs
 
 from jackfield.errors import RewardError
 
-_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
+_FENCE = "```"
 
 
 @attrs.frozen(kw_only=True)
@@ -33,8 +32,23 @@ def extract(text: str, which: str, fences: Sequence[str] | None) -> str | None:
     """Return the code of a response; None if it has no fenced block."""
     if which == "whole":
         return text
-    found = [code for name, code in _FENCE.findall(text) if fences is None or name.lower() in fences]
+    found = [code for name, code in _blocks(text) if fences is None or name in fences]
     return found[-1 if which == "last" else 0] if found else None
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the language and the code of each fenced block that is closed."""
+    name: str | None = None
+    lines: list[str] = []
+    for line in text.split("\n"):
+        mark = line.strip()
+        if mark == _FENCE and name is not None:
+            yield name, "".join(each + "\n" for each in lines)
+            name = None
+        elif mark.startswith(_FENCE) and "`" not in mark[len(_FENCE) :]:
+            name, lines = (mark[len(_FENCE) :].split() or [""])[0].lower(), []
+        else:
+            lines.append(line)
 
 
 def field(values: Mapping[str, Any], path: str) -> Any:

@@ -17,7 +17,7 @@ import attrs
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
 from jackfield.errors import RewardError
 from jackfield_reward_sandbox._inside import remove_tree
-from jackfield_reward_sandbox.cases import Case, extract, field, read_cases
+from jackfield_reward_sandbox.cases import extract, field
 from jackfield_reward_sandbox.settings import LEVELS, Config
 from jackfield_user_code import UserCodePool, WorkerLimits
 
@@ -103,37 +103,29 @@ class SandboxReward(RewardAgent):
         if self.level is None:
             await self.start()
         config: Config = self.config
-        try:
-            cases = self._cases(request)
-        except RewardError as error:
-            return ScoreResult(status="failed", error=str(error), is_final=True)
+        tests = request.ground_truth if config.tests_field is None else field(request.extra_info, config.tests_field)
+        entry = str(field(request.extra_info, config.entry_point_field) or "")
         code = extract(request.model_text, config.extract, config.counted_fences)
-        if code is None:
-            return self._result(0.0, False, "the response has no block of code", well_formed=0.0)
         seconds = min(config.task_seconds, _SHARE * request.deadline_seconds)
         before = field(request.extra_info, config.preamble_field) if config.preamble_field else None
-        code = "\n".join(part for part in (config.preamble, str(before or ""), code) if part)
-        task: dict[str, Any] = {"code": code, "cases": [attrs.asdict(case) for case in cases], "level": self.level}
+        if code is not None:
+            code = "\n".join(part for part in (config.preamble, str(before or ""), code) if part)
+        task: dict[str, Any] = {"code": code, "tests": tests, "entry": entry, "level": self.level}
         task["folder"] = self._own_folder()
         task |= {"seconds": seconds, "stop": config.score == "all"}
         name = f"sample {request.idempotency_key}"
         result = await self._pool.call({"task": task}, request.deadline_seconds, name=name)
         if result.status != "ok":
             return ScoreResult(status="timeout" if result.status == "timeout" else "failed", error=result.error)
-        return self._judged(result.value, len(cases))
+        return self._judged(result.value)
 
-    def _cases(self, request: ScoreRequest) -> list[Case]:
+    def _judged(self, found: dict[str, Any]) -> ScoreResult:
         config: Config = self.config
-        tests = request.ground_truth if config.tests_field is None else field(request.extra_info, config.tests_field)
-        cases = read_cases(tests, str(field(request.extra_info, config.entry_point_field) or ""))
-        if config.command and any(case.kind != "stdin" for case in cases):
-            why = "tests of functions need Python"
-            raise RewardError(why, code="reward.tests", where="command", found=config.command)
-        return cases
-
-    def _judged(self, found: dict[str, Any], tests: int) -> ScoreResult:
-        config: Config = self.config
-        outcomes = found["outcomes"]
+        if "refused" in found:
+            return ScoreResult(status="failed", error=found["refused"], is_final=True)
+        if found["outcomes"] is None:
+            return self._result(0.0, False, "the response has no block of code", well_formed=0.0)
+        outcomes, tests = found["outcomes"], found["tests"]
         for outcome in outcomes:
             if outcome["broken"]:
                 error = f"[reward.tests] the test {outcome['name']} cannot be run: {outcome['reason']}"

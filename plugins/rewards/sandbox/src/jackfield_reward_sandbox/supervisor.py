@@ -25,7 +25,7 @@ from jackfield_reward_sandbox import _confinement
 from jackfield_reward_sandbox._inside import remove_tree
 from jackfield_reward_sandbox._values import decode
 from jackfield_reward_sandbox._wire import receive, send
-from jackfield_reward_sandbox.cases import Case, same_texts, same_values
+from jackfield_reward_sandbox.cases import Case, read_cases, same_texts, same_values
 from jackfield_reward_sandbox.settings import LEVELS
 
 _START = (
@@ -151,7 +151,12 @@ class Supervisor:
         """Run the tests of a response, or find the level of isolation."""
         if "probe" in task:
             return probe(task["probe"], self._limits, task["folder"])
-        cases = [Case(**each) for each in task["cases"]]
+        try:
+            cases = self._cases(task)
+        except RewardError as error:
+            return {"refused": str(error)}
+        if task["code"] is None:
+            return {"outcomes": None}
         end = time.monotonic() + task["seconds"]
         outcomes: list[Outcome] = []
         compiled, reason, late = True, "", False
@@ -167,7 +172,14 @@ class Supervisor:
                 if outcomes[-1].broken or (task["stop"] and not outcomes[-1].passed):
                     break
         found = [attrs.asdict(outcome) for outcome in outcomes]
-        return {"compiled": compiled, "reason": reason, "outcomes": found, "late": late}
+        return {"compiled": compiled, "reason": reason, "outcomes": found, "late": late, "tests": len(cases)}
+
+    def _cases(self, task: Mapping[str, Any]) -> list[Case]:
+        cases = read_cases(task["tests"], task["entry"])
+        if self._settings["command"] and any(case.kind != "stdin" for case in cases):
+            why, found = "tests of functions need Python", self._settings["command"]
+            raise RewardError(why, code="reward.tests", where="command", found=found)
+        return cases
 
     @contextlib.contextmanager
     def _boxes(self, level: str, folder: str) -> Iterator[_Boxes]:
