@@ -79,7 +79,7 @@ class Limits:
 
     @property
     def waiting(self) -> int:
-        """The number of calls that wait for their turn."""
+        """Return the number of calls that wait for their turn."""
         return len(self._waiting)
 
     def count(self, name: str, number: float = 1.0) -> None:
@@ -190,7 +190,7 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether calls are held back."""
+        """Return whether calls are held back."""
         return self._since is not None
 
     async def enter(self) -> bool:

@@ -57,22 +57,22 @@ class RewardService(RewardAgent):
 
     @property
     def compares(self) -> bool:
-        """Whether the agent compares groups."""
+        """Return whether the agent compares groups."""
         return self.agent.compares
 
     @property
     def version(self) -> str | None:
-        """The agent's version."""
+        """Return the agent's version."""
         return self.agent.version
 
     @property
     def generates(self) -> bool:
-        """Whether the agent generates with the run's replicas."""
+        """Return whether the agent generates with the run's replicas."""
         return self.agent.generates
 
     @property
     def keeps_deadlines(self) -> bool:
-        """It counts execution alone."""
+        """Return true: it counts execution alone."""
         return True
 
     def _bound(self) -> None:
