@@ -117,7 +117,7 @@ class RewardService(RewardAgent):
     async def finish_group(
         self, requests: Sequence[ScoreRequest], scores: Sequence[ScoreResult]
     ) -> Sequence[ScoreResult]:
-        """Have the agent adjust the scores of a group, without a turn; an error fails all of it."""
+        """Have the agent adjust the scores of a group, in a turn if its own are few; an error fails all of it."""
         kind = type(self.agent)
         own = (kind.finish_group, kind.post_process_scores)
         if not requests or own == (RewardAgent.finish_group, RewardAgent.post_process_scores):
@@ -126,8 +126,10 @@ class RewardService(RewardAgent):
         async def call(asked: Sequence[ScoreRequest]) -> Results:
             return list(await self.agent.finish_group(asked, scores))
 
-        order = (requests[0].priority, requests[0].group_id)
-        return await self._called(requests, call, Call(order, CALL.get()))
+        mine = Call((requests[0].priority, requests[0].group_id), CALL.get())
+        few = self.agent.concurrency is not None and not self.agent.takes_turns
+        async with self.limits.turn(mine) if few else nullcontext():
+            return await self._called(requests, call, mine)
 
     async def _known(self, requests: tuple[ScoreRequest, ...], call: _Function) -> Results:
         """Return the results that the cache has, or that an equal call in flight gets, or call the agent."""
