@@ -214,6 +214,18 @@ def test_calls_of_a_process_that_dies_for_an_unknown_reason_are_made_again_once(
     asyncio.run(main())
 
 
+def test_large_arguments_and_results_pass(file: Path) -> None:
+    """Larger than the buffers of a socket, behind and before others."""
+
+    async def main() -> None:
+        async with pool(file, "act") as many:
+            values = [0, "x" * 3_000_000, 1, "y" * 3_000_000, 2]
+            results = await asyncio.gather(*(many.call({"deed": "answer", "value": each}, 60) for each in values))
+            assert [("ok", each) for each in values] == statuses(results)
+
+    asyncio.run(main())
+
+
 def test_a_fork_in_a_coroutine_answers_nothing(file: Path) -> None:
     async def main() -> None:
         async with pool(file, "act") as many:
