@@ -79,6 +79,8 @@ class ModelReward(RewardAgent):
             tokens, is_cut = await self._in_thread(1, self._model.encode, self._conversation(request))
         except RewardError as error:
             return ScoreResult(status="failed", error=str(error), is_final=True)
+        if self._batching is None:  # it was closed meanwhile
+            return ScoreResult(status="failed", error="the reward model was closed")
         waiting = _Waiting(tokens, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         self._news.set()
