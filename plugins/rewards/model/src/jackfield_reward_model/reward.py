@@ -79,10 +79,12 @@ class ModelReward(RewardAgent):
             tokens, is_cut = await self._in_thread(1, self._model.encode, self._conversation(request))
         except RewardError as error:
             return ScoreResult(status="failed", error=str(error), is_final=True)
+        if self._batching is None:  # it was closed meanwhile
+            return ScoreResult(status="failed", error="the reward model was closed")
         waiting = _Waiting(tokens, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         self._news.set()
-        if self._padded(len(self._waiting)) > self.config.batch_tokens:
+        if not self._is_full.is_set() and self._fitting() < len(self._waiting):
             self._is_full.set()
         score, seconds = await waiting.score
         metrics = {"truncated": float(is_cut), "tokens": float(len(tokens))}
@@ -101,9 +103,14 @@ class ModelReward(RewardAgent):
         assert self._threads is not None
         return await asyncio.get_running_loop().run_in_executor(self._threads[number], function, *arguments)
 
-    def _padded(self, count: int) -> int:
-        """Return the tokens of a batch of the first conversations that wait, with padding."""
-        return count * max((len(each.tokens) for each in self._waiting[:count]), default=0)
+    def _fitting(self) -> int:
+        """Return how many of the conversations that wait fit into a batch, with padding; at least one."""
+        longest = 0
+        for count, each in enumerate(self._waiting):
+            longest = max(longest, len(each.tokens))
+            if count and longest * (count + 1) > self.config.batch_tokens:
+                return count
+        return len(self._waiting)
 
     async def _batches(self) -> None:
         """Score what waits, batch after batch, until it is cancelled."""
@@ -111,7 +118,7 @@ class ModelReward(RewardAgent):
         while True:
             await self._news.wait()
             self._is_full.clear()
-            if config.batch_seconds and self._padded(len(self._waiting)) <= config.batch_tokens:
+            if config.batch_seconds and self._fitting() == len(self._waiting):
                 await self._until_full(config.batch_seconds)
             batch = self._next_batch()
             if not self._waiting:
@@ -126,9 +133,7 @@ class ModelReward(RewardAgent):
     def _next_batch(self) -> list[_Waiting]:
         """Take the conversations of the next batch, in the order of their arrival; the cancelled ones are dropped."""
         self._waiting = [each for each in self._waiting if not each.score.done()]
-        count = min(len(self._waiting), 1)
-        while count < len(self._waiting) and self._padded(count + 1) <= self.config.batch_tokens:
-            count += 1
+        count = self._fitting()
         batch, self._waiting = self._waiting[:count], self._waiting[count:]
         return batch
 
