@@ -321,7 +321,7 @@ class UserCodePool:
         return process.cancel(number)
 
     async def _leave(self, process: Forked, number: int, answering: asyncio.Future[Any]) -> None:
-        """End a call that nobody waits for. A process that is busy with it is killed, unless it ends in a moment."""
+        """End an abandoned call. A process that is busy with it is killed, unless it ends in a moment."""
         if self._is_async:
             self._cancelled(process, number)
             return
