@@ -61,6 +61,15 @@ def many_children():
 def pid():
     return os.getpid()
 
+def spawn():
+    import concurrent.futures, math, multiprocessing
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
+        return list(processes.map(math.sqrt, [4, 9]))
+
+def descriptors():
+    there = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd") if int(each) > 2]
+    return [os.readlink(each) for each in there if os.path.lexists(each)]
+
 def hang_once(note):
     try:
         os.close(os.open(note, os.O_CREAT | os.O_EXCL))
@@ -209,5 +218,27 @@ def test_a_frozen_worker_is_killed_and_its_call_is_made_again(file: Path, tmp_pa
         async with pool(file, "hang_once", limits=WorkerLimits(heartbeat_seconds=0.2)) as workers:
             assert "failed" == (await workers.call({}, 30)).status
             assert "again" == (await workers.call({"note": str(tmp_path / "note")}, 30)).value
+
+    asyncio.run(main())
+
+
+def test_a_worker_may_use_processes_of_its_own(file: Path) -> None:
+    async def main() -> None:
+        async with pool(file, "spawn") as workers:
+            result = await workers.call({}, 30)
+            assert [2.0, 3.0] == result.value, result.error
+
+    asyncio.run(main())
+
+
+def test_a_worker_has_only_its_own_socket(file: Path, tmp_path: Path) -> None:
+    """And neither the pipes nor the logs of others."""
+
+    async def main() -> None:
+        async with pool(file, "descriptors", workers=3, logs=str(tmp_path / "log")) as workers:
+            results = await asyncio.gather(*(workers.call({}, 30) for _ in range(3)))
+            for each in results:
+                [only] = each.value
+                assert only.startswith("socket:")
 
     asyncio.run(main())

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -279,5 +280,27 @@ def test_a_call_costs_little_however_many_are_in_flight(file: Path) -> None:
             gc.collect()
             for count in (200, 5000):
                 assert 2e-4 > min([await per_call(count) for _ in range(3)])
+
+    asyncio.run(main())
+
+
+def test_a_caller_that_was_busy_does_not_take_its_process_for_blocked(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own event loop stood still while the process saw the cancellation."""
+    monkeypatch.setattr("jackfield_user_code.workers._HEED_SECONDS", 0.05)
+
+    async def main() -> None:
+        async with pool(file, "act") as many:
+            [first, _] = (await many.call({"deed": "tell"}, 30)).value
+            call = asyncio.create_task(many.call({"deed": "wait", "value": 1}, 0.05))
+            process = many._slots[0].process
+            assert process is not None
+            while not process.heeded:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)  # the cancellation is sent
+            threading.Event().wait(0.3)
+            assert "timeout" == (await call).status
+            assert [first, [1]] == (await many.call({"deed": "tell"}, 30)).value
 
     asyncio.run(main())

@@ -23,12 +23,16 @@ import warnings
 from contextlib import suppress
 from typing import Any
 
-if __name__ == "__main__":  # the neighbours of this file, without what their package imports
+if __name__ != "jackfield_user_code._child":  # run by its path: import its neighbours without their package
     _package = types.ModuleType("jackfield_user_code")
     _package.__path__ = [os.path.dirname(os.path.abspath(__file__))]
     sys.modules["jackfield_user_code"] = _package
 
 from jackfield_user_code import _frames, _tree, _worker
+
+if __name__ != "jackfield_user_code._child":  # the user's code may import the real package
+    for _name in [name for name in sys.modules if name.partition(".")[0] == "jackfield_user_code"]:
+        del sys.modules[_name]
 
 _READ_BYTES = 1 << 18
 _LOG_BYTES = 4 * 2**20  #: bytes of output per file; the previous file is also kept
@@ -43,8 +47,6 @@ def main() -> None:
     _tree.adopt_orphans()
     for folder in sys.argv[1:-2]:
         sys.pycache_prefix, sys.dont_write_bytecode = folder, False
-    for name in [name for name in sys.modules if name.partition(".")[0] == "jackfield_user_code"]:
-        del sys.modules[name]  # the user's code may import the real one
     control = socket.socket(fileno=descriptor)
     control.set_inheritable(False)
     parent = _Parent(control)
@@ -109,6 +111,10 @@ class Output:
         for _ in range(_LAST_READS):
             if not self.read():
                 break
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Close the descriptors."""
         os.close(self.pipe)
         if self._file >= 0:
             os.close(self._file)
@@ -213,6 +219,7 @@ class _Parent:
             return
         if pid == 0:
             try:
+                os.close(reading)
                 self._become_worker(parent, channel, writing, note)
             finally:
                 os._exit(1)
@@ -230,7 +237,9 @@ class _Parent:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         ours = [self._control.detach(), self._wake, self._waking, *self._sockets]
-        for descriptor in ours + [worker.output.pipe for worker in self._workers.values()]:
+        for worker in self._workers.values():
+            worker.output.let_go()
+        for descriptor in ours:
             os.close(descriptor)
         os.dup2(output, 1)
         os.dup2(output, 2)

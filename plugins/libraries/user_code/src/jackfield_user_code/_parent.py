@@ -145,10 +145,14 @@ class Forked:
         """Return the process id, when it is known."""
         return None if self.process is None else self.process.pid
 
-    def died(self, code: int, output: str, running: int) -> None:
-        """Take the news that it has ended, after its last answers."""
+    def catch_up(self) -> None:
+        """Handle what has arrived."""
         while self._link.read():
             pass
+
+    def died(self, code: int, output: str, running: int) -> None:
+        """Take the news that it has ended, after its last answers."""
+        self.catch_up()
         how = f"ended with exit status {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
         why = self._why if self._why and code == -signal.SIGKILL else how
         self.bury(Death(why, _lines(output), running, wrong=self._wrong, ordered=self._ordered))

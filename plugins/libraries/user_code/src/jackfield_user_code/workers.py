@@ -304,7 +304,9 @@ class UserCodePool:
         try:
             await self._clock.wait_for(asyncio.shield(heeded), _HEED_SECONDS, "the event loop of a process")
         except DeadlineExceeded:
-            await process.kill("was killed: a call blocked its event loop")
+            process.catch_up()  # this event loop may be the one that was blocked
+            if not heeded.done():
+                await process.kill("was killed: a call blocked its event loop")
         return process.gone.result() if process.gone.done() else None
 
     def _cancelled(self, process: Forked, number: int) -> asyncio.Future[None]:
@@ -319,7 +321,7 @@ class UserCodePool:
         return process.cancel(number)
 
     async def _leave(self, process: Forked, number: int, answering: asyncio.Future[Any]) -> None:
-        """End a call that nobody waits for. A process that is busy with it is killed, unless it ends in a moment."""
+        """End an abandoned call. A process that is busy with it is killed, unless it ends in a moment."""
         if self._is_async:
             self._cancelled(process, number)
             return

@@ -26,7 +26,7 @@ FIELDS = (
         "group_size",
         "messages",
     ),
-    *("parts", "response_mask", "turns", "metrics", "tool_calls", "images", "model_text", "tool_text"),
+    *("parts", "response_mask", "turns", "metrics", "tool_calls", "images", "priority", "model_text", "tool_text"),
 )
 TRL = ("prompts", "completions", "completion_ids", "completions_ids")
 #: what ``score_group`` and TRL's columns are made from
