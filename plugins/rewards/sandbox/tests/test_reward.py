@@ -100,7 +100,8 @@ _CASES: dict[str, tuple[str, Any, str, float]] = {
     "objects": (
         "class Stack(list):\n    pass\nclass Node:\n    def __init__(self, x):\n        self.x, self.next = x, None\n"
         "def f(n):\n    return n.next.x",
-        "a, b = Node(1), Node([2])\na.next = b\nassert f(a) == [2] and isinstance(a, Node)\nassert not isinstance(a, Stack) and a.next == b and a != b and a.next.x[0] == 2",
+        "a, b = Node(1), Node([2])\na.next = b\nassert f(a) == [2] and isinstance(a, Node)\n"
+        "assert not isinstance(a, Stack) and a.next == b and a != b and a.next.x[0] == 2",
         "",
         1.0,
     ),

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _MODULES = ("solution", "main", "candidate")  #: names by which tests may import the code
 _SPECIAL: dict[str, Callable[..., Any]] = {
-    "bool": bool, "eq": operator.eq, "getattr": getattr, "getitem": operator.getitem, "isinstance": isinstance, "iter": iter,
-    "len": len, "next": next, "repr": repr, "setattr": setattr, "setitem": operator.setitem, "str": str,
+    "bool": bool, "eq": operator.eq, "getattr": getattr, "getitem": operator.getitem, "isinstance": isinstance,
+    "iter": iter, "len": len, "next": next, "repr": repr, "setattr": setattr, "setitem": operator.setitem, "str": str,
 }  # fmt: skip
 
 
