@@ -44,7 +44,7 @@ def f(x):
     frame = sys._getframe()
     while frame:
         if found := search(repr(frame.f_locals).encode(errors="replace")):
-            return found
+            return found + x - 3
         frame = frame.f_back
     for memory in memories():
         if found := search(memory):
@@ -106,8 +106,9 @@ def test_no_hack_passes(run: Run, levels: list[str], form: str) -> None:
 
 def test_a_test_of_exceptions_is_not_passed_by_leaving(run: Run, levels: list[str]) -> None:
     codes = ["def f(x):\n    raise ValueError", "import os\ndef f(x):\n    os._exit(0)", "def f(x):\n    return 1"]
-    results = run([(code, _RAISES) for code in codes], {"entry_point": "f"}, isolation=levels[-1])
-    assert [1.0, 0.0, 0.0] == [each.score for each in results]
+    for tests in (_RAISES, _RAISES.replace("except Exception", "except BaseException")):
+        results = run([(code, tests) for code in codes], {"entry_point": "f"}, isolation=levels[-1])
+        assert [1.0, 0.0, 0.0] == [each.score for each in results]
 
 
 def test_code_does_not_define_what_tests_mean(run: Run, levels: list[str]) -> None:
