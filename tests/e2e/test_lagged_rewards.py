@@ -80,7 +80,7 @@ def test_a_group_that_waits_holds_nobody_and_survives_a_kill(
     second = jackfield.start(*command)
     person.until(lambda: not second.running, second, held="")
     assert second.wait(60).code == 0
-    kept = [row for file in sorted((run / "rewards").glob("*.parquet")) for row in parquet.read_table(file).to_pylist()]
+    kept = [row for file in sorted((run / "scores").glob("*.parquet")) for row in parquet.read_table(file).to_pylist()]
     assert [] == [row["key"] for row in kept if (row["status"], row["score"]) != ("ok", float(len(row["response"])))]
     assert left <= {row["key"] for row in kept}
     trained = effective_acks(read_ledger(run))["trainer"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sqlite3
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -467,6 +468,23 @@ def test_equal_answers_in_flight_are_scored_once(tmp_path: Path) -> None:
 
     results = clock.run(main())
     assert [1.0] * 7 == [each.score for each in results]
+    assert 2 == len(agent.log.began)
+
+
+def test_a_cache_that_breaks_meanwhile_costs_no_score(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    agent = Versioned(clock, sleeping(clock, 1.0))
+    service = cached(agent, tmp_path)
+
+    async def main() -> list[ScoreResult]:
+        first = await service.compute_score(asks("same"))
+        with sqlite3.connect(tmp_path / "scores.sqlite") as other:
+            other.execute("DROP TABLE scores")
+        second = await service.compute_score(asks("same"))
+        await service.close()
+        return [first, second]
+
+    assert [1.0, 1.0] == [each.score for each in clock.run(main())]
     assert 2 == len(agent.log.began)
 
 

@@ -142,12 +142,12 @@ class ScoreRequest:
 
     @property
     def model_text(self) -> str:
-        """The model's own text, without the output of tools."""
+        """Return the model's own text, without the output of tools."""
         return "".join(part.text for part in self.parts if part.author == "model") if self.parts else self.solution_str
 
     @property
     def tool_text(self) -> str:
-        """The output of tools."""
+        """Return the output of tools."""
         return "".join(part.text for part in self.parts if part.author == "tool")
 
 
@@ -211,12 +211,12 @@ class RewardAgent(ABC):
 
     @property
     def compares(self) -> bool:
-        """Whether groups are scored by :meth:`score_group` alone (since 1.1)."""
+        """Return whether groups are scored by :meth:`score_group` alone (since 1.1)."""
         return type(self).score_group is not RewardAgent.score_group
 
     @property
     def version(self) -> str | None:
-        """What the scores depend on beside requests and settings, such as a digest of code (since 1.1).
+        """Return what scores depend on beside requests and settings, such as a digest of code (since 1.1).
 
         Scores are cached only with a version, and found again only under the same one.
         """
@@ -224,7 +224,7 @@ class RewardAgent(ABC):
 
     @property
     def takes_turns(self) -> bool:
-        """Whether the agent takes ``context.turn`` for each of its requests (since 1.1).
+        """Return whether the agent takes ``context.turn`` for each of its requests (since 1.1).
 
         Otherwise the service takes one for each score.
         """
@@ -232,7 +232,7 @@ class RewardAgent(ABC):
 
     @property
     def generates(self) -> bool:
-        """Whether the agent calls ``context.generate`` with ``policy`` (since 1.1).
+        """Return whether the agent calls ``context.generate`` with ``policy`` (since 1.1).
 
         The run then scores only while its replicas have the devices.
         """
@@ -240,7 +240,7 @@ class RewardAgent(ABC):
 
     @property
     def keeps_deadlines(self) -> bool:
-        """Whether the agent ends a call at ``deadline_seconds`` of execution itself (since 1.1).
+        """Return whether the agent itself ends a call after ``deadline_seconds`` of execution (since 1.1).
 
         Time in a queue of another process does not count. The host then has no deadline of its own.
         """

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import socket
 from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,6 @@ from jackfield.plugins import Registry
 from jackfield.routing import Router
 from jackfield.runtime.reward_limits import Limits, RewardCache
 from jackfield.runtime.reward_service import RewardService
-from jackfield.sdk.http import AiohttpClient
 from jackfield.settings import structure
 
 _PARTS = "reward_service"  #: settings of a reward that another one makes, for a service of its own
@@ -35,7 +36,7 @@ def make_reward(
     The context gets turns, counters and the cache's folder of the service, an HTTP client, and the rewards of this
     process, which a reward makes with their settings and, under ``reward_service``, limits of their own.
     """
-    limits, http = Limits(service, context.clock), AiohttpClient()
+    limits, http = Limits(service, context.clock), http_client()
 
     def agent(name: str, settings: Mapping[str, Any]) -> RewardAgent:
         if (own := settings.get(_PARTS)) is None:
@@ -48,11 +49,17 @@ def make_reward(
         return made
 
     folder = None if service.cache is None else Path(service.cache)
-    shared: Any = {"turn": limits.turn, "count": limits.count, "cache": folder, "http": http, "agent": agent}
-    inner = attrs.evolve(context, **shared)
+    shared: Any = {"turn": limits.turn, "count": limits.count, "cache": folder, "agent": agent}
+    inner = attrs.evolve(context, **shared, **({"http": http} if http is not None else {}))
     made, cache = load(name, settings), None if folder is None else RewardCache(folder)
     options: Any = {"limits": limits, "cache": cache, "seed": context.seed, "http": http}
     return RewardService(made, service, context.clock, identity=[name, dict(settings)], **options)
+
+
+def http_client() -> Any:
+    """Return an HTTP client of the library that rewards with requests depend on; None where it is not installed."""
+    installed = find_spec("jackfield_reward_requests") is not None
+    return import_module("jackfield_reward_requests").AiohttpClient() if installed else None
 
 
 def share_of(service: RewardServiceConfig, workers: int) -> RewardServiceConfig:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
@@ -34,7 +35,6 @@ from jackfield.queue.store import STORE_FILE
 from jackfield.routing import Replica, Router
 from jackfield.runtime.engine import EngineRank
 from jackfield.runtime.process import ROLLOUT, connect_worker, interface_of, open_host, rollout_service, use_process
-from jackfield.runtime.reward_records import RewardRecords
 from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.samples import AdvantageWorker, StepValues
 from jackfield.runtime.workers import AgentWorker, Workers
@@ -284,7 +284,8 @@ class WorkerFactory:
         except BaseException:
             await agent.close()
             raise
-        records = RewardRecords(folder / "scores", f"worker-{number}") if settings.keep else None
+        keeps = settings.keep or (settings.keep is None and find_spec("jackfield_archive") is not None)
+        records = checks.archives().RewardRecords(folder / "scores", f"worker-{number}") if keeps else None
         worker = RewardWorker(values, agent, tokenizer, self.clock, config, records, run)
         stack.push_async_callback(worker.close)
         return worker

@@ -48,4 +48,8 @@ class RewardServiceConfig:
     cache: str | None = option(
         None, "folder of scores that are used again, also by other runs, for the same request, settings and version"
     )
-    keep: bool = option(True, "keep prompts, responses, scores and explanations as Parquet in FOLDER/scores")
+    keep: bool | None = option(
+        None,
+        "keep prompts, responses, scores and explanations as Parquet in FOLDER/scores, with jackfield-archive; "
+        "null: if it is installed",
+    )

@@ -79,7 +79,7 @@ class Limits:
 
     @property
     def waiting(self) -> int:
-        """The number of calls that wait for their turn."""
+        """Return the number of calls that wait for their turn."""
         return len(self._waiting)
 
     def count(self, name: str, number: float = 1.0) -> None:
@@ -127,7 +127,7 @@ class Limits:
             raise
         finally:
             call.wait(now := self.clock.time(), -1)
-            self.count("seconds_waited", now - began)
+            self.count("waits/reward/turns", now - began)
 
     def _delay(self) -> float | None:
         """Return the seconds until a turn may begin; None: not before another one ends."""
@@ -190,7 +190,7 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether calls are held back."""
+        """Return whether calls are held back."""
         return self._since is not None
 
     async def enter(self) -> bool:
@@ -257,19 +257,21 @@ class RewardCache:
             raise RewardError("the cache of scores cannot be opened", **refused) from error
 
     def get(self, keys: Sequence[bytes]) -> list[ScoreResult] | None:
-        """Return the results of these keys, if all are there."""
+        """Return the results of these keys, if all are there and can be read."""
         found = list[ScoreResult]()
         for key in keys:
-            row = self._database.execute("SELECT result FROM scores WHERE key = ?", (key,)).fetchone()
+            row = None
+            with contextlib.suppress(sqlite3.Error):
+                row = self._database.execute("SELECT result FROM scores WHERE key = ?", (key,)).fetchone()
             if row is None:
                 return None
             found.append(attrs.evolve(msgspec.json.decode(row[0], type=ScoreResult), is_cached=True))
         return found
 
     def put(self, results: Iterable[tuple[bytes, ScoreResult]]) -> None:
-        """Keep results; a full disk keeps none."""
+        """Keep results; a full or damaged disk keeps none."""
         rows: list[Any] = [(key, msgspec.json.encode(result)) for key, result in results]
-        with contextlib.suppress(sqlite3.OperationalError):
+        with contextlib.suppress(sqlite3.Error):
             self._database.executemany("INSERT OR REPLACE INTO scores VALUES (?, ?)", rows)
 
     def close(self) -> None:

@@ -46,8 +46,7 @@ class RewardService(RewardAgent):
     ) -> None:
         super().__init__(settings, RewardContext(clock=clock, seed=seed))
         self.agent, self.limits = agent, limits or Limits(settings, clock)
-        most = (settings.concurrency, agent.concurrency if not agent.takes_turns else None)
-        self.limits.most = min((each for each in most if each is not None), default=None)
+        self._bound()
         self._name = f"the reward {type(agent).__name__}"
         self._breaker = Breaker(settings, clock, self._name)
         self._cache, self._identity, self._http = cache, identity, http
@@ -58,27 +57,32 @@ class RewardService(RewardAgent):
 
     @property
     def compares(self) -> bool:
-        """Whether the agent compares groups."""
+        """Return whether the agent compares groups."""
         return self.agent.compares
 
     @property
     def version(self) -> str | None:
-        """The agent's version."""
+        """Return the agent's version."""
         return self.agent.version
 
     @property
     def generates(self) -> bool:
-        """Whether the agent generates with the run's replicas."""
+        """Return whether the agent generates with the run's replicas."""
         return self.agent.generates
 
     @property
     def keeps_deadlines(self) -> bool:
-        """It counts execution alone."""
+        """Return true: it counts execution alone."""
         return True
 
+    def _bound(self) -> None:
+        most = (self.config.concurrency, None if self.agent.takes_turns else self.agent.concurrency)
+        self.limits.most = min((each for each in most if each is not None), default=None)
+
     async def start(self) -> None:
-        """Start the agent."""
+        """Start the agent, which knows then how many calls it handles."""
         await self.agent.start()
+        self._bound()
 
     async def close(self) -> None:
         """Close the agent, the cache and the timers."""
@@ -113,12 +117,19 @@ class RewardService(RewardAgent):
     async def finish_group(
         self, requests: Sequence[ScoreRequest], scores: Sequence[ScoreResult]
     ) -> Sequence[ScoreResult]:
-        """Have the agent adjust the scores of a group; an error fails all of it."""
+        """Have the agent adjust the scores of a group, in a turn if its own are few; an error fails all of it."""
+        kind = type(self.agent)
+        own = (kind.finish_group, kind.post_process_scores)
+        if not requests or own == (RewardAgent.finish_group, RewardAgent.post_process_scores):
+            return scores
 
         async def call(asked: Sequence[ScoreRequest]) -> Results:
             return list(await self.agent.finish_group(asked, scores))
 
-        return await self._attempt(requests, call, Call()) if requests else []
+        mine = Call((requests[0].priority, requests[0].group_id), CALL.get())
+        few = self.agent.concurrency is not None and not self.agent.takes_turns
+        async with self.limits.turn(mine) if few else nullcontext():
+            return await self._called(requests, call, mine)
 
     async def _known(self, requests: tuple[ScoreRequest, ...], call: _Function) -> Results:
         """Return the results that the cache has, or that an equal call in flight gets, or call the agent."""

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -20,7 +21,6 @@ from jackfield.config import RunConfig
 from jackfield.errors import JackfieldError
 from jackfield.queue import Values
 from jackfield.queue.meta import GroupKey, Written, group_of
-from jackfield.runtime.reward_records import RewardRecords
 from jackfield.runtime.reward_service import RewardService, checked
 from jackfield.runtime.workers import together
 from jackfield.sdk.cells import offsets_of, split
@@ -28,6 +28,7 @@ from jackfield.sdk.cells import offsets_of, split
 _Scored: TypeAlias = tuple[ScoreRequest, ScoreResult]
 _Read: TypeAlias = dict[str, tuple[list[int], list[int], list[int], bytes]]  #: prompt, response, mask and task, by key
 _KEPT = ("status", "score", "dimensions", "metrics", "explanation", "raw", "error", "tokens", "seconds")
+_PROGRESS_SECONDS = 10.0  #: between reports that only say that the wait goes on
 _SHARE = 0.02  #: a mini-batch may wait for its last reward, while a device is idle
 REWARD_INPUTS = (
     "prompt_ids",
@@ -49,8 +50,9 @@ class RewardJob:
 class RewardReport:
     """The scores of whole groups. The values are already in the backend."""
 
-    results: dict[str, ScoreResult]  #: by key
+    results: dict[str, ScoreResult]  #: by key; empty: the wait goes on
     written: Written  #: of the samples with a score, in the same order
+    progress: tuple[int, int, int] = (0, 0, 0)  #: of the service: tries that have ended, turns in progress and waiting
 
 
 @attrs.define(eq=False)
@@ -63,7 +65,7 @@ class RewardWorker:
     _tokenizer: ChatTokenizer  #: of the model
     _clock: Clock
     _config: RunConfig
-    _records: RewardRecords | None = None  #: what is kept of the scores
+    _records: Any = None  #: a ``jackfield_archive.RewardRecords``: what is kept of the scores
     _run: str = ""  #: name of the run in these
     #: scores that :meth:`reward` will use, by key, and their group, by the group's key without its retry
     _scores: dict[str, tuple[str, dict[str, asyncio.Task[_Scored]]]] = attrs.field(factory=dict, init=False)
@@ -116,10 +118,10 @@ class RewardWorker:
         else:
             scoring = dict(zip(keys, self._scoring(partition, keys), strict=True))
             work = [(None, self._group(job, [scoring[key] for key in job.keys])) for job in jobs]
-        async for ended in together(work, share=_SHARE, every=self._config.deadlines.reward):
+        async for ended in together(work, share=_SHARE, every=min(self._config.deadlines.reward, _PROGRESS_SECONDS)):
             if not ended and (self._service.ended > ended_before or self._service.agent.keeps_deadlines):
                 ended_before = self._service.ended
-                yield RewardReport(results={}, written=Written())
+                yield RewardReport(results={}, written=Written(), progress=self._progress)
             scored = dict(pair for _, task in ended if not task.cancelled() for pair in task.result().items())
             if scored:
                 yield await self._written(partition, scored)
@@ -130,9 +132,14 @@ class RewardWorker:
         good = {key: result for key, (_, result) in scored.items() if result.status == "ok"}
         written = await self._values.put(partition, list(good), self._columns(list(good.values())))
         if counts := self._service.limits.taken():
-            metrics = {f"reward/{name}": number for name, number in counts.items()}
+            metrics = {name if "/" in name else f"reward/{name}": number for name, number in counts.items()}
             written = msgspec.structs.replace(written, metrics=metrics)
-        return RewardReport(results={key: _told(result) for key, (_, result) in scored.items()}, written=written)
+        results = {key: _told(result) for key, (_, result) in scored.items()}
+        return RewardReport(results=results, written=written, progress=self._progress)
+
+    @property
+    def _progress(self) -> tuple[int, int, int]:
+        return self._service.ended, self._service.limits.in_progress, self._service.limits.waiting
 
     async def _group(self, job: RewardJob, scoring: Sequence[asyncio.Task[_Scored]]) -> dict[str, _Scored]:
         """Wait for the scores of a group, post-process them together, and check them; return them by key."""
@@ -255,14 +262,12 @@ class RewardWorker:
         task = msgspec.json.decode(text)
         fields = {name: task[name] for name in ("data_source", "ground_truth", "extra_info")}
         made: Mapping[str, Any] = task.get("rollout") or {}
-        try:
-            messages = self._config.data.format.task(task["extra_info"], "", "").messages
-        except JackfieldError:  # a sample from elsewhere
-            messages = ()
-        parts = [
-            part for message in messages if isinstance(message.get("content"), list) for part in message["content"]
-        ]
-        images = [part for part in parts if isinstance(part, dict) and "image" in str(part.get("type"))]
+        messages: tuple[Mapping[str, Any], ...] = ()
+        for form in (self._config.data.format, *(each.format for each in self._config.evaluation.sets.values())):
+            with suppress(JackfieldError):  # a sample from elsewhere, or of another set
+                messages = messages or (form.task(task["extra_info"], "", "").messages if form else ())
+        contents = [each["content"] for each in messages if isinstance(each.get("content"), list)]
+        images = [part for parts in contents for part in parts if "image" in str(dict(part).get("type"))]
         fields |= {"messages": messages, "images": tuple(images), "turns": made.get("turns", 1)}
         fields |= {"metrics": made.get("metrics", {}), "tool_calls": tuple(made.get("tool_calls", ()))}
         return task, fields
@@ -279,7 +284,7 @@ class RewardWorker:
                 | {name: getattr(result, name) for name in _KEPT}
                 | {"key": key, "group": asked.group_id, "rollout": int(key.rsplit("/", 2)[1].partition("r")[0])}
                 | {"data_source": asked.data_source, "ground_truth": asked.ground_truth, "cached": result.is_cached}
-                | {"prompt": asked.prompt_str, "response": asked.solution_str}
+                | {"prompt": asked.prompt_str, "response": asked.solution_str, "extra_info": dict(asked.extra_info)}
                 for key, (asked, result) in scored.items()
             ]
         )

@@ -14,7 +14,7 @@ import attrs
 import msgspec
 
 from jackfield.errors import DeadlineExceeded, QueueError, RewardError, WorkerLost, some
-from jackfield.plugins.hooks import SamplesFailed
+from jackfield.plugins.hooks import RewardsPending, SamplesFailed
 from jackfield.queue.meta import BatchMeta, group_of, index_of
 from jackfield.runtime.rewards import REWARD_INPUTS, RewardJob, RewardReport, RewardWorker
 from jackfield.runtime.samples import TRAIN, is_baseline, is_expert, metric_tags
@@ -90,13 +90,15 @@ class RewardPipeline:
     async def _finish(self, worker: RewardWorker, batch: BatchMeta, names: list[str]) -> None:
         """Write the rewards of whole groups."""
         places = batch.by_group()
-        left = dict.fromkeys(names)  # groups that have no reward yet
+        step, left = batch.tags[places[names[0]][0]]["batch"], dict.fromkeys(names)  # groups that have no reward yet
 
         def some_groups(names: Iterable[str]) -> BatchMeta:
             return batch.select(itertools.chain.from_iterable(places[name] for name in names))
 
         async def record(report: RewardReport) -> None:
-            ended = dict.fromkeys(map(group_of, report.results))
+            ended, (scored, running, waiting) = dict.fromkeys(map(group_of, report.results)), report.progress
+            event = RewardsPending(step=step, scored=scored, in_progress=running, waiting=waiting)
+            self.role.hooks.emit(event)
             if not ended or not ended.keys() <= left.keys():
                 return  # a report that has come before, or says that the wait goes on
             await self._record(some_groups(ended), report)
@@ -113,7 +115,7 @@ class RewardPipeline:
                     self.role.clock, reports, seconds, lambda: f"{who} {some([*left])}", record, each=True
                 )
 
-        async with self.role.measure("reward", "reward", batch.tags[places[names[0]][0]]["batch"]):
+        async with self.role.measure("reward", "reward", step):
             try:
                 async for lost, error in in_parts(names, reward, left, "the rewards of groups"):
                     await self.role.queue.fail_samples(dict.fromkeys(some_groups(lost).keys, f"reward failed: {error}"))

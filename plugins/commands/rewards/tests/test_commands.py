@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from pyarrow import parquet
 
 from jackfield.cli import main
-from jackfield.runtime.reward_records import RewardRecords
+from jackfield_archive.records import RewardRecords
 from jackfield_rewards.differences import Pair, compared, ranks, table
 
 
@@ -106,7 +106,7 @@ def run_folder(tmp_path: Path) -> Path:
     file.write_text(_LENGTH)
     reward = {"name": "function", "path": f"{file}:compute_score"}
     (folder / "config.yaml").write_text(yaml.safe_dump({"reward": reward, "deadlines": {"reward": 20.0}}))
-    kept = RewardRecords(folder / "rewards", "worker-0")
+    kept = RewardRecords(folder / "scores", "worker-0")
     for group, source in (("train/0/0", "sums"), ("train/0/1", "words")):
         for number in range(3):
             text = "x" * number if group.endswith("0") else "broken"[: 2 * number + 2]
@@ -141,10 +141,10 @@ def test_another_reward_shows_its_differences_and_writes_new_columns(run_folder:
     """The run's files stay as they are, and files that are there are not overwritten."""
     (tmp_path / "other.py").write_text(_OTHER)
     reward = {"name": "function", "path": f"{tmp_path / 'other.py'}:compute_score"}
-    file, out, kept = tmp_path / "other.yaml", tmp_path / "out", run_folder / "rewards" / "worker-0-00001.parquet"
+    file, out, kept = tmp_path / "other.yaml", tmp_path / "out", run_folder / "scores" / "worker-0-00001.parquet"
     file.write_text(yaml.safe_dump({"reward": reward, "reward_service": {"retries": 0}}))
     before = kept.read_bytes()
-    for number, source in enumerate((run_folder, run_folder / "rewards", kept)):
+    for number, source in enumerate((run_folder, run_folder / "scores", kept)):
         changes = found("rescore", source, "--with", file, "--out", out / str(number), "--largest", 1)
         assert (changes["all"]["samples"], changes["all"]["compared"], changes["all"]["no_longer_scored"]) == (6, 5, 1)
         sums, words = changes["data_sources"]["sums"], changes["data_sources"]["words"]
@@ -174,7 +174,7 @@ def test_a_source_without_rewards_is_refused(run_folder: Path, tmp_path: Path) -
     """An empty folder, a run that has kept nothing, and files for which no reward is known."""
     (tmp_path / "empty").mkdir()
     assert found("rescore", tmp_path / "empty")["error"]["code"] == "queue.invalid"
-    kept = run_folder / "rewards" / "worker-0-00001.parquet"
+    kept = run_folder / "scores" / "worker-0-00001.parquet"
     kept.rename(tmp_path / "empty" / "alone.parquet")
     assert found("rescore", tmp_path / "empty" / "alone.parquet")["error"]["code"] == "config.missing-key"
     assert found("rescore", run_folder)["error"]["code"] == "queue.invalid"
@@ -191,3 +191,38 @@ def test_groups_without_an_order_do_not_count() -> None:
     summary = compared(pairs, 5)
     assert (summary["all"]["rank_correlation"], summary["all"]["ranked_groups"]) == (None, 0)
     assert "  -  " in table(compared([], 5))
+
+
+@pytest.mark.parametrize(
+    ("values", "code", "where"),
+    [
+        ({"rewards": {}}, "config.invalid-value", "rewards"),
+        ({}, "config.missing-key", "rewards"),
+        ({"rewards": {"a.b": {"reward": "rules"}}}, "config.invalid-value", "rewards"),
+        ({"rewards": {"a": {}}}, "config.missing-key", "rewards.a.reward"),
+        (
+            {"rewards": {"a": {"reward": "rules", "reward_servise": {}}}},
+            "config.unknown-key",
+            "rewards.a.reward_servise",
+        ),
+        ({"rewards": {"a": {"reward": "rules"}}, "host": "0.0.0.0"}, "config.invalid-value", "host"),
+        (
+            {"rewards": {"a": {"reward": "rules", "reward_service": {"on_failure": "stop"}}}},
+            "config.invalid-value",
+            "rewards.a.reward_service.on_failure",
+        ),
+        (
+            {"rewards": {"a": {"reward": "rules", "reward_service": {"keep": False}}}},
+            "config.invalid-value",
+            "rewards.a.reward_service.keep",
+        ),
+        ({"rewards": {"a": {"reward": {"name": "nothing"}}}}, "plugin.not-found", None),
+        ({"rewards": {"a": {"reward": "rules"}}, "token_env": "NO_SUCH_TOKEN"}, "config.invalid-value", "token_env"),
+    ],
+)
+def test_a_wrong_file_of_a_service_is_refused(tmp_path: Path, values: Any, code: str, where: str | None) -> None:
+    """The error names the setting, and no service starts."""
+    file = tmp_path / "serve.yaml"
+    file.write_text(yaml.safe_dump({"folder": str(tmp_path / "service"), **values}))
+    error = found("serve", file)["error"]
+    assert (error["code"], error["where"]) == (code, where)

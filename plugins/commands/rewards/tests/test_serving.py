@@ -158,7 +158,7 @@ async def test_without_a_service_the_address_is_named(tmp_path: Path, free_port:
 
 @in_loop
 async def test_a_wrong_token_or_name_is_refused(serve: Serve, free_port: int, tmp_path: Path) -> None:
-    """Nobody is served without the token, and the error of an unknown reward names it."""
+    """A client is not served without the token, and the error of an unknown reward names it."""
     async with serve(port=free_port) as service:
         with pytest.MonkeyPatch.context() as patched:
             patched.setenv("REWARDS_TOKEN", "another token")
@@ -194,3 +194,13 @@ async def test_the_status_of_no_service_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RpcError) as refused:
         await _status(tmp_path)
     assert refused.value.code == "rpc.address"
+
+
+@in_loop
+async def test_a_sample_that_is_too_long_is_refused_alone(serve: Serve, tmp_path: Path) -> None:
+    """Its connection goes on with others."""
+    async with serve(), connected(tmp_path / "service" / "address.json") as run:
+        with pytest.raises(RewardError) as refused:
+            await run.compute_score(request(tmp_path, "x" * (64 * 2**20)))
+        assert refused.value.code == "reward.request"
+        assert (await run.compute_score(request(tmp_path, "one"))).score == 3.0

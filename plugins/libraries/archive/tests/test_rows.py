@@ -14,8 +14,8 @@ from pyarrow import parquet
 
 from jackfield.abc.reward import ScoreResult
 from jackfield.errors import QueueError, RunError
-from jackfield.runtime.reward_records import COLUMNS, RewardRecords
 from jackfield_archive import ArchiveFile, RecordFile, check_new, open_files, read_samples, write_samples
+from jackfield_archive.records import COLUMNS, RewardRecords
 
 from .test_learning import decode, sample
 
@@ -32,10 +32,10 @@ def row(number: int, **values: Any) -> dict[str, Any]:
 @pytest.fixture
 def records(tmp_path: Path) -> Path:
     """A file with two scores and a failure."""
-    kept = RewardRecords(tmp_path / "rewards", "worker-0")
+    kept = RewardRecords(tmp_path / "scores", "worker-0")
     kept.add([row(0), row(1, explanation="good"), row(2, status="failed", score=None, error="no answer")])
     kept.close()
-    return tmp_path / "rewards" / "worker-0-00001.parquet"
+    return tmp_path / "scores" / "worker-0-00001.parquet"
 
 
 def no_decoder() -> Any:
@@ -129,7 +129,7 @@ def test_nothing_is_overwritten(records: Path, tmp_path: Path) -> None:
 
 def test_the_data_of_rewards_loads_as_a_data_set(tmp_path: Path) -> None:
     """Several files are one data set, also if a column is null in one of them."""
-    folder = tmp_path / "rewards"
+    folder = tmp_path / "scores"
     for number in (1, 2):
         kept = RewardRecords(folder, "worker-0")
         kept.add([row(number, **({"explanation": "why", "metrics": {"a": 1.0}} if number == 2 else {}))])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jackfield_pools import alive, pool, until_gone
+from jackfield_user_code import WorkerLimits
 
 IMPORTS = """
 import os
@@ -31,14 +32,17 @@ def meet(folder, total):
     return [os.getpid(), os.getppid(), random.random()]
 
 def daemon(pipe):
+    told, telling = os.pipe()
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
             with open(pipe, "w") as out:
                 out.write(str(os.getpid()))
+            os.write(telling, b"!")
             time.sleep(600)
         os._exit(0)
     os.wait()
+    os.read(told, 1)
 
 def daemon_and_hang(pipe):
     daemon(pipe)
@@ -167,7 +171,9 @@ def test_a_worker_with_many_children_is_replaced(file: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_the_parent_is_replaced_and_its_calls_are_made_again(file: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_the_parent_is_replaced_and_its_calls_are_made_again(
+    file: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     file.write_text(file.read_text().replace("SIGNAL = 0", f"SIGNAL = {int(number)}"))
 
     async def main() -> None:
@@ -180,7 +186,6 @@ def test_the_parent_is_replaced_and_its_calls_are_made_again(file: Path, tmp_pat
 
 def test_a_frozen_parent_is_killed(file: Path) -> None:
     """Calls go on meanwhile: the parent takes no part in them."""
-    from jackfield_user_code import WorkerLimits
 
     async def main() -> None:
         async with pool(file, "pid", limits=WorkerLimits(heartbeat_seconds=0.2)) as workers:
@@ -192,5 +197,17 @@ def test_a_frozen_parent_is_killed(file: Path) -> None:
             assert "sent no heartbeat for 0.2 s" in death.how
             await until_gone(first)
             assert first != (await workers.call({}, 30)).value
+
+    asyncio.run(main())
+
+
+def test_a_frozen_worker_is_killed_and_its_call_is_made_again(file: Path, tmp_path: Path) -> None:
+    code = file.read_text().replace("signal.pause()\n", "os.kill(os.getpid(), signal.SIGSTOP)\n")
+    file.write_text(code)
+
+    async def main() -> None:
+        async with pool(file, "hang_once", limits=WorkerLimits(heartbeat_seconds=0.2)) as workers:
+            assert "failed" == (await workers.call({}, 30)).status
+            assert "again" == (await workers.call({"note": str(tmp_path / "note")}, 30)).value
 
     asyncio.run(main())

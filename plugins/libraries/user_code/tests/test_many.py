@@ -189,9 +189,7 @@ def test_a_call_that_fails_costs_itself(file: Path, deed: str, status: str, word
     async def main() -> None:
         async with pool(file, "act") as many:
             deeds = ["later", deed, "later", deed, "answer"]
-            results = await asyncio.gather(
-                *(many.call({"deed": each, "value": n}, 30) for n, each in enumerate(deeds))
-            )
+            results = await asyncio.gather(*(many.call({"deed": each, "value": n}, 30) for n, each in enumerate(deeds)))
             assert [("ok", 0), (status, None), ("ok", 2), (status, None), ("ok", 4)] == statuses(results)
             assert words in str(results[1].error)
 
@@ -216,6 +214,18 @@ def test_calls_of_a_process_that_dies_for_an_unknown_reason_are_made_again_once(
     asyncio.run(main())
 
 
+def test_large_arguments_and_results_pass(file: Path) -> None:
+    """Larger than the buffers of a socket, behind and before others."""
+
+    async def main() -> None:
+        async with pool(file, "act") as many:
+            values = [0, "x" * 3_000_000, 1, "y" * 3_000_000, 2]
+            results = await asyncio.gather(*(many.call({"deed": "answer", "value": each}, 60) for each in values))
+            assert [("ok", each) for each in values] == statuses(results)
+
+    asyncio.run(main())
+
+
 def test_a_fork_in_a_coroutine_answers_nothing(file: Path) -> None:
     async def main() -> None:
         async with pool(file, "act") as many:
@@ -225,9 +235,7 @@ def test_a_fork_in_a_coroutine_answers_nothing(file: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_call_that_does_not_end_when_cancelled_loses_its_process(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_that_does_not_end_when_cancelled_loses_its_process(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jackfield_user_code.workers._END_SECONDS", 0.2)
 
     async def main() -> None:

@@ -15,8 +15,9 @@ import pytest
 
 from jackfield.clock import Clock
 from jackfield.errors import RunError
+from jackfield_pools import alive, until_gone
+from jackfield_pools import pool as worker
 from jackfield_user_code import UserCodePool, WorkerLimits
-from jackfield_pools import alive, pool as worker, until_gone
 
 USER_CODE = """
 import asyncio, os, subprocess, sys, time

@@ -13,10 +13,10 @@ import pytest
 
 from jackfield.abc.reward import RewardContext, ScoreRequest, ScoreResult
 from jackfield.sdk import structure
-from jackfield.sdk.http import AiohttpClient
 from jackfield_bad_service import FAULTS, BadService, DeadlineOfHanging, bad_service
 from jackfield_reward_http.reward import HttpReward
 from jackfield_reward_http.settings import HttpRewardConfig
+from jackfield_reward_requests import AiohttpClient
 
 FILE = Path(__file__).with_name("faults.json")
 

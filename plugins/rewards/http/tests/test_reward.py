@@ -92,6 +92,25 @@ def test_a_request_and_an_answer_are_mapped(monkeypatch: pytest.MonkeyPatch) -> 
     assert expected == attrs.evolve(result, seconds=0.0)
 
 
+@pytest.mark.parametrize("answer", [{"score": "swordfish"}, {"score": 1, "error": "swordfish"}, {"swordfish": 1}])
+def test_a_secret_that_a_service_repeats_is_not_shown(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVICE_KEY", "swordfish")
+    result, service = score(answer, headers={"X-Key": "${SERVICE_KEY}"}, answer={"error": "error"})
+    assert ("failed", "swordfish") == (result.status, service.headers[0]["X-Key"])
+    assert "swordfish" not in str(result)
+
+
+@pytest.mark.parametrize("nothing", [None, False, ""])
+def test_an_error_that_is_empty_is_none(nothing: Any) -> None:
+    assert 1.0 == score({"score": 1, "error": nothing}, answer={"error": "error"})[0].score
+
+
+def test_a_long_answer_is_refused() -> None:
+    assert "ok" == score({"score": 1, "x": "x" * 50}, answer_bytes=100)[0].status
+    result, _ = score({"score": 1, "x": "x" * 100}, answer_bytes=100)
+    assert ("failed", True) == (result.status, "[reward.http]" in str(result.error))
+
+
 def test_a_bare_number_is_a_score() -> None:
     assert 0.75 == score(0.75, answer={"score": ""})[0].score
 

@@ -13,17 +13,18 @@ import pytest
 
 from jackfield.abc.reward import RewardContext, ScoreRequest, ScoreResult
 from jackfield.sdk import structure
-from jackfield.sdk.http import AiohttpClient
 from jackfield_bad_service import FAULTS, BadService, DeadlineOfHanging, bad_service
 from jackfield_fake_judge import completion, says, scores
 from jackfield_reward_judge.reward import JudgeReward
 from jackfield_reward_judge.settings import JudgeRewardConfig
+from jackfield_reward_requests import AiohttpClient
 
 FILE = Path(__file__).with_name("faults.json")
 
 Answers = list[str | Callable[[Any], Any]]
 
 _LENGTH = {"index": 0, "message": {"role": "assistant", "content": None}, "finish_reason": "length"}
+_HALF = {**_LENGTH, "message": {"role": "assistant", "content": '{"explanation": "good", "score": 1'}}
 _REFUSAL = {"index": 0, "message": {"role": "assistant", "content": None, "refusal": "I cannot"}}
 
 #: Faults that only a judge has, each with its answers, to its one or two requests.
@@ -34,6 +35,10 @@ ANSWERS: dict[str, tuple[str, Answers]] = {
     "NaN": ("NaN as the score, then 3", [says('{"score": NaN}'), says('{"score": 3}')]),
     "out of range": ("a score of 11 on a scale to 10, twice", [says('{"score": 11}')] * 2),
     "cut off": ("JSON whose end is missing", [says('{"explanation": "good", "score": 2')]),
+    "cut in a number": (
+        "JSON that ends in the middle of a number, as max_tokens are used up",
+        [lambda body: completion("", choices=[_HALF])],
+    ),
     "two verdicts": ("a score in JSON and another one after it, twice", [says('{"score": 9}\nScore: 2')] * 2),
     "busy at the repair": ("a text without a verdict, then 429", [says("Fine."), "busy"]),
     "refusal": ("a refusal", [lambda body: completion("", choices=[_REFUSAL])]),

@@ -101,7 +101,26 @@ def test_the_key_is_sent_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "wrong key: Bearer ***" in str(result.error)
     assert "swordfish" not in str(result)
     echoed, _ = score(says('swordfish {"score": 1, "explanation": "swordfish"}'), api_key_env="JUDGE_KEY")
-    assert "swordfish" not in str(echoed.raw)
+    assert (0.1, '*** {"score": 1, "explanation": "***"}') == (echoed.score, echoed.raw)
+    echoed, _ = score(says("swordfish"), api_key_env="JUDGE_KEY")
+    assert "swordfish" not in str(echoed)
+
+
+def test_a_key_is_for_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "swordfish")
+
+    async def main() -> list[bool]:
+        async with bad_service(scores) as service:
+            judges = [{}, {"url": f"{service.address}/other", "model": "other"}]
+            given = {"url": service.address, "model": "m", "api_key_env": "JUDGE_KEY", "headers": {"X": "${JUDGE_KEY}"}}
+            agent = JudgeReward(structure(JudgeRewardConfig, {**given, "judges": judges}), RewardContext())
+            await agent.start()
+            await agent.compute_score(REQUEST)
+            await agent.close()
+            sent = {body["model"]: str(headers) for body, headers in zip(service.bodies, service.headers, strict=True)}
+            return ["swordfish" in sent["m"], "swordfish" in sent["other"]]
+
+    assert [True, False] == asyncio.run(main())
 
 
 def test_half_a_character_is_replaced() -> None:
@@ -156,12 +175,20 @@ def test_a_response_cannot_leave_its_fence() -> None:
     assert asked(service) == asked(again), "a retry asks the same"
 
 
+def test_a_long_response_is_shown_in_part() -> None:
+    long = "a" * 60 + "b" * 30 + "c" * 60
+    _, service = score(says("1"), attrs.evolve(REQUEST, solution_str=long), response_characters=100)
+    assert ["a" * 50 + "\n[50 characters are left out]\n" + "c" * 50] == responses(service.bodies[0])
+    _, service = score(says("1"), attrs.evolve(REQUEST, solution_str=long), response_characters=None)
+    assert [long] == responses(service.bodies[0])
+
+
 def test_criteria_are_dimensions_with_weights() -> None:
     criteria = [{"name": "facts", "description": "no errors", "weight": 3}, {"name": "style"}]
     result, service = score(
-        says('{"scores": {"facts": 1, "style": 5}}'), rubric={"criteria": criteria, "scale": [1, 5]}
+        says('{"scores": {"facts": 2, "style": 5}}'), rubric={"criteria": criteria, "scale": [1, 5]}
     )
-    assert (0.25, {"facts": 0.0, "style": 1.0}) == (result.score, result.dimensions)
+    assert (1.75 / 4, {"facts": 0.25, "style": 1.0}) == (result.score, result.dimensions)
     assert "- facts: no errors" in asked(service)
 
 
@@ -258,6 +285,37 @@ def test_a_retry_asks_only_the_judges_that_failed() -> None:
     assert ["failed", "ok", "ok"] == [first.status, second.status, third.status]
     assert [200, 100, 300] == [first.tokens, second.tokens, third.tokens]
     assert 3 + 1 + 3 == len(service.bodies)
+
+
+def test_a_retry_after_a_deadline_asks_only_what_was_not_answered() -> None:
+    answered = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def turn() -> AsyncIterator[Callable[[int], None]]:
+        yield lambda tokens: answered.set() if tokens else None
+
+    async def act(agent: JudgeReward, service: BadService) -> ScoreResult:
+        service.script = ["never"]
+        scoring = asyncio.ensure_future(agent.compute_score(REQUEST))
+        await asyncio.gather(answered.wait(), service.hanging.wait())
+        scoring.cancel()
+        await asyncio.wait([scoring])
+        assert scoring.cancelled()
+        return await agent.compute_score(attrs.evolve(REQUEST, retry=1))
+
+    result, service = judged(act, context={"turn": turn}, **POINTS, samples=2)
+    assert ("ok", 100, 3) == (result.status, result.tokens, len(service.bodies))
+
+
+def test_scores_leave_nothing_behind() -> None:
+    async def act(agent: JudgeReward, service: BadService) -> Any:
+        await agent.compute_score(REQUEST)
+        service.script = ["busy"]
+        await agent.compute_score(REQUEST)
+        await agent.compute_score(attrs.evolve(REQUEST, retry=1))
+        return agent._kept
+
+    assert {} == judged(act, **POINTS, samples=2)[0]
 
 
 def test_a_retry_of_another_response_asks_all() -> None:

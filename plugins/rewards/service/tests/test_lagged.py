@@ -15,10 +15,8 @@ from typing import Any
 
 import aiohttp
 import pytest
-from click.testing import CliRunner
 
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
-from jackfield.cli import main
 from jackfield.errors import ConfigError, RewardError
 from jackfield.plugins import load_plugin
 from jackfield_reward_service import Pushed, Reward, pending, push, push_all
@@ -106,7 +104,7 @@ async def test_a_reward_of_an_older_text_is_not_used(tmp_path: Path) -> None:
 
 @in_loop
 async def test_the_same_reward_twice_is_one_and_another_is_refused(tmp_path: Path) -> None:
-    """Of several rewards, all are taken or none; the errors name what waits."""
+    """All rewards of one push are taken or none; the errors name what waits."""
     async with waiting(tmp_path) as agent:
         tasks = scoring(agent, "train/1", "train/2")
         one, two = await registered(tmp_path, 2)
@@ -153,7 +151,7 @@ async def test_a_sample_waits_no_longer_than_it_is_told(tmp_path: Path) -> None:
 
 @in_loop
 async def test_rewards_arrive_over_http(tmp_path: Path) -> None:
-    """With the token of a file that only this user can read; Python and the command use the same address."""
+    """With the token of a file that only this user can read; Python uses the same address."""
     async with waiting(tmp_path, port=0, poll_seconds=1000.0) as agent:
         tasks = scoring(agent, "train/1", "train/2")
         one, two = await registered(tmp_path, 2)
@@ -163,9 +161,7 @@ async def test_rewards_arrive_over_http(tmp_path: Path) -> None:
         assert [each.key for each in await asyncio.to_thread(pending, url, token=token, limit=1)] == [one]
         assert await asyncio.to_thread(push, url, one, 1.0, token=token) == Pushed(new=1, known=0)
         assert (await tasks[0]).score == 1.0  # at once: nothing looks for another 1,000 s
-        arguments = ["rewards", "push", url, two, "0.5", "--token-env", "REWARDS", "--explanation", "half", "--json"]
-        done = await asyncio.to_thread(CliRunner(env={"REWARDS": token}).invoke, main, arguments)
-        assert (done.exit_code, json.loads(done.output)) == (0, {"new": 1, "known": 0})
+        await asyncio.to_thread(push, url, two, 0.5, explanation="half", token=token)
         assert (await tasks[1]).explanation == "half"
 
 
@@ -206,44 +202,6 @@ async def test_requests_that_are_refused_say_why(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as taken:
             await second.__aenter__()
         assert (taken.value.code, taken.value.where) == ("config.invalid-value", "reward.port")
-
-
-def test_the_commands_push_and_list(tmp_path: Path) -> None:
-    """A file of rewards is taken whole or not at all; errors name the line."""
-
-    async def register() -> None:
-        async with waiting(tmp_path) as agent:
-            tasks = scoring(agent, "train/1", "train/2")
-            await registered(tmp_path, 2)
-            for task in tasks:
-                task.cancel()
-
-    def done(*arguments: str) -> tuple[int, str]:
-        result = CliRunner().invoke(main, ["rewards", *arguments])
-        return result.exit_code, result.output
-
-    asyncio.run(register())
-    one, two = (each.key for each in pending(tmp_path))
-    assert done("pending", str(tmp_path)) == (0, f"{one}  four\n{two}  four\n")
-    code, text = done("pending", str(tmp_path), "--json", "--limit", "1")
-    assert (code, json.loads(text)["key"]) == (0, one)
-    file = tmp_path / "scores.jsonl"
-    file.write_text(json.dumps({"key": one, "score": 1}) + "\n\n" + json.dumps({"key": two}) + "\n")
-    code, text = done("push", str(tmp_path), "--file", str(file))
-    assert code == 1
-    assert f"{file}:3" in text
-    assert len(pending(tmp_path)) == 2
-    file.write_text("".join(json.dumps({"key": key, "score": 1}) + "\n" for key in (one, two)))
-    assert done("push", str(tmp_path), "--file", str(file)) == (0, "2 rewards pushed\n")
-    assert done("push", str(tmp_path), one, "1") == (0, "1 rewards pushed, 1 of them known\n")
-    code, text = done("push", str(tmp_path), "--json", "--", one, "-1")
-    assert (code, json.loads(text)["error"]["code"]) == (1, "reward.conflict")
-    assert done("push", str(tmp_path), one)[0] == 2
-    assert done("push", str(tmp_path), one, "1", "--file", str(file))[0] == 2
-    assert done("pending", str(tmp_path)) == (0, "none\n")
-    assert "reward.store" in done("pending", str(tmp_path / "elsewhere"))[1]
-    assert "reward.secret" in done("pending", "http://127.0.0.1:9", "--token-env", "NO_SUCH_VARIABLE")[1]
-    assert "reward.http" in done("pending", "http://127.0.0.1:9")[1]
 
 
 @in_loop

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,9 @@ def status(address: Path, as_json: bool) -> None:
     from jackfield_rewards.asking import ask
 
     rows = asyncio.run(ask(address))
-    show(rows, "name", "version", "in_progress", "waiting", "scored", "again", "clients")
+    if not as_json:
+        rows = [{**each, "waiting": _one_line(each["waiting"]), "counts": _one_line(each["counts"])} for each in rows]
+    show(rows, "name", "version", "in_progress", "waiting", "scored", "again", "clients", "counts")
 
 
 @rewards.command("try")
@@ -104,7 +107,7 @@ def try_(file: Path, data: Path, rows: int, field: str | None, as_json: bool) ->
 def rescore(source: Path, file: Path | None, out: Path | None, model: str | None, largest: int, as_json: bool) -> None:
     """Compute the rewards of SOURCE again, and show what changes.
 
-    SOURCE is the folder of a run, its folder rewards or a file of it, or an archive (queue.archive). Without --with,
+    SOURCE is the folder of a run, its folder scores or a file of it, or an archive (queue.archive). Without --with,
     the reward of the run's config.yaml scores again. With --out, the rows with the new scores in further columns are
     written there; SOURCE is not changed.
     """
@@ -117,5 +120,5 @@ def rescore(source: Path, file: Path | None, out: Path | None, model: str | None
         click.echo()
 
 
-def _one_line(values: dict[str, float] | None) -> str | None:
+def _one_line(values: Mapping[str, float] | None) -> str | None:
     return ", ".join(f"{name}: {value:g}" for name, value in (values or {}).items()) or None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 import time
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ class Remembered:
     _seconds: float  #: for how long
     _count: int = attrs.field(default=0, init=False)
     _database: sqlite3.Connection = attrs.field(init=False)
+    _is_open: bool = attrs.field(default=True, init=False)
 
     def __attrs_post_init__(self) -> None:
         try:
@@ -55,7 +57,10 @@ class Remembered:
         return None if row is None else msgspec.msgpack.decode(row[0], type=list[ScoreResult])
 
     def put(self, key: bytes, results: Sequence[ScoreResult]) -> None:
-        """Keep the results of a call."""
+        """Keep the results of a call; they are on the disk after this turn of the event loop."""
+        if not self._database.in_transaction:
+            self._database.execute("BEGIN")
+            asyncio.get_running_loop().call_soon(self._commit)
         row = (key, time.time(), msgspec.msgpack.encode(list(results)))
         self._database.execute("INSERT OR REPLACE INTO scores VALUES (?, ?, ?)", row)
         self._count += 1
@@ -65,6 +70,12 @@ class Remembered:
     def _forget(self) -> None:
         self._database.execute("DELETE FROM scores WHERE time < ?", (time.time() - self._seconds,))
 
+    def _commit(self) -> None:
+        if self._is_open and self._database.in_transaction:
+            self._database.execute("COMMIT")
+
     def close(self) -> None:
-        """Close the file."""
+        """Close the file. Idempotent."""
+        self._commit()
+        self._is_open = False
         self._database.close()

@@ -111,11 +111,12 @@ def _find(source: Path) -> _Source:
     config = _config(source)
     if config is None:
         return _Source(files=files_of(source), config=_config(source.parent))
-    if (kept := source / "rewards").is_dir() and any(kept.glob("*.parquet")):
-        return _Source(files=files_of(kept), config=config)
+    for kept in (source / "scores", source / "rewards" / "scores"):  # the latter is of the role reward
+        if any(kept.glob("*.parquet")):
+            return _Source(files=files_of(kept), config=config)
     archive = (read_yaml(config).get("queue") or {}).get("archive")
     if archive is None:
-        expected, fix = "rewards/*.parquet, or queue.archive", "keep them: reward_service.keep: true"
+        expected, fix = "scores/*.parquet, or queue.archive", "keep them: reward_service.keep: true"
         details: Any = {"where": str(source), "expected": expected, "found": "neither", "fix": fix}
         raise RunError("the run has kept no rewards", code="queue.invalid", **details)
     return _Source(files=files_of(Path(archive)), config=config)

@@ -90,6 +90,7 @@ class Front:
             "again": self.again,
             "in_progress": self.turns.in_progress,
             "waiting": self.turns.waiting,
+            "counts": {name: round(number, 3) for name, number in sorted(self.service.limits.counts.items())},
         }
 
     async def _once(self, requests: Sequence[ScoreRequest], score: Callable[[int], Awaitable[Results]]) -> Results:
@@ -114,7 +115,7 @@ class Front:
                 await self._leave(work, lost=connection.lost.done())
 
     async def _leave(self, work: _Work, *, lost: bool) -> None:
-        """End work that nobody waits for; after a lost connection only if nobody asks again for some time."""
+        """End work without a waiter; after a lost connection, only if no one asks for it again for some time."""
         if lost and self.orphan_seconds:
             end = lambda: work.waiters or work.task.cancel()  # noqa: E731
             asyncio.get_running_loop().call_later(self.orphan_seconds, end)

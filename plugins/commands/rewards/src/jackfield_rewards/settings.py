@@ -46,12 +46,22 @@ class ServeConfig:
 def load(file: Path) -> ServeConfig:
     """Read the file of a service; raise a ``ConfigError``, which names the setting."""
     config = structure(ServeConfig, _sections(read_yaml(file)))
-    for name in config.rewards:
-        if not name or "." in name or name != name.strip():
-            details: Any = {"where": "rewards", "expected": "a name without dots", "found": repr(name)}
-            raise ConfigError("a reward has a name that cannot be used", **details)
     if not config.rewards:
         raise ConfigError("there is nothing to serve", where="rewards", expected="a reward by its name", found="none")
+    if config.host in ("0.0.0.0", "::"):
+        fix = "give the address by which the runs reach this machine"
+        details: Any = {"where": "host", "expected": "an address of this machine", "found": config.host, "fix": fix}
+        raise ConfigError("clients cannot connect to every address", **details)
+    for name, each in config.rewards.items():
+        if not name or "." in name or name != name.strip():
+            details = {"where": "rewards", "expected": "a name without dots", "found": repr(name)}
+            raise ConfigError("a reward has a name that cannot be used", **details)
+        service, place = each.reward_service, f"rewards.{name}.reward_service"
+        wrong = {"keep": service.keep is False, "on_failure": service.on_failure not in ("refill", "retry")}
+        for setting in (setting for setting, is_wrong in wrong.items() if is_wrong):
+            found, fix = getattr(service, setting), "set it in the configuration of the runs"
+            details = {"where": f"{place}.{setting}", "expected": "the default", "found": found, "fix": fix}
+            raise ConfigError(f"{setting} has no effect in a service", **details)
     return config
 
 

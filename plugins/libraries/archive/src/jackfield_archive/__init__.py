@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from jackfield_archive.files import COLUMNS, Archive, files_of, read_samples, write_samples
 from jackfield_archive.learning import write_tasks
+from jackfield_archive.records import RewardRecords
 from jackfield_archive.rows import ArchiveFile, RecordFile, ScoredRow, check_new, open_files
 from jackfield_archive.scoring import load_reward, request_of, rescore
 
@@ -16,6 +17,7 @@ __all__ = [
     "Archive",
     "ArchiveFile",
     "RecordFile",
+    "RewardRecords",
     "ScoredRow",
     "check_new",
     "files_of",

@@ -31,7 +31,7 @@ class ScoredRow:
 
 @attrs.frozen(kw_only=True)
 class RecordFile:
-    """A file of the data of rewards, which a run keeps in its folder ``rewards``."""
+    """A file of the data of rewards, which a run keeps in its folder ``scores``."""
 
     path: Path
 
@@ -122,7 +122,7 @@ def open_files(
             decode = decode or decoder()
             found.append(ArchiveFile(path=path, decode=decode))
         else:
-            expected = "a file of a run's folder rewards, or of an archive"
+            expected = "a file of a run's folder scores, or of an archive"
             shown: Any = {"where": str(path), "expected": expected, "found": ", ".join(sorted(names)) or "no columns"}
             raise QueueError("a file has no rewards", **shown)
     return found

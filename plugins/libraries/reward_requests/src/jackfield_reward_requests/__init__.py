@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jackfield_reward_requests.client import AiohttpClient
 from jackfield_reward_requests.loopback import loopback_server
 from jackfield_reward_requests.service import (
     RequestFailed,
@@ -16,6 +17,7 @@ from jackfield_reward_requests.service import (
 from jackfield_reward_requests.templates import check_template, field_of, fill, fill_text, find, names
 
 __all__ = [
+    "AiohttpClient",
     "RequestFailed",
     "Service",
     "check_template",

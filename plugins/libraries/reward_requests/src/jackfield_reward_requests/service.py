@@ -13,7 +13,7 @@ import attrs
 
 from jackfield.abc.reward import HttpAnswer, HttpClient, RewardContext, ScoreResult
 from jackfield.errors import ConfigError, DeadlineExceeded, JackfieldError, RewardError
-from jackfield.sdk.http import AiohttpClient
+from jackfield_reward_requests.client import AiohttpClient
 from jackfield_reward_requests.templates import described
 
 _SECRET = re.compile(r"\$\{([A-Za-z_]\w*)\}")
@@ -92,7 +92,7 @@ class Service:
         headers: Mapping[str, str] | None = None,
         url: str | None = None,
     ) -> HttpAnswer:
-        """Send a request and return an answer of a successful status.
+        """Send a request and return an answer of a successful status, without the secrets.
 
         Anything else raises ``RequestFailed``, and ``DeadlineExceeded`` after ``seconds``.
         """
@@ -101,6 +101,7 @@ class Service:
         sent = {**(self._sent or {}), **(headers or {})}
         request = self._client.request(method, url, body=body, headers=sent, limit=self.limit)
         answer = await self.context.clock.wait_for(request, seconds, f"an answer of {shown_url(url)}")
+        answer = attrs.evolve(answer, text=self.redacted(answer.text))
         if not _among(answer.status, self.success):
             raise self._refusal(answer, url)
         return answer
@@ -160,7 +161,7 @@ class Service:
             f"a service answered with the status {answer.status}",
             where=shown_url(url),
             expected=", ".join(map(str, self.success)),
-            found=self.redacted(_cut(answer.text)) or "no text",
+            found=_cut(answer.text) or "no text",
             fix=fix,
         )
         refusal.status, refusal.retry_after = answer.status, answer.retry_after
@@ -170,10 +171,12 @@ class Service:
 
 def failed(error: JackfieldError, tokens: int = 0, seconds: float = 0.0, raw: str | None = None) -> ScoreResult:
     """Return the result of a score that has ended with an error."""
+    is_final = error.is_final if isinstance(error, RequestFailed) else error.code == "reward.template"
     return ScoreResult(
         status="timeout" if isinstance(error, DeadlineExceeded) else "failed",
         error=str(error),
-        is_final=error.is_final if isinstance(error, RequestFailed) else error.code == "reward.template",
+        is_final=is_final,
+        is_unavailable=error.code == "reward.http" and not is_final,
         retry_after=error.retry_after if isinstance(error, RequestFailed) else None,
         tokens=tokens,
         seconds=seconds,

@@ -187,6 +187,8 @@ class _Parent:
 
     def end(self) -> None:
         """Kill all workers and what they have started, and keep their last output."""
+        for worker in self._workers.values():
+            _tree.kill_tree(worker.pid)
         _end_children()
         for worker in self._workers.values():
             worker.output.close()

@@ -37,7 +37,7 @@ class Death:
 
     how: str
     output: str = ""  #: its last lines, as the end of a message
-    running: int = 0  #: the id of the call that ran; 0: none, or unknown
+    running: int = 0  #: the id of the call that ran; negative: of the one that ran last; 0: unknown
     wrong: bool = False  #: it was killed because it broke the protocol
     of_parent: bool = False  #: the process that had forked it ended
     ordered: bool = False  #: it was killed on purpose

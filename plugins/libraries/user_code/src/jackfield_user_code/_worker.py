@@ -26,7 +26,8 @@ _LIBRARIES = ("<frozen ", *(sysconfig.get_path(name) for name in ("stdlib", "pur
 _OWN_FILES = os.path.dirname(__file__) + os.sep
 _REQUEST_BYTES = 2**31  #: a message from the trusted end
 _MOST_CHILDREN = 64  #: processes that calls may leave behind before their worker is replaced
-NOTE = struct.Struct("q")  #: the id of the call that runs, in memory that is shared with the parent
+#: the id of the call that runs, or the negative id of the one that ran last, in memory that is shared with the parent
+NOTE = struct.Struct("q")
 
 _CALL = "__call__"
 
@@ -172,8 +173,8 @@ async def _serve_many(channel: socket.socket, functions: Functions, note: Any) -
 class _Noted(Coroutine[Any, Any, str]):
     """A call whose id is noted while it runs, which tells the parent who blocks the event loop."""
 
-    def __init__(self, call: Coroutine[Any, Any, str], id: int, note: Any, process: int) -> None:
-        self._call, self._id, self._note, self._process = call, id, note, process
+    def __init__(self, call: Coroutine[Any, Any, str], id: int, note: Any, process: int, channel: int) -> None:
+        self._call, self._id, self._note, self._process, self._channel = call, id, note, process, channel
 
     def send(self, value: Any) -> Any:
         """Run the call until it waits."""
@@ -194,7 +195,11 @@ class _Noted(Coroutine[Any, Any, str]):
     def _stopped(self) -> None:
         if os.getpid() != self._process:  # a fork of the user's code that returned to here
             os._exit(0)
-        NOTE.pack_into(self._note, 0, 0)
+        try:
+            os.fstat(self._channel)
+        except OSError:  # the user's code has closed it: nothing works any more, and this call is why
+            os._exit(1)
+        NOTE.pack_into(self._note, 0, -self._id)
 
     def close(self) -> None:
         """End the call."""
@@ -217,6 +222,7 @@ class _Serving(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
         self._transport: Any = transport
+        self._channel = transport.get_extra_info("socket").fileno()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the process, whatever the user's code still does."""
@@ -229,7 +235,7 @@ class _Serving(asyncio.Protocol):
                 if name is None:
                     self._cancel(id)
                     continue
-                call = _Noted(self._call(id, name, arguments), id, self._note, self._process)
+                call = _Noted(self._call(id, name, arguments), id, self._note, self._process, self._channel)
                 task = self._tasks[id] = self._loop.create_task(call)
                 task.add_done_callback(functools.partial(self._done, id))
 

@@ -68,6 +68,11 @@ class _Slot:
     number: int
     log: Path | None
     process: Forked | None = None
+    running: int = 0  #: calls
+
+
+def _running(slot: _Slot) -> int:
+    return slot.running
 
 
 @attrs.define(eq=False, slots=False)
@@ -108,7 +113,8 @@ class UserCodePool:
         self._parent: Parent | None = None
         self._forks = self._fork
         self._about: Mapping[str, Any] | None = None
-        self._idle: list[_Slot] = []  #: one for each call that can begin
+        self._is_async = False
+        self._idle = self._slots[::-1]
         self._turns = asyncio.Semaphore(0)
 
     @property
@@ -120,8 +126,7 @@ class UserCodePool:
     @property
     def capacity(self) -> int:
         """Return the number of calls that are executed at a time. It is known after :meth:`start`."""
-        many = self._about is not None and self._about["async"]
-        return self._workers * (self._in_flight if many else 1)
+        return self._workers * (self._in_flight if self._is_async else 1)
 
     @property
     def about(self) -> Mapping[str, Any]:
@@ -136,11 +141,9 @@ class UserCodePool:
         """
         process = await self._running(self._slots[0])
         if self._about is None:
-            self._about = process.loaded.result()[1]
-            each = self._in_flight if self._about["async"] else 1
-            self._idle = [slot for _ in range(each) for slot in reversed(self._slots)]
-            for _ in self._idle:
-                self._turns.release()
+            self._about = about = process.loaded.result()[1]
+            self._is_async = about["async"]
+            self._turns = asyncio.Semaphore(self.capacity)
 
     async def call(
         self, arguments: Mapping[str, Any], seconds: float, name: str = "", function: str = "call"
@@ -160,11 +163,14 @@ class UserCodePool:
             if self._about is None:
                 await self.start()
             await self._turns.acquire()
-            slot = self._idle.pop()
+            slot = min(self._slots, key=_running) if self._is_async else self._idle.pop()
+            slot.running += 1
             try:
                 return await self._made(slot, function, text, seconds, name)
             finally:
-                self._idle.append(slot)
+                slot.running -= 1
+                if not self._is_async:
+                    self._idle.append(slot)
                 self._turns.release()
         except RunError as error:
             return WorkerResult(status="failed", error=str(error))
@@ -246,28 +252,28 @@ class UserCodePool:
         """Make a call, and again if its process died and it is not the cause."""
         what = f"answer for {name}" if name else "answer"
         cpu_seconds = None
-        if not self.about["async"]:
+        if not self._is_async:
             cpu_seconds = self._limits.cpu_seconds or seconds * (os.cpu_count() or 1) + 1
-        repeats = 0
+        repeats = doubts = 0
         while True:
             process = await self._running(slot)
             used = process.served > 0
             number, answering = process.ask(function, text, cpu_seconds)
             try:
                 who = f"{self._target} to {what}"
-                status, value = await self._clock.wait_for(asyncio.shield(answering), seconds, who)
+                answer = answering if self._is_async else asyncio.shield(answering)
+                status, value = await self._clock.wait_for(answer, seconds, who)
                 return WorkerResult(status="ok", value=value) if status == "ok" else self._failed(status, value)
             except DeadlineExceeded as error:
                 death = await self._late(process, number)
-                guilty = death is None or not self.about["async"] or death.running in (0, number)
-                if death is None or guilty or repeats >= _REPEATS:
-                    end = "" if death is None else death.output
-                    blocked = "; it blocked the event loop" if death is not None and death.running == number else ""
-                    blocked = blocked if self.about["async"] else ""
-                    return WorkerResult(status="timeout", error=f"{error}{blocked}{end}")
+                blocks = self._is_async and death is not None and death.running == number
+                if death is None or not self._is_async or death.running <= 0 or blocks or repeats >= _REPEATS:
+                    error.found = "it blocked the event loop of its process" if blocks else None
+                    return WorkerResult(status="timeout", error=f"{error}{death.output if death else ''}")
             except Died as died:
                 death = died.death
-                if not self._is_innocent(death, number, used, repeats):
+                doubts += self._is_suspect(death, number)
+                if not self._is_innocent(death, number, used) or doubts > 1 or repeats >= _REPEATS:
                     return WorkerResult(status="died", error=str(self._death(process.pid, death, f"had to {what}")))
             except BaseException:
                 await self._leave(process, number, answering)
@@ -278,19 +284,21 @@ class UserCodePool:
         error = value if status == "failed" else f"the call was {status} in its process"
         return WorkerResult(status="failed", error=str(error))
 
-    def _is_innocent(self, death: Death, number: int, used: bool, repeats: int) -> bool:
-        """Return whether a call whose process has died is to be made again."""
+    def _is_suspect(self, death: Death, number: int) -> bool:
+        """Return whether a call may be why its process has died. It gets one more chance."""
+        return not self._is_async or abs(death.running) in (0, number)
+
+    def _is_innocent(self, death: Death, number: int, used: bool) -> bool:
+        """Return whether it is not certain that a call is why its process has died."""
         if death.ordered and death.of_parent:  # the pool was closed
             return False
-        if self.about["async"] and death.running not in (0, number):
-            return repeats < _REPEATS
-        if self.about["async"] and death.running == number:
-            return False
-        return repeats == 0 and (used or death.of_parent or bool(self.about["async"]))
+        if self._is_async:
+            return death.running != number
+        return used or death.of_parent
 
     async def _late(self, process: Forked, number: int) -> Death | None:
         """End a call at its deadline; return how its process ended, unless it lives."""
-        if not self.about["async"]:
+        if not self._is_async:
             return await process.kill("was killed at a deadline")
         heeded = self._cancelled(process, number)
         try:
@@ -312,7 +320,7 @@ class UserCodePool:
 
     async def _leave(self, process: Forked, number: int, answering: asyncio.Future[Any]) -> None:
         """End a call that nobody waits for. A process that is busy with it is killed, unless it ends in a moment."""
-        if self.about["async"]:
+        if self._is_async:
             self._cancelled(process, number)
             return
         try:

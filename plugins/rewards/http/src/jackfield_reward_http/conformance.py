@@ -13,6 +13,7 @@ def service(folder: Path) -> dict[str, Any]:
     address = loopback_server("jackfield_reward_http.fake_service")
     return {
         "settings": {"url": f"{address}/score", "answer": {"score": "result.score", "explanation": "result.why"}},
+        "comparing": {"url": f"{address}/rank", "group": {"body": {"answers": "{samples}"}, "answers": "ranking"}},
         "examples": [
             {"solution_str": "It is 4", "ground_truth": "4", "score": 1.0},
             {"solution_str": "It is 5", "ground_truth": "4", "score": 0.0},

@@ -1,4 +1,4 @@
-"""A service of fixtures: it scores sums exactly, on loopback, until its standard input closes."""
+"""A service of fixtures, on loopback until its standard input closes: it scores sums exactly, and ranks by length."""
 
 from __future__ import annotations
 
@@ -18,9 +18,16 @@ async def _score(request: web.Request) -> web.Response:
     return web.json_response({"result": {"score": float(right), "why": "right" if right else "wrong"}})
 
 
+async def _rank(request: web.Request) -> web.Response:
+    lengths = [len(sample["solution_str"]) for sample in (await request.json())["answers"]]
+    ranks = [sorted(lengths).index(length) for length in lengths]
+    return web.json_response({"ranking": [{"result": {"score": rank, "why": "its length"}} for rank in ranks]})
+
+
 async def _serve() -> None:
     service = web.Application(client_max_size=2**26)
     service.router.add_post("/score", _score)
+    service.router.add_post("/rank", _rank)
     runner = web.AppRunner(service, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

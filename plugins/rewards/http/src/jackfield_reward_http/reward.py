@@ -152,7 +152,7 @@ class HttpReward(RewardAgent):
             return
         if found is None or found is False or found == "":
             return
-        text = self._service.redacted(fill_text("{error}", lambda _: found))
+        text = fill_text("{error}", lambda _: found)
         where = f"{path} of {self._where}"
         raise RewardError("a service gave no score", where=where, expected="a score", found=text[:1000])
 
@@ -172,7 +172,7 @@ class HttpReward(RewardAgent):
                 code="reward.output",
                 where=f"{path} of {self._where}",
                 expected=path,
-                found=self._service.redacted(str(error.args[0])),
+                found=str(error.args[0]),
                 fix="set the path of the reward's settings under `answer` to where the service puts it",
             ) from None
 

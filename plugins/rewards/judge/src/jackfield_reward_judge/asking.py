@@ -145,7 +145,7 @@ class Judge:
             choice = find(completion, "choices.0")
             content = find(choice, "message.content")
         except LookupError as error:
-            found = f"{error.args[0]}: {self._redacted(text[:300])}"
+            found = f"{error.args[0]}: {text[:300]}"
             raise self._unusable("a judge's API gave no chat completion", found) from None
         if isinstance(content, list):
             content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))

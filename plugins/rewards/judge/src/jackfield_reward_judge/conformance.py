@@ -13,6 +13,7 @@ def judge(folder: Path) -> dict[str, Any]:
     address = loopback_server("jackfield_reward_judge.fake_judge")
     return {
         "settings": {"url": address, "model": "fake", "judges": [{}, {"model": "other"}], "quorum": 2},
+        "comparing": {"pairwise": {}},
         "examples": [
             {"solution_str": "It is 4", "ground_truth": "4", "score": 1.0},
             {"solution_str": "It is 5", "ground_truth": "4", "score": 0.0},

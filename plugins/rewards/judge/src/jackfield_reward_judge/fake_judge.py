@@ -1,4 +1,7 @@
-"""An OpenAI-compatible API of fixtures: it grades sums exactly, on loopback, until its standard input closes."""
+"""An OpenAI-compatible API of fixtures, on loopback until its standard input closes.
+
+It grades sums exactly, and prefers the longer of two responses.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,16 @@ async def _complete(request: web.Request) -> web.Response:
     truth = reference[1] if reference else ""
     if truth == "slow":
         await asyncio.Event().wait()
+    if len(pair := _RESPONSE.findall(asked)) == 2:
+        longer = len(pair[0]) - len(pair[1])
+        winner = "tie" if pair[0] == pair[1] or not longer else "AB"[longer < 0]
+        return _answer(json.dumps({"explanation": "the longer one", "winner": winner}))
     score = float(response is not None and response[1].strip().endswith(truth))
     said = "I do not know." if truth == "broken" else json.dumps({"explanation": "the last word", "score": score})
+    return _answer(said)
+
+
+def _answer(said: str) -> web.Response:
     message = {"role": "assistant", "content": said}
     usage = {"prompt_tokens": 90, "completion_tokens": 10, "total_tokens": 100}
     choice = {"index": 0, "message": message, "finish_reason": "stop"}

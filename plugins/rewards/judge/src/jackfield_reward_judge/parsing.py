@@ -11,7 +11,7 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -217,8 +217,9 @@ def _outermost(text: str) -> list[str]:
 def _lenient(text: str) -> Any:
     """Read JSON; then JSON with its usual mistakes mended; None if neither can be read."""
     mended = re.sub(r",(\s*[}\]])", r"\1", text)
-    for mend in (lambda: text, lambda: mended, lambda: _closed(mended)):
-        attempt = mend()
+    mends: tuple[Callable[[str], str], ...] = (lambda _: text, str, _closed)
+    for mend in mends:
+        attempt = mend(mended)
         with suppress(ValueError, RecursionError):
             return json.loads(attempt, strict=False)
         literal = re.sub(r"\b(?:true|false|null)\b", lambda word: _PYTHON[word[0]], attempt)

@@ -20,7 +20,7 @@ from jackfield_reward_judge.rubrics import Rubric
 from jackfield_reward_judge.settings import JudgeRewardConfig
 from jackfield_reward_requests import failed
 
-_MOST_KEPT = 16_384  #: verdicts that wait for a retry of their sample
+_MOST_KEPT = 16_384  #: verdicts of samples that have no score yet
 
 
 class JudgeReward(RewardAgent):
@@ -36,7 +36,7 @@ class JudgeReward(RewardAgent):
         self._judges = list[Judge]()
         for number, judge in enumerate(config.resolved):
             assert judge.rubric is not None
-            rubric = Rubric.of(judge.rubric, config.pairwise is not None, context.seed)
+            rubric = Rubric.of(judge.rubric, config.pairwise is not None, context.seed, config.response_characters)
             name = str(judge.model) if len(config.resolved) == 1 else f"{number}-{judge.model}"
             self._judges.append(Judge(name, rubric, judge, config, context))
         self._kept = dict[str, Verdict]()
@@ -79,8 +79,8 @@ class JudgeReward(RewardAgent):
             judgement = verdict.judgement
             votes.append(Vote(name, verdict, None if judgement is None else judge.rubric.total(judgement.scores)))
         result = result_of(votes, self.config)
-        if result.status != "ok" and len(verdicts) > 1:
-            self._keep(zip([self._place(request, f"{j.name}/{s}") for j, s in places], verdicts, strict=True))
+        if result.status == "ok":
+            self._forget(request, [f"{judge.name}/{sample}" for judge, sample in places])
         return result
 
     async def score_group(self, requests: Sequence[ScoreRequest]) -> Sequence[ScoreResult]:
@@ -109,9 +109,9 @@ class JudgeReward(RewardAgent):
             for n, (pair, _, _) in enumerate(asked)
         ]
         results = results_of(len(texts), comparisons, config)[: len(requests)]
-        if any(result.status != "ok" for result in results):
-            places = [self._place(requests[pair[0]], key) for pair, judge, s in asked for key in _keys(pair, judge, s)]
-            self._keep(zip(places, verdicts, strict=True))
+        if all(result.status == "ok" for result in results):
+            for pair, judge, sample in asked:
+                self._forget(requests[pair[0]], _keys(pair, judge, sample))
         return results
 
     def _both(
@@ -125,21 +125,23 @@ class JudgeReward(RewardAgent):
     async def _verdict(
         self, judge: Judge, request: ScoreRequest, key: str, pair: tuple[str, str] | None = None
     ) -> Verdict:
-        """Return the verdict of an earlier try, if the same was asked, or ask."""
+        """Return the verdict of an earlier try that failed or was cancelled, if the same was asked, or ask."""
         if pair is not None and pair[0] == pair[1]:
             return Verdict(judgement=Judgement(scores={}, winner="tie", explanation="both are the same text"))
-        kept = self._kept.pop(self._place(request, key), None)
-        if kept is not None and request.retry > 0 and kept.messages == judge.rubric.messages(request, pair):
+        place = self._place(request, key)
+        kept = self._kept.get(place) if request.retry > 0 else None
+        if kept is not None and kept.messages == judge.rubric.messages(request, pair):
             return attrs.evolve(kept, tokens=0, seconds=0.0)  # it was paid for by that try
-        return await judge.verdict(request, f"{request.idempotency_key}/{key}", pair)
+        verdict = await judge.verdict(request, f"{request.idempotency_key}/{key}", pair)
+        if verdict.error is None:
+            self._kept[place] = verdict
+            if len(self._kept) > _MOST_KEPT:
+                self._kept.pop(next(iter(self._kept)))  # the oldest
+        return verdict
 
-    def _keep(self, verdicts: Any) -> None:
-        """Keep the verdicts that did not fail for the next try; the oldest ones go if there are too many."""
-        for place, verdict in verdicts:
-            if verdict.error is None:
-                self._kept[place] = verdict
-        while len(self._kept) > _MOST_KEPT:
-            self._kept.pop(next(iter(self._kept)))
+    def _forget(self, request: ScoreRequest, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._kept.pop(self._place(request, key), None)
 
     @staticmethod
     def _place(request: ScoreRequest, key: str) -> str:

@@ -54,9 +54,10 @@ class Rubric:
     criteria: tuple[Criterion, ...]
     form: Form
     seed: int = 0
+    most: int | None = None  #: characters of a response that are shown
 
     @classmethod
-    def of(cls, config: RubricConfig, pairwise: bool, seed: int) -> Rubric:
+    def of(cls, config: RubricConfig, pairwise: bool, seed: int, most: int | None) -> Rubric:
         """Make the rubric that settings describe."""
         text = config.text if config.file is None else Path(config.file).read_text(encoding="utf-8")
         if text is None:
@@ -66,13 +67,13 @@ class Rubric:
         low, high = config.limits
         names = tuple(each.name for each in config.criteria)
         form = Form(winner=True) if pairwise else Form(low=low, high=high, criteria=names)
-        return cls(text=text, criteria=config.criteria, form=form, seed=seed)
+        return cls(text=text, criteria=config.criteria, form=form, seed=seed, most=most)
 
     def messages(self, request: ScoreRequest, pair: tuple[str, str] | None = None) -> list[dict[str, str]]:
         """Return the conversation that asks for a judgement, of ``pair`` if there is one."""
         written = pair or (request.solution_str,)
         others = (text_of(getattr(request, name)) for name in sorted(_WRITTEN_BY_THE_MODEL))
-        fence = _fence([*written, *others], self.seed)
+        fence = _Fence(_digest([*written, *others], self.seed), self.most)
 
         def read(name: str) -> Any:
             if name in ("response_a", "response_b"):
@@ -113,16 +114,20 @@ class _Fence:
     """A pair of lines around a text, which cannot contain them."""
 
     name: str
+    most: int | None
 
     def __call__(self, text: str) -> str:
+        if self.most is not None and len(text) > self.most:
+            half = self.most // 2
+            text = f"{text[:half]}\n[{len(text) - 2 * half} characters are left out]\n{text[-half:]}"
         harmless = _SPECIAL_TOKEN.sub(r"< |\1| >", text)  # a chat template would read it as the end of the message
         return f"<response {self.name}>\n{harmless}\n</response {self.name}>"
 
 
-def _fence(texts: Sequence[str], seed: int) -> _Fence:
-    """Return a fence whose name is a digest of the texts, which the author of one of them cannot know beforehand.
+def _digest(texts: Sequence[str], seed: int) -> str:
+    """Return the name of a fence, which the author of one of the texts cannot know beforehand.
 
     The same request has the same fence, so that a retry asks the same.
     """
     content = "\0".join([str(seed), *texts]).encode(errors="surrogatepass")
-    return _Fence(hashlib.sha256(content).hexdigest()[:16])
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import attrs
-from attrs.validators import ge, gt, le, min_len
+from attrs.validators import ge, gt, le, min_len, optional
 
 from jackfield.errors import ConfigError
 from jackfield.sdk import option
@@ -167,6 +167,12 @@ class JudgeRewardConfig:
     )
     repair: bool = option(True, "Ask once more for the form of an answer that cannot be read.")
     retryable: tuple[int | str, ...] = option(RETRYABLE, "Statuses after which a sample is scored again.", statuses)
+    response_characters: int | None = option(
+        50_000,
+        "Longest part of a response that a judge is shown, its beginning and its end; null: all. A longer one than a "
+        "judge can read would have no score, which a policy can learn to exploit.",
+        optional(ge(100)),
+    )
     request_seconds: float | None = option(
         None, "Longest time for one request; null: the deadline of the score.", gt(0.0)
     )

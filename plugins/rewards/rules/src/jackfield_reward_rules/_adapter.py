@@ -288,11 +288,9 @@ def _add_rubric(rubric: Any, functions: dict[str, Function], about: dict[str, An
     def finish(values: list[Any], states: list[dict[str, Any]]) -> list[Any]:
         found = []
         for number in range(len(states)):
-            metrics = {
-                func.__name__: _number(each[number], func.__name__)
-                for (_, func, _), each in zip(pairs, values, strict=True)
-            }
-            score = sum(weight * metrics[func.__name__] for _, func, weight in pairs)
+            scores = [_number(each[number], func.__name__) for (_, func, _), each in zip(pairs, values, strict=True)]
+            metrics = {func.__name__: one for (_, func, _), one in zip(pairs, scores, strict=True)}
+            score = sum(weight * one for (_, _, weight), one in zip(pairs, scores, strict=True))
             found.append({"score": score, "metrics": metrics})
         return found
 

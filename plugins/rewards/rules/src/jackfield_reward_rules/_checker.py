@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math_verify  # noqa: F401
-
 from jackfield_reward_rules.judge import Judge
 
 __all__ = ["Judge"]
+
+Judge(method="math").judge(r"\boxed{\frac{1}{2} + \sqrt{x}}", "$0.5$")  # imports the rest

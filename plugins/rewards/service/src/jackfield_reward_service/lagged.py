@@ -57,6 +57,7 @@ class LaggedReward(RewardAgent):
         self._are_waiting = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
         self._endpoint: Any = None
+        self._commits = False  #: whether a commit is about to happen
 
     @property
     def keeps_deadlines(self) -> bool:
@@ -108,6 +109,7 @@ class LaggedReward(RewardAgent):
             ground_truth=request.ground_truth,
         )
         left = store.register(sample) + self.config.wait_seconds - now
+        self._commit_soon(store)
         reward = store.reward(key)
         if reward is None and left > 0.0:
             reward = await self._arrival(key, left)
@@ -116,6 +118,17 @@ class LaggedReward(RewardAgent):
             text = f"no reward came for {key} in {self.config.wait_seconds:g} s (reward.wait_seconds)"
             return ScoreResult(status="timeout", error=text, is_final=True)
         return ScoreResult(score=reward.score, explanation=reward.explanation, dimensions=reward.dimensions)
+
+    def _commit_soon(self, store: Store) -> None:
+        """Commit, once, what all tasks of this turn of the event loop have registered."""
+
+        def commit() -> None:
+            self._commits = False
+            store.commit()
+
+        if not self._commits:
+            self._commits = True
+            asyncio.get_running_loop().call_soon(commit)
 
     async def _arrival(self, key: str, seconds: float) -> Reward | None:
         """Wait for a reward; return None if it does not arrive in time."""

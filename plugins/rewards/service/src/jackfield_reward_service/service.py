@@ -18,6 +18,8 @@ from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, Score
 from jackfield.errors import ConfigError, JackfieldError, RewardError, RpcError
 from jackfield.sdk import option
 from jackfield.sdk.rpc import Address, Connection, Contract, Process, connect, is_loopback, stub
+from jackfield.sdk.rpc.connection import MSGPACK
+from jackfield.sdk.rpc.wire import LIMIT
 
 T = TypeVar("T")
 
@@ -25,6 +27,8 @@ _SCORING = Contract(RewardAgent, ["compute_score", "finish_group", "score_group"
 _HOST_PORT = re.compile(r"(?P<host>\[[^]]+\]|[^/\[\]:]+):(?P<port>\d{1,5})")
 _PAUSE, _LONGEST_PAUSE = 0.05, 5.0  #: seconds between attempts to connect, at first and at most
 _START_SECONDS = 30.0  #: at most, for the first connection
+_LOSSES = 10  #: connections to one process that a call may lose
+_MARGIN = 1 << 16  #: bytes of a message beside the content
 _BEAT_SECONDS = 30.0  #: silence of a service by HOST:PORT after which the connection is given up
 
 
@@ -83,7 +87,7 @@ class ServiceReward(RewardAgent):
 
     @property
     def compares(self) -> bool:
-        """Whether the served reward compares groups; known after :meth:`start`."""
+        """Return whether the served reward compares groups; known after :meth:`start`."""
         return bool(self._described.get("compares"))
 
     @property
@@ -121,11 +125,11 @@ class ServiceReward(RewardAgent):
 
     async def compute_score(self, request: ScoreRequest) -> ScoreResult:
         """Have the service score one sample."""
-        return await self._call(lambda served: served.compute_score(request))
+        return await self._call(lambda served: served.compute_score(request), [request])
 
     async def score_group(self, requests: Sequence[ScoreRequest]) -> Sequence[ScoreResult]:
         """Have the service score one group."""
-        return await self._call(lambda served: served.score_group(requests))
+        return await self._call(lambda served: served.score_group(requests), requests)
 
     async def finish_group(
         self, requests: Sequence[ScoreRequest], scores: Sequence[ScoreResult]
@@ -133,11 +137,15 @@ class ServiceReward(RewardAgent):
         """Have the service adjust the scores of a group, if the served reward does."""
         if not self._described.get("finishes"):
             return scores
-        return await self._call(lambda served: served.finish_group(requests, scores))
+        return await self._call(lambda served: served.finish_group(requests, scores), [*requests, *scores])
 
-    async def _call(self, call: Callable[[RewardAgent], Awaitable[T]]) -> T:
-        """Call the served reward, over as many connections as it takes."""
+    async def _call(self, call: Callable[[RewardAgent], Awaitable[T]], content: Sequence[Any]) -> T:
+        """Call the served reward, over as many connections as it takes; refuse content that no message can carry."""
+        if (size := len(MSGPACK.encode(list(content)))) > LIMIT - _MARGIN:
+            what, expected = "a request is too long for the service", f"at most {LIMIT - _MARGIN} bytes"
+            raise RewardError(what, code="reward.request", where=_key(content), expected=expected, found=size)
         clock, until = self.context.clock, self.context.clock.time() + self.config.wait_seconds
+        lost: list[Process | None] = []
         while True:
             connection = await self._connected(self.config.reconnect_seconds)
             try:
@@ -147,6 +155,11 @@ class ServiceReward(RewardAgent):
             except RpcError as error:
                 if error.code != "rpc.lost" or not connection.lost.done():
                     raise
+                lost.append(connection.process)
+                if lost.count(connection.process) >= _LOSSES:
+                    what, fix = f"the service has lost {_LOSSES} connections", "look at the log of the service"
+                    details: Any = {"where": self.config.address, "found": error.found, "fix": fix}
+                    raise RewardError(what, code="reward.unavailable", **details) from error
 
     async def _connected(self, seconds: float) -> Connection:
         """Return a connection; open one if there is none, once for all that wait."""
@@ -199,6 +212,10 @@ class ServiceReward(RewardAgent):
         host, port = direct["host"].strip("[]"), int(direct["port"])
         secret, here = token_secret(token), Process.of(os.getpid())
         return Address(host=host, port=port, secret=secret, heartbeat_seconds=_BEAT_SECONDS, process=here)
+
+
+def _key(content: Sequence[Any]) -> str:
+    return next((each.idempotency_key for each in content if isinstance(each, ScoreRequest)), "")
 
 
 def token_secret(token: str) -> str:

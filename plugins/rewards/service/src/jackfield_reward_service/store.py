@@ -83,6 +83,22 @@ def _finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _text(value: Any) -> Any:
+    return value.encode(errors="replace").decode() if isinstance(value, str) else value
+
+
+@contextmanager
+def _transaction(database: sqlite3.Connection) -> Iterator[None]:
+    """Commit all of the block, or nothing of it."""
+    database.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        database.execute("COMMIT")
+    except BaseException:
+        database.execute("ROLLBACK")
+        raise
+
+
 def key_of(sample: str, prompt: str, response: str) -> str:
     """Return the key for the reward of one text of a sample."""
     return f"{sample}@{xxhash.xxh3_64_hexdigest(f'{len(prompt)} {prompt}{response}'.encode(errors='replace'))}"
@@ -98,6 +114,7 @@ class Store:
     folder: Path
     _database: sqlite3.Connection | None = attrs.field(default=None, init=False)
     _seen: int = attrs.field(default=-1, init=False)
+    _coming: list[Pending] = attrs.field(factory=list, init=False)  #: registered, and not written yet
     _last: int = attrs.field(default=0, init=False)  #: number of the newest reward that :meth:`news` returned
 
     def open(self, *, create: bool) -> None:
@@ -118,27 +135,36 @@ class Store:
 
     def close(self) -> None:
         """Close the file. Idempotent."""
+        self.commit()
         if self._database is not None:
             self._database.close()
             self._database = None
 
     def register(self, sample: Pending) -> float:
-        """Add a sample that waits, unless it is there; return since when it waits."""
-        row = attrs.asdict(sample)
-        names = ", ".join(row)
+        """Add a sample that waits, unless it is there; return since when it waits.
+
+        Others see it after :meth:`commit`: many samples come at a time, and a transaction costs more than a row.
+        """
         with self._errors() as database:
-            marks = ", ".join("?" * len(row))
-            texts = [
-                value.encode(errors="replace").decode() if isinstance(value, str) else value for value in row.values()
-            ]
-            added = database.execute(f"INSERT OR IGNORE INTO pending ({names}) VALUES ({marks})", texts)
-            if added.rowcount:
-                return sample.since
-            since, over = database.execute("SELECT since, is_over FROM pending WHERE key = ?", (sample.key,)).fetchone()
-            if over and self.reward(sample.key) is None:  # it waited in vain, and is asked for again
+            found = database.execute("SELECT since, is_over FROM pending WHERE key = ?", (sample.key,)).fetchone()
+            if found is None:
+                self._coming.append(sample)
+            elif found[1] and self.reward(sample.key) is None:  # it waited in vain, and is asked for again
                 database.execute("UPDATE pending SET is_over = 0, since = ? WHERE key = ?", (sample.since, sample.key))
-                return sample.since
-            return float(since)
+            else:
+                return float(found[0])
+        return sample.since
+
+    def commit(self) -> None:
+        """Write what was registered."""
+        if self._database is None or not self._coming:
+            return
+        names = [field.name for field in attrs.fields(Pending)]
+        rows = [[_text(getattr(each, name)) for name in names] for each in self._coming]
+        self._coming.clear()
+        with self._errors() as database, _transaction(database):
+            marks = ", ".join("?" * len(names))
+            database.executemany(f"INSERT OR IGNORE INTO pending ({', '.join(names)}) VALUES ({marks})", rows)
 
     def reward(self, key: str) -> Reward | None:
         """Return the reward that was pushed for a key."""
@@ -148,22 +174,20 @@ class Store:
 
     def give_up(self, key: str) -> None:
         """Take no reward for this key any more."""
+        self.commit()
         with self._errors() as database:
             database.execute("UPDATE pending SET is_over = 1 WHERE key = ?", (key,))
 
     def add(self, rewards: Sequence[Reward]) -> Pushed:
         """Add all of the rewards, or none: a reward for no known sample, or another than the first, is refused."""
         known = 0
+        self.commit()
         with self._errors() as database:
             database.execute("PRAGMA synchronous=FULL")  # who pushed a reward will not push it again
-            database.execute("BEGIN IMMEDIATE")
             try:
-                for reward in rewards:
-                    known += self._add(database, reward)
-                database.execute("COMMIT")
-            except BaseException:
-                database.execute("ROLLBACK")
-                raise
+                with _transaction(database):
+                    for reward in rewards:
+                        known += self._add(database, reward)
             finally:
                 database.execute("PRAGMA synchronous=NORMAL")
         return Pushed(new=len(rewards) - known, known=known)

@@ -11,8 +11,8 @@ import attrs
 
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
 from jackfield.clock import Clock
+from jackfield.compose.rewards import http_client
 from jackfield.plugins import installed
-from jackfield.sdk.http import AiohttpClient
 from jackfield_conformance.registry import NotApplicable, Subject
 from jackfield_conformance.support.expecting import cancelled, finite
 
@@ -78,25 +78,29 @@ async def context_of(subject: Subject, **services: Any) -> AsyncIterator[RewardC
 
     ``services`` replace these.
     """
-    http = AiohttpClient()
+    http = http_client()
 
     def agent(name: str, settings: Mapping[str, Any]) -> RewardAgent:
         made: RewardAgent = installed().load("reward", name).build(settings, context, "reward")
         return made
 
-    given = {"http": http, "agent": agent, "cache": subject.folder, **(subject.fixture.get("context") or {})}
+    given: dict[str, Any] = {"agent": agent, "cache": subject.folder, **({} if http is None else {"http": http})}
+    given |= subject.fixture.get("context") or {}
     context = RewardContext(**{**given, **services})
     try:
         yield context
     finally:
-        await http.close()
+        if http is not None:
+            await http.close()
 
 
 @contextlib.asynccontextmanager
-async def opened(subject: Subject, **services: Any) -> AsyncIterator[RewardAgent]:
-    """Start an agent in a context with other ``services``, and close it at the end."""
+async def opened(
+    subject: Subject, settings: Mapping[str, Any] | None = None, **services: Any
+) -> AsyncIterator[RewardAgent]:
+    """Start an agent with other ``settings`` in a context with other ``services``, and close it at the end."""
     async with context_of(subject, **services) as context:
-        agent: RewardAgent = subject.make(context)
+        agent: RewardAgent = subject.make(context, **(settings or {}))
         try:
             await agent.start()
             yield agent

@@ -7,7 +7,8 @@ The plugin's fixture may have, beside ``settings``, lists of mappings with field
 * ``slow``: requests that take half a minute or longer unless they are cancelled.
 
 Checks that need ``failing`` or ``slow`` do not apply without them. ``context`` has fields of a ``RewardContext``, such
-as a ``generate`` function, that the plugin needs beside an HTTP client and the installed rewards.
+as a ``generate`` function, that the plugin needs beside an HTTP client and the installed rewards. ``comparing`` has the
+settings under which the plugin compares groups, if it does so under some only.
 """
 
 from __future__ import annotations

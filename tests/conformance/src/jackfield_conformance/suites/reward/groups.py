@@ -112,15 +112,19 @@ async def token_scores_are_there(subject: Subject, agent: RewardAgent) -> None:
     assert found, "token_scores is declared, and no example yields any"
 
 
-@check("REW-033", since="1.1", capability="compares", page=PAGE + "groups", using=opened)
-async def comparisons_do_not_depend_on_the_order(subject: Subject, agent: RewardAgent) -> None:
+@check("REW-033", since="1.1", capability="compares", page=PAGE + "groups")
+async def comparisons_do_not_depend_on_the_order(subject: Subject) -> None:
     """A group in another order gets the same scores, each at the place of its request."""
-    if not agent.compares:
-        raise NotApplicable("these settings compare nothing")
-    asked = [attrs.evolve(each, idempotency_key=f"group/{n}") for n, each in enumerate(examples(subject))]
-    forwards, backwards = list(await agent.score_group(asked)), list(await agent.score_group(asked[::-1]))
+    settings = subject.fixture.get("comparing") or {}
+    async with opened(subject, settings) as agent:
+        if not agent.compares:
+            raise NotApplicable("these settings compare nothing: give others as 'comparing' of the fixture")
+        asked = [attrs.evolve(each, idempotency_key=f"group/{n}") for n, each in enumerate(examples(subject))]
+        forwards, backwards = list(await agent.score_group(asked)), list(await agent.score_group(asked[::-1]))
+    assert len(asked) == len(forwards) == len(backwards), f"{len(asked)} requests, {len(forwards)} results"
     for request, one, other in zip(asked, forwards, reversed(backwards), strict=True):
-        same = one.status == other.status and math.isclose(one.score or 0.0, other.score or 0.0, rel_tol=1e-6)
+        assert one.status == "ok", f"{request.solution_str[:40]!r}: {text_of(one)}"
+        same = other.status == "ok" and math.isclose(one.score or 0.0, other.score or 0.0, rel_tol=1e-6)
         assert same, f"{request.solution_str[:40]!r}: {text_of(one)}; with the group in reverse: {text_of(other)}"
 
 

@@ -18,8 +18,8 @@ import pytest
 from pyarrow import parquet
 
 from jackfield.errors import RunError
-from jackfield.runtime import reward_records
-from jackfield.runtime.reward_records import COLUMNS, RewardRecords
+from jackfield_archive import records as reward_records
+from jackfield_archive.records import COLUMNS, RewardRecords
 
 
 def row(number: int, **values: Any) -> dict[str, Any]:
@@ -38,20 +38,29 @@ def names_in(folder: Path) -> list[str]:
 
 def test_rows_become_a_file_with_all_columns(tmp_path: Path) -> None:
     """Values come back as they were; absent ones are null; objects are JSON."""
-    records = RewardRecords(tmp_path / "rewards", "worker-0")
-    assert not (tmp_path / "rewards").exists()
+    records = RewardRecords(tmp_path / "scores", "worker-0")
+    assert not (tmp_path / "scores").exists()
     full = {"run": "a", "group": "g", "rollout": 3, "time": 1.5, "data_source": "gsm8k", "prompt": "2+2?", "raw": "é "}
     full |= {"response": "4\n", "ground_truth": "4", "explanation": "right", "error": None, "reward": "judge"}
-    full |= {"version": "v1", "tokens": 7, "seconds": 0.25, "cached": True, "dimensions": {"taste": 1.0}, "metrics": {}}
+    full |= {
+        "extra_info": {"of": [1]},
+        "version": "v1",
+        "tokens": 7,
+        "seconds": 0.25,
+        "cached": True,
+        "dimensions": {"taste": 1.0},
+        "metrics": {},
+    }
     records.add([row(0, **full), row(1)])
     records.add([row(2, score=np.float32(0.5), response="half \udc80", error="nan", metrics={"n": float("nan")})])
     records.close()
     records.close()
-    assert names_in(tmp_path / "rewards") == ["worker-0-00001.parquet"]
-    first, second, third = rows_in(tmp_path / "rewards")
+    assert names_in(tmp_path / "scores") == ["worker-0-00001.parquet"]
+    first, second, third = rows_in(tmp_path / "scores")
     assert list(first) == list(COLUMNS)
     assert first.pop("time").timestamp() == 1.5
-    assert (json.loads(first.pop("dimensions")), json.loads(first.pop("metrics"))) == ({"taste": 1.0}, {})
+    texts = [json.loads(first.pop(name)) for name in ("dimensions", "metrics", "extra_info")]
+    assert texts == [{"taste": 1.0}, {}, {"of": [1]}]
     assert first == {name: value for name, value in row(0, **full).items() if name in first}
     assert second == dict.fromkeys(COLUMNS) | row(1)
     assert (third["score"], third["response"], json.loads(third["metrics"])) == (0.5, "half ?", {"n": None})
@@ -73,7 +82,7 @@ def test_files_have_the_given_number_of_rows(tmp_path: Path, monkeypatch: pytest
 _CHILD = """
 import sys
 from pathlib import Path
-from jackfield.runtime.reward_records import RewardRecords
+from jackfield_archive.records import RewardRecords
 records = RewardRecords(Path(sys.argv[1]), "worker-0")
 for number in range(100):
     records.add([{"key": str(number)}])

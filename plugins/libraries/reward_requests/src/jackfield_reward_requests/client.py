@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from functools import cache
 from typing import Any
 
 import attrs
 import msgspec
 
 from jackfield.abc.reward import HttpAnswer
-from jackfield.errors import PluginError, RewardError
+from jackfield.errors import RewardError
 
 
 @attrs.define(eq=False)
@@ -29,9 +31,10 @@ class AiohttpClient:
         limit: int = 16 * 2**20,
     ) -> HttpAnswer:
         """Send a request; redirections are not followed, so that a key reaches the named host alone."""
-        aiohttp = _aiohttp()
+        import aiohttp  # it takes a third of a second, and not every run asks anything
+
         if self._session is None or self._session.closed:  # deadlines are the callers', connections the limits'
-            connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=60)
+            connector = _connector()(limit=0, ttl_dns_cache=60)
             self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         data, sent = None, dict(headers or {})
         if body is not None:
@@ -43,9 +46,8 @@ class AiohttpClient:
                     read += part
                     if len(read) > limit:
                         raise _failed(url, f"an answer of more than {limit} bytes")
-                after = answer.headers.get("Retry-After", "")
-                seconds = float(after) if after.replace(".", "", 1).isdecimal() else None
-                return HttpAnswer(status=answer.status, text=read.decode(errors="replace"), retry_after=seconds)
+                seconds, text = _seconds(answer.headers.get("Retry-After", "")), read.decode(errors="replace")
+                return HttpAnswer(status=answer.status, text=text, retry_after=seconds)
         except (aiohttp.ClientError, aiohttp.InvalidURL, OSError) as error:
             raise _failed(url, f"{type(error).__name__}: {error}") from error
 
@@ -55,12 +57,32 @@ class AiohttpClient:
             await self._session.close()
 
 
-def _aiohttp() -> Any:
+@cache
+def _connector() -> Any:
+    """Return the class of a pool without connections on which something came after an answer.
+
+    aiohttp would take it for the answer of the next request: a service that answers twice would shift all scores.
+    """
+    import aiohttp
+
+    class Connector(aiohttp.TCPConnector):
+        async def _get(self, key: Any, traces: Any) -> Any:
+            idle = self._conns.get(key, ())
+            while idle and idle[0][0].should_close:
+                idle.popleft()[0].close()
+            return await super()._get(key, traces)
+
+    return Connector
+
+
+def _seconds(retry_after: str) -> float | None:
+    """Return the seconds of a header Retry-After, which is a number or a date."""
+    if retry_after.replace(".", "", 1).isdecimal():
+        return float(retry_after)
     try:
-        return import_module("aiohttp")
-    except ImportError as error:
-        fix = "pip install aiohttp"
-        raise PluginError("the HTTP client of rewards needs aiohttp", where="aiohttp", found=error, fix=fix) from error
+        return max(0.0, (parsedate_to_datetime(retry_after) - datetime.now(UTC)).total_seconds())
+    except (ValueError, TypeError):  # no date, or one without a time zone
+        return None
 
 
 def _failed(url: str, found: str) -> RewardError:
