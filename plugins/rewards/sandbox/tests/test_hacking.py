@@ -44,7 +44,7 @@ def f(x):
     frame = sys._getframe()
     while frame:
         if found := search(repr(frame.f_locals).encode(errors="replace")):
-            return found
+            return found + x - 3
         frame = frame.f_back
     for memory in memories():
         if found := search(memory):
@@ -106,8 +106,26 @@ def test_no_hack_passes(run: Run, levels: list[str], form: str) -> None:
 
 def test_a_test_of_exceptions_is_not_passed_by_leaving(run: Run, levels: list[str]) -> None:
     codes = ["def f(x):\n    raise ValueError", "import os\ndef f(x):\n    os._exit(0)", "def f(x):\n    return 1"]
-    results = run([(code, _RAISES) for code in codes], {"entry_point": "f"}, isolation=levels[-1])
-    assert [1.0, 0.0, 0.0] == [each.score for each in results]
+    for tests in (_RAISES, _RAISES.replace("except Exception", "except BaseException")):
+        results = run([(code, tests) for code in codes], {"entry_point": "f"}, isolation=levels[-1])
+        assert [1.0, 0.0, 0.0] == [each.score for each in results]
+
+
+def test_code_does_not_define_what_tests_mean(run: Run, levels: list[str]) -> None:
+    """Built-ins and modules of the standard library are real, also where the tests do not import them."""
+    tests = "def check(candidate):\n    assert abs(candidate(3) - 5) < 1e-6\n    assert math.isclose(candidate(3), 5)\n"
+    lies = "def abs(x):\n    return 0\nclass math:\n    isclose = staticmethod(lambda *a: True)\n"
+    codes = [f"{lies}def f(x):\n    return {value}" for value in ("3.0", "5.0")]
+    codes += ["import cmath as math\nabs = all = any = isinstance = lambda *a: True\ndef f(x):\n    return 4.0"]
+    results = run([(code, tests) for code in codes], {"entry_point": "f"}, isolation=levels[-1])
+    assert [0.0, 1.0, 0.0] == [each.score for each in results], [each.explanation for each in results]
+
+
+def test_code_does_not_end_the_loops_of_tests(run: Run, levels: list[str]) -> None:
+    tests = "for found, expected in zip(map(f, [3, 4]), [5, 6]):\n    assert found == expected"
+    codes = ["def f(x):\n    raise StopIteration", "def f(x):\n    return x + 2"]
+    results = run([(code, tests) for code in codes], isolation=levels[-1])
+    assert [0.0, 1.0] == [each.score for each in results], [each.explanation for each in results]
 
 
 def test_output_without_input_is_not_passed_by_markers(run: Run, levels: list[str]) -> None:

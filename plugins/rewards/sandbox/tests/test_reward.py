@@ -100,7 +100,8 @@ _CASES: dict[str, tuple[str, Any, str, float]] = {
     "objects": (
         "class Stack(list):\n    pass\nclass Node:\n    def __init__(self, x):\n        self.x, self.next = x, None\n"
         "def f(n):\n    return n.next.x",
-        "a, b = Node(1), Node([2])\na.next = b\nassert f(a) == [2] and a.next == b and a != b and a.next.x[0] == 2",
+        "a, b = Node(1), Node([2])\na.next = b\nassert f(a) == [2] and isinstance(a, Node)\n"
+        "assert not isinstance(a, Stack) and a.next == b and a != b and a.next.x[0] == 2",
         "",
         1.0,
     ),
@@ -264,6 +265,12 @@ async def main(isolation):
 asyncio.run(main("namespaces"))
 asyncio.run(main("auto"))
 """
+
+
+@pytest.mark.needs("mount")
+def test_a_machine_that_lets_processes_mount_has_the_best_level(levels: list[str]) -> None:
+    """A level that does not hold any more is missed here: other tests run at those that hold."""
+    assert "namespaces" == levels[-1]
 
 
 @pytest.mark.needs("mount")

@@ -142,7 +142,7 @@ class Config:
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether a weight changes with the batch."""
+        """Return whether a weight changes with the batch."""
         return any(isinstance(weight, Schedule) for weight in self.weights.values())
 
     def weights_at(self, batch: int) -> dict[str, float]:

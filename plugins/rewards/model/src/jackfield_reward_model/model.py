@@ -21,7 +21,7 @@ _READ = (".safetensors", ".json", ".bin", ".jinja", ".model", ".txt", ".py")  #:
 
 
 def refuse(message: str, where: object, **details: Any) -> NoReturn:
-    """Raise ``reward.model``."""
+    """Raise an error with the code ``reward.model``."""
     raise RewardError(message, code="reward.model", where=where, **details)
 
 

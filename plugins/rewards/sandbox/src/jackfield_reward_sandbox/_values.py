@@ -56,7 +56,7 @@ def _base(value: Any) -> Any:
 
 
 def decode(value: Any, remote: Callable[[int], Any] | None = None) -> Any:
-    """Return the value of JSON that :func:`encode` made, perhaps in a process that nobody trusts.
+    """Return the value of JSON that :func:`encode` made, perhaps in a process that is not trusted.
 
     ``remote`` makes an object of a handle; a malformed text raises a ``ValueError``.
     """

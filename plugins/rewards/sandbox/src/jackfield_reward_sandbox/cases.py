@@ -17,7 +17,7 @@ _FENCE = "```"
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """One test."""
+    """One test of a task."""
 
     name: str
     kind: Literal["stdin", "call", "check"]
