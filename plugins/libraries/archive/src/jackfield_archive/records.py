@@ -19,8 +19,8 @@ import attrs
 import msgspec
 
 from jackfield.errors import QueueError, RunError
-from jackfield.files import AppendFile, encode_line, read_lines, replacing
 from jackfield.sdk.archive import import_pyarrow
+from jackfield.sdk.files import AppendFile, encode_line, read_lines, replacing
 
 _log = logging.getLogger("jackfield")
 
