@@ -34,8 +34,9 @@ from jackfield.runtime.ray_cluster import Cluster, WorkerSpec
 from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.workers import AgentWorker, Workers
 from jackfield.sdk.rpc import Service, stub
+from jackfield.trainer.rewards import RewardPipeline
 from jackfield.trainer.role import WEIGHTS, Role, RoleName, RunWorkers
-from jackfield.trainer.rollouts import Explorer, RewardPipeline
+from jackfield.trainer.rollouts import Explorer
 from jackfield.trainer.weights import WeightSubscriber
 from jackfield.weights import WeightsSynced
 
@@ -123,7 +124,8 @@ def role_of(samples: int, steps: int, name: RoleName = "all", clock: Clock | Non
     values = {
         "model": {"path": "none"},
         "data": {"groups_per_batch": samples // RUNS, "rollouts_per_group": RUNS},
-        "schedule": {"steps": steps, "reward_retries": 0},
+        "schedule": {"steps": steps},
+        "reward_service": {"retries": 0, "keep": False},
         "checkpoint": {"every": 0, "at_end": False},
         "log_prob_check": {"every": 0, "probe_tokens": 0},
         "deadlines": dict.fromkeys(("batch", "rollout", "reward", "engine"), SECONDS),

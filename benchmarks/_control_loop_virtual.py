@@ -40,8 +40,9 @@ from jackfield.sdk.rpc import Connection, Contract, stub
 from jackfield.sdk.rpc.connection import MSGPACK
 from jackfield.sdk.rpc.wire import HEAD, MAGIC, Call, Message, Reply
 from jackfield.simulation import VirtualClock
+from jackfield.trainer.rewards import RewardPipeline
 from jackfield.trainer.role import Role, RunWorkers
-from jackfield.trainer.rollouts import Explorer, RewardPipeline
+from jackfield.trainer.rollouts import Explorer
 from jackfield.trainer.trainer import Trainer
 from jackfield.trainer.weights import EngineWeights
 from jackfield.weights import PreparedSender, WeightSender

@@ -32,8 +32,9 @@ import _control_loop_virtual as virtual
 
 from jackfield.errors import JackfieldError
 from jackfield.runtime.engine import EngineGroup
+from jackfield.trainer.rewards import RewardPipeline
 from jackfield.trainer.role import Role
-from jackfield.trainer.rollouts import Explorer, RewardPipeline
+from jackfield.trainer.rollouts import Explorer
 from jackfield.trainer.trainer import Trainer
 
 CLUSTERS: dict[str, Any] = {"inline": parts.inline, "ray": parts.ray, "distributed": parts.distributed}

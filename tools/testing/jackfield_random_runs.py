@@ -34,7 +34,8 @@ def random_settings(seed: int, *, faults: int = 4) -> SimulationSettings:
     for name in _SYNC_ONLY if schedule.get("mode") == "async" else _ASYNC_ONLY:
         schedule.pop(name, None)
     run = {
-        "schedule": {**schedule, "steps": draw.randint(3, 6), "max_retries": 12, "reward_retries": draw.randint(0, 1)},
+        "schedule": {**schedule, "steps": draw.randint(3, 6), "max_retries": 12},
+        "reward_service": {"retries": draw.randint(0, 1), "keep": False},
         "data": {"groups_per_batch": draw.randint(2, 4), "rollouts_per_group": draw.randint(1, 2)},
         "algorithm": {"epochs": draw.choice((1, 1, 2))},
         "checkpoint": {"every": draw.choice((1, 2, 3, 3))},

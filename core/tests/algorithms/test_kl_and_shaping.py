@@ -17,7 +17,6 @@ from jackfield.algorithms.settings import KLSettings
 from jackfield.algorithms.shaping import (
     clip_rewards,
     dynamic_sampling_filter,
-    fill_failed,
     kl,
     kl_in_reward,
     normalize_rewards,
@@ -238,19 +237,6 @@ def test_normalisation_and_clipping() -> None:
     assert [1.0, 2.0, 3.0] == clip_rewards(scores, low=0.0, high=3.0).tolist()
     with refused("algorithm.input"):
         clip_rewards(scores, low=1.0, high=1.0)
-
-
-def test_failed_scores_become_their_groups_mean() -> None:
-    scores = torch.tensor([1.0, math.nan, 0.0, math.inf, 2.0, 5.0])
-    failed = torch.tensor([False, True, False, True, False, True])
-    groups = torch.tensor([0, 0, 0, 0, 1, 2])
-    filled, still = fill_failed(scores, failed, groups)
-    assert [1.0, 0.5, 0.0, 0.5, 2.0, 0.0] == filled.tolist()
-    assert [False] * 5 + [True] == still.tolist(), "a group without any score has no mean"
-    found, _ = advantages("grpo", token_rewards=filled[:, None], response_mask=torch.ones(6, 1), group_ids=groups)
-    assert [0.0, 0.0] == pytest.approx([float(found[1, 0]), float(found[3, 0])])
-    with refused("algorithm.not-finite", "row 3"):
-        fill_failed(scores, torch.tensor([False, True, False, False, False, False]), groups)
 
 
 @pytest.mark.parametrize("options", [{"kl": "k9"}, {"aggregation": "mean"}])

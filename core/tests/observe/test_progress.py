@@ -5,6 +5,7 @@ import re
 import pytest
 
 from jackfield.errors import EngineError
+from jackfield.plugins.hooks import RewardsPending
 
 PLUGINS = {
     "engine": {"name": "fsdp", "lr": 1e-3},
@@ -54,6 +55,18 @@ def test_lines_come_no_more_often_than_the_interval_but_the_first_and_the_last_a
         run.step(step, seconds=1, **{"policy/loss": 1.0})
 
     assert ["1/8", "4/8", "7/8", "8/8"] == re.findall(r"step (\d+/\d+)", "\n".join(run.screen))
+
+
+def test_a_step_that_waits_for_rewards_says_so_every_ten_seconds(make_run):
+    run = make_run(progress=True).start()
+    for seconds, scored in ((0, 0), (6, 10), (11, 300), (12, 310), (25, 600)):
+        run.clock.now = 100 + seconds
+        run.emit(RewardsPending(step=0, scored=scored, in_progress=64, waiting=1000 - scored))
+    told = [line for line in run.screen if "rewards" in line]
+    assert [
+        "step 1/4: rewards: 300 scored, 64 in progress, 700 waiting",
+        "step 1/4: rewards: 600 scored, 64 in progress, 400 waiting",
+    ] == told
 
 
 def test_a_failure_is_told_in_one_line(make_run):

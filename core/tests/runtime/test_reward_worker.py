@@ -50,7 +50,11 @@ class Judge(RewardAgent):
 
 
 def reward(
-    answers: Sequence[str], uncompared: Sequence[int] = (), retries: int = 0, **settings: Any
+    answers: Sequence[str],
+    uncompared: Sequence[int] = (),
+    retries: int = 0,
+    on_failure: str = "refill",
+    **settings: Any,
 ) -> tuple[Judge, Any, dict[str, Any]]:
     """Score a group; return each sample's outcome, and the columns of the samples with a score."""
 
@@ -60,10 +64,17 @@ def reward(
         rows, keys = Values(backend), [f"train/0/0/0/{run}/0" for run in range(len(answers))]
         tokens = column_from_rows([torch.tensor([ord(letter) for letter in answer]) for answer in answers])
         task = {"data_source": "", "ground_truth": "", "extra_info": {}, "reward": None}
-        columns = {"prompt_ids": tokens, "response_ids": tokens, "task": json_column([task] * len(keys))}
+        mask = column_from_rows([torch.ones(len(answer), dtype=torch.bool) for answer in answers])
+        columns = {"prompt_ids": tokens, "response_ids": tokens, "response_mask": mask}
+        columns["task"] = json_column([task] * len(keys))
         await rows.put("train", keys, columns)
         config = make_config(
-            {"model": {"path": "none"}, "schedule": {"reward_retries": retries}, "algorithm": settings}, ()
+            {
+                "model": {"path": "none"},
+                "reward_service": {"retries": retries, "backoff_seconds": 0.0, "on_failure": on_failure},
+                "algorithm": settings,
+            },
+            (),
         )
         worker = RewardWorker(rows, judge, Letters(), Clock(), config)  # type: ignore[arg-type]
         job = RewardJob(tuple(keys), tuple(keys[index] for index in uncompared))
@@ -94,18 +105,18 @@ def test_a_sample_is_tried_again_under_its_own_key() -> None:
 
 
 def test_a_failed_score_becomes_the_mean_of_its_group_where_asked() -> None:
-    _, scored, columns = reward(["a", "x", "abc"], shaping={"fill_failed": True}, reward_dimensions=["score", "vowels"])
+    _, scored, columns = reward(["a", "x", "abc"], on_failure="group_mean", reward_dimensions=["score", "vowels"])
     assert [1.0, 2.0, 3.0] == [one.score for one in scored]
     assert {"reward": [[1.0], [2.0], [3.0]], "reward_dimensions": [[1.0, 1.0], [2.0, 1.0], [3.0, 1.0]]} == columns
 
 
 def test_a_group_without_any_score_stays_failed() -> None:
-    _, scored, columns = reward(["x", "x"], shaping={"fill_failed": True})
+    _, scored, columns = reward(["x", "x"], on_failure="group_mean")
     assert ([None, None], {}) == ([one.score for one in scored], columns)
 
 
 def test_rows_that_stand_apart_are_scored_and_not_compared() -> None:
-    judge, scored, columns = reward(["a", "ab", "abcd"], uncompared=[2], shaping={"fill_failed": True})
+    judge, scored, columns = reward(["a", "ab", "abcd"], uncompared=[2], on_failure="group_mean")
     assert [1.0, 2.0] == judge.seen
     assert ([1.0, 2.0, 4.0], [[1.0], [2.0], [4.0]]) == ([one.score for one in scored], columns["reward"])
 
@@ -139,7 +150,9 @@ def test_a_group_that_is_retried_meanwhile_takes_no_other_one_with_it() -> None:
         rows, keys, texts = Values(backend), [group, dropped, again], ["long", "a", "longer"]
         tokens = column_from_rows([torch.tensor([ord(letter) for letter in text]) for text in texts])
         task = {"data_source": "", "ground_truth": "", "extra_info": {}, "reward": None}
-        await rows.put("train", keys, {"prompt_ids": tokens, "response_ids": tokens, "task": json_column([task] * 3)})
+        columns = {"prompt_ids": tokens, "response_ids": tokens, "task": json_column([task] * 3)}
+        columns["response_mask"] = column_from_rows([torch.ones(len(text), dtype=torch.bool) for text in texts])
+        await rows.put("train", keys, columns)
         config = make_config({"model": {"path": "none"}}, ())
         worker = RewardWorker(rows, Slow(clock), Letters(), clock, config)  # type: ignore[arg-type]
 

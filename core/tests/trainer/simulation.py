@@ -42,8 +42,9 @@ from jackfield.runtime.samples import AdvantageWorker
 from jackfield.runtime.workers import AgentWorker, Workers
 from jackfield.sdk.cells import column_from_rows
 from jackfield.trainer.checkpoint import CheckpointStore
+from jackfield.trainer.rewards import RewardPipeline
 from jackfield.trainer.role import Role, RunWorkers, Schedule
-from jackfield.trainer.rollouts import Explorer, RewardPipeline
+from jackfield.trainer.rollouts import Explorer
 from jackfield.trainer.trainer import Trainer
 from jackfield_virtual_clock import VirtualClock
 
@@ -284,6 +285,7 @@ class Simulation:
     score_seconds: Callable[[str], float] | None = None  #: of a sample, by its key; None: ``reward_seconds``
     rollout_seconds: Callable[[str, int], float] | None = None  #: by task and seed; None: ``generate_seconds``
     max_retries: int = 3
+    reward_service: Mapping[str, Any] = attrs.field(factory=dict)
     replaces_equal_groups: bool = False
     greedy_baseline: bool = False
     experts: int = 0
@@ -301,6 +303,7 @@ class Simulation:
     checkpoint_every: int = 0
     store: DyingBackend | None = None  #: a durable store; the queue then has a journal
     max_samples: int | None = None  #: limit for backpressure
+    minimum_rows: int | None = None  #: rollouts that are enough for a group
     deaths: Sequence[float] = ()  #: times at which a unit of the store dies
     kill_at: float | None = None  #: time at which the whole run is killed
     profile: str | None = None
@@ -328,8 +331,8 @@ class Simulation:
                     if name not in ("explores", "trains")
                 },
                 "max_retries": self.max_retries,
-                "reward_retries": 0,
             },
+            "reward_service": {"retries": 0, "keep": False, **self.reward_service},
             "mixing": {"replay": replay},
             "checkpoint": {"every": self.checkpoint_every, "at_end": self.folder is not None},
             "log_prob_check": {"every": 0},
@@ -368,6 +371,7 @@ class Simulation:
             durable=self.store is not None,
             max_retries=self.max_retries,
             max_samples=self.max_samples,
+            minimum_rows=self.minimum_rows,
         )
         await queue.start()
         values = Values(backend)

@@ -7,7 +7,7 @@ import contextlib
 import socket
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -35,14 +35,38 @@ class ReferenceReward(RewardAgent):
     A ground truth ``broken`` cannot be scored; with ``slow`` a process is waited for that takes a minute.
     """
 
+    version = "1"
+    takes_turns = True
+    keeps_deadlines = True
+
     async def compute_score(self, request: ScoreRequest) -> ScoreResult:
         right = self.is_right(request)
         if request.ground_truth == "broken":
             return self.broken(request)
         if request.ground_truth == "slow":
-            await self.slow()
-        await asyncio.sleep(0)
+            try:
+                await self.until(self.slow(), request)
+            except TimeoutError:
+                return ScoreResult(status="timeout", error="too slow")
+        await self.ask()
         return self.result(self.config.correct if right else 0.0, request)
+
+    async def until(self, work: Awaitable[None], request: ScoreRequest) -> None:
+        async with asyncio.timeout(request.deadline_seconds):
+            await work
+
+    async def ask(self) -> None:
+        async with self.context.turn():
+            await asyncio.sleep(0)
+
+    async def score_group(self, requests: Sequence[ScoreRequest]) -> Sequence[ScoreResult]:
+        """The share of other answers of the group that are longer."""
+        lengths = [len(each.solution_str) for each in requests]
+        return [self.ranked(lengths, at, each) for at, each in enumerate(requests)]
+
+    def ranked(self, lengths: Sequence[int], at: int, request: ScoreRequest) -> ScoreResult:
+        others = len(lengths) - 1 or 1
+        return ScoreResult(score=sum(each > lengths[at] for each in lengths) / others)
 
     def is_right(self, request: ScoreRequest) -> bool:
         return request.solution_str.rstrip().rpartition("\n")[2] == request.ground_truth
@@ -291,11 +315,64 @@ class NoTokenScores(ReferenceReward):
         return attrs.evolve(super().result(score, request), token_scores=None)
 
 
+class RefusesWhatItDoesNotKnow(ReferenceReward):
+    async def compute_score(self, request: ScoreRequest) -> ScoreResult:
+        assert not request.tool_calls, "no tools are known"
+        return await super().compute_score(request)
+
+
+class CountsItsScores(ReferenceReward):
+    calls = 0
+
+    @property
+    def version(self) -> str:  # type: ignore[override]
+        return str(self.calls)
+
+    def result(self, score: float, request: ScoreRequest) -> ScoreResult:
+        self.calls += 1
+        return super().result(score, request)
+
+
+class LeavesOneOut(ReferenceReward):
+    async def score_group(self, requests: Sequence[ScoreRequest]) -> Sequence[ScoreResult]:
+        return list(await super().score_group(requests))[1:]
+
+
+class PrefersTheFirst(ReferenceReward):
+    def ranked(self, lengths: Sequence[int], at: int, request: ScoreRequest) -> ScoreResult:
+        return attrs.evolve(super().ranked(lengths, at, request), score=1.0 / (at + 1))
+
+
+class TakesNoTurn(ReferenceReward):
+    async def ask(self) -> None:
+        await asyncio.sleep(0)
+
+
+class KeepsItsTurn(ReferenceReward):
+    async def ask(self) -> None:
+        turn = self.context.turn()
+        await turn.__aenter__()
+        LEAKED.append(turn)  # or it would end with the turn
+        for _ in range(9):
+            await asyncio.sleep(0)
+        await turn.__aexit__(None, None, None)
+
+
+class HasNoDeadline(ReferenceReward):
+    async def until(self, work: Awaitable[None], request: ScoreRequest) -> None:
+        await work
+
+
+class NegativeCost(ReferenceReward):
+    def result(self, score: float, request: ScoreRequest) -> ScoreResult:
+        return attrs.evolve(super().result(score, request), tokens=-1)
+
+
 REFERENCE = Reference(
     cls=ReferenceReward,
     config_class=Config,
     settings={"correct": 2.0},
-    capabilities={"post_process": "full", "token_scores": "full"},
+    capabilities=dict.fromkeys(("post_process", "token_scores", "compares", "turns", "keeps_deadlines"), "full"),
     fixture={
         "examples": [
             {"solution_str": "It is\n4", "ground_truth": "4", "score": 2.0},
@@ -317,7 +394,7 @@ MUTANTS = harness.named(
         UndeclaredTokenScores,
         "token scores come from an agent that does not declare them",
         "011",
-        capabilities={"post_process": "full"},
+        capabilities=dict.fromkeys(("post_process", "compares", "turns", "keeps_deadlines"), "full"),
     ),
     mutant(SilentFailure, "an exception becomes a score of 0", "012"),
     mutant(ZeroForBroken, "a broken task scores 0", "012"),
@@ -344,4 +421,12 @@ MUTANTS = harness.named(
     mutant(ZeroForFailed, "a failed run gets a score of 0", "030"),
     mutant(BaselineOfTheFirstGroup, "the first group's mean is taken off all groups", "031"),
     mutant(NoTokenScores, "declared token scores never come", "032"),
+    mutant(NegativeCost, "a score costs less than nothing", "011"),
+    mutant(RefusesWhatItDoesNotKnow, "a rollout with tool calls has no score", "025"),
+    mutant(CountsItsScores, "the version changes with each score", "026"),
+    mutant(LeavesOneOut, "the first of a group has no result", "027 033"),
+    mutant(PrefersTheFirst, "an answer wins because it comes first", "033"),
+    mutant(TakesNoTurn, "no turn is taken", "034"),
+    mutant(KeepsItsTurn, "a cancelled call keeps its turn", "034"),
+    mutant(HasNoDeadline, "the deadline is left to the host", "035"),
 )

@@ -11,14 +11,14 @@ import pytest
 from mutants import harness
 from mutants.reward import LEAKED, MUTANTS, REFERENCE, ProcessGoesOn
 
-from jackfield_conformance.suites import reward
+from jackfield_conformance.support import reward
 
 
 @pytest.fixture(autouse=True)
 def _short_grace_and_no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a mutant leaves running is not waited for long, and does not outlive its test."""
-    monkeypatch.setattr(reward, "_GRACE", 0.5)
-    monkeypatch.setattr(reward, "_SLOW_DEADLINE", 0.2)
+    monkeypatch.setattr(reward, "GRACE", 0.5)
+    monkeypatch.setattr(reward, "SLOW_DEADLINE", 0.2)
     yield
     while LEAKED:
         left = LEAKED.pop()

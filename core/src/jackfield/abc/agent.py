@@ -66,6 +66,7 @@ class AgentLoopOutput:
     sequences: tuple[AgentSequence, ...]
     num_turns: int = 1
     metrics: Mapping[str, float] = attrs.field(factory=dict)
+    tool_calls: tuple[Mapping[str, Any], ...] = ()  #: the model's, of JSON values, for rewards (since 1.1)
 
 
 class AgentLoopBase(ABC):
@@ -75,7 +76,7 @@ class AgentLoopBase(ABC):
     the model's tokens; lengths agree; a cancelled rollout leaves nothing running.
     """
 
-    abi_version: ClassVar[str] = "1.0"
+    abi_version: ClassVar[str] = "1.1"
 
     def __init__(self, config: Any, context: AgentContext) -> None:
         self.config = config

@@ -20,7 +20,6 @@ from jackfield.algorithms.tensors import (
     clean,
     log_ratio,
     masked_mean_std,
-    require_finite,
     require_shapes,
     row_means,
 )
@@ -104,7 +103,6 @@ class Shaping:
     )
     overlong_buffer: int = option(1, "tokens before overlong_length over which the penalty grows from 0", gt(0))
     overlong_factor: float = option(1.0, "full overlong penalty", ge(0.0))
-    fill_failed: bool = option(False, "replace a failed score by the mean of the group's other scores")
 
     @property
     def active(self) -> bool:
@@ -196,25 +194,6 @@ def clip_rewards(rewards: Tensor, *, low: float, high: float) -> Tensor:
     if not low < high:
         raise ConfigError("clip_rewards needs low < high", code="algorithm.input", found=f"{low}, {high}")
     return rewards.clamp(low, high)
-
-
-@register("shaping", "fill_failed", "group")
-def fill_failed(scores: Tensor, failed: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """A failed score becomes the mean of its group's other scores: group-relative estimators then give it about 0.
-    [verl's async reward agent recipe (post_process_scores)]
-
-    Differs: A group in which all scores failed has no mean: its rows stay failed instead of scoring 0.
-
-    ``scores`` float, ``failed`` bool and ``group_ids`` int are ``[B]``; a failed row may have any score, even NaN.
-    Returns the new ``scores`` and ``failed``, ``[B]``. Rows of groups without any score stay failed, with score 0. A
-    NaN or infinite score that has not failed is refused (``algorithm.not-finite``), with its row.
-    """
-    known_scores = scores.masked_fill(failed, 0.0)
-    require_finite({"a score that has not failed": known_scores}, None, "report a failure status in its place")
-    groups = Groups(group_ids)
-    known = groups.sums((~failed).double())
-    means = groups.sums(known_scores.double()) / known.clamp(min=1.0)
-    return means.to(scores.dtype).where(failed, scores), failed & (known == 0)
 
 
 @register("correction", "importance_weights", "token", batch_options={"batch_normalize": True})

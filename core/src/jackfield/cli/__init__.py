@@ -51,6 +51,7 @@ main.lazy = {
     "bench": ("jackfield_bench.command", "Evaluate checkpoints on sets of held-out tasks."),
     "serve": ("jackfield_serve.command", "Answer users with the replicas of a run."),
     "promote": ("jackfield_serve.command", "Let served replicas take over a run's model."),
+    "rewards": ("jackfield_rewards.command", "Share, try, compute again and push rewards."),
     "plan": ("jackfield_simulation.command", "Predict step times, and the best settings of the schedule."),
 }
 _CONFORMANCE = "jackfield_conformance.commands"

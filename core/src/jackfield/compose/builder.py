@@ -29,8 +29,9 @@ from jackfield.queue import Values
 from jackfield.queue.transfer_queue import connect_queue
 from jackfield.runtime.engine import EngineGroup
 from jackfield.trainer.checkpoint import Checkpoint, mark_finished, written
+from jackfield.trainer.rewards import RewardPipeline
 from jackfield.trainer.role import FINISHED, SHARED, WEIGHTS, Role, RunWorkers
-from jackfield.trainer.rollouts import Explorer, RewardPipeline
+from jackfield.trainer.rollouts import Explorer
 from jackfield.trainer.trainer import Trainer
 from jackfield.trainer.weights import EngineWeights, WeightSubscriber
 

@@ -50,7 +50,23 @@ def check_mode(config: RunConfig, role: RoleName = "all") -> None:
     lost = keeps and config.queue.address is None and not config.checkpoint.at_end
     length, buffer = config.algorithm.shaping.overlong_length, config.algorithm.shaping.overlong_buffer
     alone, apart = role == "all", config.queue.rewards == "distributed"  # scored in a process of its own
+    service, few = config.reward_service.on_failure, data.minimum_rows
+    drops = service == "drop_group" and (config.schedule.mode == "async" or config.schedule.stream_mini_batches)
+    alone_mean = service == "group_mean" and data.rollouts_per_group == 1
     for wrong, where, what, expected in (
+        (
+            drops,
+            "reward_service.on_failure",
+            "steps take a fixed number of groups",
+            "refill, or mode: sync without stream_mini_batches",
+        ),
+        (alone_mean, "reward_service.on_failure", "a group of one rollout has no mean", "another policy"),
+        (
+            few and few > data.rollouts_per_group,
+            "data.minimum_rows",
+            "a group has fewer rollouts",
+            f"at most {data.rollouts_per_group}",
+        ),
         (role not in ("all", *ROLES.get(mode, ())), "mode", f"mode {mode} has no role {role}", "another role or mode"),
         (alone and apart, "queue.rewards", "one process scores its samples itself", "train, or --role for each role"),
         (role == "reward" and not apart, "queue.rewards", "the role train scores unless all have it", "distributed"),

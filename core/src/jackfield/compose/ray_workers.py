@@ -80,7 +80,7 @@ class RayWorkers:
         actors = await asyncio.gather(*map(self._cluster.start, specs))
         await asyncio.gather(*map(self._make, actors))
         names = [spec.name for spec in specs if spec.restarts]
-        self._agents, rewards = names[: chosen.agent_workers], names[chosen.agent_workers :]
+        self._routed_names, count = names, chosen.agent_workers
         stubs: dict[str, list[EngineRank]] = {engine: [] for engine in role.engines}
         for (engine, _), actor in zip(ranks, actors, strict=False):
             rank = self._stub(actor, EngineRank, seconds)
@@ -90,8 +90,8 @@ class RayWorkers:
             backend=backend,
             ranks=stubs,
             replicas=replicas,
-            agents=Workers([self._restarting_stub(name, AgentWorker) for name in self._agents]),
-            rewards=Workers([self._restarting_stub(name, RewardWorker) for name in rewards]) if rewards else None,
+            agents=Workers([self._restarting_stub(name, AgentWorker) for name in names[:count]]),
+            rewards=Workers([self._restarting_stub(name, RewardWorker) for name in names[count:]]) if scores else None,
             estimator=self._stub(actors[0], AdvantageWorker, seconds),  # beside the actor's first rank
             shares_devices=self._config.cluster.shares_devices,
             places=self,
@@ -119,8 +119,7 @@ class RayWorkers:
                     if not actors[name].lives:
                         actor = await self._cluster.start(actors[name].spec)
                         await self._make(actor)
-                        if name in self._agents:
-                            await self._routed(actor, 0.0)
+                        await self._routed(actor, 0.0)
 
         async def call(method: str, *arguments: Any, **named: Any) -> Any:
             try:
@@ -167,17 +166,17 @@ class RayWorkers:
         self._note_places()
 
     async def route(self, replicas: Mapping[int, Replica], seconds: float, updating: Sequence[int] = ()) -> int:
-        """Send the routes to every agent worker. One that dies gets them after its restart."""
+        """Send the routes to every agent and reward worker. One that dies gets them after its restart."""
         self._routes = dict(replicas), updating
-        agents = [self._cluster.actors[name] for name in self._agents]
-        return sum(await asyncio.gather(*(self._routed(actor, seconds) for actor in agents)))
+        workers = [self._cluster.actors[name] for name in self._routed_names]
+        return sum(await asyncio.gather(*(self._routed(actor, seconds) for actor in workers)))
 
-    async def _routed(self, agent: Actor, seconds: float) -> int:
+    async def _routed(self, worker: Actor, seconds: float) -> int:
         replicas, updating = self._routes
         actors = {number: self._cluster.actors[each.name] for number, each in replicas.items()}
         routes = {number: each.address for number, each in actors.items() if each.lives}
         try:
-            return await self._stub(agent, Routes, longest(self._config)).route(routes, seconds, updating)
+            return await self._stub(worker, Routes, longest(self._config)).route(routes, seconds, updating)
         except WorkerLost:  # its restart uses the new routes
             return 0
 

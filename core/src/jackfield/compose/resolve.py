@@ -134,6 +134,9 @@ def _check(config: RunConfig, resolved: ResolvedAlgorithm, there: Set[str]) -> N
     if compares and config.data.rollouts_per_group < 2:
         what = f"advantages {resolved.advantages} compares the rollouts of a task: with one they are all 0"
         raise config.refusal("data.rollouts_per_group", what, "2 or more, or an estimator without groups (reinforce)")
+    if config.data.minimum_rows and (resolved.greedy_baseline or resolved.pairs):
+        what = f"algorithm {config.algorithm.name!r} needs each sample of a group"
+        raise config.refusal("data.minimum_rows", what, "null")
     several, full = estimator is not None and "reward_dimensions" in estimator.inputs, weights.kind == "full"
     of_full = WeightsConfig(dtype=weights.dtype, in_turns=weights.in_turns)
     for idle, where, expected in (
@@ -145,6 +148,11 @@ def _check(config: RunConfig, resolved: ResolvedAlgorithm, there: Set[str]) -> N
         (full and weights != of_full, "weights", "kind: delta, for what a delta has"),
         (config.data.format.rejected_key and not resolved.pairs, "data.format.rejected_key", "a loss of pairs (dpo)"),
         (kl.target and not kl.coefficient, "algorithm.kl.target", "algorithm.kl.coefficient above 0, where it begins"),
+        (
+            config.data.minimum_rows and resolved.greedy_baseline,
+            "data.minimum_rows",
+            "null, as each group needs its baseline",
+        ),
         (kl.measure and (kl.coefficient or kl.in_reward), "algorithm.kl.measure", "coefficient: 0, in_reward: false"),
         (kl.in_reward and estimator is None, "algorithm.kl.in_reward", "an algorithm with rewards"),
     ):

@@ -45,9 +45,10 @@ _DISK_ERRORS = frozenset({errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, er
 #: Settings that may change between two starts of a run, because they do not affect what is learnt. Paths of data may
 #: change because the contents are compared.
 _FREE = (
-    "name folder observe deadlines checkpoint cluster environments checkpoint_engine log_prob_check schedule.steps "
-    "schedule.until evaluation.every profile queue.address queue.archive queue.durable queue.host queue.max_bytes "
-    "queue.max_samples queue.port queue.rewards transfer_queue data.train data.eval data.expert data.samples"
+    "name folder observe deadlines reward_service checkpoint cluster environments checkpoint_engine log_prob_check "
+    "schedule.steps schedule.until evaluation.every profile queue.address queue.archive queue.durable queue.host "
+    "queue.max_bytes queue.max_samples queue.port queue.rewards transfer_queue data.train data.eval data.expert "
+    "data.samples"
 )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
@@ -18,13 +19,14 @@ from jackfield.abc import KINDS
 from jackfield.abc.agent import AgentContext, AgentLoopBase
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.abc.engine import EngineContext
-from jackfield.abc.reward import RewardAgent, RewardContext
+from jackfield.abc.reward import RewardContext
 from jackfield.abc.rollout import BaseRolloutServer, RolloutContext, SamplingParams
 from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueContext
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
 from jackfield.compose import checks
 from jackfield.compose.checks import check_tokens, interpreters, load_tokenizer, prompt_limit, read_tasks, register_any
+from jackfield.compose.rewards import generate_with, make_reward, run_id, share_of
 from jackfield.config.sections import PluginSection, RunConfig
 from jackfield.errors import RolloutError
 from jackfield.plugins import HookManager, Registry, installed
@@ -111,7 +113,7 @@ class WorkerFactory:
             backend=backend,
             ranks={engine: [self.engine_rank(worker(role=engine), step_values, stack)] for engine in role.engines},
             agents=Workers([agent]),
-            rewards=Workers([await self.reward_worker(values, stack)]) if scores else None,
+            rewards=Workers([await self.reward_worker(values, stack, generates=role.generates)]) if scores else None,
             estimator=AdvantageWorker(step_values, role.algorithm),
             replicas=cluster.replicas if role.generates else 0,
             shares_devices=cluster.shares_devices,
@@ -142,6 +144,7 @@ class WorkerFactory:
             max_samples=settings.max_samples,
             max_bytes=settings.max_bytes,
             max_retries=self.config.schedule.max_retries,
+            minimum_rows=self.config.data.minimum_rows,
         )
 
     def engine_rank(self, worker: Worker, values: Values, stack: AsyncExitStack) -> EngineRank:
@@ -259,19 +262,31 @@ class WorkerFactory:
         options: Any = {"vocabulary": vocabulary, "versions": self.config.keeps_token_versions}
         return AgentWorker(values, tokenizer, self.clock, make, max_prompt_tokens=limit, **options)
 
-    async def reward_worker(self, values: Values, stack: AsyncExitStack, number: int = 0) -> RewardWorker:
+    async def reward_worker(
+        self, values: Values, stack: AsyncExitStack, number: int = 0, *, generates: bool
+    ) -> RewardWorker:
         """Make a worker and start its reward agent, which logs into the folder ``logs``."""
-        config, deadlines = self.config, self.config.deadlines
-        logs = str(Path(config.folder) / "logs" / f"reward-{number}")
-        silence = deadlines.heartbeat
-        context = RewardContext(clock=self.clock, seed=config.seed, heartbeat_seconds=silence, logs=logs)
-        agent: RewardAgent = self._plugin("reward", context)
+        config, deadlines, folder = self.config, self.config.deadlines, Path(self.config.folder)
+        cluster, settings, tokenizer = config.cluster, config.reward_service, load_tokenizer(config)
+        if not hasattr(self, "router"):  # an inline run has one router, and one agent worker
+            self.router = Router(self.clock, partial(tokenizer.decode, skip_special_tokens=False))
+        run, logs = run_id(config), str(folder / "logs" / f"reward-{number}")
+        context = RewardContext(
+            clock=self.clock, seed=config.seed, heartbeat_seconds=deadlines.heartbeat, logs=logs, run=run
+        )
+        if generates:
+            generate = generate_with(self.router, tokenizer, f"{config.name}-reward-{number}")
+            context = attrs.evolve(context, generate=generate)
+        settings = share_of(settings, cluster.ray.reward_workers if cluster.name == "ray" else 1)
+        agent = make_reward(self.registry, config.reward.name, config.reward.settings, settings, context)
         try:
             await self.clock.wait_for(agent.start(), deadlines.start, f"the reward agent {config.reward.name} to start")
         except BaseException:
             await agent.close()
             raise
-        worker = RewardWorker(values, agent, load_tokenizer(config), self.clock, config)
+        keeps = settings.keep or (settings.keep is None and find_spec("jackfield_archive") is not None)
+        records = checks.archives().RewardRecords(folder / "scores", f"worker-{number}") if keeps else None
+        worker = RewardWorker(values, agent, tokenizer, self.clock, config, records, run)
         stack.push_async_callback(worker.close)
         return worker
 
@@ -342,12 +357,14 @@ async def make_worker(description: dict[str, Any], stack: AsyncExitStack) -> Map
         rank, estimator = factory.engine_rank(worker, values, stack), AdvantageWorker(values, worker.algorithm)
         return _served(rank, estimator, *([] if rank.sender is None else [rank.sender]))
     values = Values(backend)
+    made: Any = None
     if worker.kind == "reward":
-        return _served(await factory.reward_worker(values, stack, number))
-    agents = factory.agent_worker(values, worker.generates, request_prefix=f"{config.name}-{number}")
+        made = await factory.reward_worker(values, stack, number, generates=worker.generates)
+    else:
+        made = factory.agent_worker(values, worker.generates, request_prefix=f"{config.name}-{number}")
     routes = Routes(factory.router, worker.name, longest(config))
     stack.push_async_callback(routes.close)
-    return _served(agents, routes)
+    return _served(made, routes)
 
 
 def load_plugins(worker: Worker, registry: Registry) -> None:

@@ -51,7 +51,6 @@ class ScheduleConfig:
     )
     until: UntilConfig = option(factory=UntilConfig, help="what ends the run before its last step")
     max_retries: int = option(8, "retries of a failed group, and groups in a row that may end without a score", ge(0))
-    reward_retries: int = option(1, "how often a sample is scored again before its reward fails", ge(0))
 
     @property
     def limits(self) -> dict[str, float]:

@@ -19,6 +19,7 @@ from jackfield.abc.engine import ModelSpec, OptimizerSpec
 from jackfield.abc.rollout import SamplingParams
 from jackfield.algorithms.settings import AlgorithmSettings, CriticSettings
 from jackfield.config.evaluation import EvaluationConfig
+from jackfield.config.reward_service import RewardServiceConfig
 from jackfield.config.schedule import ScheduleConfig
 from jackfield.data.tasks import TaskFormat
 from jackfield.errors import ConfigError
@@ -62,6 +63,11 @@ class DataConfig:
     )
     groups_per_batch: int = option(32, "tasks (groups) per batch", gt(0))
     rollouts_per_group: int = option(8, "rollouts per task (the group size)", gt(0))
+    minimum_rows: int | None = option(
+        None,
+        "rollouts with a sample and a score with which a group is complete, though others failed; null: all",
+        gt(0),
+    )
     max_prompt_tokens: int | None = option(
         None, "maximum tokens of a prompt; a longer one ends the run; null: what leaves room for a response", gt(0)
     )
@@ -131,7 +137,7 @@ class DeadlineConfig:
     start: float = option(600.0, "for a worker to start, and for a cluster to have room for it", gt(0.0))
     engine: float = option(3600.0, "for one call of an engine: loading, a pass, a checkpoint", gt(0.0))
     rollout: float = option(600.0, "for one rollout", gt(0.0))
-    reward: float = option(60.0, "for one score", gt(0.0))
+    reward: float = option(60.0, "for one try to score a sample, from when it begins", gt(0.0))
     batch: float = option(1800.0, "for the batch of the next step", gt(0.0))
     sync: float = option(600.0, "for one weight sync", gt(0.0))
     heartbeat: float = option(
@@ -274,6 +280,7 @@ class RunConfig:
     rollout: PluginSection = option(PluginSection(name="transformers"), "the rollout plugin and its settings")
     agent: PluginSection = option(PluginSection(name="single_turn"), "the agent plugin and its settings")
     reward: PluginSection = option(PluginSection(name="rules"), "the reward plugin and its settings")
+    reward_service: RewardServiceConfig = option(factory=RewardServiceConfig, help="how the reward is called")
     transfer_queue: PluginSection = option(PluginSection(name="auto"), "queue backend; auto: memory, zmq where joined")
     checkpoint_engine: PluginSection = option(
         PluginSection(name="auto"),

@@ -15,13 +15,14 @@ import attrs
 
 from jackfield.files import read_lines, replace_file
 from jackfield.observe.observer import Observer, metrics_of, missing_package
-from jackfield.plugins.hooks import EvaluationEnded, RunEnded, RunStarted, SamplesFailed, StepEnded
+from jackfield.plugins.hooks import EvaluationEnded, RewardsPending, RunEnded, RunStarted, SamplesFailed, StepEnded
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.progress import Progress
 
 _KINDS = ("engine", "rollout", "agent", "reward", "transfer_queue", "checkpoint_engine")
+_QUIET_SECONDS = 10.0  #: without a line, after which one says what the step waits for
 _OUTPUTS = ("metrics.jsonl", "tensorboard", "samples", "trace.json", "learning_curve.png")
 
 
@@ -48,6 +49,13 @@ class ProgressDisplay(Observer):
                 self._begin(event)
             case StepEnded():
                 self._show_step(event)
+            case RewardsPending():
+                text = f"rewards: {event.scored} scored, {event.in_progress} in progress, {event.waiting} waiting"
+                if self._bar is not None:
+                    self._bar.update(self._bar.task_ids[0], description=text)
+                elif self.clock.time() - max(self._shown, *self._ends) >= _QUIET_SECONDS:
+                    self._shown = self.clock.time()
+                    self.report(f"step {event.step + 1}/{self._total}: {text}")
             case EvaluationEnded(metrics=metrics):
                 if self._remember(metrics, event.step):
                     kept = [name for name in ("score", "failed") if name == "score" or metrics.get(name)]

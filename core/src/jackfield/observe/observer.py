@@ -89,7 +89,7 @@ class Observer:
         """Return the file or folder that this observer writes."""
         return self.folder / self.output
 
-    run_started = run_ended = stage_ended = step_ended = evaluation_ended = _receive
+    run_started = run_ended = stage_ended = step_ended = evaluation_ended = rewards_pending = _receive
     samples_recorded = samples_failed = weights_synced = _receive
 
     def hear(self, event: object) -> None:

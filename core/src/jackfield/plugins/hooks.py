@@ -88,6 +88,16 @@ class StageEnded(Event):
 
 
 @attrs.frozen(kw_only=True)
+class RewardsPending(Event):
+    """A reward worker tells of its scores from time to time, while a step waits for them; ``step`` counts from 0."""
+
+    step: int
+    scored: int  #: tries to score a sample that have ended since the worker began
+    in_progress: int  #: turns that are taken
+    waiting: int  #: turns that are waited for
+
+
+@attrs.frozen(kw_only=True)
 class StepEnded(Event):
     """The trainer has finished a step; ``step`` counts completed steps, from 1."""
 

@@ -7,7 +7,7 @@ from math import inf
 
 from jackfield.errors import QueueError, some
 from jackfield.queue.meta import GroupKey, Ready
-from jackfield.queue.records import BatchState, Consumer, Group, Status
+from jackfield.queue.records import BatchState, Consumer, Group, State, Status
 
 
 def in_places(consumer: Consumer, names: Sequence[str]) -> list[Group] | None:
@@ -57,6 +57,13 @@ def _oldest_version(group: Group) -> float:
     if group.status != Status.PUBLISHED:
         return inf if group.version is None else group.version
     return min((sample.tags.get("weight_version_min", inf) for sample in group.samples.values()), default=inf)
+
+
+def being_made(state: State) -> int:
+    """Return how many samples will come that do not exist yet."""
+    groups = [group for batch in state.batches() for group in batch.groups]
+    assigned = sum(group.batch.rollouts for group in groups if group.status == Status.ASSIGNED)
+    return assigned + sum(max(0, each.rollouts - len(each.samples)) for each in groups if each.status == Status.OPEN)
 
 
 def missing(batches: Sequence[BatchState], consumer: Consumer | None = None, wanted: str = "") -> str:

@@ -12,7 +12,7 @@ from typing import Literal
 import attrs
 
 from jackfield.errors import DeadlineExceeded, QueueError, some
-from jackfield.queue.choices import missing
+from jackfield.queue.choices import being_made, missing
 from jackfield.queue.leases import Leases
 from jackfield.queue.meta import Batch, BatchMeta, GroupKey, NewGroup, RolloutReport, Written, group_of
 from jackfield.queue.records import BatchState, Group, Sample, Status, sequence_of
@@ -31,6 +31,7 @@ class Groups:
     max_samples: int | None
     max_bytes: int | None
     max_retries: int
+    minimum_rows: int | None = None  #: rollouts with a sample that are enough for a group; None: all
     _claims: Counter[str] = attrs.field(factory=Counter, init=False)  # number of new batches, by explorer
     _mean: float = attrs.field(default=0.0, init=False)  # last known mean bytes of a sample
     _feeds: list[tuple[str, list[str]]] = attrs.field(factory=list, init=False)  # partition and pending keys
@@ -52,9 +53,9 @@ class Groups:
         since another one may be released; without it, never. ``share`` is the part to claim while others explore.
         ``rollouts`` is the expected number per group, for backpressure. The deadline runs only while nothing changes.
         """
+        since, named = self.core.clock.time(), f"{explorer!r}, {groups}"
         if groups < 1 or rollouts < 1 or not explorer:
-            raise QueueError("a batch is for a named explorer and one group or more", found=f"{explorer!r}, {groups}")
-        since = self.core.clock.time()
+            raise QueueError("a batch is for a named explorer and one group or more", found=named)
         while True:
             mine = self.core.state.partition(partition)
             offered = (each for each in mine.batches.values() if each.is_offered and not each.failure)
@@ -95,7 +96,7 @@ class Groups:
                         self.leases.forget(group)
                     group.reissue += 1
                     self._vacate(group)
-                batch.is_offered = batch.is_offered or (not batch.explorers and bool(batch.vacant()))
+                batch.is_offered |= not batch.explorers and bool(batch.vacant())
                 at, why = [each.index for each in again], f"explorer {explorer!r} was released"
                 self.core.record("release", partition=batch.partition.name, batch=batch.number, groups=at, reason=why)
         self.leases.end(lambda consumer, hold: hold.client == client)
@@ -176,12 +177,7 @@ class Groups:
         if self.max_samples is None and self.max_bytes is None:
             return float("inf")
         self._mean = state.bytes / state.samples if state.samples else self._mean
-        coming = 0
-        for group in (group for batch in state.batches() for group in batch.groups):
-            if group.status == Status.ASSIGNED:
-                coming += group.batch.rollouts
-            elif group.status == Status.OPEN:
-                coming += max(0, group.rollouts - len(group.samples))
+        coming = being_made(state)
         room = float("inf") if self.max_samples is None else self.max_samples - state.samples - coming
         if self.max_bytes is not None and self._mean:
             room = min(room, (self.max_bytes - state.bytes) / self._mean - coming)
@@ -264,11 +260,11 @@ class Groups:
                 self.core.fail(key, reason)
             self.leases.remove(group, failed, "failed")
             lost = sorted(set(range(group.rollouts)) - {sample.rollout for sample in group.samples.values()})
-            if group.is_made and not lost:
+            if group.is_made and len(lost) <= max(0, group.rollouts - (self.minimum_rows or group.rollouts)):
                 changed.append(group)
             elif group.is_made:
-                counted = Counter(why for _, why in sorted(group.ended.items()) if why is not None).most_common(3)
-                errors = "; ".join(f"{count} × {why}" for why, count in counted)
+                counted = Counter(why for _, why in sorted(group.ended.items()) if why is not None)
+                errors = "; ".join(f"{count} × {why}" for why, count in counted.most_common(3))
                 shortage = errors or f"rollouts without a surviving sample: {', '.join(map(str, lost))}"
                 for rollout in lost if not (failed or errors) else ():
                     self.core.fail(f"{group.name}/{rollout}", shortage)
@@ -295,31 +291,35 @@ class Groups:
         finally:
             self._feeds = [each for each in self._feeds if each is not entry]
 
-    async def drop_groups(self, groups: Sequence[str], reason: str, *, counts: bool = True) -> None:
-        """Drop and retry groups. Groups that are gone are skipped; ``counts`` says whether max_retries limits it.
+    async def drop_groups(self, groups: Sequence[str], reason: str, *, counts: bool = True, again: bool = True) -> None:
+        """Drop groups, and retry them, or without ``again`` have their batches go on without them.
 
+        Groups that are gone are skipped; ``counts``: max_retries limits retries. The last of a batch is always retried.
         If an acking consumer has leased a group, or it never existed, raise a QueueError and drop none.
         """
-        found = [group for name in groups if (group := self.core.state.group(name)) is not None]
-        self.leases.require_free(found)
+        self.leases.require_free(
+            found := [each for name in groups if (each := self.core.state.group(name)) is not None]
+        )
         for group in found:
-            self._retry(group, reason, counts)
+            if again or sum(each.status != Status.CONSUMED for each in group.batch.groups) == 1:
+                self._retry(group, reason, counts)
+            else:
+                self.core.record("drop", group=group.name, task_id=group.task_id, reason=reason)
+                self.leases.consume([group], reason)
 
     async def fail_samples(self, reasons: Mapping[str, str]) -> None:
         """Fail samples by key and publish or retry their groups again. Samples that are gone are skipped.
 
         If an acking consumer has leased such a group, raise a QueueError and fail no sample.
         """
-        found = self._by_group(reasons)
-        self.leases.require_free(found)
+        self.leases.require_free(found := self._by_group(reasons))
         self._settle(found)
 
     def _by_group(self, reasons: Mapping[str, str]) -> dict[Group, dict[str, str]]:
         """Return the reasons of existing samples by group."""
-        found: dict[Group, dict[str, str]] = {}
-        for key, reason in reasons.items():
-            if (group := self.core.state.group_with(key)) is not None:
-                found.setdefault(group, {})[key] = reason
+        found, group_with = dict[Group, dict[str, str]](), self.core.state.group_with
+        for key, group in ((key, each) for key in reasons if (each := group_with(key)) is not None):
+            found.setdefault(group, {})[key] = reasons[key]
         return found
 
     async def fail_lost(self, meta: BatchMeta | None = None, keys: Sequence[str] = ()) -> tuple[str, ...]:
@@ -339,8 +339,7 @@ class Groups:
                     self.leases.consume([group])
                 else:
                     self._settle({group: gone})
-        failed = [key for key in there if not self.core.state.knows(key)]
-        if failed:
+        if failed := [key for key in there if not self.core.state.knows(key)]:
             what = "values of %d samples are gone from the queue's store, or damaged; what is needed is made again: %s"
             logging.getLogger("jackfield").warning(what, len(failed), some(failed))
         return tuple(key for key in lost if not self.core.state.knows(key))
@@ -372,6 +371,7 @@ class Groups:
         """
         keys = target.keys if isinstance(target, BatchMeta) else tuple(target)
         tags, columns = written.tags, frozenset(written.columns)
+        self.core.metrics.update(written.metrics)  # adds
         if isinstance(target, BatchMeta):
             self.leases.held(target, whole=False)
         if len(set(keys)) != len(keys) or len(written.sizes) != len(keys) or len(tags or keys) != len(keys):

@@ -292,10 +292,10 @@ class Leases:
             self.consume(done)
         return done, keys
 
-    def consume(self, groups: Sequence[Group]) -> None:
-        """Delete groups that every consumer is done with, and batches without groups."""
+    def consume(self, groups: Sequence[Group], reason: str | None = None) -> None:
+        """Delete groups that every consumer is done with, or for a reason, and batches without groups."""
         for group in groups:
-            self.forget(group)
+            self.forget(group, reason)
             group.status = Status.CONSUMED
         for batch in {group.batch: None for group in groups}:
             if all(group.status == Status.CONSUMED for group in batch.groups):

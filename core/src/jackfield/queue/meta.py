@@ -114,6 +114,7 @@ class Written(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     columns: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()  #: bytes of each sample's new values
     tags: tuple[Mapping[str, Any], ...] = ()  #: tags of each sample; empty: none
+    metrics: Mapping[str, float] = {}  #: what is added to the sums that a step reports
 
 
 class RolloutReport(msgspec.Struct, frozen=True, kw_only=True, gc=False):

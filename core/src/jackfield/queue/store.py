@@ -7,7 +7,7 @@ import json
 import logging
 import sqlite3
 import sys
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -208,7 +208,7 @@ class Controller:
     change: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)  #: set at any change
     moved: float = attrs.field(default=0.0, init=False)  #: time of the last change of any group
     failures: dict[str, str] = attrs.field(factory=dict, init=False)  #: reasons of failed or dropped data, by name
-    metrics: dict[str, float] = attrs.field(factory=lambda: defaultdict(float), init=False)  #: sums
+    metrics: Any = attrs.field(factory=Counter, init=False)  #: sums of numbers, by name
     discarded: dict[str, list[str]] = attrs.field(factory=dict, init=False)  #: unused keys to delete, by partition
     deletion: asyncio.Task[None] | None = attrs.field(default=None, init=False)  #: None: the queue is closed
 

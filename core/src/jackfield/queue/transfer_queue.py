@@ -93,12 +93,14 @@ class TransferQueue:
         max_samples: int | None = None,
         max_bytes: int | None = None,
         max_retries: int = 8,
+        minimum_rows: int | None = None,
         archive: Any = None,
     ) -> None:
         """Create a queue, whose values are in ``backend``, and its ledger and state in the file ``store`` or in memory.
 
         ``durable`` saves the state at every call. Producers wait at ``max_samples`` samples or ``max_bytes`` bytes. The
-        batch fails after ``max_retries`` retries of one index. An ``archive`` gets samples before they are deleted.
+        batch fails after ``max_retries`` retries of one index. A group is complete with samples of ``minimum_rows`` of
+        its rollouts, or of all. An ``archive`` gets samples before they are deleted.
         """
         self.backend, self.clock = backend, clock
         self.caller: Callable[[], str | None] = lambda: None  #: the calling client
@@ -106,7 +108,7 @@ class TransferQueue:
         kept = Store(store, durable=durable and store is not None)
         self._core = Controller(backend, clock, kept, lambda: self.caller())
         self._leases = Leases(self._core, archive)
-        self._groups = Groups(self._core, self._leases, max_samples, max_bytes, max_retries)
+        self._groups = Groups(self._core, self._leases, max_samples, max_bytes, max_retries, minimum_rows)
         self._notices: dict[str, Notice] = {}
 
     async def start(self) -> None:

@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+import functools
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 import msgspec
 
 from jackfield.abc.agent import ChatTokenizer
-from jackfield.abc.reward import RewardAgent, ScoreRequest, ScoreResult
+from jackfield.abc.reward import ResponsePart, RewardAgent, ScoreRequest, ScoreResult
 from jackfield.abc.transfer_queue import Column
-from jackfield.algorithms.shaping import fill_failed
 from jackfield.clock import Clock
 from jackfield.config import RunConfig
-from jackfield.errors import DeadlineExceeded, RewardError, described
+from jackfield.errors import JackfieldError
 from jackfield.queue import Values
-from jackfield.queue.meta import Written, group_of
-from jackfield.runtime.samples import not_finite
+from jackfield.queue.meta import GroupKey, Written, group_of
+from jackfield.runtime.reward_service import RewardService, checked
 from jackfield.runtime.workers import together
 from jackfield.sdk.cells import offsets_of, split
 
+_Scored: TypeAlias = tuple[ScoreRequest, ScoreResult]
+_Read: TypeAlias = dict[str, tuple[list[int], list[int], list[int], bytes]]  #: prompt, response, mask and task, by key
+_KEPT = ("status", "score", "dimensions", "metrics", "explanation", "raw", "error", "tokens", "seconds")
+_PROGRESS_SECONDS = 10.0  #: between reports that only say that the wait goes on
 _SHARE = 0.02  #: a mini-batch may wait for its last reward, while a device is idle
-REWARD_INPUTS = ("prompt_ids", "response_ids", "task")  #: the columns from which a reward agent's request is built
+REWARD_INPUTS = (
+    "prompt_ids",
+    "response_ids",
+    "response_mask",
+    "task",
+)  #: the columns from which a reward agent's request is built
 
 
 @attrs.frozen
@@ -40,8 +50,9 @@ class RewardJob:
 class RewardReport:
     """The scores of whole groups. The values are already in the backend."""
 
-    results: dict[str, ScoreResult]  #: by key
+    results: dict[str, ScoreResult]  #: by key; empty: the wait goes on
     written: Written  #: of the samples with a score, in the same order
+    progress: tuple[int, int, int] = (0, 0, 0)  #: of the service: tries that have ended, turns in progress and waiting
 
 
 @attrs.define(eq=False)
@@ -49,70 +60,130 @@ class RewardWorker:
     """Scores samples concurrently. All retries of a group go to the same worker."""
 
     _values: Values
-    _agent: RewardAgent  #: an agent that has been started
+    #: an agent that has been started; one that is no :class:`RewardService` gets one of the configuration's settings
+    _agent: RewardAgent
     _tokenizer: ChatTokenizer  #: of the model
     _clock: Clock
     _config: RunConfig
+    _records: Any = None  #: a ``jackfield_archive.RewardRecords``: what is kept of the scores
+    _run: str = ""  #: name of the run in these
     #: scores that :meth:`reward` will use, by key, and their group, by the group's key without its retry
-    _scores: dict[str, tuple[str, dict[str, asyncio.Task[ScoreResult]]]] = attrs.field(factory=dict, init=False)
-    _turns: AbstractAsyncContextManager[Any] = attrs.field(init=False)
+    _scores: dict[str, tuple[str, dict[str, asyncio.Task[_Scored]]]] = attrs.field(factory=dict, init=False)
+    _service: RewardService = attrs.field(init=False)
+    _task: Callable[[bytes], tuple[dict[str, Any], dict[str, Any]]] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        most = self._agent.concurrency
-        self._turns = nullcontext() if most is None else asyncio.Semaphore(most)
+        own = self._agent if isinstance(self._agent, RewardService) else None
+        self._service = own or RewardService(self._agent, self._config.reward_service, self._clock)
+        self._task = functools.lru_cache(maxsize=256)(self._read_task)
+
+    async def generates(self) -> bool:
+        """Return whether scoring needs the run's replicas."""
+        return self._service.generates
 
     async def score(self, partition: str, keys: Sequence[str]) -> dict[str, ScoreResult]:
         """Score samples that are not compared with others; ``queue.unknown-sample`` if one has been deleted."""
-        reading = asyncio.ensure_future(self._read(partition, keys))
-        results = await asyncio.gather(*(self._score(key, reading) for key in keys))
-        return dict(zip(keys, map(_told, results), strict=True))
+        reading, found = asyncio.ensure_future(self._read(partition, keys)), dict[str, ScoreResult]()
+        if self._service.compares:
+            jobs = dict[str, list[str]]()
+            for key in keys:
+                jobs.setdefault(group_of(key), []).append(key)
+            ended = await asyncio.gather(*(self._compared(mine, (), reading) for mine in jobs.values()))
+            scored = {key: one for each in ended for key, one in each.items()}
+        else:
+            scored = dict(zip(keys, await asyncio.gather(*(self._score(key, reading) for key in keys)), strict=True))
+        self._keep(scored)
+        found.update((key, _told(result)) for key, (_, result) in scored.items())
+        return found
 
     async def begin(self, partition: str, keys: Sequence[str]) -> None:
         """Score samples ahead of :meth:`reward`, which then raises what failed here.
 
-        Scores of earlier retries of their groups are dropped.
+        Scores of earlier retries of their groups are dropped. An agent that compares groups waits for whole ones.
         """
-        scoring = self._scoring(partition, keys)
-        await asyncio.wait(scoring)
-        _retrieve(scoring)
+        if not self._service.compares:
+            scoring = self._scoring(partition, keys)
+            await asyncio.wait(scoring)
 
     async def reward(self, partition: str, jobs: Sequence[RewardJob]) -> AsyncIterator[RewardReport]:
         """Score the samples of groups, write ``reward`` for those that have a score, and yield reports.
 
         A report has the results of several whole groups, without token scores, and none of a group that was retried.
+        An empty one says that the wait goes on: other samples were scored meanwhile, or the agent waits for long.
         """
-        keys = [key for job in jobs for key in job.keys]
-        scoring = dict(zip(keys, self._scoring(partition, keys), strict=True))
-        work = [(None, self._group(job, [scoring[key] for key in job.keys])) for job in jobs]
-        async for ended in together(work, share=_SHARE):
-            results = dict(pair for _, task in ended if not task.cancelled() for pair in task.result().items())
-            good = {key: result for key, result in results.items() if result.status == "ok"}
-            written = await self._values.put(partition, list(good), self._columns(list(good.values())))
-            yield RewardReport(results={key: _told(result) for key, result in results.items()}, written=written)
+        keys, ended_before = [key for job in jobs for key in job.keys], self._service.ended
+        if self._service.compares:
+            reading = asyncio.ensure_future(self._read(partition, keys))
+            work = [(None, self._compared(job.keys, job.uncompared, reading)) for job in jobs]
+        else:
+            scoring = dict(zip(keys, self._scoring(partition, keys), strict=True))
+            work = [(None, self._group(job, [scoring[key] for key in job.keys])) for job in jobs]
+        async for ended in together(work, share=_SHARE, every=min(self._config.deadlines.reward, _PROGRESS_SECONDS)):
+            if not ended and (self._service.ended > ended_before or self._service.agent.keeps_deadlines):
+                ended_before = self._service.ended
+                yield RewardReport(results={}, written=Written(), progress=self._progress)
+            scored = dict(pair for _, task in ended if not task.cancelled() for pair in task.result().items())
+            if scored:
+                yield await self._written(partition, scored)
 
-    async def _group(self, job: RewardJob, scoring: Sequence[asyncio.Task[ScoreResult]]) -> dict[str, ScoreResult]:
+    async def _written(self, partition: str, scored: Mapping[str, _Scored]) -> RewardReport:
+        """Write the scores of whole groups; return their report."""
+        self._keep(scored)
+        good = {key: result for key, (_, result) in scored.items() if result.status == "ok"}
+        written = await self._values.put(partition, list(good), self._columns(list(good.values())))
+        if counts := self._service.limits.taken():
+            metrics = {name if "/" in name else f"reward/{name}": number for name, number in counts.items()}
+            written = msgspec.structs.replace(written, metrics=metrics)
+        results = {key: _told(result) for key, (_, result) in scored.items()}
+        return RewardReport(results=results, written=written, progress=self._progress)
+
+    @property
+    def _progress(self) -> tuple[int, int, int]:
+        return self._service.ended, self._service.limits.in_progress, self._service.limits.waiting
+
+    async def _group(self, job: RewardJob, scoring: Sequence[asyncio.Task[_Scored]]) -> dict[str, _Scored]:
         """Wait for the scores of a group, post-process them together, and check them; return them by key."""
         for each in reversed(scoring):  # the last to end is most likely the last to begin, and one wait is enough
             if not each.done():
                 await asyncio.wait([each])
-        _retrieve(scoring)
-        results = dict(zip(job.keys, (each.result() for each in scoring), strict=True))
+        scored = dict(zip(job.keys, (each.result() for each in scoring), strict=True))
         self._scores.pop(_place(group_of(job.keys[0])), None)
         siblings = [key for key in job.keys if key not in job.uncompared]
-        processed = self._agent.post_process_scores([results[key] for key in siblings])
-        if self._config.algorithm.shaping.fill_failed:
-            processed = _filled(processed)
-        for key, result in zip(siblings, processed, strict=True):
-            if result is results[key] and not self._config.algorithm.reward_dimensions:
-                continue  # it was checked
-            results[key] = _checked(result, key, self._config.algorithm.reward_dimensions)
-        return results
+        asked = [scored[key][0] for key in siblings]
+        processed = await self._service.finish_group(asked, [scored[key][1] for key in siblings])
+        return self._checked(
+            {**scored, **dict(zip(siblings, zip(asked, processed, strict=True), strict=True))}, siblings
+        )
+
+    async def _compared(
+        self, keys: Sequence[str], uncompared: Sequence[str], reading: asyncio.Future[_Read]
+    ) -> dict[str, _Scored]:
+        """Score a whole group, and those that stand apart each as a group of one."""
+        read = reading.result() if reading.done() else await asyncio.shield(reading)
+        requests = {key: self._request(key, *read[key]) for key in keys}
+        siblings = [key for key in keys if key not in uncompared]
+        parts = [part for part in (siblings, *([key] for key in keys if key not in siblings)) if part]
+        asked = [[attrs.evolve(requests[key], group_size=len(part)) for key in part] for part in parts]
+        results = await asyncio.gather(*map(self._service.score_group, asked))
+        named = zip(parts, asked, results, strict=True)
+        scored = {key: (r, one) for part, own, ones in named for key, r, one in zip(part, own, ones, strict=True)}
+        return self._checked({key: scored[key] for key in keys}, siblings)
+
+    def _checked(self, scored: dict[str, _Scored], siblings: Sequence[str]) -> dict[str, _Scored]:
+        """Fill failures of a group if the settings say so, and turn scores without a dimension into failures."""
+        if self._config.reward_service.on_failure == "group_mean":
+            filled = _filled([scored[key][1] for key in siblings])
+            scored.update({key: (scored[key][0], one) for key, one in zip(siblings, filled, strict=True)})
+        if dimensions := self._config.algorithm.reward_dimensions:
+            for key in siblings:
+                scored[key] = scored[key][0], checked(scored[key][1], key, dimensions)
+        return scored
 
     def _columns(self, good: Sequence[ScoreResult]) -> dict[str, Column]:
         """Return ``reward`` and, for dimensions (metrics, and ``score`` for the score itself), those."""
         columns = {"reward": _column([result.token_scores or (result.score,) for result in good])}
         if dimensions := self._config.algorithm.reward_dimensions:  # 0 for a reward that the agent loop has computed
-            rows = [{**each.metrics, "score": _total(each)} for each in good]
+            rows = [{**each.metrics, **each.dimensions, "score": _total(each)} for each in good]
             columns["reward_dimensions"] = _column([[row.get(name, 0.0) for name in dimensions] for row in rows])
         return columns
 
@@ -121,11 +192,13 @@ class RewardWorker:
         for _, scores in self._scores.values():
             for scoring in scores.values():
                 scoring.cancel()
-        await self._agent.close()
+        if self._records is not None:
+            self._records.close()
+        await self._service.close()
 
-    def _scoring(self, partition: str, keys: Sequence[str]) -> list[asyncio.Task[ScoreResult]]:
+    def _scoring(self, partition: str, keys: Sequence[str]) -> list[asyncio.Task[_Scored]]:
         """Return the tasks that score samples; start those that are missing or failed."""
-        found, missing = list[dict[str, asyncio.Task[ScoreResult]]](), dict[str, dict[str, asyncio.Task[ScoreResult]]]()
+        found, missing = list[dict[str, asyncio.Task[_Scored]]](), dict[str, dict[str, asyncio.Task[_Scored]]]()
         for key in keys:
             found.append(scores := self._scores_of(group_of(key)))
             scoring = scores.get(key)
@@ -134,10 +207,11 @@ class RewardWorker:
         if missing:
             reading = asyncio.ensure_future(self._read(partition, list(missing)))
             for key, scores in missing.items():
-                scores[key] = asyncio.ensure_future(self._score(key, reading))
+                scores[key] = task = asyncio.ensure_future(self._score(key, reading))
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio would log it
         return [scores[key] for key, scores in zip(keys, found, strict=True)]
 
-    def _scores_of(self, group: str) -> dict[str, asyncio.Task[ScoreResult]]:
+    def _scores_of(self, group: str) -> dict[str, asyncio.Task[_Scored]]:
         """Return the scores of a group. Those of earlier retries are cancelled and forgotten."""
         name, scores = self._scores.get(_place(group), ("", {}))
         if name != group:
@@ -146,44 +220,74 @@ class RewardWorker:
             self._scores[_place(group)] = group, (scores := {})
         return scores
 
-    async def _read(self, partition: str, keys: Sequence[str]) -> dict[str, tuple[list[int], list[int], Any]]:
+    async def _read(self, partition: str, keys: Sequence[str]) -> _Read:
         columns = await self._values.get(partition, keys, REWARD_INPUTS)
-        prompts, responses = (_lists(columns[name]) for name in REWARD_INPUTS[:2])
-        tasks = map(msgspec.json.decode, split(columns["task"])[1])
-        return dict(zip(keys, zip(prompts, responses, tasks, strict=True), strict=True))
+        numbers = (_lists(columns[name]) for name in REWARD_INPUTS[:3])
+        return dict(zip(keys, zip(*numbers, map(bytes, split(columns["task"])[1]), strict=True), strict=True))
 
-    async def _score(
-        self, key: str, reading: asyncio.Future[dict[str, tuple[list[int], list[int], Any]]]
-    ) -> ScoreResult:
-        """Score with a deadline for each try. A failure becomes a status, never a score."""
-        prompt, response, task = (reading.result() if reading.done() else await asyncio.shield(reading))[key]
-        if task["reward"] is not None:
-            return ScoreResult(score=float(task["reward"]))
+    async def _score(self, key: str, reading: asyncio.Future[_Read]) -> _Scored:
+        """Score a sample, unless the agent loop has computed its reward."""
+        read = (reading.result() if reading.done() else await asyncio.shield(reading))[key]
+        request = self._request(key, *read)
+        if (own := self._task(read[3])[0]["reward"]) is not None:
+            return request, ScoreResult(score=float(own))
+        return request, await self._service.compute_score(request)
+
+    def _request(self, key: str, prompt: list[int], response: list[int], mask: list[int], task: bytes) -> ScoreRequest:
+        """Return the request of a sample."""
+        decode, group, fields = self._tokenizer.decode, group_of(key), self._task(task)[1]
+        text = decode(response)
+        if 0 in mask:
+            ends = [0, *(at for at, (one, other) in enumerate(pairwise(mask), 1) if one != other), len(mask)]
+            authors: Any = ("tool", "model")
+            parts = [ResponsePart(author=authors[mask[at]], text=decode(response[at:to])) for at, to in pairwise(ends)]
+        else:
+            parts = [ResponsePart(author="model", text=text)]
+        return ScoreRequest(
+            solution_str=text,
+            prompt_str=decode(prompt),
+            response_ids=tuple(response),
+            response_mask=tuple(map(int, mask)),
+            parts=tuple(parts),
+            idempotency_key=key,
+            deadline_seconds=self._config.deadlines.reward,
+            group_id=group,
+            group_size=self._config.data.rollouts_per_group,
+            priority=GroupKey.of(group).batch,
+            **fields,
+        )
+
+    def _read_task(self, text: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the column ``task`` of a sample, and the fields of a request that follow from it."""
+        task = msgspec.json.decode(text)
         fields = {name: task[name] for name in ("data_source", "ground_truth", "extra_info")}
-        fields |= {"solution_str": self._tokenizer.decode(response), "prompt_str": self._tokenizer.decode(prompt)}
-        fields |= {"response_ids": tuple(response), "deadline_seconds": (seconds := self._config.deadlines.reward)}
-        async with self._turns:
-            for retry in range(self._config.schedule.reward_retries + 1):
-                request = ScoreRequest(idempotency_key=key, retry=retry, **fields)
-                try:
-                    scoring = self._agent.compute_score(request)
-                    result = _checked(await self._clock.wait_for(scoring, seconds, f"the reward of sample {key}"), key)
-                except DeadlineExceeded as error:
-                    result = ScoreResult(status="timeout", error=error.message)
-                except asyncio.CancelledError:
-                    raise
-                except BaseException as error:  # SystemExit is the reward's, too
-                    result = ScoreResult(status="failed", error=described(error))
-                if result.status == "ok":
-                    break
-        return result
+        made: Mapping[str, Any] = task.get("rollout") or {}
+        messages: tuple[Mapping[str, Any], ...] = ()
+        for form in (self._config.data.format, *(each.format for each in self._config.evaluation.sets.values())):
+            with suppress(JackfieldError):  # a sample from elsewhere, or of another set
+                messages = messages or (form.task(task["extra_info"], "", "").messages if form else ())
+        contents = [each["content"] for each in messages if isinstance(each.get("content"), list)]
+        images = [part for parts in contents for part in parts if "image" in str(dict(part).get("type"))]
+        fields |= {"messages": messages, "images": tuple(images), "turns": made.get("turns", 1)}
+        fields |= {"metrics": made.get("metrics", {}), "tool_calls": tuple(made.get("tool_calls", ()))}
+        return task, fields
 
-
-def _retrieve(scoring: Iterable[asyncio.Task[ScoreResult]]) -> None:
-    """Retrieve the errors of scores that have ended, or asyncio would log those that are not raised."""
-    for each in scoring:
-        if not each.cancelled():
-            each.exception()
+    def _keep(self, scored: Mapping[str, _Scored]) -> None:
+        """Record requests with their results."""
+        if self._records is None:
+            return
+        reward, run, version, now = self._config.reward.name, self._run, self._service.version, time.time()
+        shared = {"run": run, "reward": reward, "version": version, "time": now}
+        self._records.add(
+            [
+                shared
+                | {name: getattr(result, name) for name in _KEPT}
+                | {"key": key, "group": asked.group_id, "rollout": int(key.rsplit("/", 2)[1].partition("r")[0])}
+                | {"data_source": asked.data_source, "ground_truth": asked.ground_truth, "cached": result.is_cached}
+                | {"prompt": asked.prompt_str, "response": asked.solution_str, "extra_info": dict(asked.extra_info)}
+                for key, (asked, result) in scored.items()
+            ]
+        )
 
 
 def _place(group: str) -> str:
@@ -192,27 +296,10 @@ def _place(group: str) -> str:
 
 
 def _told(result: ScoreResult) -> ScoreResult:
-    """Return what the controller gets of a result."""
+    """Return what the controller gets of a result: dimensions are metrics there."""
     if result.status != "ok":
         return ScoreResult(status=result.status, error=f"reward {result.status}: {result.error}")
-    if result.token_scores is None and type(result.metrics) is dict:
-        return result
-    return ScoreResult(score=result.score, metrics=dict(result.metrics))
-
-
-def _checked(result: ScoreResult, key: str, dimensions: Sequence[str] = ()) -> ScoreResult:
-    """Turn a score into a failure if a number is not finite or a dimension is missing."""
-    wrong = not_finite({"score": result.score}) or not_finite(result.metrics)
-    missing = [name for name in dimensions if name != "score" and name not in result.metrics]
-    if result.status != "ok" or not (wrong or missing):
-        return result
-    message = f"a reward agent returned a {', '.join(map(str, wrong))} that is no finite number"
-    expected, found = "a score and metrics that are finite numbers", str(wrong)
-    if not wrong:
-        message = f"a score has no metric {', '.join(missing)}, which algorithm.reward_dimensions names"
-        expected, found = ", ".join(dimensions), ", ".join(result.metrics) or "no metrics"
-    refusal = RewardError(message, code="reward.output", where=key, expected=expected, found=found)
-    return ScoreResult(status="failed", error=str(refusal))
+    return ScoreResult(score=result.score, metrics={**result.metrics, **result.dimensions})
 
 
 def _total(result: ScoreResult) -> float:
@@ -221,18 +308,11 @@ def _total(result: ScoreResult) -> float:
 
 def _filled(results: Sequence[ScoreResult]) -> list[ScoreResult]:
     """Replace failed scores of a group by the mean of the others, if there are any."""
-    import torch
-
-    good = [result.metrics for result in results if result.status == "ok"]
-    failed = torch.tensor([result.status != "ok" for result in results], dtype=torch.bool)
-    totals = torch.tensor([_total(result) for result in results])
-    means, still_failed = fill_failed(totals, failed, torch.zeros(len(results), dtype=torch.int64))
-    shared = set(good[0]).intersection(*good) if good else set[str]()
-    metrics = {name: sum(each[name] for each in good) / len(good) for name in sorted(shared)}
-    return [
-        ScoreResult(score=mean, metrics=metrics) if filled else result
-        for result, mean, filled in zip(results, means.tolist(), (failed & ~still_failed).tolist(), strict=True)
-    ]
+    good = [{**each.metrics, **each.dimensions, "": _total(each)} for each in results if each.status == "ok"]
+    shared = sorted(set(good[0]).intersection(*good)) if good else []
+    metrics = {name: sum(each[name] for each in good) / len(good) for name in shared}
+    mean = ScoreResult(score=metrics.pop("", None), metrics=metrics, explanation="the mean of its group")
+    return [result if result.status == "ok" or not good else mean for result in results]
 
 
 def _column(values: Sequence[Sequence[float | None]]) -> Column:

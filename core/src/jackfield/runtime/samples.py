@@ -88,15 +88,21 @@ def sampling_seed(*place: object) -> int:
 
 
 def sequence_cells(
-    task: Task, sequence: AgentSequence, texts: dict[float | None, bytes], *, supervised: bool, versions: bool
+    task: Task,
+    sequence: AgentSequence,
+    texts: dict[float | None, bytes],
+    rollout: Mapping[str, Any],
+    *,
+    supervised: bool,
+    versions: bool,
 ) -> dict[str, Cell]:
     """Return the values of a sample by column.
 
     ``prompt_ids`` and ``response_ids`` are int64, ``response_mask`` is bool, ``rollout_log_probs`` is float32. ``task``
-    is JSON for the reward pipeline: the task's record, and the reward if the agent has computed it. ``texts`` keeps it
-    for further samples of the task, by reward. Samples that are only imitated (``supervised``) have neither log-probs
-    nor a task. With ``versions``, ``weight_versions`` is int32, -1 on tokens that are not the model's. Other types
-    raise what ``array`` and JSON do.
+    is JSON for the reward pipeline: the task's record, the reward if the agent has computed it, and what ``rollout``
+    says of the agent loop, if anything. ``texts`` keeps it for further samples of the task, by reward. Samples that
+    are only imitated (``supervised``) have neither log-probs nor a task. With ``versions``, ``weight_versions`` is
+    int32, -1 on tokens that are not the model's. Other types raise what ``array`` and JSON do.
     """
     cells: dict[str, Cell] = {
         "prompt_ids": (_INT64, array("q", tuple(sequence.prompt_ids)).tobytes()),
@@ -105,9 +111,11 @@ def sequence_cells(
     }
     if not supervised:
         cells["rollout_log_probs"] = _FLOAT32, array("f", tuple(sequence.response_log_probs)).tobytes()
-        if (text := texts.get(sequence.reward)) is None:
+        if rollout or (text := texts.get(sequence.reward)) is None:
             record = {"data_source": task.data_source, "ground_truth": task.ground_truth, "extra_info": task.fields}
-            text = texts[sequence.reward] = _encode({**record, "reward": sequence.reward}).encode()
+            text = _encode({**record, "reward": sequence.reward, **({"rollout": rollout} if rollout else {})}).encode()
+            if not rollout:
+                texts[sequence.reward] = text
         cells["task"] = _JSON, text
         if versions:
             made = zip(sequence.weight_versions or repeat(-1), sequence.response_mask, strict=False)

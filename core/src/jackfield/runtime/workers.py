@@ -78,11 +78,15 @@ def list_seconds(elapsed: float, share: float = 0.1) -> float:
 
 
 async def together(
-    work: Iterable[tuple[S, Coroutine[Any, Any, T]]], seconds: float | None = None, share: float = 0.1
+    work: Iterable[tuple[S, Coroutine[Any, Any, T]]],
+    seconds: float | None = None,
+    share: float = 0.1,
+    every: float | None = None,
 ) -> AsyncIterator[list[tuple[S, asyncio.Task[T]]]]:
     """Run named work concurrently, and yield it in lists as it ends: what ends soon after the first one, up to a size.
 
-    ``share`` is that of :func:`list_seconds`. What is still running after ``seconds``, or at the end, is cancelled.
+    ``share`` is that of :func:`list_seconds`. What is still running after ``seconds``, or at the end, is cancelled. If
+    nothing has ended ``every`` so many seconds, yield an empty list.
     """
     loop, ended, news = asyncio.get_running_loop(), list[asyncio.Task[T]](), asyncio.Event()
     began = loop.time()
@@ -107,13 +111,16 @@ async def together(
     timer = None if seconds is None else loop.call_later(seconds, cancel)
     try:
         while left:
+            tick = None if every is None else loop.call_later(every, news.set)
             await news.wait()
+            if tick is not None:
+                tick.cancel()
             news.clear()
             found, ended[:] = ended[:_LIST], ended[_LIST:]
             left -= len(found)
             if ended:
                 news.set()
-            if found:
+            if found or every is not None:
                 yield [(tasks.pop(task), task) for task in found]
     finally:
         if timer is not None:
@@ -127,12 +134,15 @@ async def handle_each(
     seconds: float,
     missing: Callable[[], str],
     handle: Callable[[T], Awaitable[object]],
+    *,
+    each: bool = False,
 ) -> None:
-    """Handle the items of an iteration, ``seconds`` in all; ``missing`` names what has not come by then."""
+    """Handle the items of an iteration, ``seconds`` in all or for ``each``; ``missing`` names what has not come."""
     until = clock.time() + seconds
     async with aclosing(cast(AsyncGenerator[T, None], items)):
         while (item := await clock.wait_for(anext(items, None), until - clock.time(), missing())) is not None:
             await handle(item)
+            until = clock.time() + seconds if each else until
 
 
 async def resubmitted(
@@ -247,8 +257,8 @@ class AgentWorker:
         """Run a rollout, or copy answers; return what is to be written, or the report of a failure."""
         how = {"supervised": job.sampling is None and not job.expert, "versions": self._versions}
         try:
-            sequences, more = await self._sequences(job, rollout)
-            cells = [sequence_cells(job.task, each, texts, **how) for each in sequences]
+            sequences, more, made = await self._sequences(job, rollout)
+            cells = [sequence_cells(job.task, each, texts, made, **how) for each in sequences]
             tags = tuple([{**sequence_tags(job.task, each, rollout), **more} for each in sequences])
         except JackfieldError as error:
             return job.failed(rollout, error)
@@ -279,10 +289,12 @@ class AgentWorker:
             reports.append(RolloutReport(group=each.group, rollout=each.rollout, keys=each.keys, written=own))
         return reports
 
-    async def _sequences(self, job: RolloutJob, rollout: int) -> tuple[Sequence[AgentSequence], dict[str, Any]]:
-        """Run an agent loop, or copy answers; return sequences and additional tags for each."""
+    async def _sequences(
+        self, job: RolloutJob, rollout: int
+    ) -> tuple[Sequence[AgentSequence], dict[str, Any], dict[str, Any]]:
+        """Run an agent loop, or copy answers; return sequences, additional tags, and what rewards get beside text."""
         if job.sampling is None:
-            return self._answers(job.task), {}
+            return self._answers(job.task), {}, {}
         assert self._make_agent is not None, "a worker without replicas runs no agents"
         sampling = {**job.sampling, "seed": job.rollouts[rollout]}
         if rollout == job.greedy:
@@ -305,7 +317,9 @@ class AgentWorker:
             matches = re.finditer(job.answer, self._tokenizer.decode(sequences[-1].response_ids))
             found = [match[min(1, match.re.groups)] for match in matches]
             tags["answer"] = xxhash.xxh3_64_hexdigest((found[-1] or "").encode()) if found else None
-        return sequences[-1:] if job.evaluates else sequences, tags
+        made = {"turns": output.num_turns, "metrics": dict(output.metrics), "tool_calls": list(output.tool_calls)}
+        plain = made == {"turns": 1, "metrics": {}, "tool_calls": []}
+        return sequences[-1:] if job.evaluates else sequences, tags, {} if plain else made
 
     def _answers(self, task: Task) -> list[AgentSequence]:
         """Make sequences from the task's answers: two if the task has a rejected answer, else one.

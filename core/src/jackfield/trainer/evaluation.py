@@ -19,8 +19,9 @@ from jackfield.queue.meta import GroupKey, RolloutReport, group_of
 from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.samples import metric_tags, said, said_metrics, sampling_seed
 from jackfield.runtime.workers import RolloutJob
+from jackfield.trainer.rewards import without_scores
 from jackfield.trainer.role import Role
-from jackfield.trainer.rollouts import in_parts, run_rollouts, without_scores
+from jackfield.trainer.rollouts import in_parts, run_rollouts
 
 EVAL = "eval"  #: the set of ``data.eval``; the name of a set is also that of its tasks and its partition
 

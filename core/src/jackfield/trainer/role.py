@@ -146,7 +146,9 @@ class Role:
     generates: bool = attrs.field(init=False)  #: whether this role has replicas
     scores: bool = attrs.field(init=False)  #: whether this role scores the samples of the training batches
     engines: Sequence[str] = attrs.field(default=(), init=False)  #: the trained models, and a separate reference if any
-    score_seconds: float = attrs.field(init=False)  #: the maximum time to score a sample, retries included
+    score_seconds: float = attrs.field(
+        init=False
+    )  #: the maximum time to score a sample, retries included, once it has its turns
     schedule: Schedule = attrs.field(init=False)
     version: Progress = attrs.field(init=False)  #: the weight version that explorers may use
     steps_done: Progress = attrs.field(init=False)  #: for the role reward: scored groups
@@ -169,7 +171,8 @@ class Role:
         if self.trains and config.mode != "explore":
             models = {"reference": algorithm.reference and config.model.lora is None, "critic": algorithm.critic}
             self.engines = ("actor", *(name for name, wanted in models.items() if wanted))
-        self.score_seconds = config.deadlines.reward * (config.schedule.reward_retries + 1)
+        service, own = config.reward_service, config.deadlines.reward
+        self.score_seconds = (own + service.longest_backoff_seconds) * (service.retries + 1) + service.outage_seconds
         settings = attrs.asdict(config.schedule, recurse=False)
         self.schedule = Schedule(**settings, explores=self.explores, trains=config.mode != "explore")
         self.version, self.steps_done = Progress(self.clock), Progress(self.clock)

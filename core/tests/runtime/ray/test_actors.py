@@ -108,6 +108,9 @@ def test_a_worker_without_state_is_started_again_and_its_work_resubmitted(
             await cluster.make(actor, {"kind": "counter", "start": 10})
             begun.append(await stub(actor).pid())
 
+        async def _routed(self, worker: Actor, seconds: float) -> int:
+            return 0  # a counter generates nothing
+
     async def main() -> None:
         await hosted("reward worker 0", start=10, restarts=True)
         config = make_config({"model": {"path": "none"}}, ())

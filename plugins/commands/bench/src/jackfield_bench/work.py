@@ -84,7 +84,7 @@ def bench_config(config: RunConfig, registry: Registry, out: Path, sets: Sequenc
         ),
         sampling=config.sampling if config.mode == "online" else SamplingParams(),
         algorithm=AlgorithmSettings(),
-        schedule=ScheduleConfig(reward_retries=config.schedule.reward_retries),
+        schedule=ScheduleConfig(),
         critic=CriticSettings(),
         mixing=MixingConfig(),
         evaluation=attrs.evolve(evaluation, every=1, sets=further),

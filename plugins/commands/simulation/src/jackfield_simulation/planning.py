@@ -48,7 +48,7 @@ _WAITS = {
     "rollouts for devices": "waits/rollout/devices",
     "explorer for weights": "seconds/wait_for_weights",
 }
-_KEPT = ("rollouts_in_flight", "partial_rollout", "steps", "until", "max_retries", "reward_retries")
+_KEPT = ("rollouts_in_flight", "partial_rollout", "steps", "until", "max_retries")
 
 
 @attrs.frozen(kw_only=True)

@@ -1,10 +1,10 @@
-"""Replicas of a simulated run: servers that take time, behind real connections, and the sender of their weights."""
+"""Parts of a simulated run that take time: replicas behind real connections, the sender of their weights, rewards."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import Context, copy_context
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 
 from jackfield.abc.checkpoint_engine import Topology
+from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
 from jackfield.abc.rollout import (
     AbortRequest,
     AbortResult,
@@ -31,6 +32,7 @@ from jackfield.abc.rollout import (
     WeightReceipt,
     WorkerReceipt,
 )
+from jackfield.clock import Clock
 from jackfield.cluster.pool import ReplicaPool
 from jackfield.config import RunConfig
 from jackfield.errors import JackfieldError, RolloutError, WeightsError
@@ -351,3 +353,15 @@ class Replicas:
         """On shared devices, replicas and engine compute at different times."""
         if busy := [each.number for each in servers or self.servers.values() if each.decoding]:
             self.world.breach("devices are shared in turns", f"replicas {busy} generate while {what}")
+
+
+class Reward(RewardAgent):
+    """Scores with a function."""
+
+    def __init__(self, score: Callable[[ScoreRequest], Awaitable[ScoreResult]], clock: Clock) -> None:
+        super().__init__(None, RewardContext(clock=clock))
+        self._score = score
+
+    async def compute_score(self, request: ScoreRequest) -> ScoreResult:
+        """Score one sample."""
+        return await self._score(request)

@@ -36,11 +36,12 @@ from jackfield.queue.transfer_queue import QUEUE
 from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.samples import trained
 from jackfield.runtime.workers import AgentWorker, RolloutJob, Workers
+from jackfield.trainer.rewards import RewardPipeline
 from jackfield.trainer.role import Role, RunWorkers
-from jackfield.trainer.rollouts import Explorer, RewardPipeline
+from jackfield.trainer.rollouts import Explorer
 from jackfield.trainer.trainer import Trainer
 from jackfield.trainer.weights import EngineWeights
-from jackfield_simulation.replicas import Replicas, Response, Sender
+from jackfield_simulation.replicas import Replicas, Response, Reward, Sender
 from jackfield_simulation.world import CONTROLLER, RANK, TRAINER, LosingStore, Who, World, broken
 
 #: Calls of the queue that a role repeats if it answers twice, as if it had not got the result.
@@ -59,6 +60,7 @@ class _Worker:
     world: Simulation
     who: Who
     worker: Any
+    generates: Any = attrs.field(default=partial(asyncio.sleep, 0, False))  #: no reward asks the replicas
 
     def begin(self, *arguments: Any) -> Any:
         return self.world.guard(self.who, self.worker.begin(*arguments))
@@ -184,7 +186,7 @@ class Simulation(World):
     def _workers(self) -> RunWorkers:
         values, parts = Values(self.store), SimpleNamespace
         text: Any = parts(decode=lambda ids: "")
-        reward: Any = parts(concurrency=None, compute_score=self._score, post_process_scores=lambda results: results)
+        reward = Reward(self._score, self.clock)
 
         def start(kind: str, make: Callable[[int], Any]) -> Any:
             started = [_Worker(self, (kind, number), make(number)) for number in range(self.settings.workers)]

@@ -12,12 +12,13 @@ from contextlib import nullcontext
 from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
 import attrs
 
-from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
+from jackfield.abc.reward import ResponsePart, RewardAgent, RewardContext, ScoreRequest, ScoreResult
 from jackfield.errors import ConfigError, DeadlineExceeded, PluginNotFound, QueueError, described
 from jackfield.sdk.archive import SavedSample
 from jackfield_archive.files import COLUMNS, files_of, read_samples, trained, write_samples
@@ -50,6 +51,40 @@ def _load(place: str) -> Any:
     return getattr(import_module(module), name)
 
 
+def request_of(
+    sample: SavedSample, decode: Callable[[Sequence[int]], str], deadline_seconds: float = 60.0
+) -> ScoreRequest:
+    """Return the request by which a run has scored a sample; ``queue.invalid`` if it has no task."""
+    if "task" not in sample.cells:
+        expected = "the column task, which samples of rollouts have"
+        raise QueueError("a sample cannot be scored", where=sample.key, expected=expected, found=list(sample.cells))
+    task = json.loads(bytes(sample.cells["task"][1]))
+    made = task.get("rollout") or {}
+    prompt, response = (_tokens(sample, name) for name in ("prompt_ids", "response_ids"))
+    mask = tuple(bytes(sample.cells["response_mask"][1])) if "response_mask" in sample.cells else (1,) * len(response)
+    ends = [0, *(at for at, (one, other) in enumerate(pairwise(mask), 1) if one != other), len(mask)]
+    authors: Any = ("tool", "model")
+    parts = [
+        ResponsePart(author=authors[mask[at]], text=decode(response[at:to])) for at, to in pairwise(ends) if to > at
+    ]
+    return ScoreRequest(
+        data_source=task["data_source"],
+        solution_str=decode(response),
+        ground_truth=task["ground_truth"],
+        extra_info=task["extra_info"],
+        prompt_str=decode(prompt),
+        response_ids=tuple(response),
+        response_mask=mask,
+        parts=tuple(parts),
+        turns=made.get("turns", 1),
+        metrics=made.get("metrics", {}),
+        tool_calls=tuple(made.get("tool_calls", ())),
+        idempotency_key=sample.key,
+        group_id=sample.group or sample.key,
+        deadline_seconds=deadline_seconds,
+    )
+
+
 @attrs.frozen(kw_only=True)
 class _Scorer:
     agent: RewardAgent
@@ -64,21 +99,7 @@ class _Scorer:
         return [_scored(sample, result) for sample, result in zip(samples, processed, strict=True)]
 
     async def _score(self, sample: SavedSample) -> ScoreResult:
-        if "task" not in sample.cells:
-            expected = "the column task, which samples of rollouts have"
-            raise QueueError("a sample cannot be scored", where=sample.key, expected=expected, found=list(sample.cells))
-        task = json.loads(bytes(sample.cells["task"][1]))
-        prompt, response = (_tokens(sample, name) for name in ("prompt_ids", "response_ids"))
-        request = ScoreRequest(
-            data_source=task["data_source"],
-            solution_str=self.decode(response),
-            ground_truth=task["ground_truth"],
-            extra_info=task["extra_info"],
-            prompt_str=self.decode(prompt),
-            response_ids=tuple(response),
-            idempotency_key=sample.key,
-            deadline_seconds=self.seconds,
-        )
+        request = request_of(sample, self.decode, self.seconds)
         clock = self.agent.context.clock
         async with self.turns:
             try:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from jackfield_user_code.workers import UserCodePool, UserCodeWorker, WorkerLimits, WorkerResult, WorkerReward
+from jackfield_user_code.workers import UserCodePool, WorkerLimits, WorkerResult, WorkerReward
 
-__all__ = ["UserCodePool", "UserCodeWorker", "WorkerLimits", "WorkerResult", "WorkerReward"]
+__all__ = ["UserCodePool", "WorkerLimits", "WorkerResult", "WorkerReward"]

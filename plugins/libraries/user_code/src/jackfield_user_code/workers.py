@@ -1,4 +1,4 @@
-"""Worker processes that each call one function of a user's code, one call at a time."""
+"""A pool of processes that call a user's functions."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import attrs
-import msgspec
 
 from jackfield.abc.reward import RewardAgent, RewardContext
 from jackfield.clock import Clock
-from jackfield.errors import DeadlineExceeded, JackfieldError, RunError
-from jackfield.sdk.child import ChildProcess
+from jackfield.errors import DeadlineExceeded, RunError
+from jackfield_user_code._parent import Death, Died, Forked, Parent
 
 _CHILD = Path(__file__).with_name("_child.py")
-_ANSWER_BYTES = 64 * 2**20  #: a longer answer ends the process
 _LEAVE_SECONDS = 0.25  #: wait for the answer to an abandoned call; then the process is killed
+_HEED_SECONDS = 1.0  #: a process that makes many calls and does not see a cancellation for so long is blocked
+_END_SECONDS = 5.0  #: a cancelled call among many must end; then its process is killed
+_REPEATS = 8  #: a call is made so often again if its process died through the fault of other calls
 
 
 @attrs.frozen(kw_only=True)
@@ -47,14 +47,6 @@ class WorkerResult:
     status: Literal["ok", "failed", "died", "timeout"]
     value: Any = None  #: JSON value, with ``ok``
     error: str | None = None  #: the last lines of a traceback, how the process died, or what was waited for
-    timed_out_after: float | None = None  #: seconds that the function had; None: it did not run out of time
-
-
-class _Answer(msgspec.Struct):
-    """The return value of a call in a process."""
-
-    value: str = "null"  #: JSON as Python writes it: with NaN
-    error: str | None = None
 
 
 def _absolute(target: str) -> str:
@@ -70,13 +62,37 @@ def _absolute(target: str) -> str:
 
 
 @attrs.define(eq=False, slots=False)
-class UserCodeWorker:
-    """One process that calls one function, one call at a time. It starts with the first call.
+class _Slot:
+    """The place of one process."""
 
-    ``target`` is ``package.module:function`` or ``folder/file.py:function``: a function, or a class (constructed once)
-    or instance whose ``method`` is called. ``keywords`` are JSON values for the constructor of a class, else for each
-    call. Output of the code is appended to the file ``log``; above 4 MiB the file gets the suffix ``.1`` and a new one
-    is begun. Without ``log`` only the end of the output is kept, for messages.
+    number: int
+    log: Path | None
+    process: Forked | None = None
+    running: int = 0  #: calls
+
+
+def _running(slot: _Slot) -> int:
+    return slot.running
+
+
+@attrs.define(eq=False, slots=False)
+class UserCodePool:
+    """Processes that call a user's functions, in the order of the calls.
+
+    ``target`` is ``package.module:function``, ``folder/file.py:function`` or ``@GROUP:NAME`` (an entry point): a
+    function, or a class (constructed once per process) or instance whose ``method`` is called. ``keywords`` are JSON
+    values for the constructor of a class, else for each call.
+
+    A parent process imports the code once and forks ``workers`` processes from it when they are needed; each is killed
+    alone, with everything that it has started in whatever session, and replaced in milliseconds. With ``fork`` False,
+    and if the import leaves threads, each process imports the code itself. A process makes one call at a time; if the
+    function is a coroutine function, ``in_flight`` calls.
+
+    ``adapter`` is a file, which needs only the standard library, with ``adapt(target, module, request)``: it returns
+    the functions that can be called, by name, and what :attr:`about` is to say about them.
+
+    Worker ``n`` prints to the file ``{logs}-{n}.log``; above 4 MiB it gets the suffix ``.1`` and a new one is begun.
+    Without ``logs`` only the end of the output is kept, for messages.
     """
 
     _target: str = attrs.field(converter=_absolute)
@@ -85,165 +101,259 @@ class UserCodeWorker:
     _limits: WorkerLimits = attrs.field(factory=WorkerLimits, kw_only=True)
     _clock: Clock = attrs.field(factory=Clock, kw_only=True)
     _python: str = attrs.field(default=sys.executable, kw_only=True)
-    _log: Path | None = attrs.field(default=None, kw_only=True)
+    _workers: int = attrs.field(default=1, kw_only=True)
+    _in_flight: int = attrs.field(default=10_000, kw_only=True)
+    _fork: bool = attrs.field(default=True, kw_only=True)
+    _adapter: Path | None = attrs.field(default=None, kw_only=True)
+    _logs: str | None = attrs.field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        self._process: ChildProcess | None = None
-        self._is_loaded = False
-        self._calls = 0  #: of this process
-        self._answering: asyncio.Future[_Answer] | None = None
-        self._ending: asyncio.Future[None] | None = None  #: of the last process
+        logs = None if self._logs is None else os.path.abspath(self._logs)
+        self._slots = [_Slot(n, Path(f"{logs}-{n}.log") if logs else None) for n in range(self._workers)]
+        self._parent: Parent | None = None
+        self._forks = self._fork
+        self._about: Mapping[str, Any] | None = None
+        self._is_async = False
+        self._idle = self._slots[::-1]
+        self._turns = asyncio.Semaphore(0)
 
     @property
-    def pid(self) -> int | None:
-        """Return the process id; None without a process."""
-        return None if self._process is None else self._process.pid
+    def pids(self) -> tuple[int, ...]:
+        """Return the ids of the worker processes."""
+        found = [slot.process for slot in self._slots if slot.process is not None and not slot.process.gone.done()]
+        return tuple(process.pid for process in found if process.pid is not None)
+
+    @property
+    def capacity(self) -> int:
+        """Return the number of calls that are executed at a time. It is known after :meth:`start`."""
+        return self._workers * (self._in_flight if self._is_async else 1)
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """Return what the adapter says about the functions, after :meth:`start`."""
+        return self._about or {}
 
     async def start(self) -> None:
-        """Start the process and import the code, once; ``worker.start`` if that fails or is late."""
-        if self._process is None or self._process.is_ending:
-            await self.close()
-            await self._spawn()
-            here = self._python == sys.executable
-            self._ask(
-                "load",
-                {
-                    "target": self._target,
-                    "method": self._method,
-                    "keywords": self._keywords,
-                    "memory_bytes": self._limits.memory_bytes,
-                    "sys_path": [os.path.abspath(path) for path in sys.path] if here else [],
-                },
-            )
-        if self._is_loaded:
-            return
-        result = await self._result(self._limits.start_seconds, "import its code")
-        if result.status != "ok":
-            await self.close()
-            raise self._cannot_start(result.error or "")
-        self._is_loaded = True
-
-    async def _spawn(self) -> None:
-        process = ChildProcess(
-            f"the worker process of {self._target}",
-            self._clock,
-            heartbeat_seconds=self._limits.heartbeat_seconds,
-            log=self._log,
-            codec="json",
-            limit=_ANSWER_BYTES,
-        )
-        command = [self._python, "-P", "-u", str(_CHILD)]
-        if sys.dont_write_bytecode:  # else large libraries are compiled at each start, which takes seconds
-            command.append(_bytecode())
-        try:
-            connection = await process.start(command)
-        except OSError as error:
-            raise self._cannot_start(str(error)) from error
-        self._process, self._calls, self._is_loaded, self._answering = process, 0, False, None
-        connection.lost.add_done_callback(lambda _: self._died(process))
-
-    def _died(self, process: ChildProcess) -> None:
-        """Warn about a process that died while it was idle."""
-        if process is self._process and self._answering is not None and self._answering.done():
-            _warn(self._death(process, "had nothing to do"))
-
-    def _ask(self, method: str, *arguments: Any) -> None:
-        """Send a request; :meth:`_result` waits for its answer."""
-        assert self._process is not None
-        call = self._process.connection.call(f"code.{method}", list(arguments), float("inf"), _Answer, "answer")
-        self._answering = asyncio.ensure_future(call)
-        self._answering.add_done_callback(lambda done: done.cancelled() or done.exception())
-
-    async def call(self, arguments: Mapping[str, Any], deadline_seconds: float, name: str = "") -> WorkerResult:
-        """Call the function with keyword arguments (JSON values).
-
-        After a timeout, a crash or a wrong answer the process is gone, and the next call starts another. The same holds
-        after a cancellation, unless the process answers within a moment or is still importing the code. If a process
-        dies that has served earlier calls, one of them may be the cause (say, by a thread it left behind), so the call
-        is repeated once in a new process. ``name`` is the scored sample, for messages.
+        """Import the code and start one process; the others start when needed.
 
         Raises:
-            RunError: ``worker.start`` if the process cannot start.
+            RunError: ``worker.start`` if that fails or is late.
         """
-        cpu_seconds = self._limits.cpu_seconds
-        if cpu_seconds is None:
-            cpu_seconds = deadline_seconds * (os.cpu_count() or 1) + 1
+        process = await self._running(self._slots[0])
+        if self._about is None:
+            self._about = about = process.loaded.result()[1]
+            self._is_async = about["async"]
+            self._turns = asyncio.Semaphore(self.capacity)
+
+    async def call(
+        self, arguments: Mapping[str, Any], seconds: float, name: str = "", function: str = "call"
+    ) -> WorkerResult:
+        """Call a function with keyword arguments (JSON values), when its turn comes.
+
+        ``seconds`` is the deadline of its execution; a wait for other calls does not count. ``name`` is the scored
+        sample, for messages. A call that runs alone in its process is killed at the deadline; one of many is cancelled,
+        and its process is killed if its event loop is blocked. If a process dies, calls that are not the cause are made
+        again: once if the cause is not known. A process that cannot start gives a failed result.
+        """
         try:
-            text = json.dumps(dict(arguments))
+            text = json.dumps(arguments if type(arguments) is dict else dict(arguments))
         except (TypeError, ValueError) as error:
             return WorkerResult(status="failed", error=f"the arguments of {self._target} are not JSON: {error}")
-        while True:
-            await self.start()
-            used, began, self._calls = self._calls > 0, self._clock.time(), self._calls + 1
-            self._ask("call", text, cpu_seconds)
-            result = await self._result(deadline_seconds, f"answer for {name}" if name else "answer")
-            if result.status != "died" or not used:
-                return result
-            deadline_seconds = max(deadline_seconds - (self._clock.time() - began), 0.0)
+        try:
+            if self._about is None:
+                await self.start()
+            await self._turns.acquire()
+            slot = min(self._slots, key=_running) if self._is_async else self._idle.pop()
+            slot.running += 1
+            try:
+                return await self._made(slot, function, text, seconds, name)
+            finally:
+                slot.running -= 1
+                if not self._is_async:
+                    self._idle.append(slot)
+                self._turns.release()
+        except RunError as error:
+            return WorkerResult(status="failed", error=str(error))
 
     async def close(self) -> None:
-        """Kill the process and its descendants. May be called at any time, and again."""
-        process, self._process = self._process, None
-        if process is not None:
-            self._ending = asyncio.ensure_future(process.close())
-        if self._ending is not None:
-            await asyncio.shield(self._ending)  # also started by a caller that was cancelled
+        """Kill all processes. May be called again; a later call starts them again."""
+        if self._parent is not None:
+            await self._parent.close()
 
-    async def _result(self, seconds: float, purpose: str) -> WorkerResult:
-        """Wait for the answer to the last request."""
-        process, answering = self._process, self._answering
-        assert process is not None
-        assert answering is not None
+    async def _running(self, slot: _Slot) -> Forked:
+        """Return the process of a slot, which has loaded the code."""
+        while (process := slot.process) is None or process.is_ending:
+            if process is not None and not process.gone.done():
+                await process.kill()
+                continue
+            parent = await self._ready()
+            if slot.process is process and not parent.is_ending:
+                slot.process = parent.fork(slot.number, slot.log)
+        if not process.loaded.done():
+            await self._loaded(process.loaded, process)
+        status, value = process.loaded.result()
+        if status != "ok":
+            await process.kill()
+            raise self._cannot_start(value)
+        return process
+
+    async def _ready(self) -> Parent:
+        """Return the parent process, which has imported the code if workers are to be forked with it."""
+        while True:
+            if self._parent is not None and self._parent.is_ending:
+                await self._parent.close()
+            if self._parent is None or self._parent.gone.done():
+                self._parent = self._spawn()
+            parent = self._parent
+            if not parent.loaded.done():
+                await self._loaded(parent.loaded, parent)
+            error, threads = parent.loaded.result()
+            if error is not None:
+                await parent.close()
+                raise self._cannot_start(error)
+            if not (threads and parent.imports):
+                return parent
+            self._forks = False
+            text = "the import of %s left %s threads, which a fork would lose: each worker process imports it"
+            logging.getLogger("jackfield").info(text, self._target, threads)
+            await parent.close()
+
+    async def _loaded(self, loading: asyncio.Future[Any], process: Forked | Parent) -> None:
+        what = f"{self._target} to import its code"
         try:
-            answer = await self._clock.wait_for(asyncio.shield(answering), seconds, f"{self._target} to {purpose}")
+            await self._clock.wait_for(asyncio.shield(loading), self._limits.start_seconds, what)
         except DeadlineExceeded as error:
-            output = process.output()
-            await self.close()
-            return WorkerResult(status="timeout", error=f"{error}{output}", timed_out_after=seconds)
-        except JackfieldError:
-            death = self._death(process, f"had to {purpose}")
-            await self.close()
-            _warn(death)
-            return WorkerResult(status="died", error=str(death))
-        except BaseException:  # cancelled: the answer is discarded, but the next call can use the process
-            if self._is_loaded:
-                await self._leave(answering)
-            raise
-        if answer.error is not None:
-            return WorkerResult(status="failed", error=answer.error)
-        return WorkerResult(status="ok", value=json.loads(answer.value))
+            death = await (process.parent if isinstance(process, Forked) else process).close()
+            raise self._cannot_start(f"{error}{death.output}") from error
+        except Died as died:
+            if isinstance(process, Parent):
+                await process.close()
+            raise self._cannot_start(f"its process {died.death.how}{died.death.output}") from died
 
-    async def _leave(self, answering: asyncio.Future[_Answer]) -> None:
-        """Kill a process that is busy with an abandoned call, unless it ends in a moment."""
+    def _spawn(self) -> Parent:
+        more = [_bytecode()] if sys.dont_write_bytecode else []  # else large libraries are compiled at each start
+        request = {
+            "target": self._target,
+            "method": self._method,
+            "keywords": self._keywords,
+            "memory_bytes": self._limits.memory_bytes,
+            "sys_path": [os.path.abspath(path) for path in sys.path] if self._python == sys.executable else [],
+            "adapter": None if self._adapter is None else str(self._adapter),
+        }
+        options: dict[str, Any] = {"heartbeat_seconds": self._limits.heartbeat_seconds, "here": self._forks}
+        options |= {"log": self._slots[0].log, "ended": self._ended}
+        try:
+            command = [self._python, "-P", "-u", str(_CHILD), *more]
+            return Parent(self._target, command, request, self._clock, **options)
+        except OSError as error:
+            raise self._cannot_start(str(error)) from error
+
+    async def _made(self, slot: _Slot, function: str, text: str, seconds: float, name: str) -> WorkerResult:
+        """Make a call, and again if its process died and it is not the cause."""
+        what = f"answer for {name}" if name else "answer"
+        cpu_seconds = None
+        if not self._is_async:
+            cpu_seconds = self._limits.cpu_seconds or seconds * (os.cpu_count() or 1) + 1
+        repeats = doubts = 0
+        while True:
+            process = await self._running(slot)
+            used = process.served > 0
+            number, answering = process.ask(function, text, cpu_seconds)
+            try:
+                who = f"{self._target} to {what}"
+                answer = answering if self._is_async else asyncio.shield(answering)
+                status, value = await self._clock.wait_for(answer, seconds, who)
+                return WorkerResult(status="ok", value=value) if status == "ok" else self._failed(status, value)
+            except DeadlineExceeded as error:
+                death = await self._late(process, number)
+                blocks = self._is_async and death is not None and death.running == number
+                if death is None or not self._is_async or death.running <= 0 or blocks or repeats >= _REPEATS:
+                    error.found = "it blocked the event loop of its process" if blocks else None
+                    return WorkerResult(status="timeout", error=f"{error}{death.output if death else ''}")
+            except Died as died:
+                death = died.death
+                doubts += self._is_suspect(death, number)
+                if not self._is_innocent(death, number, used) or doubts > 1 or repeats >= _REPEATS:
+                    return WorkerResult(status="died", error=str(self._death(process.pid, death, f"had to {what}")))
+            except BaseException:
+                await self._leave(process, number, answering)
+                raise
+            repeats += 1
+
+    def _failed(self, status: str, value: Any) -> WorkerResult:
+        error = value if status == "failed" else f"the call was {status} in its process"
+        return WorkerResult(status="failed", error=str(error))
+
+    def _is_suspect(self, death: Death, number: int) -> bool:
+        """Return whether a call may be why its process has died. It gets one more chance."""
+        return not self._is_async or abs(death.running) in (0, number)
+
+    def _is_innocent(self, death: Death, number: int, used: bool) -> bool:
+        """Return whether it is not certain that a call is why its process has died."""
+        if death.ordered and death.of_parent:  # the pool was closed
+            return False
+        if self._is_async:
+            return death.running != number
+        return used or death.of_parent
+
+    async def _late(self, process: Forked, number: int) -> Death | None:
+        """End a call at its deadline; return how its process ended, unless it lives."""
+        if not self._is_async:
+            return await process.kill("was killed at a deadline")
+        heeded = self._cancelled(process, number)
+        try:
+            await self._clock.wait_for(asyncio.shield(heeded), _HEED_SECONDS, "the event loop of a process")
+        except DeadlineExceeded:
+            process.catch_up()  # this event loop may be the one that was blocked
+            if not heeded.done():
+                await process.kill("was killed: a call blocked its event loop")
+        return process.gone.result() if process.gone.done() else None
+
+    def _cancelled(self, process: Forked, number: int) -> asyncio.Future[None]:
+        """Cancel one of many calls; its process is killed if the call does not end soon."""
+
+        def check() -> None:
+            if number in process.calls and not process.is_ending:
+                why = f"was killed: a call of {self._target} did not end {_END_SECONDS:g} s after it was cancelled"
+                process.end(why)
+
+        asyncio.get_running_loop().call_later(_END_SECONDS, check)
+        return process.cancel(number)
+
+    async def _leave(self, process: Forked, number: int, answering: asyncio.Future[Any]) -> None:
+        """End an abandoned call. A process that is busy with it is killed, unless it ends in a moment."""
+        if self._is_async:
+            self._cancelled(process, number)
+            return
         try:
             await self._clock.wait_for(asyncio.shield(answering), _LEAVE_SECONDS, "an answer that is not wanted")
         except BaseException:
-            await self.close()
+            await process.kill()
 
-    def _death(self, process: ChildProcess, what: str) -> RunError:
+    def _ended(self, process: Forked, death: Death) -> None:
+        """Warn about a process that has ended by itself."""
+        if not (death.ordered or death.of_parent):
+            what = "had nothing to do" if not process.calls else f"had {len(process.calls)} calls"
+            error = self._death(process.pid, death, what)
+            logging.getLogger("jackfield").warning("%s at %s; another one takes its place", error.message, error.where)
+
+    def _death(self, pid: int | None, death: Death, what: str) -> RunError:
         """Return the error for a process that has ended."""
-        how, _, output = (process.death or "has ended").partition("; it printed:")
-        wrong = process.broke_protocol
         return RunError(
-            f"the worker process {process.pid} {how}",
-            code="worker.answer" if wrong else "worker.died",
+            f"the worker process {pid} {death.how}",
+            code="worker.answer" if death.wrong else "worker.died",
             where=f"{self._target}, which {what}",
-            expected="one answer to each request" if wrong else None,
-            found=f"it printed:{output}" if output else None,
+            expected="one answer to each request" if death.wrong else None,
+            found=death.output.removeprefix("; ") or None,
         )
 
-    def _cannot_start(self, found: str) -> RunError:
-        return RunError(
-            "the worker process cannot load the user's code",
-            code="worker.start",
-            where=self._target,
-            found=found,
-            fix="check the path, and that the code imports with this interpreter: " + self._python,
-        )
-
-
-def _warn(death: RunError) -> None:
-    logging.getLogger("jackfield").warning("%s at %s; another one takes its place", death.message, death.where)
+    def _cannot_start(self, found: Any) -> RunError:
+        """Return the error of code that cannot be loaded, or that its adapter refuses."""
+        details: dict[str, Any] = {"message": "the worker process cannot load the user's code", "found": found}
+        details["fix"] = "check the path, and that the code imports with this interpreter: " + self._python
+        details |= found if isinstance(found, dict) else {}
+        message = details.pop("message")
+        return RunError(message, **{"code": "worker.start", "where": self._target, **details})
 
 
 @functools.cache
@@ -254,78 +364,10 @@ def _bytecode() -> str:
     return folder
 
 
-class UserCodePool:
-    """Several workers behind one queue. Calls are served in the order of their arrival.
-
-    It takes the arguments of :class:`UserCodeWorker`, the number of processes ``workers``, and ``logs`` instead of
-    ``log``: worker ``n`` prints to the file ``{logs}-{n}.log``.
-    """
-
-    def __init__(self, target: str, *, workers: int = 1, logs: str | None = None, **options: Any) -> None:
-        files = [None if logs is None else Path(f"{logs}-{number}.log") for number in range(workers)]
-        self._target = target
-        self._workers = [UserCodeWorker(target, log=file, **options) for file in files]
-        self._limits: WorkerLimits = options.get("limits") or WorkerLimits()
-        self._clock: Clock = options.get("clock") or Clock()
-        self._idle = list(reversed(self._workers))
-        self._free = asyncio.Semaphore(workers)
-        self._waiting = 0
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """Return the ids of the existing processes."""
-        return tuple(worker.pid for worker in self._workers if worker.pid is not None)
-
-    async def start(self) -> None:
-        """Start one process, to find out early that the code loads. The others start when needed."""
-        async with self._worker(self._limits.start_seconds) as worker:
-            await worker.start()
-
-    async def call(
-        self, arguments: Mapping[str, Any], deadline_seconds: float, call_seconds: float | None = None, name: str = ""
-    ) -> WorkerResult:
-        """Call the function in the next free process. A process that cannot start gives a failed result.
-
-        ``deadline_seconds`` includes the wait for a free process; ``call_seconds`` is for the function alone (default:
-        the rest of the deadline). ``name`` is the scored sample, for messages.
-        """
-        began = self._clock.time()
-        try:
-            async with self._worker(deadline_seconds) as worker:
-                left = round(max(deadline_seconds - (self._clock.time() - began), 0.0), 3)
-                return await worker.call(arguments, left if call_seconds is None else min(left, call_seconds), name)
-        except DeadlineExceeded as error:
-            return WorkerResult(status="timeout", error=str(error))
-        except RunError as error:
-            return WorkerResult(status="failed", error=str(error))
-
-    async def close(self) -> None:
-        """Kill all processes. May be called again; a later call starts them again."""
-        await asyncio.gather(*(worker.close() for worker in self._workers))
-
-    @asynccontextmanager
-    async def _worker(self, seconds: float) -> AsyncIterator[UserCodeWorker]:
-        if self._free.locked():
-            self._waiting += 1
-            try:
-                who = f"one of {len(self._workers)} workers of {self._target}, {self._waiting} calls waiting"
-                await self._clock.wait_for(self._free.acquire(), seconds, who)
-            finally:
-                self._waiting -= 1
-        else:
-            await self._free.acquire()
-        worker = self._idle.pop()
-        try:
-            yield worker
-        finally:
-            self._idle.append(worker)
-            self._free.release()
-
-
 class WorkerReward(RewardAgent):
     """A reward agent that calls a function in worker processes: ``workers`` of its config, with ``memory_bytes``.
 
-    ``options`` are those of :class:`UserCodeWorker`.
+    ``options`` are those of :class:`UserCodePool`.
     """
 
     def __init__(
@@ -339,9 +381,13 @@ class WorkerReward(RewardAgent):
 
     @property
     def concurrency(self) -> int:
-        """Return the number of worker processes."""
-        workers: int = self.config.workers
-        return workers
+        """Return the number of calls that the processes execute at a time. It is known after the start."""
+        return self._pool.capacity
+
+    @property
+    def keeps_deadlines(self) -> bool:
+        """Return True: a deadline begins when a process executes the call."""
+        return True
 
     async def start(self) -> None:
         """Start a process, so that code that cannot be loaded fails at the start of a run (``worker.start``)."""

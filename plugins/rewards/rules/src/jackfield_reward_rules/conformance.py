@@ -17,6 +17,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         subprocess.Popen(["sleep", "120"])
         threading.Event().wait(120)
     return {"score": float(solution_str.strip() == ground_truth), "letters": len(solution_str)}
+
+
+def ranks(prompts, completions, **columns):
+    lengths = [len(str(each)) for each in completions]
+    return [float(sorted(lengths).index(length)) for length in lengths]
 """
 
 
@@ -40,6 +45,7 @@ def function(folder: Path) -> dict[str, Any]:
     file.write_text(_FUNCTION, encoding="utf-8")
     return {
         "settings": {"path": f"{file}:compute_score", "workers": 2},
+        "comparing": {"path": f"{file}:ranks"},
         "examples": [
             {"solution_str": "4", "ground_truth": "4", "score": 1.0},
             {"solution_str": "5", "ground_truth": "4", "score": 0.0},

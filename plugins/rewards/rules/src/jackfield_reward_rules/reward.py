@@ -21,15 +21,17 @@ class RulesReward(WorkerReward):
     process that is killed at the deadline. An answer that is missing or cannot be parsed is wrong. If the checker
     raises, crashes or runs out of memory on an answer, it compares the ground truth with itself: if that works, the
     answer is wrong; else the sample is ``failed``, never a score. An answer that takes longer than ``seconds`` (at most
-    half of the caller's deadline) is wrong, or with ``on_timeout: fail`` a ``timeout``. In a run the deadline starts
-    when a worker is free.
+    half of the caller's deadline, without the wait for a free worker) is wrong, or with ``on_timeout: fail`` a
+    ``timeout``.
 
     Metrics of each score: ``correct``, ``well_formed``, ``timeout`` and ``checker_failed``, 0 or 1.
     """
 
     def __init__(self, config: Config, context: RewardContext) -> None:
         settings = attrs.asdict(config)
-        super().__init__(config, context, "jackfield_reward_rules.judge:Judge", method="judge", keywords=settings)
+        module = "_checker" if config.method == "math" else "judge"
+        target = f"jackfield_reward_rules.{module}:Judge"
+        super().__init__(config, context, target, method="judge", keywords=settings)
         self._judge = None if config.method == "math" else Judge(**settings)
 
     async def start(self) -> None:
@@ -50,25 +52,22 @@ class RulesReward(WorkerReward):
 
     async def _judge_apart(self, request: ScoreRequest) -> ScoreResult:
         config: Config = self.config
-        began, seconds = self.context.clock.time(), min(config.seconds, request.deadline_seconds / 2)
-        result = await self._call(request, request.solution_str, request.deadline_seconds, seconds)
+        seconds = min(config.seconds, request.deadline_seconds / 2)
+        result = await self._call(request, request.solution_str, seconds)
         if result.status == "ok":
             return self._result(*result.value)
         timed_out = result.status == "timeout"
-        if timed_out and (result.timed_out_after != seconds or config.on_timeout == "fail"):
+        if timed_out and config.on_timeout == "fail":
             return ScoreResult(status="timeout", error=result.error)
-        left = max(request.deadline_seconds - (self.context.clock.time() - began), 0.0)
-        longest = min(_PATIENCE * seconds, left / 2)
-        control = await self._call(request, request.ground_truth, left, longest)
-        if control.status == "ok" or (timed_out and control.timed_out_after != longest):
-            # ground truth and checker work, so the response broke the checker
+        longest = min(_PATIENCE * seconds, request.deadline_seconds - seconds)
+        control = await self._call(request, request.ground_truth, longest)
+        if control.status == "ok":  # ground truth and checker work, so the response broke the checker
             return self._result(False, False, **{"timeout" if timed_out else "checker_failed": 1.0})
         return ScoreResult(status="failed", error=f"the ground truth cannot be compared with itself: {control.error}")
 
-    async def _call(self, request: ScoreRequest, response: str, deadline: float, seconds: float) -> WorkerResult:
+    async def _call(self, request: ScoreRequest, response: str, seconds: float) -> WorkerResult:
         arguments = {"response": response, "ground_truth": request.ground_truth}
-        name = f"sample {request.idempotency_key}"
-        return await self._pool.call(arguments, deadline, call_seconds=seconds, name=name)
+        return await self._pool.call(arguments, seconds, name=f"sample {request.idempotency_key}")
 
     def _result(self, correct: bool, well_formed: bool, **why: float) -> ScoreResult:
         config: Config = self.config

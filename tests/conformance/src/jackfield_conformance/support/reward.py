@@ -11,11 +11,15 @@ import attrs
 
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
 from jackfield.clock import Clock
+from jackfield.compose.rewards import http_client
+from jackfield.plugins import installed
 from jackfield_conformance.registry import NotApplicable, Subject
-from jackfield_conformance.support.expecting import finite
+from jackfield_conformance.support.expecting import cancelled, finite
 
-#: Seconds for one score of an example.
-DEADLINE = 20.0
+PAGE = "docs/plugins/reward.md#"
+DEADLINE = 20.0  #: seconds for one score of an example
+GRACE = 5.0  #: seconds until a cancelled call, or the processes of a closed agent, have ended
+SLOW_DEADLINE = 0.5  #: seconds, of a slow request
 
 _EXAMPLES: tuple[Mapping[str, Any], ...] = (
     {"solution_str": "Two and two make four.\n#### 4", "ground_truth": "#### 4"},
@@ -69,14 +73,39 @@ def expected_scores(subject: Subject) -> list[float | None]:
 
 
 @contextlib.asynccontextmanager
-async def opened(subject: Subject) -> AsyncIterator[RewardAgent]:
-    """Start an agent, and close it at the end."""
-    agent: RewardAgent = subject.make(RewardContext())
+async def context_of(subject: Subject, **services: Any) -> AsyncIterator[RewardContext]:
+    """Make a context as a run does: with an HTTP client, the installed rewards, and what the fixture's ``context`` has.
+
+    ``services`` replace these.
+    """
+    http = http_client()
+
+    def agent(name: str, settings: Mapping[str, Any]) -> RewardAgent:
+        made: RewardAgent = installed().load("reward", name).build(settings, context, "reward")
+        return made
+
+    given: dict[str, Any] = {"agent": agent, "cache": subject.folder, **({} if http is None else {"http": http})}
+    given |= subject.fixture.get("context") or {}
+    context = RewardContext(**{**given, **services})
     try:
-        await agent.start()
-        yield agent
+        yield context
     finally:
-        await agent.close()
+        if http is not None:
+            await http.close()
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    subject: Subject, settings: Mapping[str, Any] | None = None, **services: Any
+) -> AsyncIterator[RewardAgent]:
+    """Start an agent with other ``settings`` in a context with other ``services``, and close it at the end."""
+    async with context_of(subject, **services) as context:
+        agent: RewardAgent = subject.make(context, **(settings or {}))
+        try:
+            await agent.start()
+            yield agent
+        finally:
+            await agent.close()
 
 
 async def score(agent: RewardAgent, request: ScoreRequest) -> ScoreResult:
@@ -112,6 +141,34 @@ def assert_result(result: object, request: ScoreRequest | None = None, what: str
     if request is not None and result.token_scores is not None and request.response_ids:
         expected, found = len(request.response_ids), len(result.token_scores)
         assert expected == found, f"{what} has {found} token scores for {expected} response tokens"
-    for name, value in result.metrics.items():
+    for name, value in [*result.metrics.items(), *result.dimensions.items()]:
         assert isinstance(name, str), f"{what} has a metric named {name!r}, expected a text"
         assert finite(value), f"{what} has the metric {name} = {value!r}, expected a finite number"
+    for name in ("explanation", "raw"):
+        text = getattr(result, name)
+        assert text is None or isinstance(text, str), f"{what} has the {name} {text!r}, expected a text"
+    for name in ("tokens", "seconds"):
+        cost = getattr(result, name)
+        assert finite(cost), f"{what} costs {name} {cost!r}, expected a number"
+        assert cost >= 0, f"{what} costs {name} {cost!r}, expected a number that is not negative"
+
+
+async def cancel_after(agent: RewardAgent, request: ScoreRequest, turns: int) -> None:
+    """Start a call, cancel it after some turns of the event loop, and require that it ends."""
+    call = asyncio.create_task(agent.compute_score(request))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await cancelled(call, GRACE, f"the call for {request.idempotency_key}")
+
+
+def assert_same(one: ScoreResult, other: ScoreResult, when: str, later: str) -> None:
+    """Compare two results, without metrics and errors, which may have durations and ids."""
+    same = (one.status, one.score, one.token_scores) == (other.status, other.score, other.token_scores)
+    assert same, f"{when}: {text_of(one)}; {later}: {text_of(other)}"
+
+
+def text_of(result: ScoreResult) -> str:
+    """Describe a result in one line."""
+    if result.status == "ok":
+        return f"score {result.score!r}" + (f" {result.token_scores}" if result.token_scores else "")
+    return f"{result.status} ({(result.error or '').splitlines()[0] if result.error else 'no reason'})"

@@ -1,13 +1,4 @@
-"""Checks of reward agents.
-
-The plugin's fixture may have, beside ``settings``, lists of mappings with fields of a ``ScoreRequest``:
-
-* ``examples``: requests that can be scored, each perhaps with its ``score``; the default is a sum;
-* ``failing``: requests without a score, such as a broken ground truth;
-* ``slow``: requests that take half a minute or longer unless they are cancelled.
-
-Checks that need ``failing`` or ``slow`` do not apply without them.
-"""
+"""Checks of single scores: results, failures, retries, concurrency, deadlines and life."""
 
 from __future__ import annotations
 
@@ -17,13 +8,18 @@ import math
 
 import attrs
 
-from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
-from jackfield_conformance.registry import Capability, Subject, check
-from jackfield_conformance.support.expecting import assert_no_tasks, cancelled
+from jackfield.abc.reward import RewardAgent
+from jackfield_conformance.registry import Subject, check
+from jackfield_conformance.support import reward as support
+from jackfield_conformance.support.expecting import assert_no_tasks
 from jackfield_conformance.support.processes import adopting, assert_nothing_left, descendants, names, remaining
 from jackfield_conformance.support.reward import (
+    PAGE,
     Unreadable,
     assert_result,
+    assert_same,
+    cancel_after,
+    context_of,
     examples,
     expected_scores,
     opened,
@@ -32,14 +28,6 @@ from jackfield_conformance.support.reward import (
     scores,
 )
 
-_PAGE = "docs/plugins/reward.md#"
-
-#: Seconds until a cancelled call, or the processes of a closed agent, have ended.
-_GRACE = 5.0
-
-#: The deadline of a slow request, in seconds.
-_SLOW_DEADLINE = 0.5
-
 #: Numbers of turns of the event loop before a call is cancelled.
 _TURNS = (0, 1, 2, 5)
 
@@ -47,16 +35,7 @@ _TURNS = (0, 1, 2, 5)
 _ODD_ANSWERS = ("", " \n\t", "#### ", "-" * 20_000, "四 \u200b\U0001f600 \u0000", "{'score': NaN} \\boxed{1}")
 
 
-CAPABILITIES = {
-    "post_process": Capability(
-        what="adjusts the scores of whole groups",
-        detect=lambda subject: subject.cls.post_process_scores is not RewardAgent.post_process_scores,
-    ),
-    "token_scores": Capability(what="yields a score per response token"),
-}
-
-
-@check("REW-010", page=_PAGE + "scores", using=opened)
+@check("REW-010", page=PAGE + "scores", using=opened)
 async def examples_are_scored(subject: Subject, agent: RewardAgent) -> None:
     """A sample that can be scored gets the status ok and its score."""
     for request, expected in zip(examples(subject), expected_scores(subject), strict=True):
@@ -69,7 +48,7 @@ async def examples_are_scored(subject: Subject, agent: RewardAgent) -> None:
             assert close, f"{answer}: expected {expected}, found {result.score}"
 
 
-@check("REW-011", page=_PAGE + "scores", using=opened)
+@check("REW-011", page=PAGE + "scores", using=opened)
 async def results_are_well_formed(subject: Subject, agent: RewardAgent) -> None:
     """Whatever the answer is, the result is a finite score, or a status with a reason and no score."""
     for request in examples(subject):
@@ -83,7 +62,7 @@ async def results_are_well_formed(subject: Subject, agent: RewardAgent) -> None:
                 assert declared, "it yields token scores, and its manifest does not declare token_scores"
 
 
-@check("REW-012", page=_PAGE + "failures", using=opened)
+@check("REW-012", page=PAGE + "failures", using=opened)
 async def a_failure_is_no_score(subject: Subject, agent: RewardAgent) -> None:
     """A failure is a status with its reason, or a raised error, and never a score."""
     for request in examples(subject)[:1]:
@@ -99,28 +78,28 @@ async def a_failure_is_no_score(subject: Subject, agent: RewardAgent) -> None:
         assert result.status != "ok", f"{request.ground_truth!r} cannot be scored; the score is {result.score!r}"
 
 
-@check("REW-013", page=_PAGE + "retries", using=opened)
+@check("REW-013", page=PAGE + "retries", using=opened)
 async def a_retry_gets_the_same_answer(subject: Subject, agent: RewardAgent) -> None:
     """A retry of a sample, with the same idempotency key, gets the first answer."""
     for request in examples(subject):
         first = await score(agent, request)
         again = await score(agent, attrs.evolve(request, retry=1))
-        _assert_same(first, again, "at first", "at the retry")
+        assert_same(first, again, "at first", "at the retry")
 
 
-@check("REW-014", page=_PAGE + "retries", using=opened)
+@check("REW-014", page=PAGE + "retries", using=opened)
 async def a_retry_after_a_cancelled_attempt(subject: Subject, agent: RewardAgent) -> None:
     """A retry after a cancelled first call scores the sample as if there had been no first call."""
     request = examples(subject)[0]
     untouched = await score(agent, attrs.evolve(request, idempotency_key="untouched"))
     for turns in _TURNS:
         mine = attrs.evolve(request, idempotency_key=f"cancelled/{turns}")
-        await _cancelled(agent, mine, turns)
+        await cancel_after(agent, mine, turns)
         again = await score(agent, attrs.evolve(mine, retry=1))
-        _assert_same(untouched, again, "untouched", "after a cancelled attempt")
+        assert_same(untouched, again, "untouched", "after a cancelled attempt")
 
 
-@check("REW-015", page=_PAGE + "concurrency", using=opened)
+@check("REW-015", page=PAGE + "concurrency", using=opened)
 async def many_at_once(subject: Subject, agent: RewardAgent) -> None:
     """Samples that are scored concurrently get the same scores as one by one."""
     asked = examples(subject)
@@ -131,10 +110,10 @@ async def many_at_once(subject: Subject, agent: RewardAgent) -> None:
             agent, [attrs.evolve(asked[index], idempotency_key=f"{round}/{n}") for n, index in enumerate(order)]
         )
         for index, found in zip(order, together, strict=True):
-            _assert_same(alone[index], found, "alone", f"among {len(order)}")
+            assert_same(alone[index], found, "alone", f"among {len(order)}")
 
 
-@check("REW-016", page=_PAGE + "deadlines", using=opened)
+@check("REW-016", page=PAGE + "deadlines", using=opened)
 async def a_cancelled_call_ends(subject: Subject, agent: RewardAgent) -> None:
     """A cancelled call ends at once and leaves no task behind."""
     quick = examples(subject)[0]
@@ -142,11 +121,11 @@ async def a_cancelled_call_ends(subject: Subject, agent: RewardAgent) -> None:
         await score(agent, quick)
         before = asyncio.all_tasks()
         for turns in _TURNS:
-            await _cancelled(agent, request, turns)
+            await cancel_after(agent, request, turns)
             assert_no_tasks(before, "after a cancelled call")
 
 
-@check("REW-017", page=_PAGE + "deadlines")
+@check("REW-017", page=PAGE + "deadlines")
 async def a_deadline_ends_what_was_started(subject: Subject) -> None:
     """A deadline ends a slow call and the processes that it started."""
     slow, others = requests_of(subject, "slow", needed=True), descendants()  # others may end at any moment
@@ -155,15 +134,15 @@ async def a_deadline_ends_what_was_started(subject: Subject) -> None:
             for request in slow:
                 await score(agent, examples(subject)[0])
                 before = descendants() - others
-                result = await score(agent, attrs.evolve(request, deadline_seconds=_SLOW_DEADLINE))
+                result = await score(agent, attrs.evolve(request, deadline_seconds=support.SLOW_DEADLINE))
                 assert_result(result, request)
-                assert result.status != "ok", f"a slow request was scored within {_SLOW_DEADLINE} s: is it slow?"
-                left = await asyncio.to_thread(remaining, descendants() - before - others, _GRACE)
+                assert result.status != "ok", f"a slow request was scored within {support.SLOW_DEADLINE} s: is it slow?"
+                left = await asyncio.to_thread(remaining, descendants() - before - others, support.GRACE)
                 more = len(left) - len(before - descendants())  # a worker that was replaced is no leak
                 assert more <= 0, f"processes that continue after the deadline: {names(left)}"
 
 
-@check("REW-018", page=_PAGE + "concurrency", using=opened)
+@check("REW-018", page=PAGE + "concurrency", using=opened)
 async def the_event_loop_goes_on(subject: Subject, agent: RewardAgent) -> None:
     """The event loop keeps running while one sample takes long."""
     slow = requests_of(subject, "slow", needed=True)[0]
@@ -177,49 +156,50 @@ async def the_event_loop_goes_on(subject: Subject, agent: RewardAgent) -> None:
         await asyncio.gather(waiting, return_exceptions=True)
 
 
-@check("REW-019", page=_PAGE + "life")
+@check("REW-019", page=PAGE + "life")
 def close_leaves_nothing(subject: Subject) -> None:
     """After ``close`` an agent leaves no task, thread, process, socket, shared memory or file."""
 
     async def life(_: object) -> None:
         async with opened(subject) as agent:
             await scores(agent, examples(subject))
-            await _cancelled(agent, examples(subject)[0], 2)
+            await cancel_after(agent, examples(subject)[0], 2)
 
     assert_nothing_left(life, subject.folder / "lives")
 
 
-@check("REW-020", page=_PAGE + "life")
+@check("REW-020", page=PAGE + "life")
 async def start_and_close_may_be_repeated(subject: Subject) -> None:
     """``start`` and ``close`` may be called twice, and ``close`` without ``start``."""
     request = examples(subject)[0]
-    unused: RewardAgent = subject.make(RewardContext())
-    await unused.close()
-    agent: RewardAgent = subject.make(RewardContext())
-    try:
-        await agent.start()
-        first = await score(agent, request)
-        await agent.start()
-        again = await score(agent, request)
-        _assert_same(first, again, "before a second start", "after it")
-        await agent.close()
-    finally:
-        await agent.close()
+    async with context_of(subject) as context:
+        unused: RewardAgent = subject.make(context)
+        await unused.close()
+        agent: RewardAgent = subject.make(context)
+        try:
+            await agent.start()
+            first = await score(agent, request)
+            await agent.start()
+            again = await score(agent, request)
+            assert_same(first, again, "before a second start", "after it")
+            await agent.close()
+        finally:
+            await agent.close()
 
 
-@check("REW-021", page=_PAGE + "life", using=opened)
+@check("REW-021", page=PAGE + "life", using=opened)
 async def agents_share_nothing(subject: Subject, agent: RewardAgent) -> None:
     """Two agents in one process share nothing: closing one does not affect the other."""
     request = examples(subject)[0]
     first = await score(agent, request)
     async with opened(subject) as other:
         beside = await score(other, request)
-        _assert_same(first, beside, "one", "the other")
+        assert_same(first, beside, "one", "the other")
     after = await score(agent, attrs.evolve(request, idempotency_key="after"))
-    _assert_same(first, after, "before the other was closed", "after")
+    assert_same(first, after, "before the other was closed", "after")
 
 
-@check("REW-022", page=_PAGE + "requests", using=opened)
+@check("REW-022", page=PAGE + "requests", using=opened)
 async def requests_are_left_alone(subject: Subject, agent: RewardAgent) -> None:
     """Scoring a request does not change it."""
     for request in examples(subject):
@@ -232,17 +212,17 @@ async def requests_are_left_alone(subject: Subject, agent: RewardAgent) -> None:
         assert not changed, f"changed by compute_score: {changed}"
 
 
-@check("REW-023", page=_PAGE + "requests", using=opened)
+@check("REW-023", page=PAGE + "requests", using=opened)
 async def further_fields_are_tolerated(subject: Subject, agent: RewardAgent) -> None:
     """Fields of a task that the agent does not know change no score."""
     for request in examples(subject):
         plain = await score(agent, request)
         extra = {**request.extra_info, "conformance_unknown": ["field", 1, None]}
         more = await score(agent, attrs.evolve(request, extra_info=extra, prompt_str="What is it?"))
-        _assert_same(plain, more, "without further fields", "with them")
+        assert_same(plain, more, "without further fields", "with them")
 
 
-@check("REW-024", page=_PAGE + "concurrency", using=opened)
+@check("REW-024", page=PAGE + "concurrency", using=opened)
 async def answers_belong_to_their_requests(subject: Subject, agent: RewardAgent) -> None:
     """A cancelled or failed call never gives its answer to another sample."""
     asked = examples(subject)
@@ -250,53 +230,14 @@ async def answers_belong_to_their_requests(subject: Subject, agent: RewardAgent)
     for index, request in enumerate(asked):
         other = asked[(index + 1) % len(asked)]
         for turns in _TURNS:
-            await _cancelled(agent, attrs.evolve(other, idempotency_key=f"cancelled/{index}/{turns}"), turns)
+            await cancel_after(agent, attrs.evolve(other, idempotency_key=f"cancelled/{index}/{turns}"), turns)
         for broken in requests_of(subject, "failing"):
             await score(agent, broken)
         found = await score(agent, attrs.evolve(request, idempotency_key=f"own/{index}"))
-        _assert_same(alone[index], found, "alone", "after calls that ended otherwise")
+        assert_same(alone[index], found, "alone", "after calls that ended otherwise")
 
 
-@check("REW-030", capability="post_process", page=_PAGE + "groups", using=opened)
-async def groups_keep_their_length_and_order(subject: Subject, agent: RewardAgent) -> None:
-    """Post-processing returns one result per rollout of the group, each at the place of its rollout."""
-    for group in _groups():
-        before = copy.deepcopy(group)
-        found = list(agent.post_process_scores(tuple(group)))
-        assert len(group) == len(found), f"{len(group)} results went in, {len(found)} came out"
-        assert before == group, "post-processing changed the results that it was given"
-        for result in found:
-            assert_result(result, what="a result of post-processing")
-        backwards = list(agent.post_process_scores(tuple(reversed(group))))
-        expected = [_text(result) for result in reversed(found)]
-        turned = [_text(result) for result in backwards]
-        assert expected == turned, f"a group in reverse: expected {expected}, found {turned}"
-
-
-@check("REW-031", capability="post_process", page=_PAGE + "groups")
-async def groups_do_not_mix(subject: Subject) -> None:
-    """Post-processing a group depends on this group alone."""
-    async with opened(subject) as agent:
-        forwards = [[_text(each) for each in agent.post_process_scores(tuple(group))] for group in _groups()]
-    async with opened(subject) as agent:
-        backwards = [[_text(each) for each in agent.post_process_scores(tuple(group))] for group in _groups()[::-1]]
-    assert forwards == backwards[::-1], f"groups in order: {forwards}; in reverse order: {backwards[::-1]}"
-
-
-@check("REW-032", capability="token_scores", page=_PAGE + "scores", using=opened)
-async def token_scores_are_there(subject: Subject, agent: RewardAgent) -> None:
-    """An agent that declares token scores yields one per response token."""
-    found = 0
-    for number, request in enumerate(examples(subject)):
-        ids = request.response_ids or tuple(range(3 + number))
-        result = await score(agent, attrs.evolve(request, response_ids=ids))
-        if result.token_scores is not None:
-            found += 1
-            assert len(ids) == len(result.token_scores), f"{len(result.token_scores)} scores for {len(ids)} tokens"
-    assert found, "token_scores is declared, and no example yields any"
-
-
-@check("REW-050", tier="stress", page=_PAGE + "concurrency", deadline_seconds=120.0, using=opened)
+@check("REW-050", tier="stress", page=PAGE + "concurrency", deadline_seconds=120.0, using=opened)
 async def hundreds_with_cancellations(subject: Subject, agent: RewardAgent) -> None:
     """If some of hundreds of concurrent samples are cancelled, each of the others gets its score."""
     asked = examples(subject)
@@ -313,33 +254,4 @@ async def hundreds_with_cancellations(subject: Subject, agent: RewardAgent) -> N
         if isinstance(result, BaseException):
             assert number % 7 == 0, f"sample {number} was not cancelled, and raised {result!r}"
             continue
-        _assert_same(alone[number % len(asked)], result, f"sample {number} alone", "among 400")
-
-
-async def _cancelled(agent: RewardAgent, request: ScoreRequest, turns: int) -> None:
-    """Start a call, cancel it after some turns of the event loop, and require that it ends."""
-    call = asyncio.create_task(agent.compute_score(request))
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    await cancelled(call, _GRACE, f"the call for {request.idempotency_key}")
-
-
-def _groups() -> list[list[ScoreResult]]:
-    def ok(number: float) -> ScoreResult:
-        return ScoreResult(score=number)
-
-    lost = ScoreResult(status="failed", error="no answer")
-    late = ScoreResult(status="timeout", error="too late")
-    return [[ok(0.0), ok(3.0), ok(1.0), ok(2.0)], [ok(5.0), lost, ok(7.0), late], [lost, late], [ok(1.0)], []]
-
-
-def _assert_same(one: ScoreResult, other: ScoreResult, when: str, later: str) -> None:
-    """Compare two results, without metrics and errors, which may have durations and ids."""
-    same = (one.status, one.score, one.token_scores) == (other.status, other.score, other.token_scores)
-    assert same, f"{when}: {_text(one)}; {later}: {_text(other)}"
-
-
-def _text(result: ScoreResult) -> str:
-    if result.status == "ok":
-        return f"score {result.score!r}" + (f" {result.token_scores}" if result.token_scores else "")
-    return f"{result.status} ({(result.error or '').splitlines()[0] if result.error else 'no reason'})"
+        assert_same(alone[number % len(asked)], result, f"sample {number} alone", "among 400")

@@ -1,0 +1,1 @@
+"""The commands ``jackfield rewards serve``, ``status``, ``try`` and ``rescore``."""

@@ -1,0 +1,1 @@
+"""Rewards from any service behind HTTP."""

@@ -1,0 +1,1 @@
+"""Language models as judges: rubrics, several judges, comparisons in pairs."""

@@ -1,0 +1,1 @@
+"""A reward that mixes the named dimensions of other rewards."""

@@ -1,0 +1,1 @@
+"""A reward by a reward model with a scalar head."""

@@ -1,0 +1,1 @@
+"""A reward that runs model-written code against tests, isolated."""
