@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -281,7 +282,8 @@ class RewardService(RewardAgent):
 
 def checked(result: ScoreResult, key: str, dimensions: Sequence[str] = ()) -> ScoreResult:
     """Turn a score into a failure if a number is not finite or a dimension is missing."""
-    if result.status != "ok":
+    plain = type(result.score) is float and math.isfinite(result.score)
+    if result.status != "ok" or (plain and not (result.metrics or result.dimensions or dimensions)):
         return result
     named = {**result.metrics, **result.dimensions} if result.dimensions else result.metrics
     wrong = not_finite({"score": result.score}) or not_finite(named)

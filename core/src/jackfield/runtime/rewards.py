@@ -20,7 +20,7 @@ from jackfield.clock import Clock
 from jackfield.config import RunConfig
 from jackfield.errors import JackfieldError
 from jackfield.queue import Values
-from jackfield.queue.meta import GroupKey, Written, group_of
+from jackfield.queue.meta import Written, batch_of, group_of
 from jackfield.runtime.reward_service import RewardService, checked
 from jackfield.runtime.workers import together
 from jackfield.sdk.cells import offsets_of, split
@@ -253,7 +253,7 @@ class RewardWorker:
             deadline_seconds=self._config.deadlines.reward,
             group_id=group,
             group_size=self._config.data.rollouts_per_group,
-            priority=GroupKey.of(group).batch,
+            priority=batch_of(group),
             **fields,
         )
 
@@ -299,6 +299,10 @@ def _told(result: ScoreResult) -> ScoreResult:
     """Return what the controller gets of a result: dimensions are metrics there."""
     if result.status != "ok":
         return ScoreResult(status=result.status, error=f"reward {result.status}: {result.error}")
+    if type(result.metrics) is dict and not (
+        result.token_scores or result.dimensions or result.explanation or result.raw
+    ):
+        return result
     return ScoreResult(score=result.score, metrics={**result.metrics, **result.dimensions})
 
 
