@@ -303,7 +303,8 @@ def _told(result: ScoreResult) -> ScoreResult:
         result.token_scores or result.dimensions or result.explanation or result.raw
     ):
         return result
-    return ScoreResult(score=result.score, metrics={**result.metrics, **result.dimensions})
+    error = None if result.error is None else f"reward failed: {result.error}"  # it has the mean of its group
+    return ScoreResult(score=result.score, metrics={**result.metrics, **result.dimensions}, error=error)
 
 
 def _total(result: ScoreResult) -> float:
@@ -316,7 +317,8 @@ def _filled(results: Sequence[ScoreResult]) -> list[ScoreResult]:
     shared = sorted(set(good[0]).intersection(*good)) if good else []
     metrics = {name: sum(each[name] for each in good) / len(good) for name in shared}
     mean = ScoreResult(score=metrics.pop("", None), metrics=metrics, explanation="the mean of its group")
-    return [result if result.status == "ok" or not good else mean for result in results]
+    failed = [each.status != "ok" and bool(good) for each in results]
+    return [attrs.evolve(mean, error=one.error) if fills else one for one, fills in zip(results, failed, strict=True)]
 
 
 def _column(values: Sequence[Sequence[float | None]]) -> Column:

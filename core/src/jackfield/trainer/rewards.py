@@ -148,7 +148,10 @@ class RewardPipeline:
                     dropped.append(name)
         if dropped:
             await self.role.queue.drop_groups(dropped, "all rewards of the group are equal")
+        told = {key: str(each.error) for key, each in results.items() if each.error is not None}
         policy, first_failed = self.role.config.reward_service.on_failure, next(iter(failed), "")
+        if told and policy in ("stop", "drop_group", "group_mean"):  # the queue tells of others
+            self.role.hooks.emit(SamplesFailed(step=self.role.steps_done.value + 1, reasons=told))
         if failed and policy == "stop":
             expected, found = "scores (reward_service.on_failure: stop)", failed[first_failed]
             raise RewardError("a sample has no score", where=f"sample {first_failed}", expected=expected, found=found)

@@ -178,6 +178,8 @@ def test_a_source_without_rewards_is_refused(run_folder: Path, tmp_path: Path) -
     kept.rename(tmp_path / "empty" / "alone.parquet")
     assert found("rescore", tmp_path / "empty" / "alone.parquet")["error"]["code"] == "config.missing-key"
     assert found("rescore", run_folder)["error"]["code"] == "queue.invalid"
+    (run_folder / "scores" / ".worker-0-00002.jsonl").touch()
+    assert found("rescore", run_folder)["error"]["found"] == "their journal"
 
 
 def test_ranks_of_equal_values_are_their_mean() -> None:
