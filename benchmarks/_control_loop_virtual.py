@@ -162,7 +162,7 @@ def coalesced(ends: Sequence[tuple[float, RolloutReport]]) -> Iterator[tuple[flo
 def rewards(member: str, arguments: Any) -> list[tuple[float, Any]]:
     """Answer as a reward worker."""
     if member != "reward":
-        return [(SCORE, None)]
+        return [(0.0, False) if member == "generates" else (SCORE, None)]
     results = {key: ScoreResult(score=1.0, metrics={"length": 1.0}) for job in arguments.jobs for key in job.keys}
     written = Written(columns=("reward",), sizes=(4,) * len(results))
     return [(SCORE, RewardReport(results=results, written=written))]

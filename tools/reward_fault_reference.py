@@ -36,6 +36,72 @@ _SERVICE = """
 
 """
 
+_SERVED = """
+## A reward that several runs share (`service`), and samples without a score
+
+Each row is a test, which is named.
+
+"""
+_FRONT, _POLICIES = "plugins/commands/rewards/tests/test_serving.py", "core/tests/trainer/test_reward_policies.py"
+_LAGGED, _RUNS = "plugins/rewards/service/tests/test_lagged.py", "tests/e2e"
+#: what happens, what it leads to, and the file and the name of the test that says so
+_TESTED = (
+    (
+        "the service is killed in the middle of many requests, and starts again",
+        "runs wait and send again what has no answer; no score is lost, or computed twice once it was finished",
+        _FRONT,
+        "test_a_kill_in_the_middle_of_many_requests_loses_and_repeats_nothing",
+    ),
+    (
+        "the same, below a run",
+        "the run makes all of its steps",
+        f"{_RUNS}/test_served_rewards.py",
+        "test_a_run_survives_the_service_and_the_service_the_run",
+    ),
+    (
+        "a run is killed and starts again",
+        "it gets the scores that were computed meanwhile",
+        _FRONT,
+        "test_a_run_that_ends_and_starts_again_gets_scores_that_were_paid",
+    ),
+    (
+        "there is no service for `reconnect_seconds`",
+        "`failed`, `reward.unavailable` with the address",
+        _FRONT,
+        "test_without_a_service_the_address_is_named",
+    ),
+    (
+        "a run is killed while samples wait for a `lagged` reward",
+        "other groups are trained on meanwhile; the samples wait on after the restart",
+        f"{_RUNS}/test_lagged_rewards.py",
+        "test_a_group_that_waits_holds_nobody_and_survives_a_kill",
+    ),
+    (
+        "a reward for an older text of the same sample is pushed",
+        "it is not used",
+        _LAGGED,
+        "test_a_reward_of_an_older_text_is_not_used",
+    ),
+    (
+        "one rollout of a group has no score, `data.minimum_rows` allows it",
+        "the group goes on without it",
+        _POLICIES,
+        "test_a_group_goes_on_with_the_rollouts_that_are_enough",
+    ),
+    (
+        "one rollout of a group has no score, `drop_group`",
+        "the batch goes on without the group",
+        _POLICIES,
+        "test_a_batch_may_go_on_without_a_group",
+    ),
+    (
+        "a service that scores is gone for a while",
+        "few calls try it, and no other sample fails",
+        "core/tests/runtime/test_reward_service.py",
+        "test_an_outage_costs_few_calls_and_no_further_sample",
+    ),
+)
+
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """Return a table of Markdown."""
@@ -66,7 +132,11 @@ def page() -> str:
     heads = ("what the code does", "the sample is", "its process", "among many calls, the sample is")
     text = _HEAD + _PROCESS + table(heads, [[each[name] for name in names] for each in read("libraries/user_code")])
     text += of_service("A service behind HTTP (`http`)", read("rewards/http"))
-    return text + of_service("A language model as a judge (`judge`)", read("rewards/judge"))
+    text += of_service("A language model as a judge (`judge`)", read("rewards/judge"))
+    for _, _, file, name in _TESTED:
+        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file} has no {name}"
+    rows = [(what, outcome, f"`{name}`") for what, outcome, _, name in _TESTED]
+    return text + _SERVED + table(("what happens", "what it leads to", "test"), rows)
 
 
 def main() -> None:

@@ -354,7 +354,8 @@ def test_reward_function_that_never_returns(place: Workplace) -> None:
         """,
     )
     ended = place.fails("reward.too-many-failures", override, "deadlines.reward=0.5")
-    assert "timeout: waited 0.5 s" in ended.stderr
+    assert "reward timeout: " in ended.stderr
+    assert "waited 0.5 s" in ended.stderr
 
 
 SERVER = '''

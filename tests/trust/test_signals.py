@@ -121,14 +121,11 @@ def test_what_reaches_no_boundary_in_time_ends_without_a_checkpoint(
 ) -> None:
     """With two steps to a synchronisation, and rewards that do not come for the second one, the grace ends it."""
     (tmp_path / "never.py").write_text(
-        "import signal\n"
-        "calls = 0\n"
-        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    global calls\n"
-        "    calls += 1\n"
-        "    if calls > 16:\n"
+        "import asyncio\n"
+        "async def compute_score(solution_str, group_id):\n"
+        "    if group_id.split('/')[1] != '0':  # not of the first batch\n"
         f"        open({str(tmp_path / 'asked')!r}, 'w').close()\n"
-        "        signal.pause()\n"
+        "        await asyncio.Event().wait()\n"
         "    return len(solution_str)\n"
     )
     reward = (

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
 from jackfield.config.reward_service import RewardServiceConfig
-from jackfield.errors import RewardError
+from jackfield.errors import ConfigError, RewardError
 from jackfield.runtime.reward_limits import Limits, RewardCache
 from jackfield.runtime.reward_service import RewardService
 from jackfield_virtual_clock import VirtualClock
@@ -198,6 +198,56 @@ def test_a_service_that_asks_for_time_gets_it() -> None:
     agent = Scripted(clock, failing(1, retry_after=17.0))
     clock.run(service_of(agent).compute_score(asks("a")))
     assert [0.0, 17.0] == [time for *_, time in agent.log.began]
+
+
+def test_a_service_that_asks_for_more_than_the_outage_may_last_fails_its_samples() -> None:
+    """Otherwise a run would wait until the deadline of its batch, and name neither the service nor its answer."""
+    clock = VirtualClock()
+    agent = Scripted(clock, failing(10**9, retry_after=1e13, is_unavailable=True))
+    result = clock.run(service_of(agent, retries=9, outage_seconds=50.0).compute_score(asks("a")))
+    assert ("failed", 1) == (result.status, len(agent.log.began))
+    assert "asks for 1e+13 s" in str(result.error)
+
+
+def test_the_policy_retry_does_not_count_the_wait_for_the_first_turn() -> None:
+    clock = VirtualClock()
+
+    async def script(request: ScoreRequest) -> ScoreResult:
+        await clock.sleep(10.0)
+        if request.idempotency_key == "last" and request.retry == 0:
+            return ScoreResult(status="failed", error="once")
+        return ScoreResult(score=1.0)
+
+    service = service_of(Scripted(clock, script), concurrency=1, retries=0, on_failure="retry", outage_seconds=30.0)
+
+    async def main() -> list[ScoreResult]:
+        return list(await asyncio.gather(*(service.compute_score(asks(key)) for key in [*"abcdefgh", "last"])))
+
+    assert {"ok"} == {each.status for each in clock.run(main())}
+
+
+def test_a_breaker_may_be_turned_off_and_what_has_no_effect_is_refused() -> None:
+    clock = VirtualClock()
+    agent = Down(clock, 1e9)
+    service = service_of(agent, retries=0, breaker_failures=None)
+
+    async def main() -> None:
+        await asyncio.gather(*(service.compute_score(asks(str(n))) for n in range(50)))
+
+    clock.run(main())
+    assert 50 == len(agent.log.began)
+    with pytest.raises(ConfigError) as caught:
+        RewardServiceConfig(hedged=0.2)
+    assert "reward_service.hedged" == caught.value.where
+
+
+def test_a_metric_whose_name_no_file_can_have_fails_its_sample() -> None:
+    clock = VirtualClock()
+
+    async def script(request: ScoreRequest) -> ScoreResult:
+        return ScoreResult(score=1.0, metrics={"half \ud800": 1.0})
+
+    assert "failed" == clock.run(service_of(Scripted(clock, script), retries=0).compute_score(asks("a"))).status
 
 
 def test_a_failure_that_is_final_is_not_tried_again() -> None:

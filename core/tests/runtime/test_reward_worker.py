@@ -80,7 +80,7 @@ def reward(
         job = RewardJob(tuple(keys), tuple(keys[index] for index in uncompared))
         (report,) = [each async for each in worker.reward("train", [job])]
         scored = tuple(report.results[key] for key in keys)
-        good = [key for key, one in report.results.items() if one.error is None]
+        good = [key for key, one in report.results.items() if one.status == "ok"]
         found = await rows.get("train", good, report.written.columns) if good else {}
         return scored, {name: [row.tolist() for row in rows_of(column)] for name, column in found.items()}
 

@@ -62,7 +62,9 @@ def test_without_a_minimum_one_failure_has_its_group_made_again() -> None:
 def test_a_failed_sample_may_get_the_mean_of_its_group() -> None:
     run = simulate("group_mean", bad=3)
     assert 4 == tasks_of(run, 1)[_BAD]
-    assert {} == run.recorder.failed
+    assert ["reward failed: ValueError: cannot score an x"] * 3 == [
+        reason.partition(" (")[0] for reason in run.recorder.failed.values()
+    ], "the reasons are told"
 
 
 def test_a_batch_may_go_on_without_a_group() -> None:
@@ -70,6 +72,7 @@ def test_a_batch_may_go_on_without_a_group() -> None:
     assert {"task-1-0-0": 4, "task-1-1-0": 4, "task-1-3-0": 4} == tasks_of(run, 1)
     assert [16, 12, 16] == [loss.global_counts["global_sequences"] for _, loss in run.actor.updates]
     assert 1 == sum(entry["event"] == "drop" for entry in run.ledger)
+    assert any("cannot score an x" in reason for reason in run.recorder.failed.values())
 
 
 def test_the_last_group_of_a_batch_is_made_again() -> None:

@@ -76,7 +76,7 @@ def show(found: Any, *columns: str) -> None:
 
     Objects in a column are printed as YAML below their record.
     """
-    text = json.dumps(found, indent=2, ensure_ascii=False)
+    text = json.dumps(found, indent=2, ensure_ascii=False).encode(errors="backslashreplace").decode()
     if click.get_current_context().meta.get(_JSON):
         click.echo(text)
     elif not columns:
@@ -98,7 +98,7 @@ def _cell(value: Any) -> str:
     if value is None or isinstance(value, Mapping):
         return "-"
     text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    return text.replace("\n", " ") or "-"
+    return text.replace("\n", " ").encode(errors="replace").decode() or "-"  # half of a surrogate pair cannot be shown
 
 
 def _yaml(value: Any, *, flow: bool | None = None) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 import attrs
-from attrs.validators import ge, gt, le
+from attrs.validators import ge, gt, le, optional
 
+from jackfield.errors import ConfigError
 from jackfield.settings import option
 
 
@@ -33,7 +34,7 @@ class RewardServiceConfig:
     )
     hedged: float = option(0.05, "most second calls per first call", [gt(0.0), le(1.0)])
     breaker_failures: int | None = option(
-        16, "failures in a row after which only one call tries whether the reward works again; null: never", gt(0)
+        16, "failures in a row after which one call tries whether the service works again; null: never", optional(gt(0))
     )
     breaker_seconds: float = option(5.0, "wait before that try, doubled for each further one up to ten times", gt(0.0))
     outage_seconds: float = option(
@@ -53,3 +54,8 @@ class RewardServiceConfig:
         "keep prompts, responses, scores and explanations as Parquet in FOLDER/scores, with jackfield-archive; "
         "null: if it is installed",
     )
+
+    def __attrs_post_init__(self) -> None:
+        if self.hedge_seconds is None and self.hedged != attrs.fields(RewardServiceConfig).hedged.default:
+            what, fix = "hedged has no effect without hedge_seconds", "set hedge_seconds, or remove hedged"
+            raise ConfigError(what, where="reward_service.hedged", found=self.hedged, fix=fix)

@@ -73,6 +73,11 @@ def index_of(group: str) -> int:
     return int(group.rsplit("/", 2)[1])
 
 
+def batch_of(group: str) -> int:
+    """Return the number of the batch of a group's key, as text."""
+    return int(group.rsplit("/", 3)[1])
+
+
 def partition_of(key: str) -> str:
     """Return the partition of a sample's key."""
     return key.rsplit("/", 5)[0]

@@ -8,8 +8,7 @@ import heapq
 import itertools
 import logging
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -86,29 +85,24 @@ class Limits:
         """Add to a counter."""
         self.counts[name] = self.counts.get(name, 0.0) + number
 
-    @asynccontextmanager
-    async def turn(self, call: Call | None = None) -> AsyncIterator[Callable[[int], None]]:
-        """Wait for a turn, and keep it; yield the function that counts the tokens that it used."""
-        used, call = [0], call or CALL.get() or Call()
-        if call.has_turn(self):  # another one would wait for the first
-            yield lambda tokens: self.count("tokens", tokens)
-            return
+    def turn(self, call: Call | None = None) -> Turn:
+        """Wait for a turn, and keep it; it gives the function that counts the tokens that it used."""
+        return Turn(self, call or CALL.get() or Call())
+
+    def end(self, reserved: float, used: int) -> None:
+        """End a turn that has used tokens."""
+        self.in_progress -= 1
+        if used:
+            self._mean = 0.9 * self._mean + 0.1 * used if self._mean else float(used)
+            self.count("tokens", used)
+        self._tokens += used - reserved
+        self._grant()
+
+    async def begin(self, call: Call) -> float:
+        """Wait for a turn; return the tokens that it reserves."""
         await self._wait(call)
-        reserved = self._mean
-        self._tokens += reserved
-
-        def use(tokens: int) -> None:
-            used[0] += tokens
-
-        try:
-            yield use
-        finally:
-            self.in_progress -= 1
-            if used[0]:
-                self._mean = 0.9 * self._mean + 0.1 * used[0] if self._mean else float(used[0])
-                self.count("tokens", used[0])
-            self._tokens += used[0] - reserved
-            self._grant()
+        self._tokens += self._mean
+        return self._mean
 
     async def _wait(self, call: Call) -> None:
         if not self._waiting and self._delay() == 0.0:
@@ -174,6 +168,32 @@ class Limits:
         """End the timer."""
         if self._timer is not None:
             self._timer.cancel()
+
+
+@attrs.define(eq=False)
+class Turn:
+    """A turn, or a part of one that the call has already: another one would wait for the first."""
+
+    limits: Limits
+    call: Call
+    reserved: float | None = None  #: tokens; None: it is a part of another one
+    used: int = 0
+
+    async def __aenter__(self) -> Callable[[int], None]:
+        """Wait for the turn."""
+        if not self.call.has_turn(self.limits):
+            self.reserved = await self.limits.begin(self.call)
+        return self._use
+
+    def _use(self, tokens: int) -> None:
+        self.used += tokens
+
+    async def __aexit__(self, *_: object) -> None:
+        """End the turn."""
+        if self.reserved is not None:
+            self.limits.end(self.reserved, self.used)
+        elif self.used:
+            self.limits.count("tokens", self.used)
 
 
 @attrs.define(eq=False)

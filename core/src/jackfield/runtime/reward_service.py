@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -168,20 +169,26 @@ class RewardService(RewardAgent):
 
     async def _scored(self, requests: tuple[ScoreRequest, ...], call: _Function) -> Results:
         """Call the agent until there are scores, no tries are left, or another try is useless."""
-        settings, clock, tries, began = self.config, self.context.clock, 0, self.context.clock.time()
+        settings, clock, tries, first = self.config, self.context.clock, 0, None
         order = (requests[0].priority, requests[0].group_id)
         while True:
             asked = tuple(attrs.evolve(each, retry=each.retry + tries) for each in requests) if tries else requests
             results = await self._attempt(asked, call, Call(order, CALL.get()))
             failed = [each for each in results if each.status != "ok" and not each.is_final]
-            patient = settings.on_failure == "retry" and clock.time() - began < settings.outage_seconds
+            now = clock.time()
+            first = now if first is None else first  # failure
+            left = settings.outage_seconds - (now - first)
             held = self._breaker.is_open and all(each.is_unavailable for each in failed)  # not this sample's fault
+            patient = settings.on_failure == "retry" and left > 0
             if not failed or not (tries < settings.retries or patient or held):
                 return results
+            asked_for = max((each.retry_after or 0.0 for each in failed), default=0.0)
+            if asked_for > left:
+                late = f"; the service asks for {asked_for:g} s, and {max(left, 0.0):g} s of outage_seconds are left"
+                return [one if one.status == "ok" else attrs.evolve(one, error=f"{one.error}{late}") for one in results]
             tries += not held
             self.limits.count("retries")
             pause = min(settings.backoff_seconds * 2.0 ** min(tries - 1, 30), settings.longest_backoff_seconds)
-            asked_for = max((each.retry_after or 0.0 for each in failed), default=0.0)
             await clock.sleep(max(pause * self._random.uniform(0.5, 1.0), asked_for))
 
     async def _attempt(self, requests: Sequence[ScoreRequest], call: _Function, mine: Call) -> Results:
@@ -281,10 +288,11 @@ class RewardService(RewardAgent):
 
 def checked(result: ScoreResult, key: str, dimensions: Sequence[str] = ()) -> ScoreResult:
     """Turn a score into a failure if a number is not finite or a dimension is missing."""
-    if result.status != "ok":
+    plain = type(result.score) is float and math.isfinite(result.score)
+    if result.status != "ok" or (plain and not (result.metrics or result.dimensions or dimensions)):
         return result
     named = {**result.metrics, **result.dimensions} if result.dimensions else result.metrics
-    wrong = not_finite({"score": result.score}) or not_finite(named)
+    wrong = not_finite({"score": result.score}) or not_finite(named) or list(filter(_is_odd, named))
     missing = [name for name in dimensions if name != "score" and name not in named]
     if not (wrong or missing):
         return result
@@ -295,6 +303,11 @@ def checked(result: ScoreResult, key: str, dimensions: Sequence[str] = ()) -> Sc
         expected, found = ", ".join(dimensions), ", ".join(named) or "no metrics"
     refusal = RewardError(message, code="reward.output", where=key, expected=expected, found=found)
     return ScoreResult(status="failed", error=str(refusal))
+
+
+def _is_odd(name: str) -> bool:
+    """Return whether a name has half of a surrogate pair, which no file can have."""
+    return not name.isascii() and name != name.encode(errors="replace").decode()
 
 
 _Function: TypeAlias = Callable[[Sequence[ScoreRequest]], Awaitable[Results]]

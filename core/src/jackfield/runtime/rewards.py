@@ -20,7 +20,7 @@ from jackfield.clock import Clock
 from jackfield.config import RunConfig
 from jackfield.errors import JackfieldError
 from jackfield.queue import Values
-from jackfield.queue.meta import GroupKey, Written, group_of
+from jackfield.queue.meta import Written, batch_of, group_of
 from jackfield.runtime.reward_service import RewardService, checked
 from jackfield.runtime.workers import together
 from jackfield.sdk.cells import offsets_of, split
@@ -253,7 +253,7 @@ class RewardWorker:
             deadline_seconds=self._config.deadlines.reward,
             group_id=group,
             group_size=self._config.data.rollouts_per_group,
-            priority=GroupKey.of(group).batch,
+            priority=batch_of(group),
             **fields,
         )
 
@@ -299,7 +299,12 @@ def _told(result: ScoreResult) -> ScoreResult:
     """Return what the controller gets of a result: dimensions are metrics there."""
     if result.status != "ok":
         return ScoreResult(status=result.status, error=f"reward {result.status}: {result.error}")
-    return ScoreResult(score=result.score, metrics={**result.metrics, **result.dimensions})
+    if type(result.metrics) is dict and not (
+        result.token_scores or result.dimensions or result.explanation or result.raw
+    ):
+        return result
+    error = None if result.error is None else f"reward failed: {result.error}"  # it has the mean of its group
+    return ScoreResult(score=result.score, metrics={**result.metrics, **result.dimensions}, error=error)
 
 
 def _total(result: ScoreResult) -> float:
@@ -312,7 +317,8 @@ def _filled(results: Sequence[ScoreResult]) -> list[ScoreResult]:
     shared = sorted(set(good[0]).intersection(*good)) if good else []
     metrics = {name: sum(each[name] for each in good) / len(good) for name in shared}
     mean = ScoreResult(score=metrics.pop("", None), metrics=metrics, explanation="the mean of its group")
-    return [result if result.status == "ok" or not good else mean for result in results]
+    failed = [each.status != "ok" and bool(good) for each in results]
+    return [attrs.evolve(mean, error=one.error) if fills else one for one, fills in zip(results, failed, strict=True)]
 
 
 def _column(values: Sequence[Sequence[float | None]]) -> Column:

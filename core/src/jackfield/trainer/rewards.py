@@ -149,6 +149,10 @@ class RewardPipeline:
         if dropped:
             await self.role.queue.drop_groups(dropped, "all rewards of the group are equal")
         policy, first_failed = self.role.config.reward_service.on_failure, next(iter(failed), "")
+        told = failed if policy in ("stop", "drop_group") else {}  # the queue tells of other failures
+        told = told or {key: str(each.error) for key, each in results.items() if each.error and key not in failed}
+        if told:
+            self.role.hooks.emit(SamplesFailed(step=self.role.steps_done.value + 1, reasons=told))
         if failed and policy == "stop":
             expected, found = "scores (reward_service.on_failure: stop)", failed[first_failed]
             raise RewardError("a sample has no score", where=f"sample {first_failed}", expected=expected, found=found)

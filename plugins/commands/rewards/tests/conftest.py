@@ -56,8 +56,11 @@ Serve = Callable[..., AbstractAsyncContextManager[Process]]
 
 @asynccontextmanager
 async def serving(folder: Path, environment: dict[str, str] | None = None, **settings: Any) -> AsyncIterator[Process]:
-    """Serve the reward ``held`` with two workers; kill the service at the end if it is still there."""
-    (folder / "function.py").write_text(_FUNCTION)
+    """Serve the reward ``held`` with two workers; kill the service at the end if it is still there.
+
+    ``comment`` is added to its function's file.
+    """
+    (folder / "function.py").write_text(_FUNCTION + settings.pop("comment", ""))
     held = {"name": "function", "path": f"{folder / 'function.py'}:compute_score", "workers": 2}
     rewards = {"held": {"reward": held, "reward_service": settings.pop("reward_service", {})}}
     values = {"folder": str(folder / "service"), "rewards": rewards, **settings}

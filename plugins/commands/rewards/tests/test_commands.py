@@ -69,6 +69,15 @@ def test_a_line_without_a_score_is_a_failure(rules: Path, tmp_path: Path) -> Non
     assert rows[1]["error"]
 
 
+def test_an_explanation_that_no_terminal_can_show_is_shown(tmp_path: Path) -> None:
+    file, code = tmp_path / "odd.yaml", tmp_path / "odd.py"
+    code.write_text("def compute_score(solution_str, **_):\n    return {'score': 1, 'explanation': 'half \\ud800'}\n")
+    file.write_text(f"reward: {{name: function, path: '{code}:compute_score'}}\n")
+    data = write_lines(tmp_path / "data.jsonl", {"question": "2+2?", "answer": "4", "response": "4"})
+    assert done("try", file, data)[0] == 0
+    assert found("try", file, data)[0]["explanation"].startswith("half ")
+
+
 @pytest.mark.parametrize(
     ("lines", "code"),
     [
@@ -178,6 +187,8 @@ def test_a_source_without_rewards_is_refused(run_folder: Path, tmp_path: Path) -
     kept.rename(tmp_path / "empty" / "alone.parquet")
     assert found("rescore", tmp_path / "empty" / "alone.parquet")["error"]["code"] == "config.missing-key"
     assert found("rescore", run_folder)["error"]["code"] == "queue.invalid"
+    (run_folder / "scores" / ".worker-0-00002.jsonl").touch()
+    assert found("rescore", run_folder)["error"]["found"] == "their journal"
 
 
 def test_ranks_of_equal_values_are_their_mean() -> None:

@@ -26,9 +26,9 @@ from .conftest import connected
 class Ranking(RewardAgent):
     """Ranks the responses of a group by their length; alone, each is scored by its length."""
 
-    def __init__(self) -> None:
+    def __init__(self, version: str = "7") -> None:
         super().__init__(None, RewardContext())
-        self.groups, self.asked = list[list[str]](), list[str]()
+        self.groups, self.asked, self.own_version = list[list[str]](), list[str](), version
 
     async def score_group(self, requests: Sequence[ScoreRequest]) -> Sequence[ScoreResult]:
         self.groups.append([each.solution_str for each in requests])
@@ -41,7 +41,7 @@ class Ranking(RewardAgent):
 
     @property
     def version(self) -> str:
-        return "7"
+        return self.own_version
 
 
 class Adjusting(RewardAgent):
@@ -99,6 +99,16 @@ async def test_a_served_comparison_is_asked_for_whole_groups_once(tmp_path: Path
         assert list(await run.score_group(asked)) == first
         await run.score_group(group("x", "xxx"))
     assert agent.groups == [["xxx", "x", "xx"], ["x", "xxx"]]
+
+
+@in_loop
+async def test_another_version_of_a_reward_does_not_answer_with_the_scores_of_the_first(tmp_path: Path) -> None:
+    """The service was started again with other code, within ``remember_seconds``."""
+    agents = [Ranking("7"), Ranking("8"), Ranking("8")]
+    for agent in agents:
+        async with served(tmp_path, agent) as address, connected(address, run="a") as run:
+            await run.score_group(group("x", "xxx"))
+    assert [len(agent.groups) for agent in agents] == [1, 1, 0]
 
 
 @in_loop

@@ -140,9 +140,11 @@ async def test_sigterm_ends_in_order_and_the_run_waits(serve: Serve, free_port: 
             assert (await run.compute_score(request(tmp_path, "one"))).score == 3.0
             assert await service.end(signal.SIGTERM) == 128 + signal.SIGTERM
             assert not (tmp_path / "service" / "address.json").exists()
-            waiting = asyncio.ensure_future(run.compute_score(request(tmp_path, "four")))
-            async with serve(variables, **settings):
+            waiting, version = asyncio.ensure_future(run.compute_score(request(tmp_path, "four"))), run.version
+            async with serve(variables, **settings, comment="# edited\n"):
                 assert (await waiting).score == 4.0
+                assert None not in (version, run.version)
+                assert version != run.version, "scores of other code have another version"
 
 
 @in_loop

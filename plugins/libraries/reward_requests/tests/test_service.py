@@ -129,3 +129,7 @@ def test_what_is_no_json(text: str) -> None:
 def test_keys_become_headers() -> None:
     assert "train/0/a%20%0A%C3%A9" == idempotency("train/0/a \né")
     assert json.dumps(idempotency("x:1|y")) == '"x:1|y"'
+    first = idempotency("a", "run", {"text": "x"})
+    assert first == idempotency("a", "run", {"text": "x"})
+    assert first.startswith("a@")
+    assert 3 == len({first, idempotency("a", "run", {"text": "y"}), idempotency("a", "other", {"text": "x"})})

@@ -59,7 +59,7 @@ def test_defaults() -> None:
     assert ("ok", 0.5, '{"score": 0.5}') == (result.status, result.score, result.raw)
     names = ("data_source", "prompt_str", "solution_str", "ground_truth", "extra_info")
     assert [{name: getattr(REQUEST, name) for name in names}] == service.bodies
-    assert "train/1" == service.headers[0]["Idempotency-Key"]
+    assert service.headers[0]["Idempotency-Key"].startswith("train/1@")
 
 
 def test_a_request_and_an_answer_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def test_a_request_and_an_answer_are_mapped(monkeypatch: pytest.MonkeyPatch) -> 
     )
     assert [{"text": "so: four", "id": 7, "tests": ["a", "b"], "kind": ["sum", 1]}] == service.bodies
     sent = service.headers[0]
-    assert ("open sesame", "train/1") == (sent["X-Api-Key"], sent["X-Request"])
+    assert ("open sesame", "train/1") == (sent["X-Api-Key"], sent["X-Request"].partition("@")[0])
     expected = ScoreResult(
         score=1.0,
         dimensions={"style": 0.25, "facts": 1.0},
@@ -140,13 +140,19 @@ def test_a_task_without_a_value_of_the_template_is_not_asked_about() -> None:
     assert "[reward.template]" in str(result.error)
 
 
-def test_a_retry_has_the_same_key_and_another_sample_another() -> None:
+def test_a_retry_has_the_same_key_and_another_sample_or_response_another() -> None:
+    """A run that resumes may have another response under the key of the sample."""
+    others = attrs.evolve(REQUEST, idempotency_key="train/2"), attrs.evolve(REQUEST, solution_str="another")
+
     async def act(agent: HttpReward, service: BadService) -> list[str]:
-        for request in (REQUEST, attrs.evolve(REQUEST, retry=1), attrs.evolve(REQUEST, idempotency_key="train/2")):
+        for request in (REQUEST, attrs.evolve(REQUEST, retry=1), *others):
             await agent.compute_score(request)
         return [sent["Idempotency-Key"] for sent in service.headers]
 
-    assert ["train/1", "train/1", "train/2"] == serve(act, {"score": 1})[0]
+    first, again, *rest = serve(act, {"score": 1})[0]
+    assert first == again
+    assert 3 == len({first, *rest})
+    assert ["train/2", "train/1"] == [each.partition("@")[0] for each in rest]
 
 
 GROUP = [attrs.evolve(REQUEST, solution_str=str(n), idempotency_key=f"train/{n}") for n in range(3)]

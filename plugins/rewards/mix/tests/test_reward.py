@@ -218,6 +218,22 @@ def test_parts_that_may_fail_are_skipped_and_counted() -> None:
     assert "failed" == scores(weightless, "x")[0].status, "no score of nothing"
 
 
+def test_a_part_that_was_skipped_after_retries_is_skipped_when_its_group_ends() -> None:
+    """The requests of the group do not say how often a sample was tried."""
+    parts = {
+        "a": {"name": "centred", "results": {"x": 1.0, "y": 3.0}},
+        "b": {"name": "given", "results": {"x": ValueError("gone"), "y": 2.0}},
+    }
+    agent = mix(parts, skip=["b"], skip_after=1)
+
+    async def main() -> list[ScoreResult]:
+        found = [await agent.compute_score(ask("x", retry=1)), await agent.compute_score(ask("y"))]
+        return list(await agent.finish_group([ask("x"), ask("y")], found))
+
+    found = asyncio.run(main())
+    assert [("ok", -1.0 * 2), ("ok", 1.0 + 2.0)] == [(each.status, each.score) for each in found]
+
+
 def test_a_dimension_that_no_part_has_is_a_final_failure() -> None:
     [found] = scores(mix(weights={"a": 1.0, "b": 1.0, "a.style": 1.0}), "x")
     assert ("failed", True) == (found.status, found.is_final)

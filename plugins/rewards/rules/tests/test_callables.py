@@ -311,7 +311,7 @@ def test_an_installed_entry_point_is_found_by_its_name(tmp_path: Path, monkeypat
 
 def version(folder: Path, **settings: Any) -> str | None:
     async def main() -> str | None:
-        config = FunctionRewardConfig(path=f"{folder}/versioned.py:score", **settings)
+        config = FunctionRewardConfig(**{"path": f"{folder}/versioned.py:score", **settings})
         agent = FunctionReward(config, RewardContext())
         try:
             await agent.start()
@@ -340,6 +340,27 @@ def test_the_version_changes_with_the_code_and_what_it_imports_beside_it(tmp_pat
     versions.add(version(tmp_path))
     assert 4 == len(versions)
     assert "mine" == version(tmp_path, version="mine")
+
+
+@pytest.mark.parametrize("code", ["from graders.parts import numbers", "from ..parts import numbers"])
+def test_the_version_changes_with_what_a_module_imports_from_its_own_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    """Also by the package's name, and from a folder above the module's own."""
+    (inner := tmp_path / "graders" / "inner").mkdir(parents=True)
+    (tmp_path / "graders" / "__init__.py").touch()
+    (inner / "__init__.py").touch()
+    (parts := tmp_path / "graders" / "parts").mkdir()
+    (parts / "numbers.py").write_text("ONE = 1\n")
+    (inner / "versioned.py").write_text(f"{code}\ndef score(solution_str): return numbers.ONE\n")
+    (tmp_path / "graders_of_others.py").write_text("1\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    path = "graders.inner.versioned:score"
+    first = version(tmp_path, path=path)
+    (tmp_path / "graders_of_others.py").write_text("2\n")
+    assert first == version(tmp_path, path=path)
+    (parts / "numbers.py").write_text("ONE = 2\n")
+    assert first != version(tmp_path, path=path)
 
 
 def test_thousands_of_samples_of_a_coroutine_function_are_scored_at_once(tmp_path: Path) -> None:

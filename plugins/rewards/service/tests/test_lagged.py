@@ -188,7 +188,9 @@ async def test_requests_that_are_refused_say_why(tmp_path: Path) -> None:
         assert await refused("/elsewhere", headers={}) == (401, "reward.token")
         assert await refused(body=json.dumps(found)) == (409, "reward.conflict")
         assert await refused(body=json.dumps({**found, "key": "train/9"})) == (404, "reward.unknown-sample")
-        for wrong in ("{", "1", '{"key": "a"}', '{"key": "a", "score": NaN}', '{"key": "a", "score": true}'):
+        huge, torn = json.dumps({**found, "score": 10**400}), json.dumps({**found, "key": "\ud800"})
+        scores = ['{"key": "a"}', '{"key": "a", "score": NaN}', '{"key": "a", "score": true}']
+        for wrong in ("{", "1", *scores, huge, torn):
             assert await refused(body=wrong) == (400, "reward.pushed")
         assert await refused(body=json.dumps({**found, "scores": 1})) == (400, "reward.pushed")
         assert await refused(body="[" * 100_000) == (400, "reward.pushed")

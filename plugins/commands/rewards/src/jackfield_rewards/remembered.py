@@ -23,8 +23,11 @@ CREATE INDEX IF NOT EXISTS scores_time ON scores (time);
 _EVERY = 1000  #: scores after which old ones are forgotten
 
 
-def id_of(served: str, run: str, requests: Sequence[ScoreRequest]) -> bytes:
-    """Return what identifies the requests of a call: the run, its keys and their contents, but no number of a retry."""
+def id_of(served: Sequence[str | None], run: str, requests: Sequence[ScoreRequest]) -> bytes:
+    """Return what identifies the requests of a call: the run, its keys and their contents, but no number of a retry.
+
+    ``served`` are the reward's name, settings and version: another one is asked again.
+    """
     plain = [attrs.evolve(each, retry=0, deadline_seconds=0.0, priority=0) for each in requests]
     return xxhash.xxh3_128_digest(msgspec.msgpack.encode([served, run, plain]))
 

@@ -111,14 +111,18 @@ def _find(source: Path) -> _Source:
     config = _config(source)
     if config is None:
         return _Source(files=files_of(source), config=_config(source.parent))
-    for kept in (source / "scores", source / "rewards" / "scores"):  # the latter is of the role reward
+    places = source / "scores", source / "rewards" / "scores"  # the latter is of the role reward
+    for kept in places:
         if any(kept.glob("*.parquet")):
             return _Source(files=files_of(kept), config=config)
     archive = (read_yaml(config).get("queue") or {}).get("archive")
     if archive is None:
         expected, fix = "scores/*.parquet, or queue.archive", "keep them: reward_service.keep: true"
-        details: Any = {"where": str(source), "expected": expected, "found": "neither", "fix": fix}
-        raise RunError("the run has kept no rewards", code="queue.invalid", **details)
+        found = "neither"
+        if any(any(kept.glob(".*.jsonl")) for kept in places):
+            found, fix = "their journal", "let the run end; if it was killed, resume it"
+        details: Any = {"where": str(source), "expected": expected, "found": found, "fix": fix}
+        raise RunError("the run has no files of rewards", code="queue.invalid", **details)
     return _Source(files=files_of(Path(archive)), config=config)
 
 

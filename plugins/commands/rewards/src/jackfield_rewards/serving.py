@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -49,6 +50,7 @@ class Front:
     turns: FairTurns
     remembered: Remembered
     orphan_seconds: float
+    settings: str = ""  #: of the reward, as a text
     scored: int = attrs.field(default=0, init=False)
     again: int = attrs.field(default=0, init=False)  #: scores that were asked for again
     _work: dict[bytes, _Work] = attrs.field(factory=dict, init=False)
@@ -95,7 +97,8 @@ class Front:
 
     async def _once(self, requests: Sequence[ScoreRequest], score: Callable[[int], Awaitable[Results]]) -> Results:
         """Return known results, or wait for the call that scores these requests, which may be under way."""
-        connection, key = caller(), id_of(self.name, caller().name, requests)
+        connection = caller()
+        key = id_of([self.name, self.settings, self.service.version], connection.name, requests)
         if (known := self.remembered.get(key)) is not None:
             self.again += 1
             return known
@@ -176,7 +179,8 @@ async def serving(config: ServeConfig, clock: Clock | None = None) -> AsyncItera
             )
             service = make_reward(registry, each.reward.name, each.reward.settings, each.reward_service, context)
             most = 2 * service.limits.most if service.limits.most else config.in_flight
-            front = Front(name, service, clock, FairTurns(most), remembered, config.orphan_seconds)
+            settings = json.dumps([each.reward.name, dict(each.reward.settings)], sort_keys=True, default=str)
+            front = Front(name, service, clock, FairTurns(most), remembered, config.orphan_seconds, settings)
             stack.push_async_callback(front.close)
             fronts.append(front)
             await clock.wait_for(service.start(), config.start_seconds, f"the reward {name} to start")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 import attrs
+import msgspec
 
 from jackfield.abc.reward import HttpAnswer, HttpClient, RewardContext, ScoreResult
 from jackfield.errors import ConfigError, DeadlineExceeded, JackfieldError, RewardError
@@ -211,9 +213,14 @@ def finite(value: Any, what: str, where: str) -> float:
     )
 
 
-def idempotency(key: str) -> str:
-    """Return a key as an HTTP header can have it."""
-    return quote(key, safe="".join(map(chr, range(33, 127))))
+def idempotency(key: str, *content: Any) -> str:
+    """Return a key as an HTTP header can have it.
+
+    A digest of ``content`` follows. Keys of samples are the same in all runs, and a run that resumes may have another
+    response under the same key: without the digest a service that knows keys would answer for another text.
+    """
+    text = quote(key, safe="".join(map(chr, range(33, 127))))
+    return f"{text}@{hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:16]}" if content else text
 
 
 def shown_url(url: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def digest(module: Any) -> str | None:
-    """Return a digest of a module's file and of the modules that it imports from its own folder.
+    """Return a digest of a module's file and of the modules that it imports from its own folder and package.
 
     Only import statements are followed. A module without a source file has none.
     """
@@ -19,26 +19,47 @@ def digest(module: Any) -> str | None:
     if file is None or not file.endswith(".py") or not os.path.isfile(file):
         return None
     first, hashed, seen = Path(file).resolve(), hashlib.sha256(), set[Path]()
+    folders = _folders(module, first)
     waiting = [first]
     while waiting:
         each = waiting.pop()
         if each not in seen:
             seen.add(each)
-            waiting += _neighbours(each, first.parent)
+            waiting += _neighbours(each, folders)
     for each in sorted(seen):
-        hashed.update(f"{each.relative_to(first.parent)}\0".encode())
+        hashed.update(f"{os.path.relpath(each, first.parent)}\0".encode())
         hashed.update(each.read_bytes())
     return hashed.hexdigest()[:32]
 
 
-def _neighbours(file: Path, folder: Path) -> Iterator[Path]:
-    """Yield the files in a folder that a file imports."""
+def _folders(module: Any, file: Path) -> dict[Path, str | None]:
+    """Return the folders whose modules belong to the code: its own, and those of its package.
+
+    The last is the one that holds the package, of which only the package itself belongs to the code.
+    """
+    folders: dict[Path, str | None] = {file.parent: None}
+    package = [part for part in (getattr(module, "__package__", None) or "").split(".") if part]
+    folder = file.parent
+    for name in reversed(package):
+        if folder.name != name:  # the package's name on disk is another one
+            return folders
+        folders[folder], folder = None, folder.parent
+    if package:
+        folders[folder] = package[0]
+    return folders
+
+
+def _neighbours(file: Path, folders: dict[Path, str | None]) -> Iterator[Path]:
+    """Yield the files in the folders of the code that a file imports."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):
         return
+    bases: dict[Path, str | None] = {file.parent: None, **folders}
     for name in _imported(tree):
-        for base in {folder, file.parent}:
+        for base, only in bases.items():
+            if only is not None and name.split(".")[0] != only:
+                continue
             place = base / name.split(".")[0]
             if place.with_suffix(".py").is_file():
                 yield place.with_suffix(".py")

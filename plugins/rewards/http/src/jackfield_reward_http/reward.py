@@ -96,12 +96,14 @@ class HttpReward(RewardAgent):
 
     async def _ask(self, body: Any, request: ScoreRequest, key: str) -> str:
         config: HttpRewardConfig = self.config
-        headers = {} if config.idempotency_header is None or not key else {config.idempotency_header: idempotency(key)}
         url, read = config.url, lambda name: field_of(request, name)
         if config.query:
             values = {name: fill_text(value, read) for name, value in config.query.items()}
             url += ("&" if "?" in url else "?") + urlencode(values)
         sent = None if config.method == "GET" else body
+        headers = {}
+        if config.idempotency_header is not None and key:
+            headers[config.idempotency_header] = idempotency(key, self.context.run, url, sent)
         seconds = request.deadline_seconds
         return (await self._service.ask(config.method, sent, seconds=seconds, headers=headers, url=url)).text
 

@@ -134,7 +134,7 @@ class Judge:
         if self._judge.structured:
             schema = {"name": "verdict", "strict": True, "schema": self.rubric.form.schema}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
-        headers = {"Idempotency-Key": idempotency(key)}
+        headers = {"Idempotency-Key": idempotency(key, self._context.run, body)}
         got = await self._service.ask("POST", body, seconds=seconds, headers=headers)
         return self._read(got.text, messages)
 

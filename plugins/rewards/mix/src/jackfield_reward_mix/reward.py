@@ -174,7 +174,11 @@ class MixReward(RewardAgent):
         """Return the result of a sample from those of its parts; ``before`` has its explanation and cost."""
         config: Config = self.config
         failed = {name: part for name, part in parts.items() if part.status != "ok"}
-        skipped = {name for name in config.skip if name in failed and self._is_skipped(request, failed[name])}
+        earlier = {} if before is None else before.metrics
+        skipped = {
+            name for name in failed.keys() & set(config.skip)
+            if earlier.get(f"skipped.{name}") or self._is_skipped(request, failed[name])
+        }  # fmt: skip
         if hard := {name: part for name, part in failed.items() if name not in skipped}:
             return _failure(hard, parts)
         values = {f"{name}.{key}": value for name, part in parts.items() for key, value in _numbers(part).items()}

@@ -55,7 +55,7 @@ class FunctionRewardConfig:
     start_seconds: float = option(60.0, "Longest time to import the function.", gt(0.0))
     version: str | None = option(
         None, "Version of the function, under which scores are cached; null: a digest of its file, of the modules that "
-        "it imports from its own folder, and of the keywords."
+        "it imports from its own folder and package, and of the keywords."
     )  # fmt: skip
 
     def __attrs_post_init__(self) -> None:

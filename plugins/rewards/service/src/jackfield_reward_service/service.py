@@ -106,10 +106,7 @@ class ServiceReward(RewardAgent):
 
         It raises ``reward.unavailable`` if there is no service, and ``reward.not-served`` if it has no such reward.
         """
-        seconds = min(self.config.reconnect_seconds, _START_SECONDS)
-        connection = await self._connected(seconds)
-        about = stub(connection, f"about {self.config.served}", _DESCRIBED, Described, _BEAT_SECONDS)
-        self._described = await about.describe()
+        await self._connected(min(self.config.reconnect_seconds, _START_SECONDS))
 
     async def close(self) -> None:
         """Close the connection."""
@@ -176,7 +173,10 @@ class ServiceReward(RewardAgent):
         until = clock.time() + seconds
         while True:
             try:
-                return await self._open()
+                connection = await self._open()
+                about = stub(connection, f"about {self.config.served}", _DESCRIBED, Described, _BEAT_SECONDS)
+                self._described = await about.describe()  # one that has started again may have other code
+                return connection
             except JackfieldError as error:
                 if error.code not in ("rpc.lost", "rpc.address", "deadline"):
                     raise

@@ -63,7 +63,7 @@ class Reward:
             raise RewardError("a reward has unknown fields", found=", ".join(map(str, unknown)), **refused)
         made = {name: values[name] for name in names if values.get(name) is not None}
         dimensions = made.get("dimensions", {})
-        good = isinstance(made.get("key"), str) and isinstance(made.get("explanation", ""), str)
+        good = _is_key(made.get("key")) and isinstance(made.get("explanation", ""), str)
         if not (
             good and isinstance(dimensions, Mapping) and all(map(_finite, [made.get("score"), *dimensions.values()]))
         ):
@@ -80,7 +80,14 @@ class Pushed:
 
 
 def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        return False
+
+
+def _is_key(value: Any) -> bool:
+    return isinstance(value, str) and _text(value) == value  # the file cannot hold lone surrogates
 
 
 def _text(value: Any) -> Any:

@@ -156,6 +156,7 @@ async def it_ends_a_call_itself(subject: Subject, agent: RewardAgent) -> None:
         waiting = asyncio.ensure_future(agent.compute_score(asked))
         done, _ = await asyncio.wait([waiting], timeout=support.SLOW_DEADLINE + support.GRACE)
         waiting.cancel()
+        await asyncio.wait([waiting], timeout=support.GRACE)
         assert done, f"no answer {support.GRACE} s after the deadline of {support.SLOW_DEADLINE} s"
         assert waiting.result().status == "timeout", f"the answer is {text_of(waiting.result())}"
 
