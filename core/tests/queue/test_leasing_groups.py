@@ -325,5 +325,9 @@ def test_waits_are_for_rollouts_until_the_groups_are_made_and_then_for_columns(r
         for retry, which in enumerate(({"batch": 0}, {"batch": 0, "groups": 2}, {"again": groups})):
             await bench.queue.drop_groups([f"train/0/{index}/{retry}" for index in range(2)], "their unit died")
             assert expected == await waited(bench, batch, **which), which
+        await bench.claim(groups=2)  # the same batch, which was offered again
+        await bench.publish(await bench.claim(groups=2))  # groups of another one do not take their places
+        await bench.queue.drop_groups([f"train/0/{index}/3" for index in range(2)], "their unit died")
+        assert expected == await waited(bench, batch, again=groups)
 
     run(test)

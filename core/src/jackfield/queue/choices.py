@@ -10,9 +10,14 @@ from jackfield.queue.meta import GroupKey, Ready
 from jackfield.queue.records import BatchState, Consumer, Group, State, Status
 
 
+def places(consumer: Consumer, names: Sequence[str]) -> list[Group]:
+    """Return the groups in the places of these, by key."""
+    return [consumer.partition.batches[key.batch].groups[key.index] for key in map(GroupKey.of, names)]
+
+
 def in_places(consumer: Consumer, names: Sequence[str]) -> list[Group] | None:
     """Return the groups in the places of these, by key; None while they are not all ready."""
-    found = [consumer.partition.batches[key.batch].groups[key.index] for key in map(GroupKey.of, names)]
+    found = places(consumer, names)
     for group in found:
         group.batch.require_well()
     return found if all(map(consumer.is_fresh, found)) else None

@@ -12,7 +12,7 @@ import attrs
 
 from jackfield.abc.transfer_queue import KeysRequest
 from jackfield.errors import QueueError
-from jackfield.queue.choices import drawn, in_places, in_time, missing
+from jackfield.queue.choices import drawn, in_places, in_time, missing, places
 from jackfield.queue.meta import BatchMeta, Lease, Reuse, SamplerSpec
 from jackfield.queue.records import BatchState, Consumer, Group, Hold, State, Status, Use
 from jackfield.queue.store import Controller
@@ -115,27 +115,38 @@ class Leases:
             what = f"{groups or 1} groups" if batch is None else f"batch {batch}"
             return missing(batches, mine, f"{what} of partition {mine.partition.name!r} for consumer {mine.name!r}")
 
-        def choose() -> list[Group] | None:
-            if again:
-                return in_places(mine, again)
-            if batch is not None:
-                return self._unused(mine, batch, groups)
-            if max_staleness is not None:
-                return in_time(mine, groups or 1, step or 0, max_staleness)
-            return self._choose(mine, groups, step, fresh)
-
+        choose = self._choice(mine, groups, batch, step, fresh, max_staleness, again)
         until = self.core.clock.time() + deadline_seconds
         mine.awaited.append(batch)
         self.core.wake()  # a producer under backpressure may generate what this call waits for
         try:
             while (found := choose()) is None:
-                began, made = self.core.clock.time(), _are_made(mine, batch, groups or len(again) or None)
+                began, made = self.core.clock.time(), _are_made(mine, batch, groups, again)
                 await self.core.wait(until, describe)
                 waited = self.core.clock.time() - began
                 self.core.metrics[f"waits/{consumer}/{'columns' if made else 'rollouts'}"] += waited
         finally:
             mine.awaited.remove(batch)
         return self._hold(mine, found)
+
+    def _choice(
+        self,
+        mine: Consumer,
+        groups: int | None,
+        batch: int | None,
+        step: int | None,
+        fresh: bool,
+        max_staleness: int | None,
+        again: Sequence[str],
+    ) -> Callable[[], list[Group] | None]:
+        """Return what chooses groups for :meth:`lease`, or None while they are not ready."""
+        if again:
+            return lambda: in_places(mine, again)
+        if batch is not None:
+            return lambda: self._unused(mine, batch, groups)
+        if max_staleness is not None:
+            return lambda: in_time(mine, groups or 1, step or 0, max_staleness)
+        return lambda: self._choose(mine, groups, step, fresh)
 
     def _hold(self, consumer: Consumer, groups: Sequence[Group]) -> BatchMeta:
         """Have a consumer hold groups under one lease."""
@@ -375,8 +386,10 @@ class Leases:
             self._finish(groups)
 
 
-def _are_made(consumer: Consumer, batch: int | None, count: int | None) -> bool:
+def _are_made(consumer: Consumer, batch: int | None, count: int | None, again: Sequence[str] = ()) -> bool:
     """Return whether the groups that a lease waits for are made and lack only columns."""
+    if again:
+        return all(group.is_made for group in places(consumer, again))
     batches = [each for number, each in consumer.partition.batches.items() if batch in (None, number)]
     groups = [group for each in batches for group in each.groups if not consumer.has_had(group)]
     wanted = count or (len(groups) if batch is not None else 1)
