@@ -56,7 +56,7 @@ async def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @attrs.frozen
 class Measured:
-    """One measurement."""
+    """The result of one measurement."""
 
     kind: str
     scores: int
@@ -75,7 +75,7 @@ class Waits(RewardAgent):
     """Waits as long as a request says."""
 
     async def compute_score(self, request: ScoreRequest) -> ScoreResult:
-        """Wait."""
+        """Wait, and return a score of 1."""
         await self.context.clock.sleep(request.extra_info["seconds"])
         return ScoreResult(score=1.0)
 
@@ -185,7 +185,7 @@ class _Letters:
     """A tokenizer with one token per letter."""
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Decode."""
+        """Return the text of tokens."""
         return "".join(map(chr, token_ids))
 
 

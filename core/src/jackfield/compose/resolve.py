@@ -148,11 +148,6 @@ def _check(config: RunConfig, resolved: ResolvedAlgorithm, there: Set[str]) -> N
         (full and weights != of_full, "weights", "kind: delta, for what a delta has"),
         (config.data.format.rejected_key and not resolved.pairs, "data.format.rejected_key", "a loss of pairs (dpo)"),
         (kl.target and not kl.coefficient, "algorithm.kl.target", "algorithm.kl.coefficient above 0, where it begins"),
-        (
-            config.data.minimum_rows and resolved.greedy_baseline,
-            "data.minimum_rows",
-            "null, as each group needs its baseline",
-        ),
         (kl.measure and (kl.coefficient or kl.in_reward), "algorithm.kl.measure", "coefficient: 0, in_reward: false"),
         (kl.in_reward and estimator is None, "algorithm.kl.in_reward", "an algorithm with rewards"),
     ):

@@ -18,7 +18,7 @@ from jackfield.abc.reward import Generate, GeneratedText, RewardAgent, RewardCon
 from jackfield.abc.rollout import GenerateRequest, SamplingParams
 from jackfield.config import RunConfig
 from jackfield.config.reward_service import RewardServiceConfig
-from jackfield.errors import RewardError
+from jackfield.errors import ConfigError, RewardError
 from jackfield.plugins import Registry
 from jackfield.routing import Router
 from jackfield.runtime.reward_limits import Limits, RewardCache
@@ -72,7 +72,7 @@ def share_of(service: RewardServiceConfig, workers: int) -> RewardServiceConfig:
         if most < workers:
             what, fix = "each reward worker needs a turn", "lower cluster.ray.reward_workers"
             details: Any = {"where": "reward_service.concurrency", "expected": f"{workers} or more", "found": most}
-            raise RewardError(what, code="config.invalid-value", fix=fix, **details)
+            raise ConfigError(what, fix=fix, **details)
         shares["concurrency"] = most // workers
     return attrs.evolve(service, **shares)
 

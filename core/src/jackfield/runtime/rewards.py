@@ -83,7 +83,7 @@ class RewardWorker:
 
     async def score(self, partition: str, keys: Sequence[str]) -> dict[str, ScoreResult]:
         """Score samples that are not compared with others; ``queue.unknown-sample`` if one has been deleted."""
-        reading, found = asyncio.ensure_future(self._read(partition, keys)), dict[str, ScoreResult]()
+        reading = asyncio.ensure_future(self._read(partition, keys))
         if self._service.compares:
             jobs = dict[str, list[str]]()
             for key in keys:
@@ -93,8 +93,7 @@ class RewardWorker:
         else:
             scored = dict(zip(keys, await asyncio.gather(*(self._score(key, reading) for key in keys)), strict=True))
         self._keep(scored)
-        found.update((key, _told(result)) for key, (_, result) in scored.items())
-        return found
+        return {key: _told(result) for key, (_, result) in scored.items()}
 
     async def begin(self, partition: str, keys: Sequence[str]) -> None:
         """Score samples ahead of :meth:`reward`, which then raises what failed here.

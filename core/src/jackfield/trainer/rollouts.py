@@ -1,4 +1,4 @@
-"""The explorer and the reward pipeline."""
+"""The explorer, and the runs of rollouts on agent workers."""
 
 from __future__ import annotations
 

@@ -135,3 +135,32 @@ def test_a_reward_is_made_from_its_section() -> None:
     assert "rules" in str(unknown.value.expected)
     with pytest.raises(ConfigError):
         load_reward({"name": "rules", "methods": "exact"})
+
+
+class Ranks(RewardAgent):
+    """Scores a sample by its rank in its group, and not alone; how many calls it handles is known after the start."""
+
+    most: int | None = None
+
+    @property
+    def concurrency(self) -> int | None:
+        assert self.most is not None, "it is read after the start"
+        return self.most
+
+    async def start(self) -> None:
+        self.most = 1
+
+    async def compute_score(self, request: ScoreRequest) -> ScoreResult:
+        raise NotImplementedError
+
+    async def score_group(self, requests: Sequence[ScoreRequest]) -> Sequence[ScoreResult]:
+        order = sorted(float(each.ground_truth) for each in requests)
+        return [ScoreResult(score=float(order.index(float(each.ground_truth)))) for each in requests]
+
+
+def test_groups_are_scored_whole_by_a_reward_that_compares(archive: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert {"trained": 7} == asyncio.run(rescore(archive, out, Ranks(None, RewardContext()), decode))
+    found = {one.key: one for file in files_of(out) for one in read_samples(file)}
+    rewards = {key: array("f", one.cells["reward"][1])[0] for key, one in found.items()}
+    assert {"1": 0.0, "2": 1.0, "3": 2.0, "5": 0.0, "6": 1.0, "7": 0.0, "8": 1.0} == rewards

@@ -7,7 +7,7 @@ import json
 import tomllib
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -94,21 +94,31 @@ class _Scorer:
 
     async def group(self, samples: Sequence[SavedSample]) -> list[SavedSample]:
         """Return the samples of a whole group with their new rewards."""
-        results = await asyncio.gather(*map(self._score, samples))
-        processed = self.agent.post_process_scores(results)
-        return [_scored(sample, result) for sample, result in zip(samples, processed, strict=True)]
+        requests = [request_of(sample, self.decode, self.seconds) for sample in samples]
+        if self.agent.compares:
+            results = await self._called(self.agent.score_group(requests), requests)
+        else:
+            alone = [self._called(self._alone(request), [request]) for request in requests]
+            scored = [result for one in await asyncio.gather(*alone) for result in one]
+            results = await self._called(self.agent.finish_group(requests, scored), requests)
+        return [_scored(sample, result) for sample, result in zip(samples, results, strict=True)]
 
-    async def _score(self, sample: SavedSample) -> ScoreResult:
-        request = request_of(sample, self.decode, self.seconds)
-        clock = self.agent.context.clock
+    async def _alone(self, request: ScoreRequest) -> list[ScoreResult]:
+        return [await self.agent.compute_score(request)]
+
+    async def _called(
+        self, work: Awaitable[Sequence[ScoreResult]], requests: Sequence[ScoreRequest]
+    ) -> Sequence[ScoreResult]:
+        """Wait for results; an error or a passed deadline is a status of each."""
         async with self.turns:
             try:
-                scoring = self.agent.compute_score(request)
-                return await clock.wait_for(scoring, self.seconds, f"the reward of sample {sample.key}")
+                who = f"the reward of sample {requests[0].idempotency_key}"
+                return await self.agent.context.clock.wait_for(work, self.seconds, who)
             except DeadlineExceeded as error:
-                return ScoreResult(status="timeout", error=error.message)
+                failed = ScoreResult(status="timeout", error=error.message)
             except Exception as error:
-                return ScoreResult(status="failed", error=described(error))
+                failed = ScoreResult(status="failed", error=described(error))
+        return [failed] * len(requests)
 
 
 async def rescore(
@@ -130,11 +140,11 @@ async def rescore(
     if out.resolve() == (archive if archive.is_dir() else archive.parent).resolve():
         raise QueueError("an archive is not overwritten", where=str(out), expected="another folder", found=str(out))
     sources = files_of(archive)
-    turns = nullcontext() if agent.concurrency is None else asyncio.Semaphore(agent.concurrency)
-    scorer = _Scorer(agent=agent, decode=decode, seconds=deadline_seconds, turns=turns)
     out.mkdir(parents=True, exist_ok=True)
-    await agent.start()
     try:
+        await agent.start()  # it knows now how many calls it handles
+        turns = nullcontext() if agent.concurrency is None else asyncio.Semaphore(agent.concurrency)
+        scorer = _Scorer(agent=agent, decode=decode, seconds=deadline_seconds, turns=turns)
         for file in sources:
             groups: dict[str, list[SavedSample]] = {}
             for sample in trained(read_samples(file)):

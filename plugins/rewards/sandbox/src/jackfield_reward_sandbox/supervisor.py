@@ -257,6 +257,7 @@ class _Boxes:
         self._may_kill = level in ("none", "limits") and (level == "none" or a_user() is None)
 
     def ask(self, message: Mapping[str, Any], *descriptors: int) -> Any:
+        """Send a message to a box, a new one if there is none, and return its answer."""
         self._box = self._box or Box(*self._arguments)
         try:
             return self._box.ask(message, *descriptors)
