@@ -1,5 +1,5 @@
 # The two commands of the README, and a few for those who work on Jackfield.
-.PHONY: quickstart test nightly wheels develop check format docs constraints references benchmark-peers benchmark-transfer-queue interpreters clean
+.PHONY: quickstart test nightly wheels develop check format docs constraints references benchmark-peers benchmark-transfer-queue interpreters gpu gpu-wheels clean
 
 PYTHON = .venv/bin/python
 
@@ -42,8 +42,14 @@ benchmark-transfer-queue: ## install TransferQueue into an environment of its ow
 	python3 -m venv .venv-transfer-queue
 	.venv-transfer-queue/bin/python -m pip install --quiet --requirement benchmarks/requirements-transfer-queue.txt
 
-interpreters: develop ## make the environments in which tests run vLLM and read SGLang's types: 5 minutes and 4 GB
+interpreters: develop ## make the environments in which tests run vLLM and read SGLang's types: a minute and 4 GB
 	@python3 tools/environment.py interpreters
 
+gpu: ## conformance, weights, a GRPO run and speed on a machine with CUDA; nothing is installed (docs/guides/gpu.md)
+	python3 tools/gpu.py $(ARGS)
+
+gpu-wheels: ## download what a GPU machine without a package index may lack into .gpu-wheels
+	python3 tools/gpu.py --collect
+
 clean: ## remove what was made: environments, wheels, caches
-	rm -rf .venv .venv-transfer-queue .tox environments dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-transfer-queue .gpu-wheels .tox environments dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

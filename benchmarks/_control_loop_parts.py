@@ -29,10 +29,13 @@ from jackfield.queue import TransferQueue, Values
 from jackfield.queue.meta import BatchMeta, Written
 from jackfield.queue.transfer_queue import QueueServer, connect_queue
 from jackfield.queue.values import MemoryBackend, MemoryConfig
-from jackfield.runtime.engine import Distances, EngineRank
+from jackfield.runtime.agent_worker import AgentWorker
+from jackfield.runtime.agents import AgentHost
+from jackfield.runtime.comparison import Distances
+from jackfield.runtime.engine import EngineRank
 from jackfield.runtime.ray_cluster import Cluster, WorkerSpec
 from jackfield.runtime.rewards import RewardWorker
-from jackfield.runtime.workers import AgentWorker, Workers
+from jackfield.runtime.workers import Workers
 from jackfield.sdk.rpc import Service, stub
 from jackfield.trainer.rewards import RewardPipeline
 from jackfield.trainer.role import WEIGHTS, Role, RoleName, RunWorkers
@@ -157,11 +160,13 @@ def workers(
 
 
 def make_agents(backend: TransferQueueBackend) -> AgentWorker:
-    return AgentWorker(Values(backend), Tokenizer(), Clock(), lambda _: Agent(10**9, None))  # type: ignore[arg-type]
+    tokenizer: Any = Tokenizer()
+    return AgentWorker(Values(backend), tokenizer, Clock(), AgentHost(make=partial(Agent, 10**9)))
 
 
 def make_rewards(backend: TransferQueueBackend) -> RewardWorker:
-    return RewardWorker(Values(backend), Reward(None, RewardContext()), Tokenizer(), Clock(), role_of(RUNS, 1).config)
+    tokenizer: Any = Tokenizer()
+    return RewardWorker(Values(backend), Reward(None, RewardContext()), tokenizer, Clock(), role_of(RUNS, 1).config)
 
 
 def units(folder: str, *, joins: bool) -> TransferQueueBackend:

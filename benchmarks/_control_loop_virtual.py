@@ -31,11 +31,12 @@ from jackfield.data.tasks import Task
 from jackfield.queue.meta import RolloutReport, Written
 from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.routing import Replica
+from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine import EngineGroup, EngineRank
 from jackfield.runtime.process import ROLLOUT, use_process
 from jackfield.runtime.rewards import RewardReport, RewardWorker
 from jackfield.runtime.samples import AdvantageWorker
-from jackfield.runtime.workers import AgentWorker, Workers, list_seconds
+from jackfield.runtime.workers import Workers, list_seconds
 from jackfield.sdk.rpc import Connection, Contract, stub
 from jackfield.sdk.rpc.connection import MSGPACK
 from jackfield.sdk.rpc.wire import HEAD, MAGIC, Call, Message, Reply

@@ -69,13 +69,6 @@ def made(make_task_module: ModuleType, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="session")
-def jackfield(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandServer]:
-    """``jackfield("run", FILE)``: the command line, without its imports: see ``jackfield_commands``."""
-    with CommandServer(tmp_path_factory.mktemp("commands")) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
 def ray_interpreters(jackfield: CommandServer) -> Iterator[str]:
     """A setting with which a run's workers in Ray have imported torch when they start: see ``jackfield_ray_forks``."""
     folder = Path(tempfile.mkdtemp(prefix="jackfield"))  # the path of a socket is short

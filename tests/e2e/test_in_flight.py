@@ -218,8 +218,12 @@ TURNS = ("weights.in_turns=true", "cluster.threads=1", "schedule.sync_offset=1",
         ((), ["full"] * 3),
         (("weights.kind=delta",), ["full", "delta", "delta"]),
         (("model.lora={rank: 4}",), ["adapter"] * 3),
+        (
+            ("model.lora={rank: 4, use_dora: true, publish: merged}", "weights.kind=delta", "optimizer.name=muon"),
+            ["full", "delta", "delta"],
+        ),
     ],
-    ids=["full", "delta", "adapter"],
+    ids=["full", "delta", "adapter", "merged"],
 )
 def test_replicas_take_new_weights_in_turns(
     settings: Sequence[str], kinds: list[str], small_run: Run, updates: Updates, monkeypatch: pytest.MonkeyPatch

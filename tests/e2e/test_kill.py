@@ -177,8 +177,12 @@ def test_killed_again_and_again_a_run_on_a_durable_queue_is_bitwise_the_uninterr
 
 
 @pytest.mark.timeout(300)
-def test_killed_supervised_training_is_bitwise_the_uninterrupted_one(start: Start, tmp_path: Path) -> None:
-    settings = ("data.rollouts_per_group=1", "evaluation.every=0")
+@pytest.mark.parametrize("background", [0, 1])
+def test_killed_supervised_training_is_bitwise_the_uninterrupted_one(
+    start: Start, tmp_path: Path, background: int
+) -> None:
+    """With checkpoints that are written while training goes on, too."""
+    settings = ("data.rollouts_per_group=1", "evaluation.every=0", f"checkpoint.background={background}")
     assert DONE == start(tmp_path / "whole", *settings, file="warmup.yaml")
     for folder in kill_again_and_again(start, tmp_path / "killed", settings, seed=6, kills=3, file="warmup.yaml"):
         check_equal(tmp_path / "whole", folder)

@@ -77,7 +77,7 @@ def test_rollout_and_engine_agree_on_log_probs(small_run: Run) -> None:
             "algorithm.shaping={clip: [-1, 1], normalize: true, overlong_length: 6, overlong_buffer: 4}",
         ),
         ("algorithm.kl={coefficient: 0.1, target: 0.2}", "algorithm.mini_batches=2"),
-        ("cluster.micro_batch_tokens=64", "optimizer.scheduler=linear", "optimizer.total_steps=3"),
+        ("cluster.micro_batch_tokens=64", "optimizer.warmup_steps=0", "optimizer.total_steps=3"),
         (STREAM, "algorithm.mini_batches=2"),
         (STREAM, "algorithm.mini_batches=2", "algorithm.epochs=2", "algorithm.kl.coefficient=0.1"),
         (STREAM, "algorithm.mini_batches=2", "schedule.sync_offset=1", "algorithm.old_log_probs=engine"),

@@ -52,7 +52,7 @@ def test_a_longer_schedule_goes_on_as_if_it_had_been_one_run(small_run: Run, alg
     weights = [(each.model / "model.safetensors").read_bytes() for each in (whole, parts)]
     assert weights[0] == weights[1]
     stages = [traced(each.folder) for each in (whole, parts)]
-    assert stages[0] | {("checkpoint", 1)} == stages[1]
+    assert stages[0] | {("checkpoint", 1), ("checkpoint_files", 1)} == stages[1]
 
 
 def test_a_finished_run_says_so(small_run: Run) -> None:
@@ -110,7 +110,8 @@ def test_a_second_run_in_the_same_folder_is_refused(small_run: Run) -> None:
 def test_checkpoints_are_listed_and_exported(small_run: Run, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    result, _ = small_run("export", *GRADED, "schedule.steps=3", "checkpoint.every=2")
+    settings = ("schedule.steps=3", "checkpoint.every=2", "checkpoint.background=1", "optimizer.ema_decay=0.5")
+    result, _ = small_run("export", *GRADED, *settings)
     listed = CliRunner().invoke(main, ["checkpoint", "list", str(result.folder), "--json"])
     assert [2, 3] == [row["step"] for row in json.loads(listed.output)]
     out = tmp_path / "out"
@@ -123,6 +124,13 @@ def test_checkpoints_are_listed_and_exported(small_run: Run, tmp_path: Path) -> 
     earlier = result.folder / "checkpoints" / "step_00000002"
     assert 0 == CliRunner().invoke(main, ["checkpoint", "export", str(earlier), str(tmp_path / "two")]).exit_code
     assert (tmp_path / "two" / "model.safetensors").read_bytes() != (out / "model.safetensors").read_bytes()
+    done = CliRunner().invoke(main, ["checkpoint", "export", str(result.folder), str(tmp_path / "mean"), "--averaged"])
+    assert 0 == done.exit_code
+    assert (tmp_path / "mean" / "model.safetensors").read_bytes() != (out / "model.safetensors").read_bytes()
+    card = (tmp_path / "mean" / "README.md").read_text()
+    assert "| steps | 3 |" in card
+    assert "the average of the trained weights" in card
+    assert card.replace("the average of the trained", "the trained") == (result.model / "README.md").read_text()
     for arguments, code in (
         (["export", str(earlier), str(out)], "engine.failed"),
         (["list", str(out)], "run.no-checkpoint"),

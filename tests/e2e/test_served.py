@@ -186,7 +186,7 @@ def test_explorers_come_and_go_and_every_batch_is_trained_once(roles: Roles, mad
     roles.start("queue", "queue", "serve", *common)
     roles.until("the queue is served", of="queue")
     second_save = ("jackfield.trainer.checkpoint:Checkpointer.save", 2)
-    third_run_of_the_second_batch = ("jackfield.runtime.workers:AgentWorker._rollout", 7)
+    third_run_of_the_second_batch = ("jackfield.runtime.agent_worker:AgentWorker._rollout", 7)
     third_group = ("jackfield.runtime.rewards:RewardWorker._group", 3)
     roles.start("trainer", "run", *common, "--role", "train", die_at=second_save)
     roles.start("rewards", "run", *common, "--role", "reward", die_at=third_group)

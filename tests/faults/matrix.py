@@ -77,11 +77,12 @@ def lives(pid: int) -> bool:
 def children(pid: int) -> dict[int, str]:
     """The processes that one has started, and their command lines."""
     found = {}
-    with suppress(FileNotFoundError):  # it has ended
+    with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
         for task in Path(f"/proc/{pid}/task").iterdir():
             for child in (task / "children").read_text().split():
-                command = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                found[int(child)] = command.strip()
+                with suppress(FileNotFoundError, ProcessLookupError):  # the child has ended since
+                    command = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    found[int(child)] = command.strip()
     return found
 
 

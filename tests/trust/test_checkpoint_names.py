@@ -50,7 +50,7 @@ def registry() -> Registry:
 def opened(registry: Registry, folder: Path, **model: Any) -> Iterator[Any]:
     """An engine without an optimizer."""
     context = EngineContext(role="actor", model=ModelSpec(path=str(folder), **model))
-    engine: Any = registry.load("engine", "fsdp").build({"attention": "eager"}, context)
+    engine: Any = registry.load("engine", "fsdp").build({}, context)
     engine.initialize()
     try:
         yield engine
@@ -61,7 +61,7 @@ def opened(registry: Registry, folder: Path, **model: Any) -> Iterator[Any]:
 async def served(registry: Registry, folder: Path, **model: Any) -> Any:
     """A started rollout server."""
     context = RolloutContext(model=ModelSpec(path=str(folder), **model), max_model_len=24)
-    server: Any = registry.load("rollout", "transformers").build({"attention": "eager"}, context)
+    server: Any = registry.load("rollout", "transformers").build({}, context)
     await server.start()
     return server
 
@@ -109,7 +109,7 @@ async def load_into_another(registry: Registry, engine: Any, folder: Path, model
         done = await synchronise(registry, engine, server)
         assert done.last is not None
         assert {name: digest(tensor) for name, tensor in disk.items()} == done.last.receipts[0].workers[0].digests
-        sampling = SamplingParams(max_new_tokens=6, temperature=1.0, seed=3, ignore_eos=True)
+        sampling = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3, ignore_eos=True)
         answer = await server.generate(GenerateRequest(request_id="a", prompt_ids=PROMPT, sampling=sampling))
     finally:
         await server.stop()

@@ -104,6 +104,20 @@ def test_samples_within_the_limit_are_trained_on(
         assert 1e-4 > line["log_prob_check/train_mode/max"]
 
 
+def test_without_a_setting_the_limit_is_that_of_the_frequencies(
+    model: Path, jackfield: CommandServer, quickstart_settings: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """Answers end there, although more tokens were asked for."""
+    options = (f"model.path={model}", "schedule.steps=1", "sampling={max_new_tokens: 40, ignore_eos: true}")
+    done = jackfield("run", *quickstart_settings("chosen", *options))
+    assert 0 == done.code, done.error
+    described = json.loads((model / "config.json").read_text())
+    assert (described["max_position_embeddings"] > LIMIT) == (f"at most {LIMIT} tokens" in done.error), done.error
+    (line,) = steps(tmp_path / "chosen")
+    assert 40 > line["response_tokens/max"]
+    assert 1e-4 > line["log_prob_check/rollout/max"]
+
+
 def test_longer_rows_are_trained_on_by_themselves(
     model: Path, jackfield: CommandServer, made: Path, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,9 @@ _TINY: Mapping[str, Any] = {
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 8,
     "v_head_dim": 8,
+    "sliding_window": 8,
+    "attention_chunk_size": 8,
+    "window_size": 8,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -175,6 +179,69 @@ MIXTURES: Mapping[str, Mapping[str, Any]] = {
     },
     "solar_open": {},
 }
+#: Layers with a state: recurrences and convolutions, most beside layers with attention.
+_MAMBA2: Mapping[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_ssm": 64,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
+_GATED_DELTA: Mapping[str, Any] = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+HYBRID: Mapping[str, Mapping[str, Any]] = {
+    "bamba": {**_MAMBA2, "attn_layer_indices": [1]},
+    "falcon_h1": _MAMBA2,
+    "granitemoehybrid": {**_MAMBA2, "layer_types": ["linear_attention", "full_attention"]},
+    "kimi_linear": {
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+        "num_key_value_heads": 4,
+        "num_experts_per_token": 2,
+        "num_expert_group": 1,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "qk_head_dim": 16,
+        "head_dim": 8,
+        "model_max_length": 64,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "mamba": {"intermediate_size": 64, "state_size": 8, "time_step_rank": 4},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8},
+    "nemotron_h": {},
+    "olmo_hybrid": _GATED_DELTA,
+    "qwen3_5_moe_text": {**_GATED_DELTA, "layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_5_text": {**_GATED_DELTA, "layer_types": ["linear_attention", "full_attention"]},
+    "recurrent_gemma": {
+        "lru_width": 32,
+        "attention_window_size": 8,
+        "block_types": ["recurrent", "attention"],
+        "head_dim": 8,
+    },
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"],
+        "hybrid_layer_ids": [1],
+        "mamba_d_state": 8,
+        "mamba_ngroups": 1,
+        "n_mamba_heads": 8,
+        "mamba_headdim": 8,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "num_key_value_heads": 4,
+        "kv_channels": 8,
+        "num_query_groups": 4,
+        "chunk_size": 8,
+        "adapter_rank": 4,
+        "use_mem_rope": True,
+    },
+}
 VISION_LANGUAGE: Mapping[str, Mapping[str, Any]] = {
     "aria": {},
     "aya_vision": {},
@@ -193,7 +260,7 @@ VISION_LANGUAGE: Mapping[str, Mapping[str, Any]] = {
     "llava": {},
     "llava_next": {},
     "llava_onevision": {},
-    "mistral3": {},
+    "mistral3": {"vision_config.head_dim": 8, "vision_config.image_size": 56},
     "mllama": {},
     "paligemma": {"projection_dim": 32},
     "qwen2_5_vl": {"text_config.rope_parameters": _MROPE},
@@ -203,15 +270,93 @@ VISION_LANGUAGE: Mapping[str, Mapping[str, Any]] = {
     "smolvlm": {},
     "vipllava": {},
 }
-ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {**DENSE, **MIXTURES, **VISION_LANGUAGE}
+ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {**DENSE, **MIXTURES, **HYBRID, **VISION_LANGUAGE}
+
+#: Forms of an architecture, by name: its model type, and settings of its own.
+_TEXT_ROPE: Mapping[str, Any] = {"rope_theta": 1e4, "original_max_position_embeddings": 32}
+VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llama with llama3 rope": (
+        "llama",
+        {
+            "rope_parameters": {
+                **_TEXT_ROPE,
+                "rope_type": "llama3",
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            }
+        },
+    ),
+    "phi3 with longrope": (
+        "phi3",
+        {
+            "rope_parameters": {
+                **_TEXT_ROPE,
+                "rope_type": "longrope",
+                "partial_rotary_factor": 1.0,
+                "factor": 2.0,
+                "long_factor": [4.0, 9.0, 16.0, 30.0],
+                "short_factor": [1.0, 1.0, 1.0, 1.0],
+            },
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    "qwen2 with a sliding window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "qwen3 with dynamic rope": (
+        "qwen3",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, "max_position_embeddings": 32},
+    ),
+    "qwen3 with yarn": (
+        "qwen3",
+        {"rope_parameters": {**_TEXT_ROPE, "rope_type": "yarn", "factor": 2.0}},
+    ),
+}
+#: Architectures that are trained less often, or are close relatives of others here.
+_RARE = {
+    "glm",
+    "gpt_bigcode",
+    "gpt_neo",
+    "gptj",
+    "helium",
+    "olmo",
+    "stablelm",
+    "afmoe",
+    "dbrx",
+    "flex_olmo",
+    "granitemoeshared",
+    "jetmoe",
+    "solar_open",
+    "kimi_linear",
+    "recurrent_gemma",
+    "zamba2",
+    "lfm2_moe",
+    "mamba",
+    "olmo_hybrid",
+    "qwen3_5_moe_text",
+    "aria",
+    "aya_vision",
+    "glm4v",
+    "glm4v_moe",
+    "got_ocr2",
+    "idefics2",
+    "idefics3",
+    "llama4",
+    "llava_next",
+    "llava_onevision",
+    "mllama",
+    "qwen2_vl",
+    "qwen3_vl_moe",
+    "smolvlm",
+    "vipllava",
+}
+#: What people train, by name: architectures and variants, of which as many as possible have to run.
+TRAINED = tuple(name for name in (*DENSE, *VARIANTS, *MIXTURES, *HYBRID, *VISION_LANGUAGE) if name not in _RARE)
 
 #: Architectures that the rollout server ``transformers`` refuses at its start, and why; only their files are compared.
-NOT_SERVED: dict[str, str] = {
-    "bloom": "its positions (ALiBi) are made from a mask of another shape than the server's",
-    "jamba": "some layers have linear attention, whose state the server's cache does not hold",
-    "minimax": "some layers have linear attention, whose state the server's cache does not hold",
-    "qwen3_next": "some layers have linear attention, whose state the server's cache does not hold",
-}
+NOT_SERVED: dict[str, str] = {"recurrent_gemma": "its log-probabilities in a decode loop are others than in one pass"}
 #: Architectures that are neither trained nor served, and why.
 REFUSED: dict[str, str] = {"paligemma": "it attends to later tokens of the prompt"}
 
@@ -227,7 +372,8 @@ def _shrink(config: Any, *, vision: bool = False) -> None:
             setattr(config, name, [value] * len(getattr(config, name)) if sizes else value)
     for name in ("layer_types", "mlp_layer_types"):
         if _settable(config, name):
-            setattr(config, name, list(getattr(config, name))[-2:])
+            with suppress(AttributeError):  # some are made from other settings
+                setattr(config, name, list(getattr(config, name))[-2:])
     for name in getattr(config, "sub_configs", None) or {}:
         if getattr(config, name, None) is not None:
             _shrink(getattr(config, name), vision=vision or "text" not in name)
@@ -267,7 +413,10 @@ def make_model(architecture: str, seed: int = 0, **changes: Any) -> Any:
 
 
 def save_model(architecture: str, folder: Path, seed: int = 0, **changes: Any) -> Any:
-    """Make a model, write it to ``folder`` as its publisher would, and return it."""
+    """Make a model of an architecture or a variant, write it to ``folder`` as its publisher would, and return it."""
+    if architecture in VARIANTS:
+        architecture, own = VARIANTS[architecture]
+        changes = {**own, **changes}
     model = make_model(architecture, seed, **changes)
     model.save_pretrained(folder)
     return model

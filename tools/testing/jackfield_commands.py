@@ -4,7 +4,7 @@
     command = jackfield.start("run", FILE, environment={"NAME": "value"})
     command.pid, command.wait(60).code                                  # 143: ended by SIGTERM (or exit code 143)
 
-The fixture ``jackfield`` (one server for each pytest process) is in ``tests/conftest.py``. A command is a process with
+The fixture ``jackfield`` (one server for each pytest process) is in ``jackfield_testing``. A command is a process with
 a session of its own, as in a shell of its own, and finds modules in its PYTHONPATH; its standard output and error are
 files. A command that a test has left running is killed with everything in its session's process group at the end of the
 test session.
@@ -176,8 +176,8 @@ class CommandServer:
         """Start ``PROGRAM ARGUMENTS``, with further variables of the environment, in a working folder.
 
         Args:
-            program: ``jackfield``, ``jackfield_conformance``, ``pytest``, or ``ray workers`` (see
-                ``jackfield_ray_forks``).
+            program: ``jackfield``, ``jackfield_conformance``, ``pytest``, ``python`` (a file; warnings are errors
+                where PYTHONWARNINGS says so), or ``ray workers`` (see ``jackfield_ray_forks``).
             output: a file for standard output and error together; default: a file for each.
 
         Raises:
@@ -336,6 +336,20 @@ def _conformance(arguments: list[str]) -> int:
     return main(arguments)
 
 
+def _python(arguments: list[str]) -> int:
+    import random
+    import runpy
+    import warnings
+
+    random.seed()  # the server's state is in every fork
+    if os.environ.get("PYTHONWARNINGS") == "error":
+        warnings.simplefilter("error")
+    sys.argv = arguments
+    sys.path.insert(0, os.path.dirname(arguments[0]))
+    runpy.run_path(arguments[0], run_name="__main__")
+    return 0
+
+
 def _ray_workers(arguments: list[str]) -> int:
     import jackfield_ray_forks
 
@@ -346,6 +360,7 @@ _PROGRAMS = {
     "jackfield": _jackfield,
     "jackfield_conformance": _conformance,
     "pytest": _pytest,
+    "python": _python,
     "ray workers": _ray_workers,
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -124,3 +124,18 @@ class Bench:
     async def counts(self, *names: str) -> Mapping[str, int]:
         found = await self.queue.stats()
         return {name: found[name] for name in names}
+
+
+def with_queue(test: Callable[[Any], Awaitable[None]], backend: Any = None, **options: Any) -> None:
+    """Run an asynchronous test with a started queue, on virtual time."""
+    clock = VirtualClock()
+
+    async def main() -> None:
+        queue = TransferQueue(backend or Memory(), clock, **options)
+        await queue.start()
+        try:
+            await test(Bench(queue, clock))
+        finally:
+            await queue.close()
+
+    clock.run(main())

@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 
 from jackfield.errors import JackfieldError
+from jackfield_commands import CommandServer
 from jackfield_servers import PostgresServer, RedisServer, postgres_programs, redis_program
 
 DATA_VARIABLE = "JACKFIELD_DATA"
@@ -66,6 +67,9 @@ ip netns delete probe-$$; exit $code
 """
 
 
+#: Where `make interpreters` puts torchao, which makes each import of transformers slower where it is installed.
+TORCHAO = ROOT / "environments" / "torchao"
+
 #: Tools that CI has installed by the time the tests run. Python packages are named ``module:NAME``.
 TOOLS: dict[str, Callable[[], bool]] = {
     "cc": lambda: shutil.which("cc") is not None,
@@ -75,8 +79,15 @@ TOOLS: dict[str, Callable[[], bool]] = {
     "postgres": lambda: postgres_programs() is not None,
     "redis": lambda: redis_program() is not None,
     "sglang": lambda: sglang_python() is not None,
+    "torchao": lambda: (TORCHAO / "torchao" / "__init__.py").exists(),
+    "veomni": lambda: veomni_python() is not None,
     "vllm": lambda: vllm_python() is not None,
 }
+
+
+def veomni_python() -> Path | None:
+    """The interpreter in which tests run VeOmni: ``JACKFIELD_VEOMNI_PYTHON``, or that of ``make interpreters``."""
+    return _python("veomni")
 
 
 def vllm_python() -> Path | None:
@@ -95,12 +106,16 @@ def _python(name: str) -> Path | None:
     return python if python.exists() else None
 
 
-#: What a machine of CI may lack: hardware, and the rights of an administrator.
+#: Qwen3's tokenizer and chat template, which ``make interpreters`` downloads where npm is.
+QWEN3_TOKENIZER = ROOT / "environments" / "qwen3_tokenizer"
+
+#: What a machine of CI may lack: hardware, the rights of an administrator, and npm's packages.
 HARDWARE: dict[str, Callable[[], bool]] = {
     "cuda": _cuda,
     "mount": lambda: _may("unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"),
     "network namespaces": lambda: _may("sh", "-c", _CABLE),
     "other users": lambda: os.geteuid() == 0,
+    "qwen3": lambda: (QWEN3_TOKENIZER / "tokenizer_config.json").exists(),
 }
 
 _ALLOWED = pytest.StashKey[str]()
@@ -172,6 +187,13 @@ def redis_server() -> Iterator[RedisServer]:
     server = RedisServer()
     with contextlib.closing(server):
         server.start()
+        yield server
+
+
+@pytest.fixture(scope="session")
+def jackfield(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandServer]:
+    """``jackfield("run", FILE)``: the command line, without its imports: see ``jackfield_commands``."""
+    with CommandServer(tmp_path_factory.mktemp("commands")) as server:
         yield server
 
 

@@ -151,6 +151,18 @@ class Replica:
         return attrs.evolve(state, state=self.state if report.healthy else "unhealthy", **load)
 
 
+def joined_experts(first: Any, second: Any) -> Any:
+    """Return the experts of tokens ``[tokens, layers, experts]`` of which both parts may know some; the first counts.
+
+    The second part begins with the first one's tokens. None: nothing is known.
+    """
+    if first is None or second is None:
+        return second if first is None else first
+    import numpy as np
+
+    return np.concatenate([first, second[len(first) :]])
+
+
 def _rest(request: GenerateRequest, done: GenerateResult) -> GenerateRequest:
     """Return the request for what is left of one: with its tokens so far, fewer to generate, and a seed for them."""
     sampling, count = request.sampling, len(done.token_ids)
@@ -236,7 +248,10 @@ class Router:
                 break
         if reason == "abort" and len(ids) >= request.sampling.max_new_tokens:
             reason = "length"
-        return attrs.evolve(part, finish_reason=reason, **lists)
+        experts = joined_experts(done.routed_experts, part.routed_experts)
+        if experts is not None:
+            experts = experts[: len(request.prompt_ids) + len(lists["token_ids"]) - 1]
+        return attrs.evolve(part, finish_reason=reason, routed_experts=experts, **lists)
 
     async def route(self, replicas: Mapping[int, Replica], seconds: float, updating: Sequence[int] = ()) -> int:
         """Use these replicas (by number) from now on; return when no request is left on removed ones.

@@ -67,6 +67,9 @@ def range_of(validator: Any) -> str:
 
 #: What to write in the place of keys that had another path.
 _MOVED = {"cluster.ray.placement": "cluster.placement: shared (it was colocated) or separate (disaggregated)"}
+_MOVED["cluster.ray.gpus_per_place"] = (
+    "cluster.device: cuda, with which each rank has a GPU, a replica its parallel sizes"
+)
 _MOVED["stages"] = "leave out --role; other commands take a file without stages, or a stage's config.yaml"
 
 

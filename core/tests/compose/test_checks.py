@@ -13,9 +13,10 @@ import pytest
 
 from jackfield.clock import Clock
 from jackfield.compose import checks
-from jackfield.compose.checks import check_capabilities
+from jackfield.compose.capabilities import check_capabilities
 from jackfield.compose.modes import check_mode
-from jackfield.compose.workers import Worker, WorkerFactory, load_plugins
+from jackfield.compose.worker import Worker
+from jackfield.compose.workers import WorkerFactory, load_plugins
 from jackfield.config import make_config
 from jackfield.errors import ConfigError
 from jackfield.plugins import Manifest, PluginRecord, Registry
@@ -68,6 +69,16 @@ def test_turns_need_replicas_with_devices_of_their_own_and_a_single_one_keeps_it
     for shared in (("cluster.offload=true", *turns), ("cluster.placement=shared", *turns), ray):
         with refused("config.invalid-value", "weights.in_turns", "fix: "):
             check(*shared, transfer_queue={"joins": "full"}, **keeps)
+
+
+@pytest.mark.parametrize("kind", ["engine", "rollout"])
+def test_an_agent_with_images_needs_an_engine_and_replicas_that_take_them(kind: str) -> None:
+    """Without the agent's capability nothing is asked of them."""
+    takes = {name: {"multi_modal": "partial"} for name in ("agent", "engine", "rollout")}
+    check(**takes)
+    check(**{**takes, "agent": {"multi_modal": "unsupported"}, kind: {}})
+    with refused("plugin.capability", "multi_modal", f"{kind}.name"):
+        check(**{**takes, kind: {"multi_modal": "unsupported"}})
 
 
 def test_a_cluster_needs_a_backend_that_its_workers_can_join() -> None:

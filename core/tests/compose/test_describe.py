@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from jackfield.compose.checks import describe_lengths
 from jackfield.compose.schedules import describe
 
 from .test_resolve import STREAM, resolved, resolved_config
@@ -66,3 +70,28 @@ def test_a_schedule_is_described(
     text = " ".join(describe(resolved_config(*overrides), resolved(*overrides)))
     assert [] == [part for part in said if part not in text], text
     assert [] == [part for part in unsaid if part in text], text
+
+
+@pytest.mark.parametrize(
+    ("positions", "overrides", "said"),
+    [
+        (100, ("data.max_prompt_tokens=40", "sampling.max_new_tokens=60"), None),
+        (
+            99,
+            ("sampling.max_new_tokens=120",),
+            "end at 99 tokens (max_position_embeddings), before a prompt of 1 and a",
+        ),
+        (200, ("sampling.max_new_tokens=60", "cluster.max_model_len=50"), "end at 50 tokens (cluster.max_model_len"),
+        (None, ("sampling.max_new_tokens=60",), None),
+    ],
+)
+def test_a_limit_of_positions_is_said(
+    positions: int | None, overrides: tuple[str, ...], said: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
+    found = describe_lengths(resolved_config(f"model.path={tmp_path}", *overrides))
+    assert [True] * (said is not None) == [str(said) in each for each in found]
+
+
+def test_a_model_that_is_not_there_has_no_limit() -> None:
+    assert [] == describe_lengths(resolved_config("model.path=nowhere"))

@@ -82,15 +82,16 @@ def found(folder: Path, *names: str) -> dict[str, str | None]:
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize("installer", ["pip", pytest.param("uv", marks=pytest.mark.needs("module:uv"))])
 def test_an_environment_is_made_once_and_again_when_its_plan_changes(
-    tmp_path: Path, tiny: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny: tuple[str, str], monkeypatch: pytest.MonkeyPatch, installer: str
 ) -> None:
     """Extra packages are removed, only a new wheel is installed again, and a failure is named."""
     comes, other = tiny
     monkeypatch.setattr(plugin_interpreters, "requirement_as_installed", lambda name: [comes])
     monkeypatch.setattr("importlib.metadata.requires", lambda name: None)
     folder = tmp_path / "made"
-    settings = EnvironmentSettings(requires=(other,), uninstall=("other",))
+    settings = EnvironmentSettings(requires=(other,), uninstall=("other",), installer=installer)
 
     def create(settings: EnvironmentSettings = settings) -> bool:
         return create_environment(settings, folder, ["tiny"], 120.0)
@@ -124,6 +125,14 @@ def test_a_folder_that_is_something_else_is_left_alone(tmp_path: Path) -> None:
         create_environment(EnvironmentSettings(), tmp_path, [], 10.0)
     assert "plugin.environment" == caught.value.code
     assert "years" == (tmp_path / "thesis.tex").read_text()
+
+
+def test_a_missing_uv_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(PluginError) as caught:
+        create_environment(EnvironmentSettings(installer="uv"), tmp_path, [], 1.0)
+    assert ("plugin.environment", "environments.*.installer") == (caught.value.code, caught.value.where)
 
 
 def test_the_deadline_ends_it(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from jackfield.observe import read_samples, render_samples
 
 def test_a_sample_is_one_readable_object(make_run, sample):
     run = make_run(sample_table=True).start()
-    run.samples(1, sample("a", response="größer\u2028 [b]", response_mask=(1, 0, 0, 1, 1)))
+    more = {"log_probs": (-0.5, 0.0), "weight_versions": (3, -1), "token_rewards": (), "rollout": {"turns": 2}}
+    run.samples(1, sample("a", response="größer\u2028 [b]", response_mask=(1, 0, 0, 1, 1), **more))
 
     raw = (run.folder / "samples/train.jsonl").read_text(encoding="utf-8")
     assert 1 == len(raw.splitlines())
@@ -26,6 +27,10 @@ def test_a_sample_is_one_readable_object(make_run, sample):
         "response_mask": [1, 0, 0, 1, 1],
         "mask_text": "1 model, 2 inserted, 2 model",
         "tags": {"group": 3},
+        "log_probs": [-0.5, 0.0],
+        "weight_versions": [3, -1],
+        "token_rewards": [],
+        "rollout": {"turns": 2},
     } == json.loads(raw)
 
 

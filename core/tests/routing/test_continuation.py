@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 
 from jackfield.abc.rollout import (
@@ -32,6 +33,7 @@ class Server:
         self.clock, self.version, self.asked = clock, version, list[GenerateRequest]()
         self.reason: Any = "length"  #: the reason that ends requests early, at their next token
         self.failure: Exception | None = None
+        self.routes = False  #: whether results have the experts of each token
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         self.asked.append(request)
@@ -46,6 +48,8 @@ class Server:
             count += 1
         ids = tuple(range(first, first + count))
         values: Any = {"log_probs": tuple(-float(token) for token in ids), "weight_versions": tuple(versions)}
+        if self.routes:  # the number of a token's expert is the version
+            values["routed_experts"] = np.full((first + count - 1, 1, 1), self.version, dtype=np.int16)
         return GenerateResult(request_id=request.request_id, token_ids=ids, finish_reason=self.reason, **values)
 
     async def abort(self, request: AbortRequest) -> AbortResult:
@@ -118,6 +122,22 @@ def test_an_aborted_request_continues_with_its_tokens_and_the_rest_of_its_budget
     assert asked == interrupted_twice()
     for part in (second, third):
         assert attrs.evolve(part.sampling, max_new_tokens=10, seed=7) == REQUEST.sampling
+
+
+def test_tokens_keep_the_experts_of_the_part_that_has_seen_them_first() -> None:
+    """The last token of a part is first seen by the next one. A result that is cut has no more experts than tokens."""
+    world = World()
+    world.servers[0].routes = True
+
+    async def test() -> None:
+        sampling = SamplingParams(max_new_tokens=10, stop=("de",))
+        result = world.ask(attrs.evolve(REQUEST, sampling=sampling))
+        await world.interrupt(2.5)
+        found = await result
+        check(found, 0, 0, 0, 1, reason="stop")
+        assert found.routed_experts[:, 0, 0].tolist() == [0, 0, 0, 1]
+
+    world.run(test)
 
 
 def test_a_request_without_a_seed_continues_without_one() -> None:

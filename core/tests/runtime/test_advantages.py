@@ -232,3 +232,14 @@ def test_a_value_that_is_not_finite_is_named_with_its_sample() -> None:
     with pytest.raises(ConfigError) as caught:
         batch.estimate(estimated("gae"))
     assert "sample train/0/0/0/1/0, response token 1" == caught.value.where
+
+
+def test_a_rollout_weighs_the_same_however_many_sequences_it_has() -> None:
+    """The first two rows are one rollout's; advantages themselves are those of the estimator."""
+    batch = {"groups": ("a",) * 4, "rollout": (0, 0, 1, 2)}
+    _, plain = scored(**batch).estimate(estimated("dr_grpo"))
+    _, shared = scored(**batch).estimate(estimated("dr_grpo", sequence_weight="rollout"))
+    weights = (0.5, 0.5, 1.0, 1.0)
+    expected = [[value * weight for value in row] for row, weight in zip(plain["advantages"], weights, strict=True)]
+    assert expected == shared["advantages"]
+    assert plain["returns"] == shared["returns"]

@@ -12,9 +12,10 @@ import pytest
 from jackfield.abc.engine import EngineLayout
 from jackfield.algorithms import LossSpec
 from jackfield.clock import Clock
-from jackfield.errors import DeadlineExceeded, EngineError
+from jackfield.errors import DeadlineExceeded, EngineError, JackfieldError
 from jackfield.queue.meta import BatchMeta, Lease, Written
-from jackfield.runtime.engine import Distances, EngineGroup, combined, shares
+from jackfield.runtime.comparison import Distances
+from jackfield.runtime.engine import EngineGroup, combined, shares
 
 
 class FakeRank:
@@ -213,6 +214,34 @@ def test_a_rank_that_does_not_answer_is_named_with_its_samples() -> None:
         assert "the actor engine, rank 1, to train on 2 samples from train/0/0/0/0/0" in str(caught.value)
 
     asyncio.run(main())
+
+
+def test_a_rank_that_others_wait_for_in_vain_is_named() -> None:
+    """A collective operation fails on the ranks that wait for it; the one that hangs does not answer."""
+
+    class Rank(FakeRank):
+        hangs = False
+
+        async def update(self, loss: LossSpec, batch: BatchMeta | None, comparison: object) -> Any:
+            if self.hangs:
+                await asyncio.Event().wait()
+            raise EngineError("a collective operation has timed out", found="60 s")
+
+    async def main(seconds: float, hanging: set[int]) -> JackfieldError:
+        ranks = [Rank(place) for place in layouts(*((rank, True) for rank in range(3)), size=3)]
+        for rank in hanging:
+            ranks[rank].hangs = True
+        made = group(ranks, seconds=seconds)
+        await made.initialize()
+        with pytest.raises(JackfieldError) as caught:
+            await made.update(batch([3, 3, 3]), LOSS)
+        return caught.value
+
+    late = asyncio.run(main(60.0, {1}))
+    assert ("engine.failed", "60 s; no answer from rank 1") == (late.code, late.found)
+    all_late = asyncio.run(main(0.01, {0, 1, 2}))
+    assert ("deadline", "no answer from rank 0 and rank 1 and rank 2") == (all_late.code, all_late.found)
+    assert "60 s" == asyncio.run(main(60.0, set())).found
 
 
 def test_what_is_no_sample_is_scored_by_every_rank() -> None:

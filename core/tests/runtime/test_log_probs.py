@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from jackfield.queue.meta import BatchMeta, Lease
-from jackfield.runtime.engine import Comparison, Distance, Distances, distances
+from jackfield.runtime.comparison import Comparison, Distance, Distances, distances
 from jackfield.sdk.jagged import jagged
 
 LENGTHS = (3, 1, 4, 2, 5)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 
 from jackfield.abc.engine import ModelSpec
@@ -46,6 +47,7 @@ from jackfield_kept_process import RolloutProcess
 
 SERVER = '''
 import asyncio, os, subprocess, sys
+import attrs
 from jackfield.abc.rollout import *
 from jackfield.errors import RolloutError, WeightsError
 
@@ -72,12 +74,16 @@ class Server(BaseRolloutServer):
                 await asyncio.Event().wait()
             finally:
                 self.left += 1
+        if what == 8:
+            [array] = request.multi_modal_data.values()
+            about = (array.ndim, int(array.sum()), array.itemsize)
+            return self.echo(attrs.evolve(request, prompt_ids=about), (0.0, 0.0, 0.0))
         return self.echo(request)
 
-    def echo(self, request):
+    def echo(self, request, log_probs=(float("-inf"), 0.1)):
         count = len(request.prompt_ids)
         return GenerateResult(
-            request_id=request.request_id, token_ids=request.prompt_ids, log_probs=(float("-inf"), 0.1)[:count],
+            request_id=request.request_id, token_ids=request.prompt_ids, log_probs=log_probs[:count],
             weight_versions=(self.left,) * count, finish_reason="length")
 
     async def generate_stream(self, request):
@@ -216,6 +222,19 @@ def test_requests_and_results_come_as_they_were_sent(elsewhere: Elsewhere) -> No
         assert elsewhere.python.encode() == Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
 
     started(elsewhere, use, workers=2)
+
+
+def test_arrays_of_a_request_arrive(elsewhere: Elsewhere) -> None:
+    """NumPy arrays travel as bytes, and arrays of other things are refused before."""
+
+    async def use(server: RolloutProcess) -> None:
+        given = attrs.evolve(request(8), multi_modal_data={"pixel_values": np.ones((2, 3, 4), np.float32)})
+        assert (3, 24, 4) == (await server.generate(given)).token_ids
+        with pytest.raises(JackfieldError) as unsent:
+            await server.generate(attrs.evolve(given, multi_modal_data={"pixel_values": np.array([object()])}))
+        assert "agent.output" == unsent.value.code
+
+    started(elsewhere, use)
 
 
 def test_errors_keep_their_class_and_code(elsewhere: Elsewhere) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence
+from jackfield.abc.agent import AgentContext, AgentLoopBase, AgentLoopOutput, AgentSequence
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
 from jackfield.abc.transfer_queue import (
     GetRequest,
@@ -37,9 +38,11 @@ from jackfield.queue import BatchMeta, TransferQueue, Values
 from jackfield.queue.meta import GroupKey, Reuse
 from jackfield.queue.store import STORE_FILE
 from jackfield.queue.values import MemoryBackend, MemoryConfig
+from jackfield.runtime.agent_worker import AgentWorker
+from jackfield.runtime.agents import AgentHost, no_model
 from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.samples import AdvantageWorker
-from jackfield.runtime.workers import AgentWorker, Workers
+from jackfield.runtime.workers import Workers
 from jackfield.sdk.cells import column_from_rows
 from jackfield.trainer.checkpoint import CheckpointStore
 from jackfield.trainer.rewards import RewardPipeline
@@ -97,12 +100,13 @@ class FakeSynchronizer:
 class FakeActor:
     """An actor that takes time and records what it was trained on."""
 
-    def __init__(self, queue: TransferQueue, clock: Clock, seconds: float) -> None:
-        self.queue, self.clock, self.seconds = queue, clock, seconds
+    def __init__(self, queue: TransferQueue, clock: Clock, seconds: float, overflows: tuple[int, ...]) -> None:
+        self.queue, self.clock, self.seconds, self.overflows = queue, clock, seconds, overflows
         self.updates: list[tuple[BatchMeta, LossSpec]] = []
         self.advantages: list[list[float]] = []
         self.passes: list[tuple[float, str, BatchMeta]] = []  #: with the time at their end
         self.ended_at: list[float] = []  #: by update
+        self.saving: str | None = None  #: folder of a checkpoint in the background
         self.traces: list[tuple[str, int]] = []  #: beginnings and folders, each with the number of updates before it
 
     async def compute(self, kind: str, batch: BatchMeta, column: str) -> None:
@@ -118,12 +122,25 @@ class FakeActor:
         self.updates.append((batch, loss))
         self.ended_at.append(self.clock.time())
         self.advantages.append(columns["advantages"].values.tolist())
-        return {"policy/loss": 0.5, "grad_norm": 1.0, **({"policy/kl": 0.3} if "kl" in loss.options else {})}, {}
+        norm = math.inf if len(self.updates) in self.overflows else 1.0
+        return {"policy/loss": 0.5, "grad_norm": norm, **({"policy/kl": 0.3} if "kl" in loss.options else {})}, {}
 
-    async def save(self, folder: str, format: str) -> None:
+    async def save(self, folder: str, format: str, *, background: bool = False) -> None:
         await self.clock.sleep(self.seconds)
         Path(folder).mkdir()
-        (Path(folder) / "model").write_text("weights")
+        self.saving = folder
+        if not background:
+            self._write()
+
+    async def finish_save(self) -> None:
+        await self.clock.sleep(self.seconds / 4)
+        if self.saving is not None:
+            self._write()
+
+    def _write(self) -> None:
+        assert self.saving is not None
+        (Path(self.saving) / "model").write_text("weights")
+        self.saving = None
 
     async def load(self, folder: str) -> None:
         assert "weights" == (Path(folder) / "model").read_text()
@@ -198,7 +215,10 @@ class FakeCritic:
         self.updates.append((batch, loss))
         return {"value/loss": 0.25, "grad_norm": 2.0, "lr": 0.1}, {}
 
-    async def save(self, folder: str, format: str) -> None:
+    async def save(self, folder: str, format: str, *, background: bool = False) -> None:
+        return
+
+    async def finish_save(self) -> None:
         return
 
     async def load(self, folder: str) -> None:
@@ -301,12 +321,15 @@ class Simulation:
     temperatures: list[float | None] = attrs.field(factory=list)
     folder: Path | None = None  #: folder of checkpoints and ledger, from which a run resumes
     checkpoint_every: int = 0
+    background: int = 0  #: steps that go on while a checkpoint is written
     store: DyingBackend | None = None  #: a durable store; the queue then has a journal
     max_samples: int | None = None  #: limit for backpressure
     minimum_rows: int | None = None  #: rollouts that are enough for a group
     deaths: Sequence[float] = ()  #: times at which a unit of the store dies
     kill_at: float | None = None  #: time at which the whole run is killed
     profile: str | None = None
+    optimizer: Mapping[str, Any] = attrs.field(factory=dict)
+    overflows: tuple[int, ...] = ()  #: numbers of updates, from 1, whose gradients are not finite
 
     def run(self) -> Simulation:
         """Run to the end on virtual time."""
@@ -322,6 +345,7 @@ class Simulation:
             "folder": str(self.folder or "nowhere"),
             "seed": 7,
             "profile": self.profile,
+            "optimizer": self.optimizer,
             "data": {"groups_per_batch": self.groups, "rollouts_per_group": self.runs},
             "algorithm": {"mini_batches": self.mini_batches, "epochs": self.epochs, "kl": self.kl},
             "schedule": {
@@ -334,7 +358,11 @@ class Simulation:
             },
             "reward_service": {"retries": 0, "keep": False, **self.reward_service},
             "mixing": {"replay": replay},
-            "checkpoint": {"every": self.checkpoint_every, "at_end": self.folder is not None},
+            "checkpoint": {
+                "every": self.checkpoint_every,
+                "at_end": self.folder is not None,
+                "background": self.background,
+            },
             "log_prob_check": {"every": 0},
             "critic": {"clip": 0.1, "warmup_steps": self.critic_warmup or 0},
             "deadlines": {"batch": 500.0, "rollout": 50.0, "reward": self.score_deadline},
@@ -375,10 +403,13 @@ class Simulation:
         )
         await queue.start()
         values = Values(backend)
-        agent = AgentWorker(values, FakeTokenizer(), clock, lambda _: FakeAgent(self))
+        tokenizer: Any = FakeTokenizer()
+        context = AgentContext(generate=no_model, tokenizer=tokenizer, clock=clock)
+        host = AgentHost(make=lambda _: FakeAgent(self), context=context)
+        agent = AgentWorker(values, FakeTokenizer(), clock, host)
         reward = FakeReward(clock, self.reward_seconds, self.score_seconds)
         self.synchronizer = FakeSynchronizer(clock, self.sync_seconds)
-        self.actor = FakeActor(queue, clock, self.update_seconds)
+        self.actor = FakeActor(queue, clock, self.update_seconds, self.overflows)
         role = self._role(hooks)
         scorer = RewardWorker(values, reward, FakeTokenizer(), clock, role.config)
         role.queue = queue

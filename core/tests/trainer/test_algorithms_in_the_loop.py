@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from jackfield.errors import RunError
 from jackfield.queue.meta import BatchMeta, Lease
 from jackfield.runtime.samples import global_counts, mini_batches
 from jackfield.trainer.role import Schedule
@@ -139,3 +140,23 @@ def test_counts_are_of_all_samples_and_of_both_kinds() -> None:
         "global_expert_tokens": 2,
         "global_expert_sequences": 1,
     } == global_counts(rows("ab", "x").tags)
+
+
+def test_an_update_whose_gradients_overflow_ends_the_run() -> None:
+    """The engine has not applied it; steps before it are not lost."""
+    run = Simulation(Schedule(steps=3), overflows=(2,))
+    with pytest.raises(ExceptionGroup) as caught:
+        run.run()
+    (error,) = caught.value.exceptions
+    assert isinstance(error, RunError)
+    assert ("run.not-finite", "step 2") == (error.code, error.where)
+    assert [1] == [event.step for event in run.recorder.steps]
+
+
+def test_an_update_whose_gradients_overflow_is_left_out_if_asked() -> None:
+    """The run goes on, and counts it; means are those of the other updates."""
+    run = simulate(mini_batches=2, overflows=(3,), optimizer={"on_nonfinite": "skip"})
+    assert 6 == len(run.actor.updates)
+    metrics = [event.metrics for event in run.recorder.steps]
+    assert [0.0, 0.5, 0.0] == [each["updates_skipped"] for each in metrics]
+    assert [1.0] * 3 == [each["grad_norm"] for each in metrics]

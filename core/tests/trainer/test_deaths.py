@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,8 +10,8 @@ import attrs
 import pytest
 
 from jackfield.errors import WorkerLost
+from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.rewards import RewardWorker
-from jackfield.runtime.workers import AgentWorker
 from jackfield.trainer.role import Schedule
 
 from .simulation import Simulation, Worker
@@ -78,3 +79,39 @@ def test_rollouts_that_all_kill_their_worker_end_soon() -> None:
     ended = run(*everything, groups=64)
     assert set(ended.recorder.failed) == {f"{group}/{number}" for group, number in everything}
     assert ended.deaths_seen <= 20
+
+
+@attrs.define(eq=False, slots=False)
+class Halfway(Simulation):
+    """A run whose agent worker dies once, after it has reported the rollouts that ended first."""
+
+    reported: set[int] = attrs.field(factory=set)  #: seeds of those
+
+    async def reach(self, worker: Worker) -> Worker:
+        simulation = self
+
+        class Dying:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(worker, name)
+
+            async def run(self, jobs: Any) -> AsyncIterator[Any]:
+                seeds = {(str(job.group), number): seed for job in jobs for number, seed in job.rollouts.items()}
+                async for reports in worker.run(jobs):  # type: ignore[attr-defined]
+                    yield reports
+                    if len(jobs) == 16 and not simulation.reported:
+                        simulation.reported = {seeds[report.group, report.rollout] for report in reports}
+                        raise WorkerLost("worker 0 died")
+
+        return Dying() if isinstance(worker, AgentWorker) else worker  # type: ignore[return-value]
+
+
+def test_a_worker_that_dies_loses_no_rollout_that_it_has_reported() -> None:
+    schedule = Schedule(steps=1, sync_interval=1, sync_offset=0)
+    ended = Halfway(schedule, groups=16, rollout_seconds=lambda task, seed: 1.0 if seed % 2 else 30.0)
+    ended.run()
+    assert 0 < len(ended.reported) < 32
+    assert all(seed % 2 for seed in ended.reported)
+    runs = Counter(ended.seeds)
+    assert {1} == {runs[seed] for seed in ended.reported}
+    assert {2} == {count for seed, count in runs.items() if seed not in ended.reported}
+    assert [32] == [len(batch) for batch, _ in ended.actor.updates]

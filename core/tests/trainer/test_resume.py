@@ -62,6 +62,47 @@ def test_every_sample_is_used_once_by_its_own_step(tmp_path: Path, k: int, o: in
     assert resumed[True] > 1, "some starts went on from a checkpoint"
 
 
+@pytest.mark.parametrize("o", [0, 1])
+@pytest.mark.parametrize("background", [1, 3])
+def test_a_kill_between_copy_and_files_loses_nothing(tmp_path: Path, o: int, background: int) -> None:
+    """Until its files are there a checkpoint does not count: the run resumes from the one before."""
+    draw = random.Random(background)
+    expected = [
+        (step, step, index, rollout) for step in range(STEPS) for index in range(GROUPS) for rollout in range(RUNS)
+    ]
+    resumed, partial = Counter[int](), 0
+    for number in range(6):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        simulate(folder, 1, o, draw.uniform(20, 150), background=background)
+        left = sorted(path.name for path in (folder / "checkpoints").glob("*.partial"))
+        partial += any((folder / "checkpoints" / name / "actor").is_dir() for name in left)
+        run = simulate(folder, 1, o, None, background=background)
+        resumed[run.first_step] += 1
+        assert expected == sorted(trained(folder))
+        assert 0 == run.samples_left
+        assert [] == list((folder / "checkpoints").glob("*.partial"))
+    assert partial, "a run was killed between copy and files"
+    assert any(resumed), "some starts went on from a checkpoint"
+
+
+def test_a_checkpoint_in_the_background_counts_after_its_steps(tmp_path: Path) -> None:
+    """Its acks are final then, not before; the last one is written at once."""
+    run = simulate(tmp_path, 1, 0, None, background=1)
+    entries = [
+        entry
+        for entry in read_ledger(tmp_path)
+        if entry["event"] == "commit" or (entry["event"] == "ack" and entry["consumer"] == "trainer")
+    ]
+    commits = [
+        (entry["step"], max((each["step"] for each in entries[:index] if each["event"] == "ack"), default=-1))
+        for index, entry in enumerate(entries)
+        if entry["event"] == "commit"
+    ]
+    assert [(1, 2), (3, 4), (5, 6), (7, 7)] == commits
+    assert 0 == run.first_step
+
+
 @pytest.mark.parametrize("o", [0, 2])
 def test_what_is_replayed_does_not_depend_on_kills(tmp_path: Path, o: int) -> None:
     """The last use of every sample, and the batch of every step, equal those of an uninterrupted run."""

@@ -91,6 +91,14 @@ def test_everybody_takes_part_in_a_hand_over() -> None:
     ] == log
 
 
+def test_replicas_that_were_just_started_sleep_before_engines_are_on_the_device() -> None:
+    """A run that resumes trains, or loads a checkpoint, before any rollout."""
+    log: list[str] = []
+    device = sharing(Pool(log, Server("first", log)), [Model("actor", log)])
+    asyncio.run(device.hand_over(None, "train"))
+    assert ["first sleeps on level 1", "actor to cuda"] == log
+
+
 class FakeProbe:
     """A probe that records which replicas are asked and what is compared."""
 

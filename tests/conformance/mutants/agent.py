@@ -67,8 +67,12 @@ class Draft:
 
 
 class ReferenceAgent(AgentLoopBase):
-    """Asks again, ``go on``, while the answer ends with ``+``; the reward says whether the last one is the truth."""
+    """Asks again, ``go on``, while the answer ends with ``+``; the reward says whether the last one is the truth.
 
+    It was built for ABI 1.0, and knows nothing of what came later.
+    """
+
+    abi_version = "1.0"
     draft_class: ClassVar[type[Draft]] = Draft
 
     async def run(self, sampling_params: Mapping[str, Any], **fields: Any) -> AgentLoopOutput:

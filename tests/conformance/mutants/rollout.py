@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants import rollout_address, rollout_control, rollout_tokens
+from mutants import rollout_address, rollout_control, rollout_experts, rollout_images, rollout_tokens
 from mutants.harness import Reference, named
 from mutants.rollout_server import Config, ReferenceServer
 
@@ -19,4 +19,10 @@ REFERENCE = Reference(
     },
 )
 
-MUTANTS = named(*rollout_tokens.MUTANTS, *rollout_control.MUTANTS, *rollout_address.MUTANTS)
+MUTANTS = named(
+    *rollout_tokens.MUTANTS,
+    *rollout_control.MUTANTS,
+    *rollout_address.MUTANTS,
+    *rollout_images.MUTANTS,
+    *rollout_experts.MUTANTS,
+)

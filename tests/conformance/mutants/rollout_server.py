@@ -130,7 +130,7 @@ class ReferenceServer(BaseRolloutServer):
 
     async def start(self) -> ServerInfo:
         try:
-            self.model = Model(self.context.model.path)
+            self.model = self.open_model()
         except OSError as error:
             raise RolloutError(f"there is no model in {self.context.model.path}", code="engine.model") from error
         if self.float8:
@@ -145,6 +145,9 @@ class ReferenceServer(BaseRolloutServer):
         )
         url = await self.listen()
         return ServerInfo(replica=self.context.replica, openai_base_url=url, weight_layouts=(self.layout,))
+
+    def open_model(self) -> Any:
+        return Model(self.context.model.path)
 
     async def listen(self) -> str | None:
         if self.config.openai is None:

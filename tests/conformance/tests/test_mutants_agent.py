@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from mutants import harness
+from mutants import agent_faults, agent_features, harness
 from mutants.agent import LEAKED, MUTANTS, REFERENCE
 
 from jackfield_conformance.support import agent
@@ -26,5 +27,21 @@ def _short_grace_and_no_leaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     test_the_reference_passes,
     test_each_mutant_fails_its_checks,
     test_no_other_check_fails,
-    test_every_check_is_killed_by_a_mutant,
+    _,
 ) = harness.make_tests("agent", REFERENCE, MUTANTS)
+
+(
+    test_the_reference_of_1_1_passes,
+    test_each_mutant_of_1_1_fails_its_checks,
+    test_no_other_check_fails_on_mutants_of_1_1,
+    _,
+) = harness.make_tests("agent", agent_features.REFERENCE, agent_faults.MUTANTS)
+
+
+def test_the_reference_with_one_conversation_passes(tmp_path: Path) -> None:
+    harness.assert_reference_passes("agent", agent_features.ONE_CONVERSATION, tmp_path)
+
+
+def test_every_check_is_killed_by_a_mutant() -> None:
+    """Each check can fail."""
+    harness.assert_every_check_kills("agent", {**MUTANTS, **agent_faults.MUTANTS})

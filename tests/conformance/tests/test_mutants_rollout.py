@@ -8,6 +8,8 @@ import pytest
 import torch
 from mutants import harness
 from mutants.rollout import MUTANTS, REFERENCE
+from mutants.rollout_experts import ReplayingServer
+from mutants.rollout_images import SeeingServer
 from mutants.rollout_parallel import LacksARow, LoadsOneWorkerOnly, SignsForOneWorker, TwoWorkers
 from mutants.rollout_server import Config
 
@@ -37,6 +39,20 @@ def test_a_server_with_two_workers_passes_the_checks_of_weights(tmp_path: Path) 
     found = harness.outcomes("rollout", harness.Reference(cls=TwoWorkers, config_class=Config), tmp_path, only=weights)
     assert {id: outcome.message for id, outcome in found.items() if outcome.status != "passed"} == {}
     assert len(found) > 10
+
+
+def test_a_server_that_takes_images_passes_their_checks(tmp_path: Path) -> None:
+    seeing = harness.Reference(cls=SeeingServer, config_class=Config, capabilities={"multi_modal": "full"})
+    found = harness.outcomes("rollout", seeing, tmp_path, only={"ROL-112", "ROL-113", "ROL-114"})
+    assert {id: outcome.message for id, outcome in found.items() if outcome.status != "passed"} == {}
+    assert len(found) == 3
+
+
+def test_a_server_that_returns_experts_passes_their_checks(tmp_path: Path) -> None:
+    replaying = harness.Reference(cls=ReplayingServer, config_class=Config, capabilities={"router_replay": "full"})
+    found = harness.outcomes("rollout", replaying, tmp_path, only={"ROL-120", "ROL-121"})
+    assert {id: outcome.message for id, outcome in found.items() if outcome.status != "passed"} == {}
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize(

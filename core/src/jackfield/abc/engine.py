@@ -29,7 +29,14 @@ class LoraSpec:
     alpha: float = option(16.0, "the update is scaled by alpha / rank", gt(0.0))
     dropout: float = option(0.0, "dropout on the adapter's input, while training", [ge(0.0), lt(1.0)])
     target_modules: tuple[str, ...] = option(
-        (), "names of the adapted layers; empty: every linear layer of the language model except the output layer"
+        (),
+        "names of the adapted layers; empty: every linear layer of the language model except the output layer "
+        "(experts that a model stacks in one tensor are no such layers)",
+    )
+    use_dora: bool = option(False, "train magnitudes beside the update, as DoRA does (capability lora_variants)")
+    use_rslora: bool = option(False, "scale by alpha / sqrt(rank), as rsLoRA does (capability lora_variants)")
+    publish: Literal["adapter", "merged"] = option(
+        "adapter", "what replicas get: the adapter, or the model with the adapter merged (capability lora_merged)"
     )
 
 
@@ -49,12 +56,23 @@ class ModelSpec:
         [ge(0.0), lt(1.0)],
     )
     trust_remote_code: bool = option(False, "run Python code from the model's folder")
+    freeze: tuple[str, ...] = option(
+        (), "regular expressions; parameters in whose names one is found are not trained (capability freeze)"
+    )
+    router_aux_loss: float = option(
+        0.0, "factor of the load-balancing loss of a mixture of experts (capability router_aux_loss)", ge(0.0)
+    )
+    router_replay: bool = option(
+        False, "train a mixture of experts on the experts that generated each token (capability router_replay)"
+    )
 
 
 @attrs.frozen(kw_only=True)
 class OptimizerSpec:
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule. All but AdamW with one rate needs the capability ``optimizers``."""
 
+    name: str = option("adamw", "an optimizer of the engine; each has adamw")
+    options: Mapping[str, Any] = option(factory=dict, help="further settings of an optimizer other than adamw")
     lr: float = option(1e-6, "peak learning rate of the schedule", ge(0.0))
     betas: tuple[float, float] = option(
         (0.9, 0.999), "decay of the running averages of gradient and square", deep_iterable(and_(ge(0.0), lt(1.0)))
@@ -66,6 +84,20 @@ class OptimizerSpec:
     warmup_steps: int = option(0, "linear from 0 to lr: step i < warmup_steps uses lr * i / warmup_steps", ge(0))
     total_steps: int | None = option(None, "length of the decay; needed by linear and cosine", gt(0))
     min_lr_ratio: float = option(0.0, "the decay ends at min_lr_ratio * lr", [ge(0.0), le(1.0)])
+    no_decay: tuple[Literal["norms", "biases", "embeddings"], ...] = option(
+        (), "parameters without weight decay; norms are all vectors that are no biases"
+    )
+    lr_factors: Mapping[str, float] = option(
+        factory=dict, help="factors of lr by regular expression; the first that is found in a parameter's name counts"
+    )
+    ema_decay: float | None = option(
+        None,
+        "keep an average of the weights: average = decay * average + (1 - decay) * weights; null: none",
+        optional(and_(gt(0.0), lt(1.0))),
+    )
+    on_nonfinite: Literal["skip", "stop"] = option(
+        "stop", "gradients with a norm that is not finite: stop the run, or skip this optimizer step and go on"
+    )
 
 
 @attrs.frozen(kw_only=True)
@@ -77,13 +109,14 @@ class EngineContext:
     optimizer: OptimizerSpec | None = None  #: None: forward passes only
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
+    local_rank: int = 0  #: number of the rank among those of its node; its device is ``device``, whatever this is
     #: torch.distributed init URL; None with one rank. A ``file://`` URL can be used once
     init_method: str | None = None
     device: str = "cpu"
     seed: int = 0
     temperature: float = 1.0  #: logits are divided by it before log-probabilities and entropy
-    micro_batch_tokens: int = 16384  #: maximum padded tokens of one forward pass (one row may exceed it)
+    micro_batch_tokens: int = 16384  #: maximum tokens of one forward pass, padding included (one row may exceed it)
+    memory_fraction: float | None = None  #: of the device's memory that this rank may use; None: no limit
 
 
 @attrs.frozen(kw_only=True)
@@ -135,6 +168,10 @@ class SaveCheckpointRequest:
     #: ``huggingface`` can be loaded with ``from_pretrained``: weights, config and the model folder's tokenizer files
     format: Literal["native", "huggingface"] = "native"
     merge_adapter: bool = False  #: with ``huggingface``: write base model and adapter as one model
+    averaged: bool = False  #: with ``huggingface``: the average of ``OptimizerSpec.ema_decay`` instead of the weights
+    #: with ``native``: return once the state is copied; :meth:`BaseEngine.finish_checkpoint` waits for the files. Only
+    #: sent to engines with the capability ``checkpoint_background``
+    background: bool = False
 
 
 @attrs.frozen(kw_only=True)
@@ -227,8 +264,15 @@ class BaseEngine(ABC):
 
         ``data`` has the batch size ``[B]``; jagged int64 columns ``prompt_ids`` and ``response_ids``, and any
         response-aligned jagged columns that the loss reads (``response_mask``, ``advantages``, ``old_log_probs``, …) or
-        dense row columns ``[B]``. With ``forward_only`` no gradients are computed; a loss function, which may then be
-        None, is still evaluated. Outside of :meth:`train_mode` and :meth:`eval_mode` it raises ``engine.state``.
+        dense row columns ``[B]``. With the capability ``multi_modal``, also ``multi_modal_inputs`` where the run has
+        it: jagged uint8 rows (or a NonTensor of ``bytes``), the model's inputs beside tokens by name, to be read by
+        :func:`jackfield.sdk.arrays.unpack`, and an empty mapping for a row without any. The arrays of a micro-batch
+        are concatenated along their first dimension. With ``ModelSpec.router_replay``, the array ``routed_experts``,
+        int16 ``[prompt + response - 1, layers with experts, experts per token]``, has the experts of each token but the
+        last; -1: the router chooses.
+
+        With ``forward_only`` no gradients are computed; a loss function, which may then be None, is still evaluated.
+        Outside of :meth:`train_mode` and :meth:`eval_mode` it raises ``engine.state``.
         """
 
     @abstractmethod
@@ -268,6 +312,13 @@ class BaseEngine(ABC):
     @abstractmethod
     def save_checkpoint(self, request: SaveCheckpointRequest) -> SaveCheckpointResult:
         """Write model, optimizer, schedule and random state (native) or only weights (huggingface)."""
+
+    def finish_checkpoint(self) -> None:
+        """Wait until checkpoints that are written in the background are on disk, or raise why one is not.
+
+        Every rank calls it. Since ABI 1.1.
+        """
+        return
 
     @abstractmethod
     def load_checkpoint(self, request: LoadCheckpointRequest) -> LoadCheckpointResult:

@@ -77,6 +77,14 @@ class _NoHttp:
     request = staticmethod(_absent("HTTP client"))
 
 
+def read_secret(name: str) -> str:
+    """Return an environment variable, such as an API key; raise ``reward.secret`` if it is missing or empty."""
+    if value := os.environ.get(name):
+        return value
+    fix = f"export {name}=… where the worker runs"
+    raise RewardError("a secret is missing", code="reward.secret", where=name, fix=fix)
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class RewardContext:
     """The context that a reward agent gets at its construction."""
@@ -101,10 +109,7 @@ class RewardContext:
 
     def secret(self, name: str) -> str:
         """Return an environment variable, such as an API key; raise ``reward.secret`` if it is missing or empty."""
-        if value := os.environ.get(name):
-            return value
-        fix = f"export {name}=… where the reward runs"
-        raise RewardError("a secret of the reward is missing", code="reward.secret", where=name, fix=fix)
+        return read_secret(name)
 
 
 @attrs.frozen(kw_only=True)

@@ -30,6 +30,7 @@ class RolloutContext:
     max_model_len: int | None = None  #: prompt and response tokens together; None: the model's own limit
     host: str = "127.0.0.1"  #: address at which servers of the replica listen
     clock: Clock = attrs.field(factory=Clock)
+    memory_fraction: float | None = None  #: of each device's memory that this replica may use; None: its setting
 
 
 def _number(fits: Callable[[Any], bool], kinds: tuple[type, ...] = (int, float, Real)) -> Callable[[Any], bool]:
@@ -104,6 +105,7 @@ class GenerateRequest:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = attrs.field(factory=SamplingParams)
     minimum_weight_version: int | None = None  #: a replica with older weights refuses (``rollout.stale``)
+    #: the model's inputs beside tokens, NumPy arrays by name, for a server with the capability ``multi_modal``
     multi_modal_data: Mapping[str, Any] = attrs.field(factory=dict)
 
 
@@ -123,6 +125,9 @@ class GenerateResult(GenerateChunk):
     """The generated tokens, including the end token."""
 
     finish_reason: Literal["stop", "length", "abort"]
+    #: int16 ``[prompt + response - 1, layers, experts per token]``, the experts that the router of each layer with
+    #: experts chose for each token but the last; only with ``ModelSpec.router_replay`` (capability ``router_replay``)
+    routed_experts: Any = None
 
 
 @attrs.frozen(kw_only=True)

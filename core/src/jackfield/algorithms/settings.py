@@ -93,6 +93,11 @@ class AlgorithmSettings:
     )
     correction: Correction = option(factory=Correction, help="off-policy correction")
     shaping: Shaping = option(factory=Shaping, help="reward shaping before advantages are estimated")
+    sequence_weight: Literal["sequence", "rollout"] = option(
+        "sequence",
+        "weight of a sample if its rollout has several (agents with branches, sub-agents, steps); sequence: 1 each; "
+        "rollout: 1 divided by their number",
+    )
     dynamic_sampling: bool | None = option(None, "replace groups whose rewards are equal; null: the bundle's choice")
     reward_dimensions: tuple[str, ...] = option(
         (), "metrics of the reward that are separate rewards (gdpo); score is the score itself"
@@ -171,6 +176,7 @@ class ResolvedAlgorithm(Algorithm):
     greedy_baseline: bool = False
     experts: int = 0  #: samples of an expert in each batch, from the data
     pairs: bool = False
+    sequence_weight: str = "sequence"  #: what has weight 1: a sequence, or a rollout with all its sequences
 
     @property
     def prepares(self) -> bool:
@@ -207,8 +213,10 @@ def describe(chosen: Part) -> dict[str, Any]:
         return {**fields, **attrs.asdict(made), "needs": list(made.needs), "differs": differs}
     prepared = {} if chosen.preparation is None else chosen.preparation.inputs
     hidden = _ALWAYS.union(chosen.needs, chosen.options)
+    of_steps = "rollouts, whose sequences are their steps" if "rollout_ids" in chosen.inputs else "sequences"
     return {
         **fields,
+        **({"compares": of_steps} if "group_ids" in chosen.inputs and chosen.kind == "advantages" else {}),
         "needs": [name for name in chosen.needs if name not in _ALWAYS],
         "optional": [name for name in {**chosen.inputs, **prepared} if name not in hidden],
         "options": {name: None if repr(value).startswith("<") else value for name, value in chosen.options.items()},

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import attrs
 
 from jackfield.errors import ConfigError
+from jackfield.sdk.samples import sample_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -228,12 +229,14 @@ def require_finite(tensors: Mapping[str, Tensor], mask: Tensor | None, fix: str 
 
 @contextmanager
 def naming_rows(names: Tensor | Sequence[str] | None) -> Iterator[None]:
-    """Replace ``row N`` in errors of :func:`require_finite` by ``names[N]``: a text, or a row of the whole batch."""
+    """Replace ``row N`` in errors of :func:`require_finite` by ``names[N]``: a text, or a row of the whole batch,
+    which is named as :func:`~jackfield.sdk.samples.naming_samples` says.
+    """
     try:
         yield
     except ConfigError as error:
         number, comma, rest = str(error.where).removeprefix("row ").partition(",")
         if error.code == "algorithm.not-finite" and number.isdigit() and names is not None:
             name = names[int(number)]
-            error.where = f"{name if isinstance(name, str) else f'row {int(name)}'}{comma}{rest}"
+            error.where = f"{name if isinstance(name, str) else sample_name(int(name))}{comma}{rest}"
         raise

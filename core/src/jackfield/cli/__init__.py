@@ -12,7 +12,6 @@ import click
 
 from jackfield import __version__
 from jackfield.cli.commands import LazyGroup, algorithms, checkpoint, config, env, plugins, replicas, report, run
-from jackfield.cli.queue import queue
 from jackfield.errors import JackfieldError, RunError
 from jackfield.imports import own_process
 
@@ -38,7 +37,7 @@ class MainGroup(LazyGroup):
             ctx.exit(130)
 
 
-_COMMANDS = [run, replicas, checkpoint, queue, config, plugins, env, algorithms]
+_COMMANDS = [run, replicas, checkpoint, config, plugins, env, algorithms]
 
 
 @click.group("jackfield", cls=MainGroup, commands=_COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
@@ -51,7 +50,11 @@ main.lazy = {
     "bench": ("jackfield_bench.command", "Evaluate checkpoints on sets of held-out tasks."),
     "serve": ("jackfield_serve.command", "Answer users with the replicas of a run."),
     "promote": ("jackfield_serve.command", "Let served replicas take over a run's model."),
+    "queue": ("jackfield_queue.command", "Inspect, import, export and serve queues."),
     "rewards": ("jackfield_rewards.command", "Share, try, compute again and push rewards."),
+    "trace": ("jackfield_trace.command", "Show a rollout: its turns, tokens, tool calls and rewards."),
+    "gateway": ("jackfield_gateway.command", "Explore with programs that speak OpenAI's API."),
+    "parity": ("jackfield_parity.command", "Compare engines and servers with a float64 reference."),
     "plan": ("jackfield_simulation.command", "Predict step times, and the best settings of the schedule."),
 }
 _CONFORMANCE = "jackfield_conformance.commands"

@@ -219,17 +219,18 @@ def list_checkpoints(folder: Path, as_json: bool) -> None:
 @_FOLDER
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--merge", is_flag=True, help="Merge the LoRA adapter into its base model and write the whole model.")
-def export(folder: Path, out: Path, merge: bool) -> None:
+@click.option("--averaged", is_flag=True, help="Write the average of optimizer.ema_decay instead of the weights.")
+def export(folder: Path, out: Path, merge: bool, averaged: bool) -> None:
     """Write the model of a checkpoint to OUT, a Hugging Face folder for from_pretrained.
 
     FOLDER is a checkpoint or a run's folder (its newest undamaged checkpoint is used). If the run trains an adapter,
-    OUT holds the adapter for PEFT, unless --merge is given.
+    OUT holds the adapter for PEFT, unless --merge is given. OUT also gets a model card.
     """
-    from jackfield.compose.run import export_checkpoint
+    from jackfield.compose.export import export_checkpoint
     from jackfield.trainer.checkpoint import find_checkpoint
 
     found = find_checkpoint(folder)
-    export_checkpoint(found, out, merge=merge)
+    export_checkpoint(found, out, merge=merge, averaged=averaged)
     click.echo(f"model of step {found.step} in {out}")
 
 
@@ -251,16 +252,20 @@ def show_config(file: str, overrides: tuple[str, ...]) -> None:
 @config_arguments
 @role_option
 def explain_config(file: str, overrides: tuple[str, ...], role: Any) -> None:
-    """Say what the schedule does, and print every setting with its value and description, and a different default."""
-    from jackfield.compose.checks import check_file
+    """Say what the schedule does and who has which devices, and print every setting with value, help and default."""
+    from jackfield.compose.checks import check_file, describe_lengths
+    from jackfield.compose.devices import describe_devices
     from jackfield.compose.schedules import describe
     from jackfield.config import explain
     from jackfield.plugins import discover
 
     for name, (loaded, algorithm) in check_file(file, overrides, role or "all").items():
-        head = [f"stage {name}, in {loaded.folder}:"] if name else []
-        click.echo("\n".join([*head, *describe(loaded, algorithm, role or "all"), ""]))
-        for path, value, default, text in explain(loaded, discover()):
+        head, registry = [f"stage {name}, in {loaded.folder}:"] if name else [], discover()
+        devices = describe_devices(loaded, registry, role or "all", algorithm)
+        click.echo(
+            "\n".join([*head, *describe(loaded, algorithm, role or "all"), *describe_lengths(loaded), *devices, ""])
+        )
+        for path, value, default, text in explain(loaded, registry):
             changed = "" if value == default else f"  (default: {default!r})"
             click.echo(f"{path} = {value!r}{changed}" + (f"\n    {text}" if text else ""))
 

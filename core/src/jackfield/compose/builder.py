@@ -22,6 +22,7 @@ from jackfield.abc.transfer_queue import TransferQueueBackend
 from jackfield.cluster.control import serve_control
 from jackfield.cluster.pool import DeviceLease, ReplicaPool
 from jackfield.compose.checks import mixed_samples
+from jackfield.compose.export import write_card
 from jackfield.compose.modes import check_joins, shared_settings
 from jackfield.compose.workers import OpenQueue, WorkerFactory
 from jackfield.errors import DeadlineExceeded
@@ -179,7 +180,7 @@ class RunBuilder:
             gc.freeze()
             self.stack.callback(gc.unfreeze)
         self.stack.push_async_callback(trainer.report_failures)  # also those that end the run
-        mixed = mixed_samples(config, role.queue, Values(role.workers.backend))
+        mixed = mixed_samples(role, Values(role.workers.backend))
         await role.queue.post(SHARED, shared_settings(config))
         await role.queue.post(FINISHED, {"steps": 0})
         first_step = await trainer.begin(checkpoint, mixed)
@@ -199,6 +200,7 @@ class RunBuilder:
                     await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
                     if role.engines:
                         await trainer.actor.save(str(partial), "huggingface")
+                        write_card(partial, config, steps)
                         shutil.rmtree(model, ignore_errors=True)
                         partial.replace(model)
                 if role.name == "train" or not role.engines:
@@ -275,15 +277,17 @@ class RunBuilder:
     async def trainer(self) -> Trainer:
         """Build the trainer with engines, replicas and their weights."""
         role = self.role
-        await self._load("actor")
+        shares = role.workers.shares_devices and bool(role.workers.replicas)
+        for name in role.engines or ("actor",):  # before replicas, whose servers reserve the memory that is free
+            await self._load(name)
+            if role.engines and shares and role.config.cluster.offload:
+                await self._engines[name].to("cpu")
         pool = await self.start_replicas()
         weights: EngineWeights | WeightSubscriber | None = None
         if pool is not None and not role.engines:
             weights = WeightSubscriber(role=role, pool=pool)  # it keeps those of the model's folder
         elif pool is not None or role.name == "train":
             weights = EngineWeights(role=role, engines=self._engines, pool=pool)
-        for name in role.engines[1:]:
-            await self._load(name)
         sync = weights.sync if isinstance(weights, EngineWeights) else None
         trainer = Trainer(role=role, stop=self.stop.requested, sync=sync, **self._engines)
         if role.workers.watch is not None:

@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,24 +24,30 @@ import attrs
 from jackfield.algorithms import register
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
+from jackfield.compose.capabilities import check_capabilities
+from jackfield.compose.devices import check_devices
+from jackfield.compose.engines import check_engines
+from jackfield.compose.libraries import archives, check_agents
 from jackfield.compose.modes import check_mode, check_stages
-from jackfield.compose.resolve import resolve_algorithm
+from jackfield.compose.resolve import has_arrays, load_tokenizer, resolve_algorithm
 from jackfield.config import RunConfig, load_stages, plugin_settings
 from jackfield.data.tasks import TaskSet
-from jackfield.data.tokens import HuggingFaceChatTokenizer, check_vocabulary, encode_answers, encode_prompt
+from jackfield.data.tokens import check_vocabulary, encode_answers, encode_prompt
 from jackfield.errors import ConfigError, EngineError, PluginError, PluginNotFound
 from jackfield.imports import collection_paused
 from jackfield.plugins import HookManager, Registry, discover
 from jackfield.plugins.interpreters import environment_python, look, resolve_interpreter
-from jackfield.queue import TransferQueue, Values
+from jackfield.queue import Values
 from jackfield.queue.meta import register_sampler
 from jackfield.queue.sample_files import ImportedSamples, cell_of, is_archive, read_samples, saved_samples, shape_of
 from jackfield.runtime.samples import TRAIN
 from jackfield.sdk.archive import SavedSample
+from jackfield.sdk.arrays import cell as arrays_cell
 from jackfield.sdk.jagged import length_limits
 from jackfield.trainer.checkpoint import find_queue
 from jackfield.trainer.role import Role, RoleName
 
+_LOG = logging.getLogger("jackfield")
 _HEAVY = {"engine", "rollout"}  #: kinds whose plugins import torch, which are imported last
 _PROBE_SECONDS = 30.0
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")  #: weight files that only torch.load could read
@@ -63,6 +68,10 @@ def prepare(config: RunConfig, registry: Registry, hooks: Sequence[object], role
         registry.load(kind, local[kind])
     tasks = read_tasks(config, algorithm)
     prompt_limit(config)
+    model = read_model(config)
+    limit, given = token_limit(config, model), config.cluster.max_model_len
+    if limit is not None and given is None and limit < (model.get("max_position_embeddings") or 0):
+        _LOG.warning("samples have at most %d tokens: the model's rotary frequencies are others beyond", limit)
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a log cannot show them
     # making a nested tensor from its values reads a deprecated flag of torch.fx, which logs a warning
@@ -72,7 +81,8 @@ def prepare(config: RunConfig, registry: Registry, hooks: Sequence[object], role
     for kind in sorted(local.keys() & _HEAVY):
         registry.load(kind, local[kind])
     check_rows(config)
-    return Role(config=config, name=role, algorithm=algorithm, tasks=tasks, clock=clock, hooks=manager)
+    made: Any = {"clock": clock, "hooks": manager, "arrays": has_arrays(config, registry)}
+    return Role(config=config, name=role, algorithm=algorithm, tasks=tasks, **made)
 
 
 def check_settings(
@@ -85,8 +95,11 @@ def check_settings(
     check_mode(config, role)
     plugin_settings(config, registry)
     check_capabilities(config, registry, role)
+    check_agents(config)
     manager = hooks_of(config, registry, hooks)
     algorithm = resolve_algorithm(config, registry.resolve(config.rollout.name, "rollout").usable())
+    check_devices(config, registry, role, algorithm)
+    check_engines(config, registry, role, algorithm)
     task_files(config, algorithm)
     prompt_limit(config, {})
     return manager, algorithm
@@ -124,45 +137,6 @@ def check_plugins(config: RunConfig, registry: Registry) -> dict[str, str]:
         record = registry.resolve(config.plugins[kind], kind)
         look(python, record, min(config.deadlines.start, _PROBE_SECONDS)).check()
     return elsewhere
-
-
-def check_capabilities(config: RunConfig, registry: Registry, role: RoleName = "all") -> None:
-    """Raise ``plugin.capability`` if plugins do not declare the capabilities that the settings need.
-
-    Refuse settings that do not work with an adapter, or with a cluster, whose queue's controller is in the storage.
-    """
-    served, lora, weights = config.queue.address is not None, config.model.lora is not None, config.weights
-    clustered = "cluster.name is ray, where each worker opens the backend: choose zmq, or sql, redis, nixl or ray"
-    follows = role != "all" and config.mode == "online"
-    float8, delta = weights.dtype == "float8_e4m3fn", weights.kind == "delta"
-    alone = "a run that trains an adapter sends the adapter alone, as it is"
-    if lora and float8:
-        raise config.refusal("weights.dtype", alone, "bfloat16, or no model.lora")
-    if lora and delta:
-        raise config.refusal("weights.kind", alone, "full, or no model.lora")
-    for needed, kind, capability, because in (
-        (config.queue.durable, "transfer_queue", "durable", "queue.durable is set"),
-        (served, "transfer_queue", "joins", "the queue's controller is in a process of its own"),
-        (config.cluster.name == "ray", "transfer_queue", "joins", clustered),
-        (config.model.dropout, "engine", "dropout", "model.dropout is set"),
-        (lora, "engine", "lora", "model.lora is set"),
-        (lora, "rollout", "weights_adapter", "model.lora is set"),
-        (float8, "rollout", "weights_float8", "weights.dtype is float8_e4m3fn"),
-        (delta, "checkpoint_engine", "delta", "weights.kind is delta"),
-        (delta, "rollout", "weights_delta", "weights.kind is delta"),
-        (follows, "checkpoint_engine", "retains_weights", "explorers come and go (--role)"),
-    ):
-        if needed:
-            registry.resolve(config.plugins[kind], kind).usable().require(capability, because)
-    shared = config.cluster.placement == "shared" or (config.cluster.name == "ray" and config.cluster.shares_devices)
-    if weights.in_turns and (config.cluster.offload or shared):
-        what = "replicas do not serve while the engine has their devices, so they have no turns"
-        raise config.refusal("weights.in_turns", what, "false, or cluster.placement: separate")
-    if weights.in_turns and config.cluster.replicas == 1:
-        registry.resolve(config.rollout.name, "rollout").usable().require("pause", "weights.in_turns is set")
-    if served and config.cluster.name != "inline":
-        what = "a controller in a process of its own serves runs whose workers are in their own process"
-        raise config.refusal("cluster.name", what, "inline", fix="or leave out queue.address and --role")
 
 
 def register_any(kind: str, name: str, part: Any, **fields: Any) -> None:
@@ -252,15 +226,6 @@ def _archived_tasks(config: RunConfig, file: str, *, pairs: bool) -> TaskSet:
         return TaskSet(made, config.data.format, answers=True)
 
 
-def archives() -> Any:
-    """Return the library jackfield-archive, which is imported where it is used; else ``plugin.requirement``."""
-    try:
-        return import_module("jackfield_archive")
-    except ModuleNotFoundError as error:
-        fix = "pip install jackfield-archive"
-        raise PluginError("an archive needs jackfield-archive", code="plugin.requirement", fix=fix) from error
-
-
 def read_model(config: RunConfig) -> Mapping[str, Any]:
     """Return the text model's part of the ``config.json`` in the model's folder.
 
@@ -285,21 +250,29 @@ def read_model(config: RunConfig) -> Mapping[str, Any]:
     return {**described, **(described.get("text_config") or {})}
 
 
+def token_limit(config: RunConfig, model: Mapping[str, Any]) -> int | None:
+    """Return the most tokens of a sample, configured or with one set of rotary frequencies; None: the model's limit.
+
+    Refuse a larger one that is configured: log-probs of a sample that crosses it are those of no training pass.
+    """
+    given, limits = config.cluster.max_model_len, {} if config.mode == "offline" else length_limits(model)
+    for kind, limit in limits.items():
+        if (given or 0) > limit:
+            what = f"a sample that grows beyond {limit} tokens while it is generated has log-probs that no training "
+            what += f"pass computes: the model's rotary frequencies ({kind}) are others there"
+            raise config.refusal("cluster.max_model_len", what, f"at most {limit}")
+    return given or min(limits.values(), default=None)
+
+
 def prompt_limit(config: RunConfig, model: Mapping[str, Any] | None = None) -> int | None:
     """Return a prompt's maximum length in tokens, configured or leaving room for a response.
 
     ``model`` is the model's description, by default that in its folder.
 
-    Refuse a prompt and a response that do not fit together, and samples that could cross a length beyond which the
-    model uses other rotary frequencies.
+    Refuse a prompt and a response that do not fit together.
     """
-    model, given = read_model(config) if model is None else model, config.cluster.max_model_len
-    positions = model.get("max_position_embeddings")
-    for kind, limit in length_limits(model).items() if config.mode != "offline" else ():
-        if (given or positions or 0) > limit:
-            what = f"a sample that grows beyond {limit} tokens while it is generated has log-probs that no training "
-            what += f"pass computes: the model's rotary frequencies ({kind}) are others there"
-            raise config.refusal("cluster.max_model_len", what, f"at most {limit}")
+    model = read_model(config) if model is None else model
+    given, positions = token_limit(config, model), model.get("max_position_embeddings")
     rotary = model.get("rope_scaling") or model.get("rope_parameters") or {}
     scaled = rotary.get("rope_type", rotary.get("type", "default")) != "default"
     room = given or (None if scaled else positions)
@@ -308,17 +281,29 @@ def prompt_limit(config: RunConfig, model: Mapping[str, Any] | None = None) -> i
         return None if room is None else room - 1
     if room is not None and prompt + response > room:
         what, fix = "the longest prompt and the longest response do not fit together", "lower one of them"
-        source = "cluster.max_model_len" if given else "the model's max_position_embeddings"
+        source = "cluster.max_model_len" if config.cluster.max_model_len else "the model's limit"
         expected = f"data.max_prompt_tokens + sampling.max_new_tokens of at most {room} tokens ({source})"
         found = f"{prompt} + {response}"
         raise ConfigError(what, where="data.max_prompt_tokens", expected=expected, found=found, fix=fix)
     return prompt
 
 
-def load_tokenizer(config: RunConfig) -> HuggingFaceChatTokenizer:
-    """Load the tokenizer of the model, with the configured chat template."""
-    template, trusted = config.data.chat_template, config.model.trust_remote_code
-    return HuggingFaceChatTokenizer.load(config.model.path, chat_template=template, trust_remote_code=trusted)
+def describe_lengths(config: RunConfig) -> list[str]:
+    """Return a sentence where a model's positions end before a long prompt and its response do."""
+    try:
+        model = read_model(config)
+    except EngineError:  # paths need not exist
+        return []
+    positions, limit = model.get("max_position_embeddings"), token_limit(config, model)
+    prompt, response = config.data.max_prompt_tokens or 1, config.sampling.max_new_tokens
+    ends = min((each for each in (positions, limit) if each is not None), default=None)
+    if config.mode == "offline" or ends is None or prompt + response <= ends:
+        return []
+    name = "max_position_embeddings" if ends == positions else "cluster.max_model_len or its rotary frequencies"
+    what = (
+        f"The model's samples end at {ends} tokens ({name}), before a prompt of {prompt} and a response of {response}"
+    )
+    return [f"{what} (sampling.max_new_tokens) do: responses are cut off there."]
 
 
 def check_tokens(config: RunConfig, tasks: Mapping[str, TaskSet]) -> None:
@@ -356,10 +341,10 @@ def check_rows(config: RunConfig) -> None:
             raise ConfigError("there are no samples in it", where=where, expected=expected, found=found)
 
 
-def mixed_samples(config: RunConfig, queue: TransferQueue, values: Values) -> list[ImportedSamples]:
+def mixed_samples(role: Role, values: Values) -> list[ImportedSamples]:
     """Return the imports of mixed-in samples, for a new run's start and after losses."""
-    files = _files(config).items()
-    return [ImportedSamples(queue, values, name, partial(_completed, file, name), file) for name, file in files]
+    files, read = _files(role.config).items(), partial(_completed, arrays=role.arrays)
+    return [ImportedSamples(role.queue, values, name, partial(read, file, name), file) for name, file in files]
 
 
 def _files(config: RunConfig) -> dict[str, str]:
@@ -375,7 +360,7 @@ def _read(file: str) -> Iterator[SavedSample]:
     return (sample for sample in read_samples(path) if sample.status not in ("failed", "dropped"))
 
 
-def _completed(file: str, name: str) -> Iterator[SavedSample]:
+def _completed(file: str, name: str, arrays: bool = False) -> Iterator[SavedSample]:
     """Yield a file's samples with the tags that a run needs, and the columns that not every program writes.
 
     Weight versions are removed, because those of other runs mean nothing here.
@@ -386,6 +371,8 @@ def _completed(file: str, name: str) -> Iterator[SavedSample]:
         tags = {name: value for name, value in row.tags.items() if not name.startswith("weight_version_")}
         tags |= {"prompt_tokens": shape_of(row.cells["prompt_ids"])[0], "response_tokens": length}
         tags["model_tokens"] = sum(bytes(cells["response_mask"][1]))
+        if arrays:
+            cells.setdefault("multi_modal_inputs", arrays_cell({}))
         if name != "human":
             cells.setdefault("rollout_log_probs", cell_of("rollout_log_probs", [0.0] * length))
         if name == "expert":

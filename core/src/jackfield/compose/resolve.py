@@ -14,12 +14,33 @@ from jackfield.algorithms.settings import CriticSettings, ResolvedAlgorithm
 from jackfield.algorithms.shaping import Correction
 from jackfield.compose.schedules import check_schedule
 from jackfield.config.sections import RunConfig, WeightsConfig
-from jackfield.plugins import Manifest
+from jackfield.data.tokens import HuggingFaceChatTokenizer
+from jackfield.plugins import Manifest, Registry
 from jackfield.queue.sample_files import is_archive
 
 #: Inputs that an estimator can get from every batch, and those that a run adds if an estimator needs them.
 _ESTIMATOR_INPUTS = {"token_rewards", "response_mask", "group_ids", "rollout_ids", "step_ids", "anchor_ids"}
 _ESTIMATOR_INPUTS |= {"old_log_probs", "values", "reward_dimensions", "baseline_rewards"}
+
+
+def load_tokenizer(config: RunConfig) -> HuggingFaceChatTokenizer:
+    """Load the tokenizer of the model, with the configured chat template; pictures are in the folders of the data."""
+    template, trusted, data = config.data.chat_template, config.model.trust_remote_code, config.data
+    found = HuggingFaceChatTokenizer.load(config.model.path, chat_template=template, trust_remote_code=trusted)
+    files = (data.train, data.eval, data.expert, *(one.file for one in config.evaluation.sets.values()))
+    found.image_folders = tuple(dict.fromkeys(Path(file).parent for file in files if file))
+    return found
+
+
+def has_arrays(config: RunConfig, registry: Registry) -> bool:
+    """Return whether samples have the column ``multi_modal_inputs``: images, or the experts of each token."""
+    return config.model.router_replay or has_images(config, registry)
+
+
+def has_images(config: RunConfig, registry: Registry) -> bool:
+    """Return whether the agent has the capability ``multi_modal``."""
+    level = registry.resolve(config.agent.name, "agent").usable().capabilities.get("multi_modal")
+    return level is not None and level != "unsupported"
 
 
 def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm:
@@ -67,6 +88,7 @@ def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm
         reference=reference,
         greedy_baseline="baseline_rewards" in needs,
         experts=experts,
+        sequence_weight=settings.sequence_weight,
         pairs=preparation is not None and "pair_ids" in preparation.inputs,
     )
     _check(config, resolved, there.keys())
@@ -134,10 +156,14 @@ def _check(config: RunConfig, resolved: ResolvedAlgorithm, there: Set[str]) -> N
     if compares and config.data.rollouts_per_group < 2:
         what = f"advantages {resolved.advantages} compares the rollouts of a task: with one they are all 0"
         raise config.refusal("data.rollouts_per_group", what, "2 or more, or an estimator without groups (reinforce)")
+    if config.agent_service.extra_rollouts and resolved.greedy_baseline:
+        what = f"algorithm {config.algorithm.name!r} has a greedy rollout in each group, which is not exchangeable"
+        raise config.refusal("agent_service.extra_rollouts", what, "0")
     if config.data.minimum_rows and (resolved.greedy_baseline or resolved.pairs):
         what = f"algorithm {config.algorithm.name!r} needs each sample of a group"
         raise config.refusal("data.minimum_rows", what, "null")
     several, full = estimator is not None and "reward_dimensions" in estimator.inputs, weights.kind == "full"
+    by_rollout = config.algorithm.sequence_weight == "rollout"
     of_full = WeightsConfig(dtype=weights.dtype, in_turns=weights.in_turns)
     for idle, where, expected in (
         (config.critic != CriticSettings() and not resolved.critic, "critic", "an estimator with a critic (gae)"),
@@ -150,6 +176,7 @@ def _check(config: RunConfig, resolved: ResolvedAlgorithm, there: Set[str]) -> N
         (kl.target and not kl.coefficient, "algorithm.kl.target", "algorithm.kl.coefficient above 0, where it begins"),
         (kl.measure and (kl.coefficient or kl.in_reward), "algorithm.kl.measure", "coefficient: 0, in_reward: false"),
         (kl.in_reward and estimator is None, "algorithm.kl.in_reward", "an algorithm with rewards"),
+        (by_rollout and estimator is None, "algorithm.sequence_weight", "an algorithm with rewards"),
     ):
         if idle:
             what = f"{where} has no effect on algorithm {config.algorithm.name!r}"

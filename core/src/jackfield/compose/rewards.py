@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,14 +12,11 @@ from typing import Any
 import attrs
 import xxhash
 
-from jackfield.abc.agent import ChatTokenizer
-from jackfield.abc.reward import Generate, GeneratedText, RewardAgent, RewardContext
-from jackfield.abc.rollout import GenerateRequest, SamplingParams
+from jackfield.abc.reward import RewardAgent, RewardContext
 from jackfield.config import RunConfig
 from jackfield.config.reward_service import RewardServiceConfig
-from jackfield.errors import ConfigError, RewardError
+from jackfield.errors import ConfigError
 from jackfield.plugins import Registry
-from jackfield.routing import Router
 from jackfield.runtime.reward_limits import Limits, RewardCache
 from jackfield.runtime.reward_service import RewardService
 from jackfield.settings import structure
@@ -81,19 +77,3 @@ def run_id(config: RunConfig) -> str:
     """Return the name of a run that no other run has."""
     place = f"{socket.gethostname()}:{Path(config.folder).absolute()}"
     return f"{config.name}-{xxhash.xxh3_64_hexdigest(place.encode())}"
-
-
-def generate_with(router: Router, tokenizer: ChatTokenizer, prefix: str) -> Generate:
-    """Return the function by which rewards generate with the replicas of the run."""
-    numbers = itertools.count()
-
-    async def generate(model: str, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> GeneratedText:
-        if model != "policy":
-            what = f"the reward's host has no model {model!r}"
-            raise RewardError(what, code="reward.context", expected="policy, the replicas of this run", found=model)
-        prompt, asked = tokenizer.encode_chat(messages), structure(SamplingParams, sampling, "sampling")
-        request = GenerateRequest(request_id=f"{prefix}/{next(numbers)}", prompt_ids=prompt, sampling=asked)
-        answer = await router.of_one_rollout()(request)
-        return GeneratedText(text=tokenizer.decode(answer.token_ids), tokens=len(prompt) + len(answer.token_ids))
-
-    return generate

@@ -1,4 +1,4 @@
-"""Execution of a run or of one of its roles, its folder, and the export of its models."""
+"""Execution of a run or of one of its roles, and its folder."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from typing import Any
 
 import attrs
 
-from jackfield.abc.engine import BaseEngine, EngineContext, LoadCheckpointRequest, SaveCheckpointRequest
 from jackfield.clock import Clock
 from jackfield.compose.builder import RunBuilder, Stop
-from jackfield.compose.checks import check_capabilities, check_plugins, check_settings, hooks_of, prepare
+from jackfield.compose.capabilities import check_capabilities
+from jackfield.compose.checks import check_plugins, check_settings, hooks_of, prepare
 from jackfield.compose.modes import check_stages
 from jackfield.compose.workers import WorkerFactory
-from jackfield.config import RunConfig, as_plain, make_config, plugin_settings, resolve_defaults, show
+from jackfield.config import RunConfig, as_plain, plugin_settings, resolve_defaults, show
 from jackfield.data.tasks import TaskSet
-from jackfield.errors import ConfigError, EngineError, JackfieldError, RunError, WorkerLost
+from jackfield.errors import ConfigError, JackfieldError, RunError, WorkerLost
 from jackfield.files import replace_file
 from jackfield.observe import observers
 from jackfield.plugins import Registry, discover
@@ -332,32 +332,3 @@ def storage_errors(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise storage_error(folder, error) from error
-
-
-def export_checkpoint(checkpoint: Checkpoint, out: Path, *, merge: bool = False) -> None:
-    """Write the actor's weights of a verified ``checkpoint`` to the empty or absent folder ``out``, for Hugging Face.
-
-    The model must fit into one process on this machine. Its shape and the tokenizer are those of the run's model
-    folder. ``merge`` writes base model and adapter as one model, or raises ``run.no-adapter``; without it only the
-    adapter is written, if one was trained. An ``EngineError`` is raised if the engine cannot load or save.
-    """
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise EngineError("the folder for the model is not empty", where=str(out), expected="an empty or absent folder")
-    config, where = make_config(checkpoint.state()["config"]), str(checkpoint.folder)
-    if merge and config.model.lora is None:
-        what, fix = "the run has not trained an adapter", "leave out --merge: the exported folder holds the whole model"
-        raise RunError(what, code="run.no-adapter", where=where, expected="a run with model.lora", fix=fix)
-    context = EngineContext(role="actor", model=attrs.evolve(config.model, gradient_checkpointing=False))
-    plugin = discover().load("engine", config.engine.name)
-    engine: BaseEngine = plugin.build(config.engine.settings, context, "engine")
-    try:
-        engine.initialize()
-        engine.load_checkpoint(LoadCheckpointRequest(folder=str(checkpoint.folder / "actor"), model_only=True))
-        engine.save_checkpoint(SaveCheckpointRequest(folder=str(out), format="huggingface", merge_adapter=merge))
-        if merge and (out / "adapter_config.json").is_file():
-            message = f"the engine {config.engine.name} does not merge adapters"
-            raise EngineError(message, code="plugin.capability", where=str(out), fix="leave out --merge")
-    except OSError as error:
-        raise EngineError(f"the model could not be written: {error}", where=str(out)) from error
-    finally:
-        engine.close()

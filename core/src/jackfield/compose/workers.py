@@ -10,76 +10,50 @@ from contextlib import AsyncExitStack
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import attrs
 import msgspec
 
 from jackfield.abc import KINDS
-from jackfield.abc.agent import AgentContext, AgentLoopBase
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
-from jackfield.abc.engine import EngineContext
 from jackfield.abc.reward import RewardContext
-from jackfield.abc.rollout import BaseRolloutServer, RolloutContext, SamplingParams
+from jackfield.abc.rollout import BaseRolloutServer, RolloutContext
 from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueContext
-from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
+from jackfield.cluster.placement import PlacementRequest
 from jackfield.compose import checks
-from jackfield.compose.checks import check_tokens, interpreters, load_tokenizer, prompt_limit, read_tasks, register_any
-from jackfield.compose.rewards import generate_with, make_reward, run_id, share_of
+from jackfield.compose.agents import Models, agent_host
+from jackfield.compose.checks import check_tokens, interpreters, prompt_limit, read_tasks, register_any
+from jackfield.compose.devices import local_device, placement_request, uses_gpus
+from jackfield.compose.engines import engine_context
+from jackfield.compose.libraries import archives
+from jackfield.compose.resolve import has_arrays, load_tokenizer
+from jackfield.compose.rewards import make_reward, run_id, share_of
+from jackfield.compose.worker import KINDS as WORKER_KINDS
+from jackfield.compose.worker import Worker
 from jackfield.config.sections import PluginSection, RunConfig
-from jackfield.errors import RolloutError
+from jackfield.errors import RewardError, RolloutError
 from jackfield.plugins import HookManager, Registry, installed
 from jackfield.queue import TransferQueue, Values
 from jackfield.queue.store import STORE_FILE
 from jackfield.routing import Replica, Router
+from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine import EngineRank
 from jackfield.runtime.process import ROLLOUT, connect_worker, interface_of, open_host, rollout_service, use_process
 from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.samples import AdvantageWorker, StepValues
-from jackfield.runtime.workers import AgentWorker, Workers
+from jackfield.runtime.workers import Workers
 from jackfield.sdk.archive import queue_name
 from jackfield.sdk.child import ChildProcess
 from jackfield.sdk.rpc import Address, Connection, Contract, Service
-from jackfield.settings import structure
 from jackfield.trainer.role import Role, RunWorkers
 from jackfield.weights import WeightSender, WeightSource
 
 _END_SECONDS = 15.0  #: for a replica's process to exit by itself, once its socket is closed
 
-Kind: TypeAlias = Literal["engine", "rollout", "agent", "reward"]
 #: Opens the queue of a role, with servers at an address of this machine, and returns the backend of this process.
 OpenQueue: TypeAlias = Callable[..., Awaitable[TransferQueueBackend]]
-
-#: The name of each kind of worker, and the plugins that it loads.
-_KINDS: Mapping[Kind, tuple[str, tuple[str, ...]]] = {
-    "engine": ("the {role} engine, rank {number}", ("transfer_queue", "engine", "checkpoint_engine")),
-    "rollout": ("rollout replica {number}", ("rollout",)),
-    "agent": ("agent worker {number}", ("transfer_queue", "agent")),
-    "reward": ("reward worker {number}", ("transfer_queue", "reward")),
-}
-
-
-@attrs.frozen(kw_only=True)
-class Worker:
-    """Describes a worker in plain values, from which :func:`make_worker` makes it in its process."""
-
-    kind: Kind
-    number: int = 0  #: also the rank of an engine's rank
-    role: str = ""  #: role of an engine
-    config: RunConfig
-    algorithm: ResolvedAlgorithm | None = None  #: not for replicas
-    generates: bool = True  #: whether the run has replicas
-    queue: str | None = None  #: the queue's folder, in a cluster; its workers join the backend there
-    host: str = "127.0.0.1"  #: address of its node
-    world_size: int = 1  #: number of its engine's ranks
-    local_rank: int = 0  #: number of the rank among those on its node
-    init_method: str | None = None  #: where the ranks find each other; None: there is one
-
-    @property
-    def name(self) -> str:
-        """Return the name of the worker for messages."""
-        return _KINDS[self.kind][0].format(number=self.number, role=self.role)
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -94,6 +68,7 @@ class WorkerFactory:
     clock: Clock
     router: Router = attrs.field(init=False)  #: sends the requests of the agent worker that was made here
     _children: dict[int, ChildProcess] = attrs.field(factory=dict, init=False)  #: processes of replicas, by number
+    _request: PlacementRequest | None = attrs.field(default=None, init=False)  #: None: for replicas alone
 
     async def make(self, role: Role, stack: AsyncExitStack, open_queue: OpenQueue) -> RunWorkers:
         """Make the workers of a role, again after each recovery. ``stack`` ends them."""
@@ -107,18 +82,34 @@ class WorkerFactory:
         backend = await open_queue()
         values, step_values, scores = Values(backend), StepValues(backend), role.scores or role.evaluates
         stack.push_async_callback(lambda: asyncio.gather(*map(self.end, list(self._children))))
-        agent = self.agent_worker(values, role.generates, request_prefix=self.config.name)
-        worker = partial(Worker, kind="engine", config=self.config, algorithm=role.algorithm)
+        agent = await self.agent_worker(values, stack, role.generates, request_prefix=self.config.name)
+        self._request = need = placement_request(self.config, self.registry, role.engines, generates=role.generates)
+        if role.engines or need.replicas:  # refuse what does not fit
+            self._device((*role.engines, "rollout")[0])
+        worker = partial(Worker, kind="engine", config=self.config, algorithm=role.algorithm, arrays=role.arrays)
         return RunWorkers(
             backend=backend,
-            ranks={engine: [self.engine_rank(worker(role=engine), step_values, stack)] for engine in role.engines},
+            ranks={name: [self.engine_rank(self._on(worker(role=name)), step_values, stack)] for name in role.engines},
             agents=Workers([agent]),
             rewards=Workers([await self.reward_worker(values, stack, generates=role.generates)]) if scores else None,
             estimator=AdvantageWorker(step_values, role.algorithm),
-            replicas=cluster.replicas if role.generates else 0,
+            replicas=need.replicas,
+            replica_devices=need.width,
             shares_devices=cluster.shares_devices,
             places=self,
         )
+
+    def _device(self, role: str, number: int = 0, *, apart: bool = False) -> Any:
+        apart = apart or (uses_gpus(self.config) and "rollout" in interpreters(self.config, self.registry))
+        need = self._request or PlacementRequest()  # a replica alone, whose plugin may be in another interpreter
+        if self._request is None and uses_gpus(self.config):
+            need = placement_request(self.config, self.registry, (), generates=True)
+        return local_device(self.config, self.registry, need, role, number, apart=apart)
+
+    def _on(self, worker: Worker, **options: Any) -> Worker:
+        """Give a worker of this machine its device and memory."""
+        found = self._device(worker.role or worker.kind, worker.number, **options)
+        return attrs.evolve(worker, device=found.device, memory_fraction=found.memory_fraction)
 
     def _plugin(self, kind: str, context: Any) -> Any:
         chosen: PluginSection = getattr(self.config, kind)
@@ -134,7 +125,7 @@ class WorkerFactory:
     def queue(self, backend: TransferQueueBackend) -> TransferQueue:
         """Make the queue of the run, with its controller in this process, without starting it."""
         settings, folder = self.config.queue, Path(self.config.folder) / "queue"
-        archive = settings.archive and checks.archives().Archive(Path(settings.archive), queue_name(str(folder)))
+        archive = settings.archive and archives().Archive(Path(settings.archive), queue_name(str(folder)))
         return TransferQueue(
             backend,
             self.clock,
@@ -151,25 +142,10 @@ class WorkerFactory:
         """Make an engine's rank without loading the model, with a weight sender if an actor's."""
         config, role, algorithm, sender = self.config, worker.role, worker.algorithm, None
         assert algorithm is not None
-        actor = role == "actor"
-        shared: Any = {"rank": worker.number, "world_size": worker.world_size, "device": config.cluster.device}
-        model = config.model
-        if not actor:  # only actors have adapters, and critics have value heads
-            path = (config.critic.path if role == "critic" else None) or model.path
-            model = attrs.evolve(model, lora=None, value_head=role == "critic", path=path)
-        context = EngineContext(
-            role=role,  # type: ignore[arg-type]
-            model=model,
-            optimizer={"actor": config.optimizer, "critic": config.critic.optimizer}.get(role),
-            local_rank=worker.local_rank,
-            init_method=worker.init_method,
-            seed=config.seed,
-            temperature=config.engine_temperature,
-            micro_batch_tokens=config.cluster.micro_batch_tokens,
-            **shared,
-        )
-        engine = self._plugin("engine", context)
-        if actor:
+        shared: Any = {"rank": worker.number, "world_size": worker.world_size, "device": worker.device}
+        place = {name: getattr(worker, name) for name in ("local_rank", "init_method", "memory_fraction")}
+        engine = self._plugin("engine", engine_context(config, role, **shared, **place))
+        if role == "actor":
             seconds, blocks = config.deadlines.sync, config.weights.block_bytes if config.weights.kind == "delta" else 0
             sending = CheckpointEngineContext(end="sender", host=worker.host, deadline_seconds=seconds, **shared)
             alone = attrs.evolve(sending, rank=0, world_size=1)  # a link's sender is the only one
@@ -184,7 +160,7 @@ class WorkerFactory:
             sender = WeightSender(transport, engine.get_per_tensor_param, block_bytes=blocks, **own)
         of_critic = {name: name for name in ("returns", "values")}
         columns = {"actor": algorithm.loss_columns, "critic": of_critic}.get(role, {})
-        rank = EngineRank(engine, values, loss_columns=columns, sender=sender)
+        rank = EngineRank(engine, values, loss_columns=columns, sender=sender, arrays=worker.arrays)
         stack.push_async_callback(rank.close)
         return rank
 
@@ -195,7 +171,8 @@ class WorkerFactory:
         """
         python = interpreters(self.config, self.registry).get("rollout")
         if python is None:
-            replica.server = self.rollout_server(replica.number)
+            worker = self._on(Worker(kind="rollout", number=replica.number, config=self.config))
+            replica.server = self.rollout_server(worker)
         else:
             await self.start_process(replica, python)
 
@@ -205,6 +182,9 @@ class WorkerFactory:
         log = Path(config.folder) / f"replica-{number}.log"
         record = self.registry.resolve(config.rollout.name, "rollout")
         environment = {} if config.cluster.threads is None else {"OMP_NUM_THREADS": str(config.cluster.threads)}
+        worker = self._on(Worker(kind="rollout", number=number, config=config), apart=True)
+        if visible := self._device("rollout", number, apart=True).visible:
+            environment["CUDA_VISIBLE_DEVICES"], worker = visible, attrs.evolve(worker, device="cuda:0")
 
         def lost(how: str) -> RolloutError:
             found = f"{child.connection.process} {how}"
@@ -215,7 +195,7 @@ class WorkerFactory:
         self._children[number] = child = ChildProcess(replica.name, self.clock, **options)
         try:
             host = await open_host(child, python, f"{__name__}:make_worker", record, environment, deadlines.start)
-            await host.make(cast(Any, Worker(kind="rollout", number=number, config=config)))
+            await host.make(cast(Any, worker))
         except BaseException:
             await self.end(number)
             raise
@@ -230,37 +210,40 @@ class WorkerFactory:
         """Route the agents' requests to these replicas."""
         return await self.router.route(replicas, seconds, updating)
 
-    def rollout_server(self, replica: int, *, host: str = "127.0.0.1") -> BaseRolloutServer:
+    def rollout_server(self, worker: Worker) -> BaseRolloutServer:
         """Make a replica's server in this process, without starting it."""
-        config = self.config
+        config, replica = self.config, worker.number
+        there = Path(config.model.path, "config.json").is_file()  # a server refuses a folder without a model itself
+        described = checks.read_model(config) if there else {}
         context = RolloutContext(
             model=attrs.evolve(config.model, dtype=config.weights.dtype or config.model.dtype),
             replica=replica,
-            device=config.cluster.device,
+            device=worker.device,
             seed=config.seed + replica,
-            host=host,
-            max_model_len=config.cluster.max_model_len,
+            host=worker.host,
+            memory_fraction=worker.memory_fraction,
+            max_model_len=checks.token_limit(config, described),
             clock=self.clock,
         )
         return cast(BaseRolloutServer, self._plugin("rollout", context))
 
-    def agent_worker(self, values: Values, generates: bool, *, request_prefix: str) -> AgentWorker:
-        """Make a worker that runs agents, or copies given answers without ``generates``."""
-        tokenizer, limit = load_tokenizer(self.config), prompt_limit(self.config)
+    async def agent_worker(
+        self, values: Values, stack: AsyncExitStack, generates: bool, *, request_prefix: str
+    ) -> AgentWorker:
+        """Make a worker and start what its agents share; without ``generates`` it copies given answers."""
+        config, tokenizer, limit = self.config, load_tokenizer(self.config), prompt_limit(self.config)
         self.router = Router(self.clock, partial(tokenizer.decode, skip_special_tokens=False))
-        plugin, chosen = self.registry.load("agent", self.config.agent.name), self.config.agent.settings
-        settings: Any = structure(plugin.settings_class, chosen, "agent")  # once, and not for each rollout
-        shared: Any = {"tokenizer": tokenizer, "clock": self.clock, "max_prompt_tokens": limit}
-        shared["request_prefix"] = request_prefix
-
-        def make_agent(asks: Callable[[SamplingParams], None]) -> AgentLoopBase:
-            context = AgentContext(generate=self.router.of_one_rollout(asks), **shared)
-            return cast(AgentLoopBase, plugin.cls(settings, context))
-
-        make = make_agent if generates else None
-        vocabulary = checks.read_model(self.config).get("vocab_size")
-        options: Any = {"vocabulary": vocabulary, "versions": self.config.keeps_token_versions}
-        return AgentWorker(values, tokenizer, self.clock, make, max_prompt_tokens=limit, **options)
+        host = None
+        if generates:
+            host, models = agent_host(config, self.registry, self.clock, self.router, tokenizer, request_prefix)
+            stack.push_async_callback(models.close)
+            stack.push_async_callback(host.close)
+            waiting = f"the agent {config.agent.name} to start"
+            await self.clock.wait_for(host.start(), config.deadlines.start, waiting)
+        vocabulary = checks.read_model(config).get("vocab_size")
+        options: Any = {"vocabulary": vocabulary, "versions": config.keeps_token_versions}
+        options["arrays"] = has_arrays(config, self.registry)
+        return AgentWorker(values, tokenizer, self.clock, host, max_prompt_tokens=limit, **options)
 
     async def reward_worker(
         self, values: Values, stack: AsyncExitStack, number: int = 0, *, generates: bool
@@ -275,8 +258,10 @@ class WorkerFactory:
             clock=self.clock, seed=config.seed, heartbeat_seconds=deadlines.heartbeat, logs=logs, run=run
         )
         if generates:
-            generate = generate_with(self.router, tokenizer, f"{config.name}-reward-{number}")
-            context = attrs.evolve(context, generate=generate)
+            prefix = f"{config.name}-reward-{number}"
+            models = Models(config, self.registry, self.clock, self.router, tokenizer, prefix, RewardError)
+            stack.push_async_callback(models.close)
+            context = attrs.evolve(context, generate=models)
         settings = share_of(settings, cluster.ray.reward_workers if cluster.name == "ray" else 1)
         agent = make_reward(self.registry, config.reward.name, config.reward.settings, settings, context)
         try:
@@ -285,7 +270,7 @@ class WorkerFactory:
             await agent.close()
             raise
         keeps = settings.keep or (settings.keep is None and find_spec("jackfield_archive") is not None)
-        records = checks.archives().RewardRecords(folder / "scores", f"worker-{number}") if keeps else None
+        records = archives().RewardRecords(folder / "scores", f"worker-{number}") if keeps else None
         worker = RewardWorker(values, agent, tokenizer, self.clock, config, records, run)
         stack.push_async_callback(worker.close)
         return worker
@@ -342,7 +327,7 @@ async def make_worker(description: dict[str, Any], stack: AsyncExitStack) -> Map
     await asyncio.to_thread(load_plugins, worker, registry)  # in a thread, so that heartbeats go on
     factory = WorkerFactory(config=config, registry=registry, clock=Clock())
     if worker.kind == "rollout":  # the pool starts its server later; outside a cluster it alone calls it
-        server = factory.rollout_server(number, host=worker.host)
+        server = factory.rollout_server(worker)
         stack.push_async_callback(server.stop)
         alone = Service(target=server, contract=ROLLOUT)
         return {"worker": alone if worker.queue is None else rollout_service(server, number)}
@@ -361,7 +346,8 @@ async def make_worker(description: dict[str, Any], stack: AsyncExitStack) -> Map
     if worker.kind == "reward":
         made = await factory.reward_worker(values, stack, number, generates=worker.generates)
     else:
-        made = factory.agent_worker(values, worker.generates, request_prefix=f"{config.name}-{number}")
+        prefix = f"{config.name}-{number}"
+        made = await factory.agent_worker(values, stack, worker.generates, request_prefix=prefix)
     routes = Routes(factory.router, worker.name, longest(config))
     stack.push_async_callback(routes.close)
     return _served(made, routes)
@@ -374,7 +360,7 @@ def load_plugins(worker: Worker, registry: Registry) -> None:
         import torch
 
         torch.set_num_threads(config.cluster.threads)
-    for kind in _KINDS[worker.kind][1]:
+    for kind in WORKER_KINDS[worker.kind][1]:
         registry.load(kind, chosen[kind])
     here = [each.manifest for each in registry.records() if each.manifest and each.name == chosen[each.kind]]
     HookManager([], here).call("register_parts", register=register_any)

@@ -132,7 +132,8 @@ def _named(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: {"name": value} if key in KINDS and isinstance(value, str) else value for key, value in values.items()}
 
 
-#: The meaning of ``checkpoint_engine: auto`` by where replicas run; ``in_process`` reaches no other process.
+#: The meaning of ``checkpoint_engine: auto`` by where replicas run; ``in_process`` reaches no other process, and NCCL
+#: refuses two processes that share a GPU.
 _CHECKPOINT_ENGINES = {"this process": "in_process", "a process of this machine": "shared", "a cluster": "nccl"}
 
 
@@ -141,7 +142,10 @@ def resolve_defaults(config: RunConfig) -> RunConfig:
     chosen, cluster = config.checkpoint_engine, config.cluster
     reached = "a process of this machine" if "rollout" in cluster.interpreters else "this process"
     if cluster.name == "ray":
-        reached = "a cluster"
+        alone = cluster.device == "cuda" and cluster.shares_devices and cluster.ray.address is None
+        reached = "a process of this machine" if alone else "a cluster"
+    elif reached != "this process" and cluster.device == "cuda" and not cluster.shares_devices:
+        reached = "a cluster"  # a process with a GPU of its own
     if chosen.name == "auto":
         chosen = attrs.evolve(chosen, name=_CHECKPOINT_ENGINES[reached])
     if chosen.name == "in_process" and reached != "this process":

@@ -17,7 +17,9 @@ class UntilConfig:
     samples: int | None = option(None, "samples, trained on or (mode: explore) collected", gt(0))
     tokens: int | None = option(None, "tokens of responses", gt(0))
     seconds: float | None = option(None, "seconds of the run's steps, without starts", gt(0.0))
-    device_seconds: float | None = option(None, "the same, times the places of this run's ranks and replicas", gt(0.0))
+    device_seconds: float | None = option(
+        None, "the same, times the devices (on a CPU: places) of this run's ranks and replicas", gt(0.0)
+    )
     reward: float | None = option(None, "mean reward of a step's samples")
     score: float | None = option(None, "mean score of an evaluation")
 

@@ -18,6 +18,7 @@ from jackfield.abc import KINDS
 from jackfield.abc.engine import ModelSpec, OptimizerSpec
 from jackfield.abc.rollout import SamplingParams
 from jackfield.algorithms.settings import AlgorithmSettings, CriticSettings
+from jackfield.config.agent_service import AgentServiceConfig
 from jackfield.config.evaluation import EvaluationConfig
 from jackfield.config.reward_service import RewardServiceConfig
 from jackfield.config.schedule import ScheduleConfig
@@ -80,6 +81,9 @@ class CheckpointConfig:
     every: int = option(20, "checkpoint every n steps, or at the next weight sync if that is later; 0: never", ge(0))
     keep: int = option(2, "how many of the newest checkpoints to keep", gt(0))
     at_end: bool = option(True, "also write a checkpoint after the last step")
+    background: int = option(
+        0, "steps that go on while the files of a checkpoint are written; a resume counts on it afterwards", ge(0)
+    )
     grace_seconds: float = option(25.0, "seconds from SIGTERM or SIGINT to the end; 80 % for the step", gt(0.0))
     max_recoveries: int = option(3, "resumes from the newest checkpoint after a dead worker took work with it", ge(0))
     resume: bool = option(True, "resume from the newest checkpoint; false: remove all checkpoints and begin again")
@@ -205,12 +209,12 @@ class RayConfig:
 
     address: str | None = option(None, "address of a cluster to join (HOST:PORT); null: start one on this machine")
     num_cpus: int | None = option(None, "CPUs of a started cluster; null: the machine's, or what the run needs", gt(0))
+    num_gpus: int | None = option(None, "GPUs of a started cluster; null: the machine's", ge(0))
     object_store_bytes: int | None = option(None, "shared memory of a started cluster; null: as Ray decides", gt(0))
-    engine_ranks: int = option(1, "ranks of the engine", gt(0))
+    engine_ranks: int = option(1, "ranks of each engine; with cluster.device: cuda each has a GPU of its own", gt(0))
     agent_workers: int = option(1, "processes that run agent loops", gt(0))
     reward_workers: int = option(1, "processes that run reward agents", gt(0))
-    cpus_per_place: float = option(1.0, "CPUs per place of a rank or replica", ge(0.0))
-    gpus_per_place: float = option(0.0, "GPUs per place of a rank or replica", ge(0.0))
+    cpus_per_place: float = option(1.0, "CPUs per place of a rank or replica; with cuda, per GPU", ge(0.0))
 
 
 @attrs.frozen(kw_only=True)
@@ -218,7 +222,9 @@ class ClusterConfig:
     """Where workers run, and their resources."""
 
     name: Literal["inline", "ray"] = option("inline", "inline: all in this process; ray: each worker in a Ray actor")
-    device: str = option("cpu", "torch device of engine and rollout server")
+    device: str = option(
+        "cpu", "torch device of engine and rollout server: cpu, or cuda; inline also one GPU, as cuda:1"
+    )
     placement: Literal["shared", "separate"] | None = option(
         None,
         "shared: engines and replicas take turns; separate: own devices; null: shared unless a CPU has cores for all",
@@ -228,7 +234,9 @@ class ClusterConfig:
     replica_restarts: int = option(3, "restarts of a rollout server whose own process dies", ge(0))
     metrics_port: int | None = option(None, "loopback port of Prometheus; 0: free; null: none", [ge(0), le(65535)])
     max_model_len: int | None = option(None, "maximum of prompt and response tokens; null: the model's limit", gt(1))
-    micro_batch_tokens: int = option(16384, "maximum number of padded tokens in one training pass", gt(0))
+    micro_batch_tokens: int = option(
+        16384, "maximum tokens of one training pass; padding counts, if there is any", gt(0)
+    )
     offload: bool = option(False, "the idle side releases its device memory at every hand-over")
     interpreters: Mapping[str, str] = option(
         factory=dict,
@@ -281,11 +289,19 @@ class RunConfig:
     agent: PluginSection = option(PluginSection(name="single_turn"), "the agent plugin and its settings")
     reward: PluginSection = option(PluginSection(name="rules"), "the reward plugin and its settings")
     reward_service: RewardServiceConfig = option(factory=RewardServiceConfig, help="how the reward is called")
+    agent_service: AgentServiceConfig = option(factory=AgentServiceConfig, help="how agents are run")
+    models: Mapping[str, Any] = option(
+        factory=dict,
+        help="models that agents and rewards ask by name, with the settings of jackfield-models",
+    )
+    tools: Mapping[str, Any] = option(
+        factory=dict, help="tools that agents get, by name, with the settings of jackfield-tools"
+    )
     transfer_queue: PluginSection = option(PluginSection(name="auto"), "queue backend; auto: memory, zmq where joined")
     checkpoint_engine: PluginSection = option(
         PluginSection(name="auto"),
-        "the checkpoint_engine plugin and its settings; auto: in_process; nccl with cluster.name: ray; shared if the "
-        "rollout server has its own interpreter",
+        "the checkpoint_engine plugin and its settings; auto: in_process; nccl with cluster.name: ray; shared if "
+        "rollout servers are processes of this machine that use the engine's GPUs, or its CPU from their interpreter",
     )
     observe: ObserveSettings = option(factory=ObserveSettings, help="what the run writes and shows")
     profile: str | None = option(None, "steps to profile, counted from 1: step:5 or step:5,8-9; null: none")

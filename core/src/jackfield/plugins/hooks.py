@@ -124,6 +124,11 @@ class SampleRecord:
     response_ids: tuple[int, ...]
     response_mask: tuple[int, ...]
     tags: Mapping[str, Any] = attrs.field(factory=dict)
+    # One per response token, for ``jackfield trace``; empty if the sample has none:
+    log_probs: tuple[float, ...] = ()  #: of the rollout
+    weight_versions: tuple[int, ...] = ()
+    token_rewards: tuple[float, ...] = ()
+    rollout: Mapping[str, Any] = attrs.field(factory=dict)  #: what the agent loop said of it: turns, events and so on
 
 
 @attrs.frozen(kw_only=True)

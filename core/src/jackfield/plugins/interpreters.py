@@ -24,6 +24,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import attrs
+from attrs.validators import in_
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -69,8 +70,9 @@ class EnvironmentSettings:
 
     folder: str | None = option(None, "folder of the environment; null: environments/NAME")
     python: str | None = option(None, "the interpreter that creates it; null: the one that runs Jackfield")
-    requires: tuple[str, ...] = option((), "requirements that pip installs there")
-    constraints: str | None = option(None, "a constraints file for pip")
+    requires: tuple[str, ...] = option((), "requirements that are installed there")
+    constraints: str | None = option(None, "a constraints file")
+    installer: str = option("pip", "pip, or uv: faster, on PATH or beside Jackfield's interpreter", in_(("pip", "uv")))
     uninstall: tuple[str, ...] = option((), "packages that are removed afterwards if a dependency installed them")
 
     def path(self, name: str) -> Path:
@@ -302,8 +304,8 @@ def create_environment(settings: EnvironmentSettings, folder: Path, installed: S
     """Create an environment unless it already exists as described; return whether it was changed.
 
     If only distributions that are copied from here have changed, only these are installed again. An incomplete
-    environment, or one with other settings, is created again; any other folder is not touched. The output of pip goes
-    to stderr. An error (``plugin.environment``) names the step that failed. The distributions ``installed`` are
+    environment, or one with other settings, is created again; any other folder is not touched. The installer's output
+    goes to stderr. An error (``plugin.environment``) names the step that failed. The distributions ``installed`` are
     installed in the same way as in this interpreter; ``seconds`` is the deadline of the whole creation.
     """
     base = resolve_interpreter(settings.python, "environments.*.python")
@@ -322,14 +324,16 @@ def create_environment(settings: EnvironmentSettings, folder: Path, installed: S
         details = {"where": str(folder), "expected": "no folder, an empty one, or an environment"}
         message, fix = "the folder of an environment is something else", "name another folder in the configuration"
         raise PluginError(message, code="plugin.environment", fix=fix, **details)
-    pip = [environment_python(folder), "-m", "pip", "--disable-pip-version-check"]
+    pip, python, yes = [environment_python(folder), "-m", "pip", "--disable-pip-version-check"], [], ["--yes"]
+    if settings.installer == "uv":
+        pip, python, yes = [_uv(), "pip"], ["--python", environment_python(folder)], []
     keep = [] if settings.constraints is None else ["--constraint", settings.constraints]
-    steps = [[*pip, "install", "--force-reinstall", "--no-deps", *ours]]
+    steps = [[*pip, "install", *python, "--force-reinstall", "--no-deps", *ours]]
     stamp.unlink(missing_ok=True)
     if made.get("plan") != json.loads(wanted)["plan"]:
         shutil.rmtree(folder, ignore_errors=True)
-        steps = [[base, "-m", "venv", str(folder)], [*pip, "install", *keep, *settings.requires, *ours]]
-        steps += [[*pip, "uninstall", "--yes", *settings.uninstall]] if settings.uninstall else []
+        steps = [[base, "-m", "venv", str(folder)], [*pip, "install", *python, *keep, *settings.requires, *ours]]
+        steps += [[*pip, "uninstall", *python, *yes, *settings.uninstall]] if settings.uninstall else []
     ends = time.monotonic() + seconds
     for step in steps:
         left = max(ends - time.monotonic(), 0.1)
@@ -342,6 +346,15 @@ def create_environment(settings: EnvironmentSettings, folder: Path, installed: S
             raise PluginError("an environment cannot be made", code="plugin.environment", **details)
     stamp.write_text(wanted, encoding="utf-8")
     return True
+
+
+def _uv() -> str:
+    places = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+    if program := shutil.which("uv", path=places):
+        return program
+    details = {"where": "environments.*.installer", "expected": "uv on PATH", "found": places}
+    fix = "pip install uv, or installer: pip"
+    raise PluginError("there is no uv to make an environment with", code="plugin.environment", fix=fix, **details)
 
 
 def requirement_as_installed(name: str) -> list[str]:

@@ -236,6 +236,7 @@ class Groups:
                 own = {**own, "operation": made.operation, "parents": list(made.parents)}
             group.samples[key] = Sample(report.rollout, own, columns, size)
         self.core.state.count(len(report.keys), sum(report.written.sizes))
+        self.core.metrics.update(report.written.metrics)  # adds
         if group.version is not None:  # an agent generated them
             self.core.metrics["generated/samples"] += len(report.keys)
             self.core.metrics["generated/response_tokens"] += sum(own.get("response_tokens", 0) for own in tags)
@@ -297,9 +298,8 @@ class Groups:
         Groups that are gone are skipped; ``counts``: max_retries limits retries. The last of a batch is always retried.
         If an acking consumer has leased a group, or it never existed, raise a QueueError and drop none.
         """
-        self.leases.require_free(
-            found := [each for name in groups if (each := self.core.state.group(name)) is not None]
-        )
+        found = [each for name in groups if (each := self.core.state.group(name)) is not None]
+        self.leases.require_free(found)
         for group in found:
             if again or sum(each.status != Status.CONSUMED for each in group.batch.groups) == 1:
                 self._retry(group, reason, counts)

@@ -12,50 +12,25 @@ import attrs
 
 from jackfield.abc.engine import BaseEngine, EngineLayout, EngineOutput, LoadCheckpointRequest, SaveCheckpointRequest
 from jackfield.algorithms import LossSpec, resolve_loss
-from jackfield.algorithms.tensors import naming_rows
 from jackfield.clock import Clock
-from jackfield.errors import EngineError, WorkerLost
+from jackfield.errors import DeadlineExceeded, EngineError, WorkerLost
 from jackfield.queue import TransferQueue, Values
 from jackfield.queue.meta import BatchMeta, Written
+from jackfield.runtime.comparison import Comparison, Distances, distances
 from jackfield.runtime.profile import begin_trace, end_trace, labelled
 from jackfield.sdk.cells import from_nested, to_nested
-from jackfield.sdk.jagged import jagged, to_padded
+from jackfield.sdk.jagged import jagged
+from jackfield.sdk.samples import naming_samples
 from jackfield.weights import WeightSender
 from jackfield.weights.links import engine_errors
 
 if TYPE_CHECKING:
-    import torch
     from tensordict import TensorDict
 
 T = TypeVar("T")
 Output: TypeAlias = Literal["log_probs", "values"]
 
 _SAMPLE = ("prompt_ids", "response_ids", "response_mask")
-
-
-@attrs.frozen(kw_only=True)
-class Comparison:
-    """Selects what a training pass is compared with, in plain values for RPC."""
-
-    engine: str  #: column of the engine's log-probs, computed by an inference pass with the same weights
-    #: samples generated entirely by this version are also compared with ``rollout_log_probs``; None: no sample is
-    version: int | None
-    slack: float = 0.0  #: nats by which sampling filters may raise the rollout's log-probs
-    dropout: bool = False  #: the model trains with dropout: compare the rollout's with the inference pass
-
-
-@attrs.frozen
-class Distance:
-    """The distance of two kinds of log-probs over a sample's model tokens, in nats."""
-
-    tokens: int
-    sum: float
-    signed_sum: float  #: positive if the log-probs that are compared are higher
-    max: float
-
-
-#: By kind and key of a sample: ``train_mode`` compares an inference with the training pass, ``rollout`` the rollout.
-Distances: TypeAlias = dict[str, dict[str, Distance]]
 
 
 @attrs.define(eq=False)
@@ -66,8 +41,13 @@ class EngineRank:
     _values: Values
     #: further columns that the loss reads, by its names
     _loss_columns: Mapping[str, str] = attrs.field(factory=dict, kw_only=True)
+    _arrays: bool = attrs.field(default=False, kw_only=True)  #: whether samples have inputs beside tokens
     sender: WeightSender | None = attrs.field(default=None, kw_only=True)  #: None: this rank publishes no weights
     _work: tuple[BatchMeta, Comparison | None, TensorDict] = attrs.field(init=False)  #: what :meth:`read` read last
+
+    @property
+    def _sample(self) -> tuple[str, ...]:
+        return (*_SAMPLE, "multi_modal_inputs") if self._arrays else _SAMPLE
 
     async def initialize(self) -> EngineLayout:
         """Load the model. Return this rank's place among the others."""
@@ -80,7 +60,7 @@ class EngineRank:
         """Read the samples for the next call of :meth:`update` or :meth:`compute`, or raise a ``QueueError``."""
         from tensordict import TensorDict
 
-        names = list(_SAMPLE)
+        names = list(self._sample)
         if update and comparison is not None:
             names += [comparison.engine] if comparison.version is None else [comparison.engine, "rollout_log_probs"]
         stored = {**dict(zip(names, names, strict=True)), **(self._loss_columns if update else {})}
@@ -102,7 +82,8 @@ class EngineRank:
         if batch is not None:
             await self.read(batch, update=False)
         batch, _, table = self._work
-        output = await self._in_thread(self._forward, table, adapter_off)
+        with naming_samples([f"sample {key}" for key in batch.keys]):
+            output = await self._in_thread(self._forward, table, adapter_off)
         if not self._engine.layout.is_output_rank:
             return None
         return await self._values.write(batch, {column: from_nested(getattr(output, kind))})
@@ -135,17 +116,22 @@ class EngineRank:
         if batch is not None:
             await self.read(batch, update=True, comparison=comparison)
         batch, comparison, table = self._work
-        data = table.select(*_SAMPLE, *self._loss_columns)
+        data = table.select(*self._sample, *self._loss_columns)
         data["row"] = torch.arange(len(batch))
-        with naming_rows([f"sample {key}" for key in batch.keys]):
+        with naming_samples([f"sample {key}" for key in batch.keys]):
             output, metrics = await self._in_thread(self._train, data, loss)
         if comparison is None or not self._engine.layout.is_output_rank:
             return metrics, {}
         return metrics, distances(output.log_probs, table, batch, comparison)
 
-    async def save(self, folder: str, format: Literal["native", "huggingface"]) -> None:
-        """Write this rank's part of a checkpoint."""
-        await self._in_thread(self._engine.save_checkpoint, SaveCheckpointRequest(folder=folder, format=format))
+    async def save(self, folder: str, format: Literal["native", "huggingface"], *, background: bool = False) -> None:
+        """Write this rank's part of a checkpoint; in the ``background``, copy it, and :meth:`finish_save` waits."""
+        request = SaveCheckpointRequest(folder=folder, format=format, background=background)
+        await self._in_thread(self._engine.save_checkpoint, request)
+
+    async def finish_save(self) -> None:
+        """Wait for the files of checkpoints in the background."""
+        await self._in_thread(self._engine.finish_checkpoint)
 
     async def load(self, folder: str, model_only: bool = False) -> None:
         """Read a native checkpoint, or its model only."""
@@ -186,39 +172,6 @@ class EngineRank:
         role, rank = self._engine.context.role, self._engine.context.rank
         with engine_errors(f"the {role} engine", f"rank {rank}"):
             return await asyncio.to_thread(labelled, f"{role} {rank}: {call.__name__.strip('_')}", call, *arguments)
-
-
-def distances(trained: torch.Tensor | None, table: TensorDict, batch: BatchMeta, comparison: Comparison) -> Distances:
-    """Compare log-probs over the model's own tokens.
-
-    ``trained`` are those of the training pass; ``table`` has ``response_mask`` and the comparison's columns. All are
-    jagged ``[B, j]``. Samples that cannot be compared are absent.
-    """
-    import torch
-
-    if trained is None:
-        what, expected = "the engine's training pass has no log-probs", "jagged float32 [B, j], for the log-prob check"
-        fix = "have the engine return them, or set log_prob_check.every: 0"
-        raise EngineError(what, where="EngineOutput.log_probs", expected=expected, fix=fix)
-    mask = to_padded(table["response_mask"]) != 0
-    now, engine, version = to_padded(trained), to_padded(table[comparison.engine]), comparison.version
-    kinds = {"train_mode": (mask, engine - now, 0.0)}
-    # samples of an expert have no versions
-    own = [
-        version is not None and tags.get("weight_version_min") == version == tags.get("weight_version_max")
-        for tags in batch.tags
-    ]
-    if any(own):
-        higher = to_padded(table["rollout_log_probs"]) - (engine if comparison.dropout else now)
-        kinds["rollout"] = mask & torch.tensor(own)[:, None], higher, comparison.slack
-    result: Distances = {}
-    for kind, (counted, higher, slack) in kinds.items():
-        distance = torch.maximum(-higher, higher - slack).clamp(min=0.0).masked_fill(~counted, 0.0)
-        signed = higher.double().masked_fill(~counted, 0.0)
-        sums = [each.sum(-1).tolist() for each in (counted, distance.double(), signed)]
-        rows = zip(batch.keys, *sums, distance.amax(-1).tolist(), strict=True)
-        result[kind] = {key: Distance(*row) for key, *row in rows if row[0]}
-    return result
 
 
 _CAUSE_SECONDS = 2.0  #: to wait until the rank that caused a failure is known
@@ -265,8 +218,8 @@ class EngineGroup:
         more: Any = {"update": True, "comparison": comparison}
         results = await self._shared("to train on", batch, lambda rank, own: rank.update(loss, own, comparison), **more)
         found: Distances = {}
-        for _, (_, distances) in results:
-            for kind, samples in distances.items():
+        for _, (_, compared) in results:
+            for kind, samples in compared.items():
                 found.setdefault(kind, {}).update(samples)
         return combined([metrics for _, (metrics, _) in results]), found
 
@@ -294,10 +247,15 @@ class EngineGroup:
                 counting.setdefault(layout.data_parallel_rank, (part, result))
         return [counting[rank] for rank in sorted(counting)]
 
-    async def save(self, folder: str, format: Literal["native", "huggingface"]) -> None:
-        """Write a checkpoint into ``folder``."""
+    async def save(self, folder: str, format: Literal["native", "huggingface"], *, background: bool = False) -> None:
+        """Write a checkpoint into ``folder``; in the ``background``, return when its state is copied."""
         async with self.reading:
-            await self._all(f"to save {folder}", lambda rank, _: rank.save(folder, format))
+            await self._all(f"to save {folder}", lambda rank, _: rank.save(folder, format, background=background))
+
+    async def finish_save(self) -> None:
+        """Wait for the files of a checkpoint in the background, or raise why they are not there."""
+        async with self.reading:
+            await self._all("to finish a checkpoint", lambda rank, _: rank.finish_save())
 
     async def load(self, folder: str, *, model_only: bool = False) -> None:
         """Read a native checkpoint, written by any number of ranks, or its model only."""
@@ -339,7 +297,17 @@ class EngineGroup:
                 # if a rank dies, others that wait for it may fail first
                 await asyncio.wait(tasks, timeout=_CAUSE_SECONDS)
                 errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
-                raise next((error for error in errors if isinstance(error, WorkerLost)), errors[0])
+                errors.sort(key=lambda error: isinstance(error, DeadlineExceeded))
+                late = [
+                    f"rank {rank}"
+                    for rank, task in enumerate(tasks)
+                    if not task.done() or isinstance(task.exception(), DeadlineExceeded)
+                ]
+                error = next((error for error in errors if isinstance(error, WorkerLost)), errors[0])
+                if late and isinstance(error, EngineError | DeadlineExceeded):  # the others may only wait for these
+                    known = "" if error.found is None else f"{error.found}; "
+                    error.found = f"{known}no answer from {' and '.join(late)}"
+                raise error
             return [task.result() for task in tasks]
         finally:
             for task in tasks:

@@ -88,13 +88,24 @@ class Place:
 class RayHost(Host):
     """The Ray actor, a host that listens for the controller and other workers."""
 
-    def __init__(self, make: MakeWorker, name: str, folder: str, one_thread: bool, heartbeat_seconds: float) -> None:
+    def __init__(
+        self,
+        make: MakeWorker,
+        name: str,
+        folder: str,
+        one_thread: bool,
+        heartbeat_seconds: float,
+        gpus: str | None = None,
+    ) -> None:
         """Create the host of the worker ``name``.
 
         Relative paths in the configuration start from ``folder``, the controller's working directory. With
         ``one_thread`` the worker's threaded calls share one thread and run in order. Clients consider the process dead
-        after ``heartbeat_seconds`` without a heartbeat.
+        after ``heartbeat_seconds`` without a heartbeat. It sees only ``gpus``, which is set before torch is imported:
+        Ray leaves the variable of an actor alone that takes no GPU from Ray itself.
         """
+        if gpus is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus
         super().__init__(make)
         self.services["host"] = Service(target=self, contract=RAY_HOST)
         self._one_thread = one_thread
@@ -156,6 +167,13 @@ def node_address() -> str:
     import ray
 
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+
+def given_gpus() -> list[str]:
+    """Return the names of the GPUs that Ray has given to this task, for ``CUDA_VISIBLE_DEVICES``."""
+    import ray
+
+    return list(ray.get_runtime_context().get_accelerator_ids()["GPU"])
 
 
 def kill_if_stopped(process: Process) -> None:

@@ -24,16 +24,43 @@ from jackfield.clock import Clock
 from jackfield.config.sections import RayConfig
 from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RunError
 from jackfield.plugins.interpreters import look
-from jackfield.runtime.process import RAY_HOST, MakeWorker, Place, RayHost, connect_worker, death, kill_if_stopped
+from jackfield.runtime.process import (
+    RAY_HOST,
+    MakeWorker,
+    Place,
+    RayHost,
+    connect_worker,
+    death,
+    given_gpus,
+    kill_if_stopped,
+)
 from jackfield.sdk.ray_loopback import HOST, enter
 from jackfield.sdk.rpc import Address, Connection, stub
 
 _REACH_SECONDS = 10.0  #: for the head node to accept a connection
+_SILENT_SECONDS = 60.0  #: for a node whose processes have died to run a task
 _END_SECONDS = 15.0  #: for a worker to close its resources, or a process to be killed
 _TOKEN, _MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"
 
 
 unavailable = partial(RunError, code="cluster.unavailable")
+
+
+@attrs.frozen(kw_only=True)
+class Node:
+    """A living node of the cluster and its resources, as Ray names them."""
+
+    name: str  #: Ray's id
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+
+
+@attrs.frozen(kw_only=True)
+class Bundles:
+    """The resources that Ray has reserved on nodes."""
+
+    group: Any  #: Ray's placement group
+    gpus: Sequence[Sequence[str]]  #: by bundle: names of its GPUs in ``CUDA_VISIBLE_DEVICES``
 
 
 @attrs.frozen(kw_only=True)
@@ -44,7 +71,8 @@ class WorkerSpec:
     worker: Any = None  #: for the owner of the cluster
     group: Any = None  #: Ray placement group; None: anywhere
     bundle: int = 0  #: index of the bundle in the group
-    resources: Mapping[str, float] = attrs.field(factory=dict)  #: what it takes from the bundle
+    cpus: float = 0.0  #: what it takes from the bundle
+    gpus: Sequence[str] | None = None  #: the only GPUs that its process sees; None: as Ray decides
     python: str | None = None  #: another interpreter, which :func:`check_interpreter` has accepted
     restarts: bool = False  #: a call that finds the worker dead restarts it; it is not watched otherwise
 
@@ -83,7 +111,7 @@ class Cluster:
     _start_seconds: float  #: deadline for a worker or a placement group
     _heartbeat_seconds: float = 30.0  #: a worker's process is killed after this long without a heartbeat
     actors: dict[str, Actor] = attrs.field(factory=dict, init=False)  #: by name of the worker, also of one that ended
-    _groups: dict[str, Any] = attrs.field(factory=dict, init=False)
+    _groups: dict[str, Bundles] = attrs.field(factory=dict, init=False)
     _leave: Callable[[], None] = attrs.field(init=False)
 
     async def open(self, options: RayConfig, needed_cpus: float) -> None:
@@ -99,6 +127,7 @@ class Cluster:
             raise unavailable("this process is in a Ray cluster already", fix=fix)
         own = {
             "num_cpus": options.num_cpus or max(os.cpu_count() or 1, round(needed_cpus + 0.5)),
+            "num_gpus": options.num_gpus,
             "object_store_memory": options.object_store_bytes,
             "include_dashboard": False,
             "_node_ip_address": HOST,
@@ -120,40 +149,78 @@ class Cluster:
                 fix="look whether it runs (`ray status`), and set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to its token",
             ) from error
 
-    async def places(self, count: int, resources: Mapping[str, float], what: str) -> Any:
-        """Return the placement group of ``what``, or create one of ``count`` equal bundles.
+    def nodes(self) -> list[Node]:
+        """Return the living nodes, this one first."""
+        import ray
+        from ray._private.state import available_resources_per_node
+
+        here, free = ray.get_runtime_context().get_node_id(), available_resources_per_node()  # type: ignore[no-untyped-call]
+        alive = [(each["NodeID"], each["Resources"]) for each in ray.nodes() if each["Alive"]]  # type: ignore[no-untyped-call]
+        found = [Node(name=name, total=total, free=free.get(name, total)) for name, total in alive]
+        return sorted(found, key=lambda node: (node.name != here, node.name))
+
+    async def answers(self, node: str) -> bool:
+        """Return whether a task runs on a node; Ray itself needs up to a minute to note the death of a node."""
+        import ray
+        from ray.exceptions import RayError
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+        task = ray.remote(given_gpus).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+        try:
+            await self._clock.wait_for(task.remote(), min(_SILENT_SECONDS, self._start_seconds), f"node {node}")
+        except (RayError, DeadlineExceeded):
+            return False
+        return True
+
+    async def places(self, bundles: Sequence[tuple[str, Mapping[str, float]]], what: str) -> Bundles:
+        """Return the bundles of ``what``, or reserve them: the id of a node, and resources there.
 
         Raises ``cluster.unavailable`` if the cluster cannot provide it in time.
         """
         import ray
         from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         if what in self._groups:
             return self._groups[what]
-        self._groups[what] = group = placement_group([dict(resources) for _ in range(count)], strategy="PACK")
-        who = f"{count} places of {dict(resources)} for {what}"
+        nodes, resources = zip(*bundles, strict=True)
+        selectors = [{"ray.io/node-id": node} for node in nodes]
+        group = placement_group(list(map(dict, resources)), strategy="PACK", bundle_label_selector=selectors)
+        self._groups[what] = Bundles(group=group, gpus=())
+        who = f"{', '.join(str(dict(each)) for each in resources)} for {what}"
+        look, gpus = ray.remote(given_gpus), [int(each.get("GPU", 0)) for each in resources]
         try:
             await self._clock.wait_for(group.ready(), self._start_seconds, who)
+            asked = [
+                look.options(
+                    num_cpus=0, num_gpus=count, scheduling_strategy=PlacementGroupSchedulingStrategy(group, at)
+                )
+                for at, count in enumerate(gpus)
+            ]
+            names = asyncio.gather(*(each.remote() for each, count in zip(asked, gpus, strict=True) if count))
+            found = iter(await self._clock.wait_for(names, self._start_seconds, f"Ray to name the GPUs of {what}"))
         except BaseException as error:
             self.give_back(what)
             if not isinstance(error, DeadlineExceeded):
                 raise
             free, total = ray.available_resources(), ray.cluster_resources()  # type: ignore[no-untyped-call]
-            parts = (f"{name}: {free.get(name, 0):g} of {total.get(name, 0):g} free" for name in resources)
+            parts = (f"{name}: {free.get(name, 0):g} of {total.get(name, 0):g} free" for name in resources[0])
             raise unavailable(
                 f"the cluster has no room for {what}",
                 expected=who,
                 found=f"in the whole cluster {', '.join(parts)}",
-                fix="raise cluster.ray.num_cpus, join a larger cluster, or ask for fewer or smaller workers",
+                fix="wait for other users of the cluster to leave, join a larger one, or ask for fewer workers",
             ) from error
-        return group
+        self._groups[what] = Bundles(group=group, gpus=[next(found) if count else () for count in gpus])
+        return self._groups[what]
 
     def give_back(self, what: str) -> None:
-        """Remove the placement group of ``what``, if there is one."""
+        """Release the bundles of ``what``, if there are any."""
         from ray.util.placement_group import remove_placement_group
 
         if what in self._groups:
-            remove_placement_group(self._groups.pop(what))
+            remove_placement_group(self._groups.pop(what).group)
 
     async def start(self, spec: WorkerSpec) -> Actor:
         """Start a process for a worker, or reuse the process of an earlier worker of this name, which is ended.
@@ -185,13 +252,14 @@ class Cluster:
 
         strategy = "SPREAD" if spec.group is None else PlacementGroupSchedulingStrategy(spec.group, spec.bundle)
         options = {
-            "num_cpus": spec.resources.get("CPU", 0),
-            "num_gpus": spec.resources.get("GPU", 0),
+            "num_cpus": spec.cpus,
+            "num_gpus": 0,  # its bundle has them, which several processes can share
             "scheduling_strategy": strategy,
             "runtime_env": None if spec.python is None else {"py_executable": spec.python},
         }
         host: Any = ray.remote(RayHost).options(**options)
-        handle = host.remote(self._make, spec.name, os.getcwd(), spec.group is not None, self._heartbeat_seconds)
+        gpus, folder = None if spec.gpus is None else ",".join(spec.gpus), os.getcwd()
+        handle = host.remote(self._make, spec.name, folder, spec.group is not None, self._heartbeat_seconds, gpus)
         try:
             address = await self._clock.wait_for(handle.listen.remote(), self._start_seconds, f"{spec.name} to start")
         except RayActorError as error:

@@ -18,7 +18,7 @@ from jackfield.clock import Clock, too_late
 from jackfield.config.reward_service import RewardServiceConfig
 from jackfield.errors import DeadlineExceeded, JackfieldError, RewardError, described
 from jackfield.runtime.reward_limits import CALL, Breaker, Call, Limits, RewardCache
-from jackfield.runtime.samples import not_finite
+from jackfield.runtime.tags import not_finite
 
 Results: TypeAlias = list[ScoreResult]
 _CALL_FIELDS = {"idempotency_key", "retry", "deadline_seconds", "priority", "group_id"}

@@ -228,8 +228,10 @@ class RewardWorker:
         """Score a sample, unless the agent loop has computed its reward."""
         read = (reading.result() if reading.done() else await asyncio.shield(reading))[key]
         request = self._request(key, *read)
-        if (own := self._task(read[3])[0]["reward"]) is not None:
-            return request, ScoreResult(score=float(own))
+        task = self._task(read[3])[0]
+        if (own := task["reward"]) is not None:
+            tokens = task.get("token_rewards")
+            return request, ScoreResult(score=float(own), token_scores=None if tokens is None else tuple(tokens))
         return request, await self._service.compute_score(request)
 
     def _request(self, key: str, prompt: list[int], response: list[int], mask: list[int], task: bytes) -> ScoreRequest:

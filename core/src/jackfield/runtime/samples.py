@@ -6,10 +6,9 @@ The advantage worker takes metadata and returns plain numbers, so that it can ru
 from __future__ import annotations
 
 import json
-import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, repeat
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -19,10 +18,12 @@ from jackfield.abc.transfer_queue import Column, TransferQueueBackend
 from jackfield.algorithms import advantages, part, prepare
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.algorithms.shaping import kl_in_reward
-from jackfield.algorithms.tensors import naming_rows
+from jackfield.algorithms.tensors import Groups, naming_rows
 from jackfield.data.tasks import Task
 from jackfield.queue import Values
 from jackfield.queue.meta import BatchMeta, Lease, Written
+from jackfield.runtime.tags import own_rewards
+from jackfield.sdk.arrays import cell as arrays_cell
 from jackfield.sdk.cells import Cell, dense_column, join, offsets_of, rows_of, split
 from jackfield.sdk.jagged import padded_rows
 
@@ -38,7 +39,7 @@ TRAIN = "train"  #: the partition that the trainer consumes
 _WRITTEN_ONCE = {
     *("prompt_ids", "response_ids", "response_mask", "rollout_log_probs", "reward", "reward_dimensions", "rewards"),
     *("ref_log_probs", "old_log_probs", "values", "advantages", "returns", "rollout_weights", "expert_mask"),
-    "weight_versions",
+    *("weight_versions", "multi_modal_inputs"),
 }
 
 
@@ -95,26 +96,37 @@ def sequence_cells(
     *,
     supervised: bool,
     versions: bool,
+    arrays: bool = False,
 ) -> dict[str, Cell]:
     """Return the values of a sample by column.
 
     ``prompt_ids`` and ``response_ids`` are int64, ``response_mask`` is bool, ``rollout_log_probs`` is float32. ``task``
     is JSON for the reward pipeline: the task's record, the reward if the agent has computed it, and what ``rollout``
-    says of the agent loop, if anything. ``texts`` keeps it for further samples of the task, by reward. Samples that
-    are only imitated (``supervised``) have neither log-probs nor a task. With ``versions``, ``weight_versions`` is
-    int32, -1 on tokens that are not the model's. Other types raise what ``array`` and JSON do.
+    says of the agent loop, if anything. ``texts`` keeps it for further samples of the task, by reward. Samples that are
+    only imitated (``supervised``) have neither log-probs nor a task. With ``versions``, ``weight_versions`` is int32,
+    -1 on tokens that are not the model's; with ``arrays``, ``multi_modal_inputs`` is uint8. Other types raise what
+    ``array`` and JSON do.
     """
     cells: dict[str, Cell] = {
         "prompt_ids": (_INT64, array("q", tuple(sequence.prompt_ids)).tobytes()),
         "response_ids": (_INT64, array("q", tuple(sequence.response_ids)).tobytes()),
         "response_mask": (_BOOL, bytes(sequence.response_mask)),
     }
+    if arrays:
+        cells["multi_modal_inputs"] = arrays_cell(sequence.multi_modal_inputs)
     if not supervised:
         cells["rollout_log_probs"] = _FLOAT32, array("f", tuple(sequence.response_log_probs)).tobytes()
-        if rollout or (text := texts.get(sequence.reward)) is None:
-            record = {"data_source": task.data_source, "ground_truth": task.ground_truth, "extra_info": task.fields}
-            text = _encode({**record, "reward": sequence.reward, **({"rollout": rollout} if rollout else {})}).encode()
-            if not rollout:
+        rewards = own_rewards(sequence)
+        if rollout or rewards or (text := texts.get(sequence.reward)) is None:
+            record: dict[str, Any] = {
+                "data_source": task.data_source,
+                "ground_truth": task.ground_truth,
+                "extra_info": task.fields,
+            }
+            record |= {"reward": sum(rewards) if rewards else sequence.reward}
+            record |= {"token_rewards": rewards} if rewards else {}
+            text = _encode({**record, **({"rollout": rollout} if rollout else {})}).encode()
+            if not rollout and not rewards:
                 texts[sequence.reward] = text
         cells["task"] = _JSON, text
         if versions:
@@ -136,35 +148,11 @@ def sequence_tags(task: Task, sequence: AgentSequence, rollout: int) -> dict[str
         versions = {version for version in set(sequence.weight_versions) if version >= 0} or {0}
         tags["weight_version_min"], tags["weight_version_max"] = min(versions), max(versions)
         tags["step_id"], tags["finish_reason"] = sequence.step_id, sequence.finish_reason
+    if sequence.relation is not None:
+        tags["parent"], tags["relation"] = sequence.parent, sequence.relation
+    if sequence.name:
+        tags["agent_name"] = sequence.name
     return tags
-
-
-def metric_tags(kind: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return an agent loop's or reward's (``kind``) metrics as tags ``KIND/NAME``."""
-    return {f"{kind}/{name}": float(value) for name, value in metrics.items()}
-
-
-def not_finite(metrics: Mapping[str, object]) -> dict[str, object]:
-    """Return the metrics of a plugin that are not finite numbers and so cannot be reported."""
-    return {
-        name: value
-        for name, value in metrics.items()
-        if not (isinstance(value, int | float) and abs(value) <= sys.float_info.max)
-    }
-
-
-def said(names: Iterable[str]) -> list[str]:
-    """Return the names of tags of agent loop and reward: ``turns``, ``agent/NAME``, ``reward/NAME``."""
-    return [name for name in names if name == "turns" or name.startswith(("agent/", "reward/"))]
-
-
-def said_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return means of tags: ``agent/turns``, ``agent/NAME/mean``, ``reward/NAME/mean``."""
-    means = {}
-    for name in said(dict.fromkeys(chain.from_iterable(rows))):
-        values = [tags[name] for tags in rows if name in tags]
-        means["agent/turns" if name == "turns" else f"{name}/mean"] = sum(values) / len(values)
-    return means
 
 
 def global_counts(samples: Sequence[Mapping[str, Any]]) -> dict[str, int]:
@@ -257,6 +245,8 @@ class AdvantageWorker:
         with naming_rows([f"sample {key}" for key in rows.batch.keys]):
             inputs |= {"token_rewards": token_rewards, "response_mask": rows.mask, **algorithm.advantages_options}
             estimated, returns = advantages(algorithm.advantages, **inputs)
+        if algorithm.sequence_weight == "rollout":
+            estimated = estimated / Groups(inputs["group_ids"], inputs["rollout_ids"]).sizes[:, None]
         metrics["advantages/abs_mean"] = float(estimated.abs().mean())
         generated = rows.sizes.new_tensor([not is_expert(tags) for tags in target.tags]).bool()
         sizes = [int(tags["response_tokens"]) for tags in target.tags]

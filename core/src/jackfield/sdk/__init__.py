@@ -1,6 +1,6 @@
 """Tools for plugins that implement contracts of :mod:`jackfield.abc`. The SDK has its own ABI version.
 
-The names of its modules are public if they do not begin with an underscore, or if ``__all__`` has them.
+Its modules, and their names, are public if they do not begin with an underscore, or if ``__all__`` has them.
 """
 
 from __future__ import annotations

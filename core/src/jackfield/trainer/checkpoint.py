@@ -14,14 +14,11 @@ A checkpoint is complete or absent, and the newest few are kept::
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import logging
 import platform
-import random
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,12 +34,26 @@ from jackfield.plugins.hooks import CheckpointSaved
 from jackfield.queue.store import STORE_FILE
 from jackfield.runtime.engine import EngineGroup
 from jackfield.runtime.samples import TRAIN
+from jackfield.trainer.random_state import random_state, restore_random_state
 from jackfield.trainer.role import Role
 
 FORMAT = 2
 _MANIFEST, _STATE = "manifest.json", "state.json"
 FINISHED_FILE = "finished.json"  #: in the folder of a run
 _NAME = re.compile(r"step_(\d{8,})")
+
+
+@attrs.frozen
+class _Open:
+    """A checkpoint whose state has been copied; its files may not be there yet."""
+
+    store: CheckpointStore
+    steps: int
+    state: Mapping[str, Any]
+    how: str  #: what a new start does if it is not completed
+
+
+_UNWRITTEN = "a checkpoint could not be written"
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -53,29 +64,34 @@ class Checkpointer:
     engines: Mapping[str, EngineGroup]  #: the trained engines, by role
     saved: int = attrs.field(default=0, init=False)  #: completed steps in the newest checkpoint
     random: Mapping[str, Any] = attrs.field(factory=dict, init=False)  #: random state after the last step
+    _open: _Open | None = attrs.field(default=None, init=False)
 
     def is_due(self, steps_done: int) -> bool:
         """Return whether a checkpoint is written after ``steps_done`` steps."""
         settings, schedule = self.role.config.checkpoint, self.role.schedule
         return schedule.is_due(settings.every, steps_done) or (settings.at_end and steps_done == schedule.steps)
 
-    async def save(self, steps: int, trainer: Mapping[str, Any], *, again_from: int | None = None) -> None:
+    async def save(
+        self, steps: int, trainer: Mapping[str, Any], *, again_from: int | None = None, background: bool = False
+    ) -> None:
         """Write a durable checkpoint after ``steps`` steps, whose acks become final.
 
         ``trainer`` is the trainer's own state, as plain values. ``again_from`` is the first batch to save as not begun;
-        the random state is then that after the last step. None saves everything as it is now. If writing fails,
-        earlier checkpoints are not affected (``run.checkpoint-write``). The death of a rank, a storage unit or the
-        queue's controller raises its own error.
+        the random state is then that after the last step. None saves everything as it is now. In the ``background``,
+        return when the state is copied; :meth:`finish` does the rest. If writing fails, earlier checkpoints are not
+        affected (``run.checkpoint-write``). The death of a rank, a storage unit or the queue's controller raises its
+        own error.
         """
-        config = self.role.config
+        await self.finish()
+        config, background = self.role.config, background and bool(self.engines)
         store = CheckpointStore(Path(config.folder) / "checkpoints", config.checkpoint.keep)
-        earlier, what = store.folders(), "a checkpoint could not be written"
+        earlier = store.folders()
         how = f"goes on after step {max(earlier)}" if earlier else "starts again"
         async with self.role.measure("checkpoint", "trainer", steps - 1):
-            with written(store.partial(steps), what, how):
+            with written(store.partial(steps), _UNWRITTEN, how):
                 folder = await asyncio.to_thread(store.begin, steps)
                 for role, engine in self.engines.items():
-                    await engine.save(str(folder / role), "native")
+                    await engine.save(str(folder / role), "native", background=background)
                 state = {
                     "step": steps,
                     "trainer": dict(trainer),
@@ -86,7 +102,26 @@ class Checkpointer:
                 }
                 not_begun = {} if again_from is None else {TRAIN: again_from}
                 await self.role.queue.checkpoint(folder / "queue", not_begun)
-                saved = await asyncio.to_thread(store.commit, steps, state)
+        self._open = _Open(store, steps, state, how)
+        if not background:
+            await self.finish()
+
+    def is_finished_after(self, steps_done: int) -> bool:
+        """Return whether a checkpoint in the background has had its steps, and :meth:`finish` completes it."""
+        background = self.role.config.checkpoint.background
+        return self._open is not None and steps_done >= self._open.steps + background
+
+    async def finish(self) -> None:
+        """Complete the checkpoint whose state has been copied, if there is one; errors are those of :meth:`save`."""
+        opened, self._open = self._open, None
+        if opened is None:
+            return
+        store, steps = opened.store, opened.steps
+        async with self.role.measure("checkpoint_files", "trainer", steps - 1):
+            with written(store.partial(steps), _UNWRITTEN, opened.how):
+                for engine in self.engines.values():
+                    await engine.finish_save()
+                saved = await asyncio.to_thread(store.commit, steps, opened.state)
             if self.engines:  # otherwise nothing was acked
                 await self.role.queue.commit(steps - 1)
         self.saved = steps
@@ -102,15 +137,7 @@ class Checkpointer:
         for role, engine in self.engines.items():
             await engine.load(str(checkpoint.folder / role))
         await self.role.queue.restore(checkpoint.folder / "queue", checkpoint.step - 1)
-        version, words, gauss = state["random"]["python"]
-        random.setstate((version, tuple(words), gauss))
-        # states of libraries that this process has not loaded are left out
-        if "numpy" in state["random"] and "numpy" in sys.modules:
-            sys.modules["numpy"].random.set_state(state["random"]["numpy"])
-        if "torch" in state["random"] and "torch" in sys.modules:
-            torch = sys.modules["torch"]
-            words = list(base64.b64decode(state["random"]["torch"]))
-            torch.set_rng_state(torch.tensor(words, dtype=torch.uint8))
+        restore_random_state(state["random"])
         self.saved = checkpoint.step
         return dict(state["trainer"])
 
@@ -143,20 +170,6 @@ def disk_error(what: str, code: str, where: Path, error: JackfieldError | OSErro
     expected = "room on the disk, and permission to write"
     fix = f"look at the disk's room and permissions, then give the same command: it {how}"
     return RunError(what, code=code, where=str(where), expected=expected, found=found, fix=fix)
-
-
-def random_state() -> dict[str, Any]:
-    """Return the state of this process's random generators as plain values.
-
-    These are Python's, and those of numpy and torch if loaded. Engines and rollout servers have their own.
-    """
-    state: dict[str, Any] = {"python": random.getstate()}
-    if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        state["numpy"] = [kind, keys.tolist(), *rest]
-    if "torch" in sys.modules:
-        state["torch"] = base64.b64encode(bytes(sys.modules["torch"].get_rng_state().tolist())).decode("ascii")
-    return state
 
 
 @attrs.frozen(kw_only=True)

@@ -16,9 +16,10 @@ from jackfield.config.evaluation import SetSettings
 from jackfield.errors import WeightsError, some
 from jackfield.plugins.hooks import EvaluationEnded, SampleRecord, SamplesRecorded
 from jackfield.queue.meta import GroupKey, RolloutReport, group_of
+from jackfield.runtime.agent_worker import RolloutJob
 from jackfield.runtime.rewards import RewardWorker
-from jackfield.runtime.samples import metric_tags, said, said_metrics, sampling_seed
-from jackfield.runtime.workers import RolloutJob
+from jackfield.runtime.samples import sampling_seed
+from jackfield.runtime.tags import metric_tags, said, said_metrics
 from jackfield.trainer.rewards import without_scores
 from jackfield.trainer.role import Role
 from jackfield.trainer.rollouts import in_parts, run_rollouts

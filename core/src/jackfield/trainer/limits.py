@@ -36,9 +36,10 @@ class Limits:
     def count(self, steps_done: int, tags: Sequence[Mapping[str, Any]], seconds: float) -> None:
         """Add a step's samples and time."""
         workers, ranks = self.role.workers, max(map(len, self.role.workers.ranks.values()), default=0)
-        places = max(ranks, workers.replicas) if workers.shares_devices else ranks + workers.replicas
+        replicas = workers.replicas * workers.replica_devices
+        devices = max(ranks, replicas) if workers.shares_devices else ranks + replicas
         tokens = sum(each["response_tokens"] for each in tags)
-        found = {"samples": len(tags), "tokens": tokens, "seconds": seconds, "device_seconds": seconds * places}
+        found = {"samples": len(tags), "tokens": tokens, "seconds": seconds, "device_seconds": seconds * devices}
         self.used = {**self.used, **{name: self.used.get(name, 0) + value for name, value in found.items()}}
         self.check(steps_done, self.used)
 

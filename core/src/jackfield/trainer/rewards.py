@@ -17,7 +17,8 @@ from jackfield.errors import DeadlineExceeded, QueueError, RewardError, WorkerLo
 from jackfield.plugins.hooks import RewardsPending, SamplesFailed
 from jackfield.queue.meta import BatchMeta, group_of, index_of
 from jackfield.runtime.rewards import REWARD_INPUTS, RewardJob, RewardReport, RewardWorker
-from jackfield.runtime.samples import TRAIN, is_baseline, is_expert, metric_tags
+from jackfield.runtime.samples import TRAIN, is_baseline, is_expert
+from jackfield.runtime.tags import metric_tags
 from jackfield.runtime.workers import handle_each, one_line
 from jackfield.trainer.role import Role
 from jackfield.trainer.rollouts import in_parts

@@ -19,10 +19,11 @@ from jackfield.data.tasks import TaskSet
 from jackfield.errors import QueueError, RunError
 from jackfield.plugins.hooks import HookManager, SampleRecord, StageEnded
 from jackfield.queue import BatchMeta, TransferQueue
+from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine import EngineRank
 from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.samples import AdvantageWorker
-from jackfield.runtime.workers import AgentWorker, Workers, is_lost, resubmitted
+from jackfield.runtime.workers import Workers, is_lost, resubmitted
 
 #: Topics of the queue: the settings that all processes share, the newest weights, and the end of the last step.
 SHARED, WEIGHTS, FINISHED = "shared", "weights", "finished"
@@ -126,6 +127,7 @@ class RunWorkers:
     estimator: AdvantageWorker
     replicas: int = 0  #: initial number of replicas
     places: Places  #: where the replicas run
+    replica_devices: int = 1  #: devices of each replica
     shares_devices: bool = True  #: whether the engines and the replicas use the same devices in turns
     watch: Callable[[], Coroutine[Any, Any, None]] | None = None  #: raises as soon as a rank dies
 
@@ -140,6 +142,7 @@ class Role:
     tasks: Mapping[str, TaskSet] = attrs.field(factory=dict)  #: train, and eval and expert if they are used
     clock: Clock
     hooks: HookManager
+    arrays: bool = False  #: whether samples have ``multi_modal_inputs``
     explores: bool = attrs.field(init=False)  #: whether the run trains on responses that its policy generates
     trains: bool = attrs.field(init=False)  #: whether it takes the samples, and trains unless it only collects them
     evaluates: bool = attrs.field(init=False)
@@ -168,15 +171,20 @@ class Role:
         self.generates = self.evaluates or (self.explores and self.name in ("all", "explore"))
         scores = self.name == "reward" or (self.trains and config.queue.rewards == "train")
         self.scores = config.mode != "offline" and scores
-        if self.trains and config.mode != "explore":
-            models = {"reference": algorithm.reference and config.model.lora is None, "critic": algorithm.critic}
-            self.engines = ("actor", *(name for name, wanted in models.items() if wanted))
+        self.engines = self.engines_of(config, algorithm, self.name)
         service, own = config.reward_service, config.deadlines.reward
         self.score_seconds = (own + service.longest_backoff_seconds) * (service.retries + 1) + service.outage_seconds
         settings = attrs.asdict(config.schedule, recurse=False)
         self.schedule = Schedule(**settings, explores=self.explores, trains=config.mode != "explore")
         self.version, self.steps_done = Progress(self.clock), Progress(self.clock)
         self.whole.set()
+
+    @staticmethod
+    def engines_of(config: RunConfig, algorithm: ResolvedAlgorithm, name: RoleName) -> tuple[str, ...]:
+        """Return the models that a role trains, and a separate reference if there is one."""
+        models = {"reference": algorithm.reference and config.model.lora is None, "critic": algorithm.critic}
+        trains = name in ("all", "train") and config.mode != "explore"
+        return ("actor", *(each for each, wanted in models.items() if wanted)) if trains else ()
 
     @asynccontextmanager
     async def measure(self, name: str, lane: str, step: int) -> AsyncIterator[None]:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from math import inf
+from math import ceil, inf
 from typing import Literal
 
 import attrs
@@ -17,8 +17,9 @@ import attrs
 from jackfield.data.tasks import SeededOrder, Task
 from jackfield.errors import DeadlineExceeded, JackfieldError, WorkerLost, some
 from jackfield.queue.meta import Batch, GroupKey, NewGroup, RolloutReport
+from jackfield.runtime.agent_worker import AgentWorker, RolloutJob
 from jackfield.runtime.samples import TRAIN, sampling_seed
-from jackfield.runtime.workers import ATTEMPTS, AgentWorker, RolloutJob, handle_each, one_line
+from jackfield.runtime.workers import ATTEMPTS, handle_each, one_line
 from jackfield.trainer.role import Role
 
 _DEATHS = 12  #: of the worker that runs some work; then what one has left fails
@@ -149,10 +150,12 @@ class Explorer:
         if copies:
             return RolloutJob(group=key, task=task, expert=bool(self._groups), seconds=config.deadlines.rollout)
         seed = f"{config.seed_of(config.sampling)}/{key.batch}/{key.index}/{key.retry}"
+        seeds = [sampling_seed(seed, number) for number in range(self._rollouts + config.agent_service.extra_rollouts)]
         return RolloutJob(
             group=key,
             task=task,
-            rollouts={number: sampling_seed(seed, number) for number in range(self._rollouts)},
+            rollouts=dict(enumerate(seeds[: self._rollouts])),
+            extra=tuple(seeds[self._rollouts :]),
             sampling=attrs.asdict(config.sampling, recurse=False),
             greedy=self._rollouts - 1 if self.role.algorithm.greedy_baseline else None,
             seconds=config.deadlines.rollout,
@@ -214,7 +217,8 @@ class _Rollouts:
         jobs = [attrs.evolve(job, rollouts=own, restart=restart) for job, own in chosen.values()]
         generates = any(job.sampling is not None for job in jobs)
         # the worker enforces the deadline of each rollout; this one adds slack for the RPC
-        seconds = 1.1 * max(job.seconds for job in jobs) + 10
+        seconds, most = 1.1 * max(job.seconds for job in jobs) + 10, self.role.config.agent_service.concurrency
+        seconds *= 1 if most is None else ceil(sum(len(job.rollouts) + len(job.extra) for job in jobs) / most)
         # an evaluation holds the devices from its beginning to its end
         holds, aside = generates and not jobs[0].evaluates, self.role.config.schedule.partial_rollout
         try:

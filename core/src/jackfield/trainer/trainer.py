@@ -12,6 +12,7 @@ from typing import Any
 
 import attrs
 
+from jackfield.abc.engine import OptimizerSpec
 from jackfield.algorithms import LossSpec
 from jackfield.algorithms.losses import VALUE_LOSS
 from jackfield.errors import QueueError, RunError
@@ -20,11 +21,13 @@ from jackfield.queue.meta import BatchMeta
 from jackfield.queue.sample_files import ImportedSamples
 from jackfield.runtime.engine import EngineGroup
 from jackfield.runtime.profile import flame_graph
-from jackfield.runtime.samples import TRAIN, global_counts, mini_batches, own, said_metrics, trained
+from jackfield.runtime.samples import TRAIN, global_counts, mini_batches, own, trained
+from jackfield.runtime.tags import said_metrics
 from jackfield.runtime.workers import is_lost
-from jackfield.trainer.checkpoint import Checkpoint, Checkpointer, random_state
+from jackfield.trainer.checkpoint import Checkpoint, Checkpointer
 from jackfield.trainer.evaluation import Evaluator
 from jackfield.trainer.limits import Limits
+from jackfield.trainer.random_state import random_state
 from jackfield.trainer.role import Role
 from jackfield.trainer.steps import Step, StepSource, mean_metrics
 from jackfield.trainer.weights import LogProbCheck, publish
@@ -79,7 +82,8 @@ class Trainer:
                 await self.checkpoints.save(0, self._state())  # what is in the queue cannot be made again
             await self.evaluate(0)
         else:
-            restored, first_step = await self.checkpoints.load(checkpoint), checkpoint.step
+            async with role.train_devices.hold("train"):
+                restored, first_step = await self.checkpoints.load(checkpoint), checkpoint.step
             self.kl_coefficient = restored["kl_coefficient"]
             self.limits.restore(restored.get("used", {}))
             self.limits.check(first_step, self.limits.used)  # they may be lower now
@@ -115,6 +119,7 @@ class Trainer:
                 await self.evaluate(number + 1)
                 await self.checkpoint(number + 1)
             await self.release_explorers(number := number + 1)
+        await self.checkpoints.finish()
         return number
 
     @asynccontextmanager
@@ -218,8 +223,8 @@ class Trainer:
                     mine = own(part)
                     loss = LossSpec(name=VALUE_LOSS, options=options, global_counts=global_counts(mine.tags))
                     update, _ = await self.critic.update(mine, loss)
-                    _finite(update, "value/loss", step)
-                    named = {name if "/" in name else f"critic/{name}": value for name, value in update.items()}
+                    finite = _finite(update, "value/loss", step, self.role.config.critic.optimizer)
+                    named = {name if "/" in name else f"critic/{name}": value for name, value in finite.items()}
                     step.updates[key] = named
 
     async def update_actor(self, step: Step) -> None:
@@ -284,7 +289,10 @@ class Trainer:
         if not self.role.config.checkpoint.every:
             await self.role.queue.commit(steps_done - 1)  # no run can resume from here, so acks are final now
         if self.checkpoints.is_due(steps_done):
-            await self.checkpoints.save(steps_done, self._state())
+            background = 0 < self.role.config.checkpoint.background and steps_done < self.role.schedule.steps
+            await self.checkpoints.save(steps_done, self._state(), background=background)
+        elif self.checkpoints.is_finished_after(steps_done):
+            await self.checkpoints.finish()
 
     def _state(self) -> dict[str, Any]:
         return {"kl_coefficient": self.kl_coefficient, "used": self.limits.used}
@@ -294,6 +302,7 @@ class Trainer:
 
         Without an offset, explorers were idle when the last step ended, so a resumed run regenerates this batch.
         """
+        await self.checkpoints.finish()
         if step.number > self.checkpoints.saved:
             schedule = self.role.schedule
             ahead = schedule.sync_offset or schedule.is_async or self.role.config.mode in ("train", "explore")
@@ -337,7 +346,7 @@ class Trainer:
         update, found = await self.actor.update(part, loss, comparison)
         if comparison is not None:
             check.judge(found, part, step.number)
-        return _finite(update, "policy/loss", step)
+        return _finite(update, "policy/loss", step, self.role.config.optimizer)
 
     def _measured(self, step: Step) -> dict[str, float]:
         """Return metrics of the step's batch, stages and throughput."""
@@ -370,11 +379,14 @@ class Trainer:
         return measured
 
 
-def _finite(update: Mapping[str, float], loss: str, step: Step) -> Mapping[str, float]:
-    """Refuse an update whose loss or gradient norm is not finite."""
+def _finite(update: Mapping[str, float], loss: str, step: Step, optimizer: OptimizerSpec) -> Mapping[str, float]:
+    """Refuse an update whose loss or gradient norm is not finite, or leave these out if it was to be skipped."""
+    skips = optimizer.on_nonfinite == "skip"
+    if skips and not isfinite(update["grad_norm"]):
+        return {name: value for name, value in update.items() if isfinite(value)} | {"updates_skipped": 1.0}
     for name in (loss, "grad_norm"):
         if not isfinite(update[name]):
             details = {"where": f"step {step.number + 1}", "expected": "a finite number", "found": update[name]}
-            fix = "lower optimizer.lr or optimizer.clip_grad, or look at the rewards; the step was not applied"
+            fix = "lower optimizer.lr or optimizer.clip_grad, or look at the rewards"
             raise RunError(f"{name} is {update[name]}", code="run.not-finite", fix=fix, **details)
-    return update
+    return {**update, "updates_skipped": 0.0} if skips else update

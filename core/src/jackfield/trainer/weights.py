@@ -24,7 +24,8 @@ from jackfield.cluster.pool import ReplicaPool
 from jackfield.errors import DeadlineExceeded, JackfieldError, RunError, WeightsError
 from jackfield.queue import BatchMeta
 from jackfield.routing import LOST, Replica
-from jackfield.runtime.engine import Comparison, Distance, Distances, EngineGroup
+from jackfield.runtime.comparison import Comparison, Distance, Distances
+from jackfield.runtime.engine import EngineGroup
 from jackfield.runtime.workers import resubmitted
 from jackfield.settings import structure
 from jackfield.trainer.role import WEIGHTS, Role
@@ -234,7 +235,7 @@ class EngineWeights:
         assert self.pool is not None
         if self.interrupts and before == "rollout":  # a server that cannot keep requests ends them; routers go on
             await self.pool.each("interrupt its requests", lambda server: server.pause(PauseRequest()))
-        if self.takes_turns and before == "rollout":
+        if self.takes_turns and role == "train":  # also the first time: replicas start awake, and engines offloaded
             await self.pool.each("sleep", lambda server: server.sleep(SleepRequest(level=1)))
         if self.takes_turns and "train" in (role, before):
             device = self.role.config.cluster.device if role == "train" else "cpu"

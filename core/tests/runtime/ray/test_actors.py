@@ -196,22 +196,24 @@ def test_a_server_that_is_not_healthy_ends_with_its_process(hosted: Hosted, run:
 
 def test_what_the_cluster_has_no_room_for_is_refused_and_places_are_given_back(cluster: Cluster, run: Run) -> None:
     async def main() -> None:
+        (node,) = cluster.nodes()
+        assert 2 == node.total["CPU"]
         cluster._start_seconds, before = 0.5, cluster._start_seconds
         try:
             with pytest.raises(RunError) as refused:
-                await cluster.places(3, {"CPU": 1.0}, "the engine")
+                await cluster.places([(node.name, {"CPU": 3.0})], "the engine")
         finally:
             cluster._start_seconds = before
         assert "cluster.unavailable" == refused.value.code
-        assert "3 places of {'CPU': 1.0} for the engine" in str(refused.value)
+        assert "{'CPU': 3.0} for the engine" in str(refused.value)
         assert "in the whole cluster CPU: 2 of 2 free" == refused.value.found
-        taken = await cluster.places(2, {"CPU": 0.5}, "the engine")
-        resources = {"CPU": 0.25}
-        actor = await cluster.start(WorkerSpec(name="a worker", group=taken, bundle=1, resources=resources))
+        taken = await cluster.places([(node.name, {"CPU": 0.5})] * 2, "the engine")
+        assert [(), ()] == taken.gpus
+        actor = await cluster.start(WorkerSpec(name="a worker", group=taken.group, bundle=1, cpus=0.25))
         await cluster.end("a worker")
         assert not actor.lives
         cluster.give_back("the engine")
-        await cluster.places(2, {"CPU": 1.0}, "somebody else")
+        await cluster.places([(node.name, {"CPU": 1.0})] * 2, "somebody else")
         cluster.give_back("somebody else")
 
     run(main())

@@ -18,7 +18,7 @@ from jackfield.queue.leases import Leases
 from jackfield.queue.records import BatchState
 from jackfield.queue.transfer_queue import TransferQueue
 from jackfield.routing import Router
-from jackfield.runtime import workers
+from jackfield.runtime import agent_worker
 from jackfield.sdk.rpc import Connection
 from jackfield.sdk.rpc.wire import Reply
 from jackfield.simulation import SimulationSettings, Times, check_seeds
@@ -222,9 +222,9 @@ def a_restarted_replica_gets_no_weights(patch: Patch) -> None:
 
 
 def a_sample_has_its_newest_version(patch: Patch) -> None:
-    tags = workers.sequence_tags
+    tags = agent_worker.sequence_tags
     newest = lambda *found: {**(made := tags(*found)), "weight_version_min": made["weight_version_max"]}  # noqa: E731
-    patch.setattr(workers, "sequence_tags", newest)
+    patch.setattr(agent_worker, "sequence_tags", newest)
 
 
 def a_dead_replica_stays_dead(patch: Patch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +12,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from jackfield_testing import TORCHAO
+
+sys.path.append(str(TORCHAO))  # after transformers, which loads it where it finds it
 
 HERE = Path(__file__).parent
 
@@ -74,6 +79,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def untied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An output layer of its own."""
     return save_model(tmp_path_factory.mktemp("model") / "untied", tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="session")
+def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Matrices of enough numbers for optimizer state of 8 bits, on each of two ranks."""
+    return save_model(tmp_path_factory.mktemp("model") / "wide", hidden_size=64, intermediate_size=128)
 
 
 @pytest.fixture(scope="session")

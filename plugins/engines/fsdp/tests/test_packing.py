@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -20,8 +21,9 @@ from transformers import (
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from jackfield.sdk.jagged import rows as unpack
+from jackfield_engine_fsdp.config import Config
 from jackfield_engine_fsdp.packing import speed_up_attention
-from jackfield_engine_fsdp.passes import plan
+from jackfield_engine_fsdp.plans import plan_padded, plan_separate, plan_shared
 
 Rows = list[dict[str, list[Any]]]
 Build = Callable[..., Any]
@@ -37,6 +39,29 @@ def shared_rows(kit: ModuleType) -> Rows:
     long, short = (next(row for row in rows if len(row["prompt_ids"]) == size) for size in (6, 3))
     short["prompt_ids"][:] = long["prompt_ids"][:3]
     return rows
+
+
+@pytest.mark.parametrize(
+    ("settings", "model", "reason"),
+    [
+        ({"compile": "aot_eager"}, {}, "layers are compiled"),
+        ({}, {"dropout": 0.1}, "a shared prompt would have one dropout"),
+    ],
+)
+def test_padded_rows_have_a_reason(
+    build: Build, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], model: dict[str, Any], reason: str
+) -> None:
+    """A warning says once why rows are padded; where that was asked for, there is none."""
+    with caplog.at_level(logging.WARNING, "jackfield"):
+        engine = build(config=Config(**settings), **model)
+    assert engine._model.packs is None
+    assert [f"rows of Qwen3ForCausalLM are padded: {reason}"] == [
+        record.getMessage() for record in caplog.records if "padded" in record.getMessage()
+    ]
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "jackfield"):
+        assert build(config=Config(packing=False))._model.packs is None
+    assert [] == caplog.records
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 30, 45, 16384])
@@ -81,6 +106,22 @@ def test_a_prompt_is_computed_once(kit: ModuleType, build: Build, shared_rows: R
     assert [6 + 3 + 1 + responses] == seen
 
 
+@pytest.mark.parametrize(("prompts", "shape"), [("distinct", (4, 10)), ("equal", (1, 6 + 4 * 4))])
+def test_rows_without_anything_to_save_are_not_packed(
+    kit: ModuleType, build: Build, prompts: str, shape: tuple[int, int]
+) -> None:
+    """Rows of one length have no padding: they enter as they are, unless they share a prompt."""
+    rows, engine, seen = kit.make_rows([(6, 5)] * 4), build(), list[tuple[int, ...]]()
+    for row in rows if prompts == "equal" else []:
+        row["prompt_ids"] = rows[0]["prompt_ids"]
+    engine._model.causal_lm.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, output: seen.append(tuple(inputs[0].shape))
+    )
+    with engine.train_mode():
+        engine.forward_backward_batch(kit.make_batch(rows), kit.PolicyLoss(rows))
+    assert [shape] == seen
+
+
 def test_the_same_bits_twice(kit: ModuleType, build: Build, shared_rows: Rows) -> None:
     """Two engines, the same gradients to the last bit."""
     batch, loss = kit.make_batch(shared_rows), kit.PolicyLoss(shared_rows)
@@ -88,17 +129,55 @@ def test_the_same_bits_twice(kit: ModuleType, build: Build, shared_rows: Rows) -
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize(
-    ("limit", "expected"),
-    [
-        (24, [[1, 4], [0, 2, 3], [5]]),  # a group is not cut
-        (16, [[1, 4], [0, 2], [3, 5]]),  # unless it is too large alone
-        (1, [[1], [4], [0], [2], [3], [5]]),
-    ],
-)
-def test_groups_stay_together(limit: int, expected: list[list[int]]) -> None:
+def pass_tokens(rows: list[int], lengths: torch.Tensor, prompts: torch.Tensor, groups: torch.Tensor) -> int:
+    """The tokens of a pass in which rows of a group share their prompt."""
+    prompt_of = {int(groups[row]): int(prompts[row]) for row in rows}
+    return sum(prompt_of.values()) + sum(int(lengths[row] - prompts[row]) for row in rows)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_micro_batches_are_few_and_even(seed: int) -> None:
+    """Each row once; within the limit, apart from single rows; and the largest cannot be much smaller."""
+    generator = torch.Generator().manual_seed(seed)
+    count, limit = int(torch.randint(1, 60, (), generator=generator)), 100
+    groups = torch.randint(0, 1 + count // 3, (count,), generator=generator)
+    prompts = torch.randint(1, 40, (count,), generator=generator)[groups]
+    lengths = prompts + torch.randint(0, 90, (count,), generator=generator)
+    for kind, plan in (
+        ("padded", plan_padded(lengths, limit)),
+        ("shared", plan_shared(lengths, prompts, groups, limit)),
+        ("separate", plan_separate(lengths, limit)),
+    ):
+        filled = [rows.tolist() for rows in plan]
+        assert list(range(count)) == sorted(row for rows in filled for row in rows)
+        alone = torch.arange(count) if kind != "shared" else groups
+        of_shared = prompts if kind == "shared" else torch.zeros_like(prompts)
+        tokens = [pass_tokens(rows, lengths, of_shared, alone) for rows in filled]
+        if kind == "padded":
+            tokens = [len(rows) * int(lengths[rows].max()) for rows in filled]
+        assert all(each <= limit or len(rows) == 1 for each, rows in zip(tokens, filled, strict=True))
+        if kind == "separate":
+            assert max(tokens) - min(tokens) <= int(lengths.max())
+
+
+def test_a_pass_holds_as_many_real_tokens_as_the_limit() -> None:
+    """Padded, one long row would leave no place for the short ones; without padding they fill the same pass."""
+    lengths = torch.tensor([50, *[2] * 20])
+    assert [[0], [*range(1, 21)]] == [rows.tolist() for rows in plan_padded(lengths, 90)]
+    assert 1 == len(plan_separate(lengths, 90))
+    even = plan_shared(torch.tensor([10] * 9), torch.tensor([4] * 9), torch.arange(9), 80)
+    assert [5, 4] == [len(rows) for rows in even], "not 8 and 1"
+
+
+def test_groups_stay_together() -> None:
+    """A group is cut only if it does not fit alone."""
     lengths, groups = torch.tensor([7, 8, 7, 6, 4, 5]), torch.tensor([0, 1, 0, 0, 1, 5])
-    assert expected == [rows.tolist() for rows in plan(lengths, groups, limit)]
+    prompts = torch.tensor([3, 3, 3, 3, 3, 4])
+    plan = [sorted(rows.tolist()) for rows in plan_shared(lengths, prompts, groups, 15)]
+    assert [[1, 4], [0, 2, 3], [5]] == plan
+    assert {frozenset([row]) for row in range(6)} == {
+        frozenset(rows.tolist()) for rows in plan_shared(lengths, prompts, groups, 1)
+    }
 
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from jackfield.abc.engine import LoadCheckpointRequest, LoraSpec, SaveCheckpointRequest
 from jackfield.sdk.jagged import rows as unpack
+from jackfield_commands import CommandServer
+from jackfield_ranks import run_ranks
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
@@ -59,7 +57,12 @@ def mixture_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def played(
-    kit: ModuleType, model_folder: Path, mixture_folder: Path, rows: Rows, tmp_path_factory: pytest.TempPathFactory
+    kit: ModuleType,
+    model_folder: Path,
+    mixture_folder: Path,
+    rows: Rows,
+    jackfield: CommandServer,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Played:
     """Launch two ranks, wait for both with a deadline, and end what is left of them."""
     out = tmp_path_factory.mktemp("ranks")
@@ -67,31 +70,8 @@ def played(
     kit.train(engine, kit.make_batch(rows), kit.PolicyLoss(rows))
     engine.save_checkpoint(SaveCheckpointRequest(folder=str(out / "one")))
     engine.close()
-    processes = []
-    for rank in (0, 1):
-        settings = {
-            "rank": rank, "rows": rows, "out": str(out), "model": str(model_folder), "one": str(out / "one"),
-            "mixture": str(mixture_folder),
-        }  # fmt: skip
-        path = out / f"settings_{rank}.json"
-        path.write_text(json.dumps(settings))
-        worker = Path(__file__).with_name("worker.py")
-        command = [sys.executable, "-W", "error", str(worker), str(path)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        with (out / f"log_{rank}.txt").open("w") as log:
-            processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
-    deadline = time.monotonic() + DEADLINE
-    try:
-        for process in processes:
-            process.wait(timeout=deadline - time.monotonic())
-    except subprocess.TimeoutExpired:
-        pass  # reported below, with the output of the ranks
-    finally:
-        for process in processes:
-            process.kill()
-    codes = [process.wait() for process in processes]
-    logs = "\n".join((out / f"log_{rank}.txt").read_text()[-3000:] for rank in (0, 1))
-    assert [0, 0] == codes, logs
+    settings = {"rows": rows, "model": str(model_folder), "one": str(out / "one"), "mixture": str(mixture_folder)}
+    run_ranks(jackfield, Path(__file__).with_name("worker.py"), out, 2, settings, DEADLINE)
     return Played(out)
 
 

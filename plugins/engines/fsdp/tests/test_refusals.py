@@ -19,6 +19,7 @@ from jackfield.errors import ConfigError, EngineError
 from jackfield.sdk import structure
 from jackfield_engine_fsdp.config import Config
 from jackfield_engine_fsdp.engine import FSDPEngine
+from jackfield_engine_fsdp.process_group import device_of
 
 Rows = list[dict[str, list[Any]]]
 Build = Callable[..., Any]
@@ -143,3 +144,28 @@ def test_settings_are_importable_without_torch() -> None:
     """Validating a configuration must not cost seconds, nor need torch."""
     code = "import sys, jackfield_engine_fsdp.config; assert not {'torch', 'transformers', 'peft'} & set(sys.modules)"
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
+
+
+def test_the_memory_of_a_device_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine gets the part that placement has given it, on the device of its rank."""
+    given: list[tuple[float, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *each: given.append(each))
+    place: dict[str, Any] = {
+        "role": "actor",
+        "model": ModelSpec(path="none"),
+        "optimizer": None,
+        "device": "cuda",
+        "local_rank": 1,
+    }
+    assert torch.device("cuda:1") == device_of(EngineContext(**place))
+    device_of(EngineContext(**place, memory_fraction=0.25))
+    assert [(0.25, torch.device("cuda:1"))] == given
+
+
+def test_an_adapter_of_a_tied_output_layer(build: Build, untied_folder: Path) -> None:
+    """Merged, it would change the embeddings, too; an output layer with weights of its own may have one."""
+    adapter = LoraSpec(rank=2, target_modules=("q_proj", "lm_head"))
+    error = refuse("config.invalid-value", lambda: build(lora=adapter))
+    assert ("model.lora.target_modules", "lm_head") == (error.where, error.found)
+    build(folder=untied_folder, lora=adapter)

@@ -61,23 +61,24 @@ def test_learning_rate_follows_its_closed_form(build: Build, scheduler: Any, exp
     """Two steps of warm-up, four of decay to a tenth, then flat: what the *next* step will use."""
     spec = OptimizerSpec(lr=2.0, scheduler=scheduler, warmup_steps=2, total_steps=6, min_lr_ratio=0.1)
     engine = build(optimizer=spec)
-    rates = [engine._optimization._optimizer.param_groups[0]["lr"]]
+    rates = [engine._optimization._optimizers[0]._optimizer.param_groups[0]["lr"]]
     for _ in expected[1:]:
         rates.append(engine.lr_scheduler_step())
-        assert rates[-1] == engine._optimization._optimizer.param_groups[0]["lr"]
+        assert rates[-1] == engine._optimization._optimizers[0]._optimizer.param_groups[0]["lr"]
     assert [2.0 * factor for factor in expected] == pytest.approx(rates)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_step_with_a_norm_that_is_not_finite_is_skipped(kit: ModuleType, build: Build, rows: Rows, bad: float) -> None:
     """The norm says so, weights and moments stay, and training goes on."""
-    engine, loss = build(), kit.PolicyLoss(rows)
+    skipping = OptimizerSpec(lr=1e-2, on_nonfinite="skip")
+    engine, loss = build(optimizer=skipping), kit.PolicyLoss(rows)
     kit.train(engine, kit.make_batch(rows), loss)
     before = kit.weights(engine)
     _, norm = kit.train(engine, kit.make_batch(rows), lambda output, _: ((output.log_probs * bad).sum(), {}))
     assert not math.isfinite(norm)
     assert equal(before, kit.weights(engine))
-    other = build()
+    other = build(optimizer=skipping)
     kit.train(other, kit.make_batch(rows), loss, steps=2)
     kit.train(engine, kit.make_batch(rows), loss)
     assert equal(kit.weights(other), kit.weights(engine))

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from safetensors.torch import save_file
 from tensordict import TensorDict
@@ -84,11 +85,8 @@ class PolicyLoss:
 
 def make_engine(folder: str | Path, config: Config | None = None, **options: Any) -> FSDPEngine:
     """An initialized engine; ``options`` go to the context, those of its model to that."""
-    model = {
-        name: options.pop(name)
-        for name in ("value_head", "lora", "dtype", "dropout", "gradient_checkpointing")
-        if name in options
-    }
+    names = {each.name for each in attrs.fields(ModelSpec)}
+    model = {name: options.pop(name) for name in names.intersection(options)}
     options.setdefault("role", "actor")
     options.setdefault("optimizer", OptimizerSpec(lr=1e-2, weight_decay=0.1, warmup_steps=0))
     engine = FSDPEngine(config or Config(), EngineContext(model=ModelSpec(path=str(folder), **model), **options))
@@ -138,7 +136,7 @@ def main(settings: dict[str, Any]) -> None:
     shares["empty"] = rows if rank == 0 else []
     variants = {
         "even": Config(wrap="root", collective_timeout=60.0),
-        "uneven": Config(wrap="layers", collective_timeout=60.0),
+        "uneven": Config(wrap="layers", logits_chunk=130, collective_timeout=60.0),
         "empty": Config(
             wrap="layers", gradient_accumulation="sharded", reshard_after_forward=False, collective_timeout=60.0
         ),

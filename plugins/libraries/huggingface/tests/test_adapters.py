@@ -49,6 +49,17 @@ def test_an_adapter_replaces_the_one_before(weights: dict[str, Any]) -> None:
     assert torch.equal(before["layers.0.down_proj"], weights["layers.0.down_proj"])
 
 
+def test_dora_scales_each_row_to_its_magnitude(weights: dict[str, Any]) -> None:
+    """Each row of the sum is divided by its norm, and multiplied by its magnitude."""
+    module = "layers.0.q_proj"
+    before, tensors = weights[module].double(), adapter(weights, module)
+    tensors[f"base_model.model.{module}.lora_magnitude_vector"] = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    MergedAdapter(weights.get).merge(tensors, {**CONFIG, "use_dora": True})
+    total = before + product(tensors, module).double()
+    expected = total / total.norm(dim=1, keepdim=True) * torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+    assert torch.allclose(expected.float(), weights[module])
+
+
 def test_new_weights_are_not_taken_back(weights: dict[str, Any]) -> None:
     merged = MergedAdapter(weights.get)
     tensors = adapter(weights, "layers.0.down_proj")
@@ -79,7 +90,8 @@ def test_scales_follow_peft(weights: dict[str, Any]) -> None:
             CONFIG,
             "weights.transfer",
         ),
-        (lambda t: None, {**CONFIG, "use_dora": True}, "weights.transfer"),
+        (lambda t: None, {**CONFIG, "use_dora": True}, "weights.missing"),
+        (lambda t: None, {**CONFIG, "bias": "all"}, "weights.transfer"),
         (lambda t: None, {"r": 2}, "weights.transfer"),
         (lambda t: None, {**CONFIG, "target_modules": ["gate_proj"]}, "weights.missing"),
     ],

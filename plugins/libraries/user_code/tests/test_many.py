@@ -197,6 +197,25 @@ def test_a_call_that_fails_costs_itself(file: Path, deed: str, status: str, word
     asyncio.run(main())
 
 
+def test_a_call_that_is_made_again_gets_the_arguments_of_its_next_attempt(file: Path) -> None:
+    """They are asked for once for each attempt after the first one."""
+
+    async def main() -> None:
+        asked: list[int] = []
+
+        async def again() -> dict[str, object]:
+            asked.append(1)
+            return {"deed": "answer", "value": 7}
+
+        async with pool(file, "act") as many:
+            waiting = asyncio.create_task(many.call({"deed": "wait"}, 30, again=again))
+            ended = await many.call({"deed": "end"}, 30)
+            assert ("died", "ok", 7) == (ended.status, (await waiting).status, (await waiting).value)
+            assert ("ok", 1) == ((await many.call({"deed": "answer", "value": 1}, 30, again=again)).status, len(asked))
+
+    asyncio.run(main())
+
+
 def test_calls_of_a_process_that_dies_for_an_unknown_reason_are_made_again_once(file: Path) -> None:
     async def main() -> None:
         async with pool(file, "act") as many:

@@ -17,7 +17,7 @@ from jackfield.clock import Clock
 from jackfield.errors import RunError
 from jackfield_pools import alive, until_gone
 from jackfield_pools import pool as worker
-from jackfield_user_code import UserCodePool, WorkerLimits
+from jackfield_user_code import UserCodePool, WorkerLimits, hold
 
 USER_CODE = """
 import asyncio, os, subprocess, sys, time
@@ -468,3 +468,32 @@ def test_an_error_whose_text_has_a_lone_surrogate_is_an_error_of_the_call(file: 
             assert pid == pid_of(made), "the process lives"
 
     run(main())
+
+
+def test_a_held_process_keeps_its_state_and_is_not_replaced(file: Path) -> None:
+    """Others wait for the release; after a death its calls fail, and the next holder gets another process."""
+
+    async def main() -> None:
+        async with worker(file, "count") as pool:
+            held = await hold(pool)
+            first, second = [(await held.call({}, 30.0)).value for _ in range(2)]
+            assert ([1, held.pid], [2, held.pid]) == (first, second)
+            waiting = asyncio.create_task(hold(pool))
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            await held.release()
+            again = await waiting
+            assert [3, held.pid] == (await again.call({}, 30.0)).value
+            assert "failed" == (await again.call({"a": object()}, 30.0)).status
+            assert again.pid is not None
+            os.kill(again.pid, signal.SIGKILL)
+            await until_gone(again.pid)
+            assert ["died", "died"] == [(await again.call({}, 30.0)).status for _ in range(2)]
+            await again.release()
+            other = await hold(pool)
+            assert [1, other.pid] == (await other.call({}, 30.0)).value
+            await other.release(kill=True)
+            assert other.pid is not None
+            assert not alive(other.pid)
+
+    asyncio.run(main())

@@ -19,10 +19,10 @@ import pytest
 
 from jackfield.abc.reward import RewardContext, ScoreRequest, ScoreResult
 from jackfield.sdk import structure
-from jackfield_reward_sandbox import _confinement
 from jackfield_reward_sandbox.reward import SandboxReward
-from jackfield_reward_sandbox.settings import LEVELS, Config
-from jackfield_reward_sandbox.supervisor import attempt
+from jackfield_reward_sandbox.settings import Config
+from jackfield_sandbox import _confinement
+from jackfield_sandbox.box import LEVELS, attempt
 
 Sample = tuple[str, Any]  #: code, and tests
 Run = Callable[..., list[ScoreResult]]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from jackfield.sdk import structure
-from jackfield_reward_sandbox._values import CannotSend, decode, encode
 from jackfield_reward_sandbox.cases import extract, field, read_cases, same_texts, same_values
 from jackfield_reward_sandbox.settings import Config
+from jackfield_sandbox.values import CannotSend, decode, encode
 from jackfield_testing import refused
 
 _PYTHON = ("", "python")

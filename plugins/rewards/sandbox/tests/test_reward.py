@@ -17,7 +17,8 @@ from jackfield.abc.reward import RewardContext, ScoreRequest, ScoreResult
 from jackfield.plugins import discover
 from jackfield.sdk import structure
 from jackfield_reward_sandbox.reward import SandboxReward
-from jackfield_reward_sandbox.settings import LEVELS, Config
+from jackfield_reward_sandbox.settings import Config
+from jackfield_sandbox.box import LEVELS
 from jackfield_testing import refused
 
 Run = Callable[..., list[ScoreResult]]

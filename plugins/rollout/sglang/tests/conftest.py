@@ -50,10 +50,14 @@ def serve(tmp_path: Path) -> Serve:
     """``async with serve(settings) as server``: started, and stopped at the end."""
 
     @contextlib.asynccontextmanager
-    async def started(lora: bool = False, folder: str | None = None, **settings: Any) -> AsyncIterator[ServerOnFake]:
+    async def started(
+        lora: bool = False, folder: str | None = None, router_replay: bool = False, **settings: Any
+    ) -> AsyncIterator[ServerOnFake]:
         weights = tmp_path / "weights"
         weights.mkdir(exist_ok=True)
-        model = ModelSpec(path=folder or model_folder(), lora=LoraSpec(rank=2) if lora else None)
+        model = ModelSpec(
+            path=folder or model_folder(), lora=LoraSpec(rank=2) if lora else None, router_replay=router_replay
+        )
         server = ServerOnFake(Config(weight_folder=str(weights), **settings), RolloutContext(model=model))
         server.info = await server.start()
         try:

@@ -5,12 +5,15 @@ the requests that it is sent are compared with SGLang's own types in ``test_real
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 from aiohttp import web
 from safetensors.torch import load_file
 
@@ -28,8 +31,10 @@ class FakeSglang:
     loaded: dict[str, Any] = attrs.field(factory=dict)  #: what it has read from files
     steps: asyncio.Queue[None] = attrs.field(factory=asyncio.Queue)  #: one for each token of a slow request
     refuses: dict[str, str] = attrs.field(factory=dict)  #: what it says to a path
+    experts: tuple[int, int] = (3, 2)  #: numbers of layers and of experts per token
     idle: asyncio.Event = attrs.field(factory=asyncio.Event)
     _aborts: dict[str, asyncio.Event] = attrs.field(factory=dict)
+    _drawn: dict[str, int] = attrs.field(factory=dict)  #: tokens by request
     _runner: web.AppRunner | None = None
 
     async def start(self, port: int) -> None:
@@ -60,7 +65,8 @@ class FakeSglang:
         if "/generate" in self.refuses:
             return web.json_response({"error": {"message": self.refuses["/generate"]}}, status=400)
         assert not self.paused, "a request came during a pause"
-        aborted = self._aborts[body["rid"]] = asyncio.Event()
+        aborted, self._drawn[body["rid"]] = asyncio.Event(), 0
+        self._aborts[body["rid"]] = aborted
         try:
             return await (self._streamed if body["stream"] else self._whole)(request, body, aborted)
         finally:
@@ -77,6 +83,7 @@ class FakeSglang:
             if aborted.is_set():
                 yield None, {"type": "abort", "message": "Abort"}
                 return
+            self._drawn[body["rid"]] += 1
             yield 100 + self.version, None
         yield None, {"type": "length", "length": body["sampling_params"]["max_new_tokens"]}
 
@@ -85,6 +92,10 @@ class FakeSglang:
         meta: dict[str, Any] = {"id": body["rid"], "finish_reason": finish, "output_token_logprobs": entries}
         if body.get("return_sampling_mask"):
             meta["output_token_sampling_logprobs"] = [-0.25] * len(tokens)
+        if body.get("return_routed_experts") and finish is not None:
+            count = len(body["input_ids"]) + self._drawn[body["rid"]] - 1
+            experts = np.arange(count * math.prod(self.experts), dtype=np.int32)
+            meta["routed_experts"] = base64.b64encode(experts.tobytes()).decode()
         return {"text": "", "output_ids": tokens, "meta_info": meta}
 
     async def _whole(self, _: web.Request, body: Any, aborted: asyncio.Event) -> web.Response:

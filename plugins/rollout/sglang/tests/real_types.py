@@ -71,6 +71,7 @@ class Notes:
         sampling.normalize(types.SimpleNamespace(encode=lambda text, **_: [0] * len(text)))
         sampling.verify(self.vocabulary)
         self.note = f"{len(request.input_ids)} tokens, {sampling.max_new_tokens} more, top_k {sampling.top_k}"
+        self.note += ", experts" if request.return_routed_experts else ""
         yield {"output_ids": [], "meta_info": {}}
 
     def create_abort_task(self, _: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from jackfield.abc.engine import ModelSpec
 from jackfield.abc.rollout import RolloutContext
 from jackfield.errors import ConfigError, JackfieldError, PluginError, RolloutError
 from jackfield.plugins import load_plugin
+from jackfield_huggingface.serving import environment, visible_gpus
 from jackfield_rollout_sglang.config import Config
 from jackfield_rollout_sglang.server import SglangProcess, launch_arguments, read_answer
 from jackfield_virtual_clock import VirtualClock
@@ -105,3 +107,22 @@ def test_an_answer_that_says_too_little_is_no_sample(answer: dict[str, Any]) -> 
     with pytest.raises(RolloutError) as caught:
         read_answer(answer, {"rid": "some"})
     assert ("rollout.failed", "some") == (caught.value.code, caught.value.where)
+
+
+def test_a_place_decides_about_memory_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the placement leaves replaces the setting, and children see the GPUs from the context's on."""
+    model = ModelSpec(path="m")
+    for fraction, expected in ((None, "0.85"), (0.5, "0.5")):
+        context = RolloutContext(model=model, device="cuda:2", memory_fraction=fraction)
+        arguments = launch_arguments(Config(), context, 1)
+        assert expected == arguments[arguments.index("--mem-fraction-static") + 1]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert {"CUDA_VISIBLE_DEVICES": "2,3"} == visible_gpus(context, 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert {"CUDA_VISIBLE_DEVICES": "6,7"} == visible_gpus(context, 2)
+    for device in ("cpu", "cuda", "cuda:0"):
+        assert {} == visible_gpus(RolloutContext(model=model, device=device), 2)
+    with environment({"CUDA_VISIBLE_DEVICES": "1", "JACKFIELD_NEW": "x"}):
+        assert ("1", "x") == (os.environ["CUDA_VISIBLE_DEVICES"], os.environ["JACKFIELD_NEW"])
+    assert "4,5,6,7" == os.environ["CUDA_VISIBLE_DEVICES"]
+    assert "JACKFIELD_NEW" not in os.environ

@@ -8,17 +8,27 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from jackfield.abc.rollout import AbortRequest, PauseRequest, ResumeRequest, SleepRequest, WakeUpRequest
-from jackfield.errors import JackfieldError, PluginError, RolloutError, WeightsError
+from jackfield.errors import EngineError, JackfieldError, PluginError, RolloutError, WeightsError
+from jackfield_architectures import save_model
 from jackfield_conformance.support.rollout_model import model_folder
 from jackfield_testing import in_loop
 
 from .conftest import Serve, make_request, sync, weights_of
 from .fake_sglang import SLOW
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> str:
+    """A model of three layers, whose second has no experts."""
+    folder = tmp_path / "mixture"
+    save_model("qwen3_moe", folder, num_hidden_layers=3, mlp_only_layers=[1], layer_types=["full_attention"] * 3)
+    return str(folder)
 
 
 @in_loop
@@ -226,6 +236,47 @@ async def test_filtered_log_probs_are_those_of_what_was_drawn_from(serve: Serve)
         assert (-0.25, -0.25) == result.log_probs
         (body,) = server.fake.bodies("/generate")
         assert (True, "selected") == (body["return_sampling_mask"], body["sampling_logprobs_mode"])
+
+
+@in_loop
+async def test_experts_are_those_of_the_layers_that_have_some(serve: Serve, mixture: str) -> None:
+    """SGLang returns a row for every layer and the whole request, also after an interruption."""
+    async with serve(folder=mixture, router_replay=True) as server:
+        assert "--enable-return-routed-experts" in server.arguments
+        result = await server.generate(make_request("a", 5, 6, 8, max_new_tokens=2))
+        found, every = result.routed_experts, np.arange(4 * 3 * 2).reshape(4, 3, 2)
+        assert np.int16 == found.dtype
+        assert every[:, (0, 2)].tolist() == found.tolist()
+        server.fake.steps.put_nowait(None)
+        waiting = asyncio.create_task(server.generate(make_request("slow", SLOW, max_new_tokens=2)))
+        while not server.fake._drawn.get("2-slow"):
+            await asyncio.sleep(0)
+        await server.pause(PauseRequest())
+        await server.resume(ResumeRequest())
+        server.fake.steps.put_nowait(None)
+        assert (2, 2, 2) == (await waiting).routed_experts.shape
+        server.fake.experts = (5, 1)
+        with pytest.raises(RolloutError) as caught:
+            await server.generate(make_request("b", max_new_tokens=1))
+        assert ("rollout.failed", "10 numbers") == (caught.value.code, caught.value.found)
+
+
+@in_loop
+async def test_experts_are_not_asked_for_without_need(serve: Serve, mixture: str) -> None:
+    async with serve(folder=mixture) as server:
+        assert (await server.generate(make_request("a", max_new_tokens=1))).routed_experts is None
+        assert "--enable-return-routed-experts" not in server.arguments
+        assert "return_routed_experts" not in server.fake.bodies("/generate")[0]
+
+
+def test_a_model_without_experts_is_refused(serve: Serve) -> None:
+    async def main() -> None:
+        async with serve(router_replay=True):
+            pass
+
+    with pytest.raises(EngineError) as caught:
+        asyncio.run(main())
+    assert ("engine.model", "model.router_replay") == (caught.value.code, caught.value.where)
 
 
 @in_loop

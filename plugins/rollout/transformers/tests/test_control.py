@@ -431,18 +431,17 @@ _LONGROPE = {
 @pytest.mark.parametrize(
     ("changes", "limit", "word"),
     [
-        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, 128, "sliding_attention"),
+        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, 128, None),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, 4096, None),  # its own limit
         ({"rope_parameters": _LONGROPE}, 128, "max_model_len of at most 16"),
         ({"rope_parameters": _LONGROPE}, 16, None),
         ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, 16, None),
-        ({"layer_types": ["chunked_attention"] * 3, "attention_chunk_size": 16}, 128, "max_model_len of at most 16"),
     ],
 )
 def test_architectures(
     make_model: Any, make_request: Any, home: str, changes: Any, limit: int, word: str | None
 ) -> None:
-    """What would be computed wrongly is refused at start; a window that is never left is fine."""
+    """What would be computed wrongly is refused at start; windows are fine."""
     make_model(0, **changes).save_pretrained(home)
     server = TransformersServer(Config(), RolloutContext(model=ModelSpec(path=home), max_model_len=limit))
 
@@ -465,7 +464,7 @@ def test_architectures(
 
 def test_an_architecture_that_nobody_knows(make_model: Any, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if no rule knows it, what the loop computes wrongly is found at start (here: a window of two tokens)."""
-    monkeypatch.setattr(model_module, "_check_architecture", lambda *_: None)
+    monkeypatch.setattr(model_module, "_layout", lambda *_: (model_module.LayerMasks(), None))
     make_model(0, use_sliding_window=True, sliding_window=2, max_window_layers=0).save_pretrained(home)
     server = TransformersServer(Config(), RolloutContext(model=ModelSpec(path=home)))
     with pytest.raises(RolloutError) as caught:

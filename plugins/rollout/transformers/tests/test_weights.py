@@ -380,7 +380,7 @@ def test_full_and_adapter_updates_take_turns(
         ("layer", "layers.1.self_attn.q_proj"),
         ("unknown", "layers.7.self_attn.q_proj"),
         ("shape", "layers.2.mlp.up_proj"),
-        ("config", "use_dora"),
+        ("config", "bias"),
         ("none", "PEFT config"),
     ],
 )
@@ -397,7 +397,7 @@ def test_wrong_adapters_are_refused(serve: Any, make_model: Any, send: Any, how:
     elif how == "shape":
         tensors[f"{prefix}.2.mlp.up_proj.lora_B.weight"] = torch.zeros(4, 4)
     elif how == "config":
-        config["use_dora"] = True
+        config["bias"] = "all"
     else:
         config = {}
 

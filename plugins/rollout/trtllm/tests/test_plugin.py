@@ -18,7 +18,7 @@ from jackfield.abc.engine import ModelSpec
 from jackfield.abc.rollout import RolloutContext
 from jackfield.errors import ConfigError, PluginError, RolloutError
 from jackfield.plugins import load_plugin
-from jackfield_rollout_trtllm.server import new_tokens
+from jackfield_rollout_trtllm.server import cache_fraction, new_tokens
 
 
 def build(path: str, **settings: Any) -> Any:
@@ -97,3 +97,13 @@ def test_a_worker_hands_every_file_to_the_loader(monkeypatch: pytest.MonkeyPatch
     partial = {"allow_partial_loading": True}
     assert [({"part-00000": "cuda:3"}, partial), ({"part-00001": "cuda:3"}, partial)] * 2 == reloaded
     monkeypatch.delitem(sys.modules, "jackfield_rollout_trtllm.worker")
+
+
+def test_the_cache_has_what_a_share_of_the_gpu_leaves() -> None:
+    """Half of 80 bytes less 20 of weights, of the 60 less 20 that are free when the model is loaded."""
+    assert 20 / 40 == cache_fraction(0.5, total=80, free=60, weights=20)
+    assert 1.0 == cache_fraction(0.9, total=80, free=50, weights=20)
+    for share, weights in ((0.25, 20), (0.5, 61)):
+        with pytest.raises(RolloutError) as caught:
+            cache_fraction(share, total=80, free=60, weights=weights)
+        assert "rollout.memory_fraction" == caught.value.where

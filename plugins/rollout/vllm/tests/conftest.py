@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -30,6 +31,7 @@ class Kept:
 
     record: PluginRecord
     site: Path
+    environment: Mapping[str, str] = MappingProxyType({})
 
     def server(self, context: RolloutContext, **settings: Any) -> KeptRolloutProcess:
         # one worker in the core's process, vLLM's own default on one GPU: a process less to start
@@ -45,14 +47,20 @@ class Kept:
                 "OMP_NUM_THREADS": "1",
                 "VLLM_LOGGING_LEVEL": "WARNING",
                 "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # with 1, vLLM gives the worker a process on a CPU all the same
+                **self.environment,
             },
         )
 
+    async def warm_up(self, *models: ModelSpec) -> None:
+        """Start vLLM for each model, which takes longer than a check may."""
+        for model in models:
+            server = self.server(RolloutContext(model=model))
+            await server.start()
+            await server.stop()
 
-@pytest.fixture(scope="session")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
-    """vLLM, started and idle."""
-    site = tmp_path_factory.mktemp("site")
+
+def install(site: Path, environment: Mapping[str, str] = MappingProxyType({})) -> Kept:
+    """Install the plugin ``vllm_kept`` in a folder."""
     shutil.copytree(HERE / "kept", site / "vllm_kept")
     manifest = (PLUGIN / "plugin.toml").read_text(encoding="utf-8")
     manifest = manifest.replace('name = "vllm"', 'name = "vllm_kept"')
@@ -62,15 +70,17 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-kept\nVersion: 0.1.0\n", encoding="utf-8")
     (info / "entry_points.txt").write_text("[jackfield.rollouts]\nvllm_kept = vllm_kept:plugin.toml\n")
-    found = Kept(discover([str(site)]).resolve("vllm_kept", "rollout"), site)
+    found = Kept(discover([str(site)]).resolve("vllm_kept", "rollout"), site, environment)
     assert found.record.error is None, found.record.error
+    return found
 
-    async def warm_up() -> None:
-        server = found.server(RolloutContext(model=ModelSpec(path=model_folder())))
-        await server.start()
-        await server.stop()
 
-    asyncio.run(warm_up())
+@pytest.fixture(scope="session")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+    """vLLM, started and idle."""
+    found = install(tmp_path_factory.mktemp("site"))
+
+    asyncio.run(found.warm_up(ModelSpec(path=model_folder())))
     yield found
     KeptRolloutProcess.end_all()
 

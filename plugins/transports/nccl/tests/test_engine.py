@@ -18,6 +18,7 @@ from jackfield.sdk.buckets import digest
 from jackfield.sdk.receiver import WeightReceiver
 from jackfield.weights import WeightSender
 from jackfield_testing import in_loop
+from jackfield_transport_nccl import engine
 
 
 def build(end: Any, **settings: Any) -> Any:
@@ -135,8 +136,35 @@ async def test_a_sender_may_prepare_again_at_the_same_port() -> None:
     await engine.finalize()
 
 
-def test_a_worker_without_a_gpu_cannot_join_nccl() -> None:
-    place = {"session": {}, "worker": 3, "workers": 4, "backend": "nccl"}
+@pytest.mark.parametrize(
+    ("backend", "gpus", "chosen"),
+    [
+        ("auto", ["a", "b", "c"], "nccl"),
+        ("auto", ["a", "b", "a"], "gloo"),  # NCCL refuses two members that share a GPU
+        ("auto", ["a", "b", "b"], "gloo"),
+        ("auto", [None, None], "gloo"),
+        ("auto", ["a", None], "gloo"),
+        ("gloo", ["a", "b"], "gloo"),
+        ("nccl", ["a", "b"], "nccl"),
+    ],
+)
+def test_nccl_is_used_where_every_member_has_a_gpu(backend: str, gpus: list[str | None], chosen: str) -> None:
+    assert chosen == build("sender", backend=backend)._chosen(gpus)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "who"), [(["a", None], "worker 0"), (["a", "b", "a"], "worker 1"), ([None], "sender")]
+)
+def test_a_member_without_a_gpu_of_its_own_cannot_join_nccl(gpus: list[str | None], who: str) -> None:
     with pytest.raises(WeightsError) as caught:
-        asyncio.run(build("receiver").connect(ConnectRequest(arguments=place, version=1)))
+        build("sender", backend="nccl")._chosen(gpus)
     assert "weights.transfer" == caught.value.code
+    assert who in str(caught.value.where)
+
+
+@in_loop
+async def test_workers_that_share_the_senders_gpu_get_weights_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "gpu_identity", lambda device: "GPU-0")
+    sender, receivers = build("sender"), [build("receiver"), build("receiver")]
+    await moved(sender, receivers, 1)
+    assert {"gloo"} == {end._group.backend for end in (sender, *receivers)}

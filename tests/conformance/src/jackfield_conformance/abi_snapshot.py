@@ -87,7 +87,7 @@ def describe_sdk(package: types.ModuleType = jackfield.sdk) -> dict[str, Any]:
     functions: dict[str, Any] = {}
     classes: dict[str, type] = {}
     aliases: dict[str, str] = {}
-    for found in (None, *pkgutil.iter_modules(package.__path__)):
+    for found in (None, *(each for each in pkgutil.iter_modules(package.__path__) if not each.name.startswith("_"))):
         module = package if found is None else importlib.import_module(f"{package.__name__}.{found.name}")
         for name in _public(module) - {"abi_version"}:
             value, path = getattr(module, name), name if found is None else f"{found.name}.{name}"

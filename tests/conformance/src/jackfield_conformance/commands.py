@@ -42,7 +42,7 @@ _PLACEHOLDER = re.compile(r"(?<!\$)\{\{(\w+)\}\}")  # `${{ … }}` is GitHub's
 _KINDS: dict[str, tuple[str, str]] = {
     "engine": ("Engine", "Trains a causal language model on one device"),
     "rollout": ("Server", "Generates with a causal language model in this process"),
-    "agent": ("Agent", "Has the model review its own answer"),
+    "agent": ("Agent", "Has the model guess a number over several turns"),
     "reward": ("Reward", "Scores a number by its distance from the ground truth"),
     "transfer_queue": ("Queue", "Stores columns of samples"),
     "checkpoint_engine": ("CheckpointEngine", "Moves weights from the trainer to inference workers"),

@@ -20,12 +20,14 @@ import xxhash
 
 from jackfield.clock import Clock
 from jackfield.errors import JackfieldError, RpcError
+from jackfield.sdk.arrays import pack, unpack
 
 HEAD = struct.Struct(">4sI")  #: magic with the version, and the length of the message in bytes
 MAGIC = b"JKR1"
 LIMIT = 1 << 26  #: maximum bytes of a message
 STRANGER_LIMIT = 1 << 12  #: maximum bytes before the other end has proved that it knows the secret
 _SUBJECTS = ("request_id", "id", "version", "keys")  #: fields that identify the subject of an argument
+_ARRAY, _NAME = 1, "array"  #: msgpack's code of a NumPy array, and its name in the packed bytes
 _CAN_RUN = "RSI"  #: states of a thread that is neither stopped, frozen nor waiting for a device
 
 
@@ -143,6 +145,8 @@ Message: TypeAlias = Hello | Welcome | Call | Reply | Cancel | Heartbeat | Goodb
 class Codec:
     """An encoder of values as msgpack, or as JSON for a peer that has only the standard library.
 
+    As msgpack, values may be NumPy arrays of numbers, too, where the type is ``Any``; they arrive read-only.
+
     Raises ``rpc.value`` for a value that does not consist of plain values and attrs instances or has another type.
     Exceptions of attrs validators propagate.
     """
@@ -151,7 +155,8 @@ class Codec:
         module: Any = msgspec.msgpack if name == "msgpack" else msgspec.json
         made = lambda kind, value: Clock() if issubclass(kind, Clock) else kind(value)  # noqa: E731
         self._encoder = module.Encoder(enc_hook=_plain)
-        self._decoder = functools.cache(lambda kind: module.Decoder(kind, dec_hook=made))
+        more: Any = {"ext_hook": _array} if name == "msgpack" else {}
+        self._decoder = functools.cache(lambda kind: module.Decoder(kind, dec_hook=made, **more))
 
     def encode(self, value: Any) -> bytes:
         """Encode a value as bytes."""
@@ -176,7 +181,15 @@ def _plain(value: Any) -> Any:
         return str(value.absolute())  # the other process has its own working directory
     if isinstance(value, Clock):
         return None  # each process has its own clock
+    if type(value).__module__ == "numpy":
+        return msgspec.msgpack.Ext(_ARRAY, pack({_NAME: value}))
     raise TypeError(f"it contains a {type(value).__name__}")
+
+
+def _array(code: int, content: memoryview) -> Any:
+    if code != _ARRAY:
+        raise ValueError(f"values of the kind {code} are not known")
+    return unpack(content)[_NAME]
 
 
 class Method:

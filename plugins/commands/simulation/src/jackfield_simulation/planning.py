@@ -11,6 +11,7 @@ import attrs
 
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.compose.checks import check_settings
+from jackfield.compose.devices import describe_devices
 from jackfield.config import RunConfig
 from jackfield.config.schedule import UntilConfig
 from jackfield.config.sections import CheckpointConfig, MixingConfig, QueueConfig
@@ -127,7 +128,8 @@ def make_plan(config: RunConfig, registry: Registry, times: Times, steps: int = 
     for name, other in list(_limited(found, config.data.groups_per_batch * rollouts, limits)):
         attempt(name, other)
     others = sorted([each for each, _ in found[1:]], key=_order)
-    return Plan(own=own, others=others, left_out=left_out, notes=size.notes)
+    notes = [*size.notes, *describe_devices(config, registry, role, algorithm)]
+    return Plan(own=own, others=others, left_out=left_out, notes=notes)
 
 
 def _cost(one: Prediction) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 
+from jackfield.abc.agent import AgentContext, AgentLoopBase, AgentLoopOutput
 from jackfield.abc.checkpoint_engine import Topology
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
 from jackfield.abc.rollout import (
@@ -37,6 +38,7 @@ from jackfield.cluster.pool import ReplicaPool
 from jackfield.config import RunConfig
 from jackfield.errors import JackfieldError, RolloutError, WeightsError
 from jackfield.routing import Replica, Router
+from jackfield.runtime.agents import AgentHost, no_model
 from jackfield.runtime.process import ROLLOUT, death, use_process
 from jackfield.sdk.rpc import Connection, Service
 from jackfield.weights import PreparedSender
@@ -353,6 +355,21 @@ class Replicas:
         """On shared devices, replicas and engine compute at different times."""
         if busy := [each.number for each in servers or self.servers.values() if each.decoding]:
             self.world.breach("devices are shared in turns", f"replicas {busy} generate while {what}")
+
+
+class Agent(AgentLoopBase):
+    """An agent loop whose answers take time, as its settings, a function of the simulation, say."""
+
+    async def run(self, sampling_params: Mapping[str, Any], **fields: Any) -> AgentLoopOutput:
+        answered: AgentLoopOutput = await self.config(self.context.generate, sampling_params)
+        return answered
+
+
+def agent_host(answer: Callable[..., Awaitable[AgentLoopOutput]], router: Router, clock: Clock) -> AgentHost:
+    """Return the host of loops that answer so, with the replicas of a router."""
+    nothing: Any = None
+    context = AgentContext(generate=no_model, tokenizer=nothing, clock=clock)
+    return AgentHost(make=partial(Agent, answer), generator=router.of_one_rollout, context=context)
 
 
 class Reward(RewardAgent):

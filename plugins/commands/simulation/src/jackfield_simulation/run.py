@@ -33,15 +33,16 @@ from jackfield.queue import BatchMeta, TransferQueue, Values
 from jackfield.queue.meta import Written
 from jackfield.queue.store import STORE_FILE, uses
 from jackfield.queue.transfer_queue import QUEUE
+from jackfield.runtime.agent_worker import AgentWorker, RolloutJob
 from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.samples import trained
-from jackfield.runtime.workers import AgentWorker, RolloutJob, Workers
+from jackfield.runtime.workers import Workers
 from jackfield.trainer.rewards import RewardPipeline
 from jackfield.trainer.role import Role, RunWorkers
 from jackfield.trainer.rollouts import Explorer
 from jackfield.trainer.trainer import Trainer
 from jackfield.trainer.weights import EngineWeights
-from jackfield_simulation.replicas import Replicas, Response, Reward, Sender
+from jackfield_simulation.replicas import Replicas, Response, Reward, Sender, agent_host
 from jackfield_simulation.world import CONTROLLER, RANK, TRAINER, LosingStore, Who, World, broken
 
 #: Calls of the queue that a role repeats if it answers twice, as if it had not got the result.
@@ -195,9 +196,8 @@ class Simulation(World):
             return Workers(started)
 
         def agent(number: int) -> AgentWorker:
-            route = self.replicas.router(number).of_one_rollout
-            make: Any = lambda asks: parts(run=partial(self._generate, route(asks)))  # noqa: E731
-            return AgentWorker(values, text, self.clock, make)
+            host = agent_host(self._generate, self.replicas.router(number), self.clock)
+            return AgentWorker(values, text, self.clock, host)
 
         agents = start("agent worker", agent)
         rewards = start("reward worker", lambda _: RewardWorker(values, reward, text, self.clock, self.config))
@@ -273,7 +273,7 @@ class Simulation(World):
 
     # -- the work of agents, rewards, replicas, engines and advantage worker
 
-    async def _generate(self, generate: Any, sampling: Mapping[str, Any], **fields: Any) -> AgentLoopOutput:
+    async def _generate(self, generate: Any, sampling: Mapping[str, Any]) -> AgentLoopOutput:
         settings, seed = self.settings, sampling["seed"]
         key, (*place, again) = self.keys[seed], self.places[seed]
         self.begin("generate")
@@ -326,10 +326,8 @@ class Simulation(World):
         if self.settings.shared:
             self.replicas.check_idle("the engine computes")
         await self.guard(RANK, self.spend("update", step, sum(each == step for each, _ in self.model)))
-        versions = [
-            (self.oldest[key], int(tags["weight_version_min"]))
-            for key, tags in zip(batch.keys, batch.tags, strict=True)
-        ]
+        tagged = [int(tags["weight_version_min"]) for tags in batch.tags]
+        versions = list(zip((self.oldest[key] for key in batch.keys), tagged, strict=True))
         if wrong := [each for each in versions if each[0] != each[1]]:
             raise broken("a token has its version", f"the oldest token and its tag: {wrong[0]}")
         age = step - min(oldest for oldest, _ in versions)
@@ -340,17 +338,18 @@ class Simulation(World):
         self.note(f"step {step} trains on {some(batch.keys, 1)}")
         return {"policy/loss": 0.0, "value/loss": 0.0, "grad_norm": 1.0}, {}
 
-    async def save(self, folder: str, format: str) -> None:
-        """Save the model."""
+    async def save(self, folder: str, format: str, *, background: bool = False) -> None:
+        """Save the model at once, also in the background."""
         await self.guard(RANK, self.spend("checkpoint", self.role.updated))
         Path(folder).mkdir()
         Path(folder, "model.json").write_text(json.dumps(self.model))
 
+    async def finish_save(self) -> None:
+        """Do nothing: the files are there."""
+
     async def load(self, folder: str) -> None:
         """Load a saved model."""
         self.model = [(step, keys) for step, keys in json.loads(Path(folder, "model.json").read_text())]
-
-    # -- the invariants
 
     def _check(self, known: int) -> None:
         """Check that each group was trained on once, by ledger and model, and that the store has what is known."""

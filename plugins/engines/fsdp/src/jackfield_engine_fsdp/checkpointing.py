@@ -12,21 +12,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
+from safetensors import SafetensorError
 
 from jackfield.errors import EngineError
 from jackfield.sdk import replace_file
 from jackfield_engine_fsdp.model import TokenModel, has_adapter, is_of_adapter
 from jackfield_engine_fsdp.optimization import Optimization
+from jackfield_engine_fsdp.parts import Part, own_parts, read_tensors, saved_parts, write_parts
 from jackfield_engine_fsdp.process_group import RandomStreams, Ranks
 
 FORMAT = 2
@@ -54,21 +53,103 @@ def make_folder(folder: str, ranks: Ranks) -> Path:
     return path
 
 
-def save(
-    folder: Path, model: TokenModel, optimization: Optimization | None, streams: RandomStreams, ranks: Ranks
-) -> None:
-    """Write a native checkpoint into an empty folder. Collective; if one rank cannot write, all raise."""
-    with _agreed(ranks, "the checkpoint could not be written", folder, "look at the disk's room and permissions"):
-        (folder / "tensors").mkdir(exist_ok=True)
-        write_tensors(folder / "tensors", ranks.rank, _tensors(model, optimization))
-        replace_file(folder / f"random_{ranks.rank}.json", json.dumps(streams.state()))
-    if ranks.rank == 0:  # engine.json is there only when all the rest is
+class Checkpoints:
+    """Native checkpoints of one engine. At most one is written in the background.
+
+    All methods are collective, but :meth:`abandon`.
+    """
+
+    def __init__(
+        self,
+        model: TokenModel,
+        optimization: Optimization | None,
+        streams: RandomStreams,
+        ranks: Ranks,
+        seconds: float,
+    ) -> None:
+        self._model, self._optimization, self._streams, self._ranks = model, optimization, streams, ranks
+        self._seconds = seconds  #: deadline of a save in the background
+        self._writing: _Writing | None = None
+
+    def save(self, folder: Path, *, background: bool) -> None:
+        """Write a native checkpoint into an empty folder; if one rank cannot write, all raise.
+
+        In the ``background``, return when the state is copied; :meth:`finish` waits for the files and raises.
+        """
+        optimization, ranks = self._optimization, self._ranks
         record = {
             "format": FORMAT,
             "world_size": ranks.size,
             "schedule_step": None if optimization is None else optimization.schedule_step,
         }
-        replace_file(folder / "engine.json", json.dumps(record))
+        self.finish()
+        with _agreed(ranks, _UNWRITTEN, folder, _LOOK):
+            parts = own_parts(_tensors(self._model, optimization))
+            if background:
+                parts = {name: part.copied() for name, part in parts.items()}
+            self._writing = _Writing(folder, ranks.rank, parts, json.dumps(self._streams.state()), json.dumps(record))
+            self._writing.thread.start()
+        if not background:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the files of the last save, and complete it. If one rank could not write, all raise."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        with _agreed(self._ranks, _UNWRITTEN, writing.folder, _LOOK):
+            writing.wait(self._seconds)
+        if self._ranks.rank == 0:  # engine.json is there only when all the rest is
+            replace_file(writing.folder / "engine.json", writing.record)
+        self._ranks.barrier()
+
+    def abandon(self) -> None:
+        """Wait for a writing thread and leave its checkpoint incomplete."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.thread.join(self._seconds)
+
+    def load(self, folder: Path, *, model_only: bool) -> None:
+        """Read what :meth:`save` wrote into the existing model and optimizer.
+
+        A folder without a complete checkpoint, or with one of another model, is refused (``engine.failed``).
+        """
+        self.finish()
+        load(folder, self._model, self._optimization, self._streams, self._ranks, model_only)
+
+
+_UNWRITTEN, _LOOK = "the checkpoint could not be written", "look at the disk's room and permissions"
+
+
+class _Writing:
+    """The files of a rank, which a thread writes."""
+
+    def __init__(self, folder: Path, rank: int, parts: Mapping[str, Part], streams: str, record: str) -> None:
+        self.folder, self.record = folder, record
+        self._rank, self._parts, self._streams = rank, parts, streams
+        self._error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, name=f"checkpoint of rank {rank}", daemon=True)
+
+    def _run(self) -> None:
+        try:
+            (self.folder / "tensors").mkdir(exist_ok=True)
+            write_parts(self.folder / "tensors", self._rank, self._parts)
+            replace_file(self.folder / f"random_{self._rank}.json", self._streams)
+        except BaseException as caught:  # raised by wait
+            self._error = caught
+        finally:
+            self._parts = {}
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the thread, and raise its error."""
+        self.thread.join(seconds)
+        if self.thread.is_alive():
+            where, expected = f"{self.folder}, rank {self._rank}", f"its files within {seconds:g} s"
+            raise EngineError(
+                "a checkpoint is not written in time", where=where, expected=expected, found="a thread that writes"
+            )
+        if self._error is not None:
+            raise self._error
 
 
 @contextmanager
@@ -98,21 +179,29 @@ def load(
     ranks: Ranks,
     model_only: bool,
 ) -> None:
-    """Read what :func:`save` wrote into the existing model and optimizer. A collective operation.
-
-    A folder without a complete checkpoint, or with one of another model, is refused (``engine.failed``).
-    """
-    fix = "go on from another checkpoint"
+    """Read a native checkpoint of any number of ranks into the existing model and optimizer. A collective operation."""
+    fix = "go on from another checkpoint, or give the settings of the run that wrote it"
     with _agreed(ranks, "the checkpoint cannot be read", folder, fix):
         record = _read_record(folder)
-        if model_only or record["schedule_step"] is None:
-            optimization = None
+        whole = None if model_only or record["schedule_step"] is None else optimization
         size = int(record["world_size"])
-        read_tensors(folder / "tensors", size, _tensors(model, optimization))
+        saved = saved_parts(folder / "tensors", size)
+        tensors = _tensors(model, whole)
+        if whole is None and optimization is not None and optimization.averages is not None:
+            averages = {f"average.{name}": tensor for name, tensor in optimization.averaged().items()}
+            tensors |= {name: tensor for name, tensor in averages.items() if name in saved}
+        read_tensors(folder / "tensors", saved, tensors)
+        if (
+            whole is None
+            and optimization is not None
+            and optimization.averages is not None
+            and not averages.keys() & saved
+        ):
+            optimization.averages.restart()
         if model_only:
             return
-        if optimization is not None:
-            optimization.set_schedule_step(int(record["schedule_step"]))
+        if whole is not None:
+            whole.set_schedule_step(int(record["schedule_step"]))
         if size == ranks.size:
             streams.load_state(json.loads((folder / f"random_{ranks.rank}.json").read_text(encoding="utf-8")))
 
@@ -148,132 +237,10 @@ def _tensors(model: TokenModel, optimization: Optimization | None) -> dict[str, 
     state = {f"model.{name}": tensor for name, tensor in {**kept, **({} if adapter else _buffers(model))}.items()}
     for name, tensors in ({} if optimization is None else optimization.state()).items():
         state |= {f"optimizer.{name}.{kind}": tensor for kind, tensor in tensors.items()}
-    return state
+    averages = {} if optimization is None else optimization.averaged()
+    return state | {f"average.{name}": tensor for name, tensor in averages.items()}
 
 
 def _buffers(model: TokenModel) -> dict[str, torch.Tensor]:
     names = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in names}
-
-
-_FILE_BYTES = 1 << 30  #: size after which a rank begins another file; at most this much is copied to the CPU at once
-
-Place = tuple[slice, ...]
-
-
-@attrs.frozen(eq=False)
-class Part:
-    """A rank's part of a tensor."""
-
-    values: torch.Tensor  #: shares the tensor's memory
-    shape: tuple[int, ...]  #: of the whole
-    start: tuple[int, ...]  #: the part's first element in the whole
-    replicated: bool
-
-
-@attrs.frozen(eq=False)
-class _Saved:
-    """A part in a file."""
-
-    file: Path
-    shape: tuple[int, ...]
-    start: tuple[int, ...]
-
-
-def write_tensors(folder: Path, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write this rank's parts; rank 0 also writes tensors that every rank has."""
-    parts = {name: own_part(tensor) for name, tensor in tensors.items()}
-    parts = {name: part for name, part in parts.items() if part.values.numel() and (rank == 0 or not part.replicated)}
-    index: dict[str, dict[str, Any]] = {}
-    for number, names in enumerate(_batches(parts)):
-        file = f"tensors_{rank}_{number}.safetensors"
-        save_file({name: parts[name].values.cpu().contiguous() for name in names}, folder / file)
-        index[file] = {name: {"shape": parts[name].shape, "start": parts[name].start} for name in names}
-    (folder / f"tensors_{rank}.json").write_text(json.dumps(index), encoding="utf-8")
-
-
-def _batches(parts: Mapping[str, Part]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for name, part in parts.items():
-        batch.append(name)
-        size += part.values.nbytes
-        if size >= _FILE_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def read_tensors(folder: Path, ranks: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Read what ``ranks`` ranks wrote into existing tensors; if anything is missing or differs, change nothing.
-
-    It raises an ``EngineError`` for tensors of another engine, and one of :data:`_UNREADABLE` for a damaged file.
-    """
-    saved = _saved(folder, ranks)
-    parts = {name: own_part(tensor) for name, tensor in tensors.items()}
-    for name in sorted({*parts, *(name for name in saved if name.startswith("model."))}):
-        expected = parts[name].shape if name in parts else "no such tensor"
-        found = saved[name][0].shape if name in saved else "no such tensor"
-        if expected != found and (name in saved or parts[name].values.numel()):
-            raise EngineError(
-                "the checkpoint does not fit this engine",
-                where=f"{folder}, {name}",
-                expected=f"a checkpoint of the same model, adapter and heads: {expected}",
-                found=found,
-            )
-    with ExitStack() as stack:
-        files: dict[Path, Any] = {}
-        for name, part in parts.items():
-            left = part.values.numel()
-            for piece in saved.get(name, ()):
-                if piece.file not in files:
-                    files[piece.file] = stack.enter_context(safe_open(piece.file, "pt"))
-                stored = files[piece.file].get_slice(name)
-                theirs, ours = _common(piece.start, stored.get_shape(), part.start, part.values.shape)
-                target = part.values[ours]
-                if target.numel():
-                    target.copy_(stored[theirs] if theirs else files[piece.file].get_tensor(name))
-                left -= target.numel()
-            if left:
-                raise ValueError(f"{left} elements of {name} are in no file")
-
-
-def _saved(folder: Path, ranks: int) -> dict[str, list[_Saved]]:
-    """Return every part in the folder, by the tensor's name."""
-    found: dict[str, list[_Saved]] = {}
-    for rank in range(ranks):
-        index = json.loads((folder / f"tensors_{rank}.json").read_text(encoding="utf-8"))
-        for file, tensors in index.items():
-            for name, place in tensors.items():
-                part = _Saved(folder / Path(file).name, tuple(place["shape"]), tuple(place["start"]))
-                found.setdefault(name, []).append(part)
-    return found
-
-
-def _common(
-    start: Sequence[int], shape: Sequence[int], our_start: Sequence[int], our_shape: Sequence[int]
-) -> tuple[Place, Place]:
-    """Return where the overlap of two parts lies in each of them."""
-    theirs, ours = [], []
-    for begin, length, our_begin, our_length in zip(start, shape, our_start, our_shape, strict=True):
-        first = max(begin, our_begin)
-        last = max(first, min(begin + length, our_begin + our_length))
-        theirs.append(slice(first - begin, last - begin))
-        ours.append(slice(first - our_begin, last - our_begin))
-    return tuple(theirs), tuple(ours)
-
-
-def own_part(tensor: torch.Tensor) -> Part:
-    """Return this rank's part; shards lie on one mesh dimension, cut as by ``torch.chunk``."""
-    start = [0] * tensor.dim()
-    if not isinstance(tensor, DTensor):
-        return Part(tensor.detach(), tuple(tensor.shape), tuple(start), replicated=True)
-    (placement,) = tensor.placements
-    if placement.is_shard():
-        dimension = placement.dim  # type: ignore[attr-defined]
-        length = tensor.shape[dimension]
-        chunk = -(-length // tensor.device_mesh.size())
-        start[dimension] = min(tensor.device_mesh.get_local_rank() * chunk, length)
-    values = tensor.to_local().detach()
-    return Part(values, tuple(tensor.shape), tuple(start), replicated=not placement.is_shard())

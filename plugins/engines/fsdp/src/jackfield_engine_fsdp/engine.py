@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,22 @@ from jackfield.abc.engine import (
 )
 from jackfield.errors import EngineError
 from jackfield_engine_fsdp import checkpointing, folders, passes
+from jackfield_engine_fsdp.checkpointing import Checkpoints
 from jackfield_engine_fsdp.config import Config
-from jackfield_engine_fsdp.model import Dropout, Rotary, TokenModel, decoder_layers, has_adapter, shard
+from jackfield_engine_fsdp.experts import Experts
+from jackfield_engine_fsdp.grid import spread
+from jackfield_engine_fsdp.memory import offloading
+from jackfield_engine_fsdp.model import Dropout, TokenModel, has_adapter
 from jackfield_engine_fsdp.operators import keep_freed_memory, speed_up_norms, speed_up_products
 from jackfield_engine_fsdp.optimization import Optimization, Placement
-from jackfield_engine_fsdp.packing import speed_up_attention
-from jackfield_engine_fsdp.process_group import RandomStreams, Ranks
+from jackfield_engine_fsdp.process_group import RandomStreams, Ranks, device_of
+from jackfield_engine_fsdp.row_attention import choose_packer
+from jackfield_engine_fsdp.sharding import decoder_layers
 from jackfield_engine_fsdp.threads import Threads
+from jackfield_engine_fsdp.trained import freeze, full, name_of
+from jackfield_engines import failures, output_layer
 from jackfield_huggingface.adapters import merge_folder
+from jackfield_huggingface.images import ImageInputs
 from jackfield_huggingface.names import CheckpointNames
 
 _misused = functools.partial(EngineError, code="engine.state")
@@ -44,8 +53,9 @@ _misused = functools.partial(EngineError, code="engine.state")
 class FSDPEngine(BaseEngine):
     """A Hugging Face model, trained on text and sharded by ``torch.distributed.fsdp.fully_shard``.
 
-    Vision-language models work, too. Every rank is a data-parallel rank. With the role ``critic`` and a value head no
-    output layer runs: loss functions get ``log_probs`` of zeros, and the results have none.
+    Vision-language models work, too. Ranks beyond those of sequence and tensor parallelism are data-parallel. With the
+    role ``critic`` and a value head no output layer runs: loss functions get ``log_probs`` of zeros, and the results
+    have none.
     """
 
     config: Config
@@ -56,6 +66,7 @@ class FSDPEngine(BaseEngine):
         self._model: TokenModel | None = None
         self._optimization: Optimization | None = None
         self._mode: str | None = None
+        self._watch = failures.Watch()
         self._damaged = False  # a pass failed and its leftovers cannot be cleared
 
     # ---- life
@@ -66,49 +77,57 @@ class FSDPEngine(BaseEngine):
             raise _misused("the engine is initialized already")
         context, config = self.context, self.config
         self._check(context)
-        device = _device(context)
+        self._sizes = config.sizes(context.world_size)
+        device = device_of(context)
         if device.type == "cpu":
             keep_freed_memory()
         model = self._build()
-        self._ranks = Ranks(context, device, config.collective_timeout)
+        self._ranks = Ranks(context, device, config.collective_timeout, self._sizes)
         try:
-            self._sharded: FSDPModule = shard(model, self._ranks.mesh, config)
-            trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+            with self._ranks.during("sharding the model"):
+                self._sharded: FSDPModule = spread(model, self._ranks.mesh, config)
             if context.optimizer is not None:
-                self._optimization = Optimization(trainable, context.optimizer, self._ranks)
+                self._optimization = Optimization(model, context.optimizer, self._ranks)
         except BaseException:
             self._ranks.leave()
             raise
         model.to(device)  # buffers; parameters are on the device already
-        self._streams = RandomStreams(context.seed + context.rank, device)
-        self._placement = Placement(model, self._optimization, device, streamed=config.cpu_offload)
-        small = sum(parameter.numel() for _, parameter in trainable) <= config.unsharded_max_parameters
-        automatic = "unsharded" if context.world_size > 1 and small else "sharded"
-        chosen = automatic if config.gradient_accumulation == "auto" else config.gradient_accumulation
-        self._unsharded_accumulation = chosen == "unsharded"
+        # tensor-parallel ranks draw the same numbers, for dropout of what each of them has whole
+        self._streams = RandomStreams(context.seed + context.rank // self._sizes.tensor, device)
+        self._placement = Placement(model, self._optimization, device, config)
+        seconds = config.collective_timeout
+        self._checkpoints = Checkpoints(model, self._optimization, self._streams, self._ranks, seconds)
+        trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        small = trainable <= config.unsharded_max_parameters
+        automatic = context.world_size > 1 and small and config.gradient_accumulation == "auto"
+        self._unsharded_accumulation = automatic or config.gradient_accumulation == "unsharded"
         self._model = model
 
-    @staticmethod
-    def _check(context: EngineContext) -> None:
-        for name, value in (("temperature", context.temperature), ("micro_batch_tokens", context.micro_batch_tokens)):
-            if value <= 0:
-                where = f"EngineContext.{name}"
-                raise folders.invalid(f"{name} is not positive", where=where, expected="more than 0", found=value)
+    def _check(self, context: EngineContext) -> None:
+        self.config.check(context)
+        for each in ("temperature", "micro_batch_tokens"):
+            if (value := getattr(context, each)) <= 0:
+                where = f"EngineContext.{each}"
+                raise folders.invalid(f"{each} is not positive", where=where, expected="more than 0", found=value)
         if context.role == "critic" and not context.model.value_head:
             where = "EngineContext.model.value_head"
             raise folders.invalid("a critic has no value head", where=where, expected=True, found=False)
 
     def _build(self) -> TokenModel:
         spec, seed = self.context.model, self.context.seed
-        causal_lm = folders.load_causal_lm(spec, self.config.attention, seed)
+        predicts = self.context.role != "critic"
+        causal_lm = folders.load_causal_lm(spec, self.config.attention, seed, predicts=predicts)
         self._names = CheckpointNames(causal_lm, Path(spec.path))
         dropout = Dropout(causal_lm, spec.dropout)
-        packs = False
-        if self.context.device == "cpu" and self.config.mixed_precision == "none":
+        own = self.config.tensor_parallel == 1 and self.config.compile == "none"  # our operators take plain tensors
+        own = own and self.context.device == "cpu" and self.config.mixed_precision == "none"
+        if own:
             speed_up_norms(causal_lm)
             speed_up_products(causal_lm)
-            packs = self._packs(causal_lm) and speed_up_attention(causal_lm)
-        self._threads = Threads(self.config.extra_threads, decoder_layers(causal_lm))
+        packs = choose_packer(causal_lm, self.config, self.context, own=own)
+        fused = output_layer.FusedOutput.of(causal_lm) if predicts else None
+        self._threads = Threads(self.config.extra_threads, decoder_layers(causal_lm))  # after the trial passes
+        images, experts = ImageInputs.of(causal_lm), Experts.of(causal_lm, spec)
         dtype, published = causal_lm.dtype, self._masters(causal_lm)
         language_model = causal_lm if spec.lora is None else folders.add_lora(causal_lm, spec.lora, seed)
         head = None
@@ -116,17 +135,15 @@ class FSDPEngine(BaseEngine):
             hidden_size = causal_lm.config.get_text_config().hidden_size
             # PEFT keeps adapters of half-precision models in float32, and FSDP needs trainable parameters of one dtype
             head_dtype = torch.float32 if spec.lora is not None or published else dtype
-            head = folders.make_value_head(hidden_size, head_dtype, seed)
-        dtypes: dict[str, Any] = {"dtype": dtype, "published_dtypes": published}
-        model = TokenModel(language_model, head, self.config, self.context, dropout=dropout, packs=packs, **dtypes)
+            head = folders.make_value_head(Path(spec.path), hidden_size, head_dtype, seed)
+        more: dict[str, Any] = {"dtype": dtype, "published_dtypes": published, "packs": packs, "images": images}
+        more |= {"experts": experts, "fused": fused}
+        model = TokenModel(language_model, head, self.config, self.context, dropout=dropout, **more)
         if self.context.optimizer is None:
             model.requires_grad_(False)
+        else:
+            freeze(model, spec.freeze)
         return model.eval()
-
-    def _packs(self, causal_lm: PreTrainedModel) -> bool:
-        """Return whether rows of a pass may share their prompts' tokens."""
-        plain = self.config.attention == "sdpa" and causal_lm.dtype == torch.float32
-        return plain and self.context.model.dropout == 0.0 and not Rotary(causal_lm).limits
 
     def _masters(self, causal_lm: PreTrainedModel) -> dict[str, torch.dtype]:
         """Cast trained weights to float32, or warn; return the previous dtypes (``published_dtypes``).
@@ -153,16 +170,16 @@ class FSDPEngine(BaseEngine):
 
     @property
     def layout(self) -> EngineLayout:
-        """Return this rank's place: every rank is a data-parallel rank."""
+        """Return this rank's place: ranks of a sequence-parallel and tensor-parallel group have the same rows."""
         self._ready()
-        return EngineLayout(
-            data_parallel_rank=self.context.rank, data_parallel_size=self.context.world_size, is_output_rank=True
-        )
+        return self._sizes.layout(self.context.rank)
 
     def close(self) -> None:
         """Release model and optimizer, and leave the process group."""
         self._model = self._optimization = self._mode = None
-        for name in ("_sharded", "_placement", "_names"):
+        if "_checkpoints" in self.__dict__:
+            self._checkpoints.abandon()
+        for name in ("_sharded", "_placement", "_names", "_checkpoints"):
             self.__dict__.pop(name, None)
         if self._ranks is not None:
             self._ranks.leave()
@@ -222,14 +239,20 @@ class FSDPEngine(BaseEngine):
         self._check_pass(loss_function, forward_only)
         assert self._ranks is not None, "initialized"
         vocabulary = model.causal_lm.get_input_embeddings().num_embeddings
-        batch = passes.RowBatch(data, vocabulary, self._ranks.device, model.rotary, packs=model.packs)
-        run = passes.Pass(model, batch, loss_function, backward=not forward_only)
-        micro_batches = batch.plan(self.context.micro_batch_tokens)
-        count = self._ranks.maximum(len(micro_batches))
+        takes: dict[str, Any] = {"packs": model.packs, "images": model.images, "experts": model.experts}
+        batch = passes.RowBatch(data, vocabulary, self._ranks.device, model.rotary, **takes)
+        rows = self._ranks.sum(torch.tensor(batch.size, device=self._ranks.device)) if model.experts else 1
+        rows = max(1, int(rows) // (self._sizes.sequence * self._sizes.tensor))
+        run = passes.Pass(model, batch, loss_function, backward=not forward_only, rows=rows)
+        micro_batches = batch.plan(self.context.micro_batch_tokens * self._sizes.sequence)
+        count = self._ranks.maximum(len(micro_batches), "the start of a pass")
         streams = self._streams.active() if self._mode == "train" else nullcontext()
         threads = self._threads.adapting() if self.config.extra_threads else nullcontext()
+        rows, place = torch.zeros(0, dtype=torch.int64), "a pass without rows"
         try:
-            with torch.set_grad_enabled(not forward_only), streams, threads:
+            offload = offloading() if self.config.activation_offload and not forward_only else nullcontext()
+            passing = self._ranks.during("a pass")
+            with passing, torch.set_grad_enabled(not forward_only), streams, threads, offload:
                 for index in range(count):
                     if self._unsharded_accumulation and not forward_only:
                         last = index == count - 1
@@ -237,15 +260,23 @@ class FSDPEngine(BaseEngine):
                         self._sharded.set_is_last_backward(last)
                         self._sharded.set_reshard_after_backward(last)
                     if index < len(micro_batches):
-                        run.micro_batch(batch.micro_batch(micro_batches[index]), tie=self._ranks.size > 1)
+                        rows, place = micro_batches[index], f"micro-batch {index + 1} of {len(micro_batches)}"
+                        run.micro_batch(batch.micro_batch(rows), tie=self._ranks.size > 1)
                     else:
                         run.idle(batch.idle_micro_batch())
+        except torch.OutOfMemoryError as error:
+            self._recover()
+            lengths = (batch.prompts.lengths + batch.responses.lengths)[rows].tolist()
+            raise failures.out_of_memory(error, self.context, place, rows.tolist(), lengths) from error
         except BaseException:
             self._recover()
             raise
         if forward_only:
             passes.reshard(model)
-        return run.output()
+        output = run.output()
+        if not forward_only:
+            self._watch.add(data, output)
+        return output
 
     def _check_pass(self, loss_function: object, forward_only: bool) -> None:
         if self._mode is None or (self._mode == "eval" and not forward_only):
@@ -270,17 +301,30 @@ class FSDPEngine(BaseEngine):
         """
         recovers = hasattr(self._sharded, "reset_iter_state") and not self._unsharded_accumulation
         if recovers and self.context.world_size == 1:
-            self._sharded.reset_iter_state()
+            with suppress(AttributeError):  # no pass has reached the model yet
+                self._sharded.reset_iter_state()
         else:
             self._damaged = True
 
     def optimizer_zero_grad(self) -> None:
         """Drop accumulated gradients."""
         self._optimizing().zero_grad()
+        self._watch.clear()
 
     def optimizer_step(self) -> float:
-        """Clip by the global norm, step, and return the norm before clipping. If it is not finite, do not step."""
-        return self._optimizing().step()
+        """Clip by the global norm, step, and return the norm before clipping.
+
+        If it is not finite, do not step: name the samples in a warning, or raise ``engine.not-finite``, as
+        ``OptimizerSpec.on_nonfinite`` says.
+        """
+        optimization = self._optimizing()
+        with self._placement.stepping():
+            norm = optimization.step()
+        if not math.isfinite(norm):
+            assert self._ranks is not None, "initialized"
+            failures.report_not_finite(norm, self._watch, self.context, self._ranks)
+        self._watch.clear()
+        return norm
 
     def lr_scheduler_step(self) -> float:
         """Advance the schedule; return the learning rate of the next optimizer step."""
@@ -291,12 +335,15 @@ class FSDPEngine(BaseEngine):
 
     def get_per_tensor_param(self) -> tuple[Generator[tuple[str, torch.Tensor], None, None], Mapping[str, Any] | None]:
         """Return copies of the full tensors, in checkpoint form, on the engine's device; no value head."""
-        model, names = self._ready(), self._names
+        model, names, ranks, lora = self._ready(), self._names, self._ranks, self.context.model.lora
+        assert ranks is not None, "initialized"
+        merged = lora is None or lora.publish == "merged"
 
         def tensors() -> Generator[tuple[str, torch.Tensor], None, None]:
-            yield from folders.published_tensors(model, names)
+            with ranks.during("gathering the weights"):
+                yield from folders.published_tensors(model, names) if merged else folders.adapter_tensors(model)
 
-        return tensors(), folders.adapter_config(model)
+        return tensors(), None if merged else folders.adapter_config(model)
 
     def get_local_param(self) -> Generator[tuple[Box, torch.Tensor], None, None] | None:
         """Return this rank's rows of each tensor, in checkpoint form; None with an adapter, or stacked experts."""
@@ -305,11 +352,9 @@ class FSDPEngine(BaseEngine):
     def get_per_tensor_grad(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield full gradients in the order of the parameters; zeros if a parameter got none."""
         model = self._ready()
-        adapter = has_adapter(model.language_model)
         for name, parameter in self._optimizing().parameters.items():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            inner = name.removeprefix("language_model.")
-            yield folders.published_name(inner) if adapter and inner != name else inner, folders.full(gradient)
+            yield name_of(model, name), full(gradient)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move the chosen state to the CPU or to the engine's own device."""
@@ -320,31 +365,32 @@ class FSDPEngine(BaseEngine):
         """Save model, optimizer, schedule and random state, or a Hugging Face folder of the weights."""
         model = self._ready()
         assert self._ranks is not None, "initialized"
+        averages = None if self._optimization is None else self._optimization.averages
+        if request.averaged and averages is None:
+            what, where = "there is no average of the weights", "OptimizerSpec.ema_decay"
+            raise folders.invalid(what, where=where, expected="a decay below 1", found=None)
         folder = checkpointing.make_folder(request.folder, self._ranks)
-        if request.format == "huggingface":
+        if request.format == "native":
+            self._checkpoints.save(folder, background=request.background)
+            if request.background:
+                return SaveCheckpointResult(folder=request.folder)
+        else:
             writes, spec = self._ranks.rank == 0, self.context.model
-            folders.save_folder(model, self._names, Path(spec.path), folder, writes=writes)
+            with averages.in_place() if averages is not None and request.averaged else nullcontext():
+                folders.save_folder(model, self._names, Path(spec.path), folder, writes=writes)
             if writes and request.merge_adapter:
                 merge_folder(spec, folder)
-        else:
-            checkpointing.save(folder, model, self._optimization, self._streams, self._ranks)
         self._ranks.barrier()
         files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
         return SaveCheckpointResult(folder=request.folder, files=tuple(files))
 
+    def finish_checkpoint(self) -> None:
+        """Wait for a checkpoint that is written in the background, and complete it; raise if a rank could not."""
+        self._ready()
+        self._checkpoints.finish()
+
     def load_checkpoint(self, request: LoadCheckpointRequest) -> LoadCheckpointResult:
         """Load a native checkpoint; random state only if as many ranks wrote it."""
-        model = self._ready()
-        assert self._ranks is not None, "initialized"
-        folder = Path(request.folder)
-        checkpointing.load(folder, model, self._optimization, self._streams, self._ranks, request.model_only)
+        self._ready()
+        self._checkpoints.load(Path(request.folder), model_only=request.model_only)
         return LoadCheckpointResult(folder=request.folder)
-
-
-def _device(context: EngineContext) -> torch.device:
-    """Return this rank's device; ``cuda`` without a number means that of its local rank."""
-    device = torch.device(context.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", context.local_rank if device.index is None else device.index)
-        torch.cuda.set_device(device)
-    return device

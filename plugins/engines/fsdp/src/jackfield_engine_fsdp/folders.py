@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 import functools
+import logging
 import shutil
 import warnings
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,19 +15,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from jackfield.abc.engine import Box, LoraSpec, ModelSpec
 from jackfield.errors import EngineError
-from jackfield_engine_fsdp.checkpointing import own_part
 from jackfield_engine_fsdp.model import TokenModel, has_adapter, is_of_adapter
+from jackfield_engine_fsdp.parts import own_part
+from jackfield_engine_fsdp.trained import full, published_name
+from jackfield_huggingface.adapters import merged_weight
+from jackfield_huggingface.architectures import advice
+from jackfield_huggingface.attention import choose_attention
+from jackfield_huggingface.heads import HEAD_FILE, read_scalar_head
 from jackfield_huggingface.names import CheckpointNames, auto_class
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+_log = logging.getLogger("jackfield")
 
 invalid = functools.partial(EngineError, code="config.invalid-value")
 _unusable = functools.partial(EngineError, code="engine.model", where="model.path")
@@ -54,10 +61,12 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def load_causal_lm(spec: ModelSpec, attention: str, seed: int) -> PreTrainedModel:
+def load_causal_lm(spec: ModelSpec, attention: str, seed: int, *, predicts: bool = True) -> PreTrainedModel:
     """Load the whole model of ``spec.path`` on the CPU, in every rank; vision-language models, too.
 
-    Refuse a folder that is missing, cannot be loaded or lacks weights (``engine.model``), and an unknown dtype.
+    Without ``predicts``, for a critic, the folder may lack the output layer, as that of a sequence classifier does: it
+    is tied to the embeddings then. Refuse a folder that is missing, cannot be loaded or lacks weights
+    (``engine.model``), and an unknown dtype.
     """
     if spec.dtype not in DTYPES:
         expected = "one of " + ", ".join(sorted(DTYPES))
@@ -72,6 +81,7 @@ def load_causal_lm(spec: ModelSpec, attention: str, seed: int) -> PreTrainedMode
         )
     try:
         with seeded(seed), without_progress_bars():
+            attention = choose_attention(folder, attention, spec.trust_remote_code)
             model, report = auto_class(folder, spec.trust_remote_code).from_pretrained(
                 str(folder),
                 dtype=DTYPES[spec.dtype],
@@ -86,8 +96,15 @@ def load_causal_lm(spec: ModelSpec, attention: str, seed: int) -> PreTrainedMode
             f"the model in {spec.path!r} cannot be loaded: {caught}",
             expected=f"weights that transformers loads as a causal language model with {attention} attention",
             found=type(caught).__name__,
+            fix="install the package that it names, or set engine.attention: sdpa"
+            if isinstance(caught, ImportError)
+            else advice(spec.path, "trained"),
         ) from caught
-    _refuse_missing_weights(spec.path, report)
+    if not predicts and {"lm_head.weight"} == set(report.get("missing_keys", ())):
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+    else:
+        _refuse_missing_weights(spec.path, report)
     _refuse_bidirectional(spec.path, model)
     model.config.use_cache = False
     if spec.gradient_checkpointing:
@@ -119,6 +136,7 @@ def _refuse_bidirectional(path: str, model: PreTrainedModel) -> None:
             where=path,
             expected="a causal language model",
             found="use_bidirectional_attention: true in its configuration",
+            fix=advice(path, "trained"),
         )
 
 
@@ -143,10 +161,13 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> PeftModel:
 
     layers = _linear_layers(model)
     targets = list(spec.target_modules) or list(layers)
+    _refuse_tied(model, targets)
     chosen = [layer for name, layer in layers.items() if f".{name}".endswith(tuple(f".{each}" for each in targets))]
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=spec.rank,
+        use_dora=spec.use_dora,
+        use_rslora=spec.use_rslora,
         lora_alpha=spec.alpha,
         lora_dropout=spec.dropout,
         target_modules=targets,
@@ -168,6 +189,21 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> PeftModel:
     if base.is_dir():  # else it is a model's name on the hub
         adapted.peft_config["default"].base_model_name_or_path = str(base.resolve())
     return adapted
+
+
+def _refuse_tied(model: PreTrainedModel, targets: Sequence[str]) -> None:
+    """Refuse an adapter of an output layer that is tied: merged, it would change the embeddings."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    names = [f".{name}" for name, module in model.named_modules() if module is head]
+    ends = tuple(f".{each}" for each in targets)
+    if names and names[0].endswith(ends) and getattr(head, "weight", None) is embeddings.weight:
+        raise invalid(
+            "the output layer shares its weights with the embeddings, so it can have no adapter",
+            where="model.lora.target_modules",
+            expected="layers with weights of their own",
+            found=names[0].removeprefix("."),
+            fix="leave it out of target_modules",
+        )
 
 
 def _refuse_stacked(adapted: PeftModel, layers: dict[str, nn.Module]) -> None:
@@ -208,14 +244,20 @@ def changed_by(step: float, parameters: Iterable[torch.Tensor]) -> float:
     return changed / max(1, total)
 
 
-def make_value_head(hidden_size: int, dtype: torch.dtype, seed: int) -> nn.Linear:
-    """Create a head ``[*, hidden_size] -> [*, 1]``: weights N(0, 1/hidden_size) from the seed, bias 0."""
-    generator = torch.Generator().manual_seed(seed)
+def make_value_head(folder: Path, hidden_size: int, dtype: torch.dtype, seed: int) -> nn.Linear:
+    """Create a head ``[*, hidden_size] -> [*, 1]``: the folder's scalar head (:func:`read_scalar_head`).
+
+    Without one, weights are N(0, 1/hidden_size) from the seed. A bias that is not given is 0.
+    """
+    generator, given = torch.Generator().manual_seed(seed), read_scalar_head(folder, hidden_size) or {}
     with seeded(seed):
         head = nn.Linear(hidden_size, 1)
     with torch.no_grad():
         head.weight.normal_(0.0, hidden_size**-0.5, generator=generator)
         head.bias.zero_()
+        for name, tensor in given.items():
+            head.get_parameter(name).copy_(tensor)
+    _log.info("the value head is %s", f"that of {folder}" if given else "a random one")
     return head.to(dtype)
 
 
@@ -224,37 +266,37 @@ _COMPANIONS = ["*.py", "tokenizer*", "vocab.*", "merges.txt", "spiece.model", "c
 _COMPANIONS += ["special_tokens_map.json", "preprocessor_config.json", "processor_config.json"]
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole of a sharded tensor, detached, in its own memory. A collective operation."""
-    tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
-        return tensor.clone()
-    whole = tensor.full_tensor()
-    shares = whole.untyped_storage().data_ptr() == tensor.to_local().untyped_storage().data_ptr()
-    return whole.clone() if shares else whole  # with one rank there is nothing to gather
-
-
-def published_name(name: str) -> str:
-    """Return the name of an adapter's parameter in PEFT's files: without the adapter's name."""
-    return ".".join(part for part in name.split(".") if part != "default")
-
-
 def published_tensors(model: TokenModel, names: CheckpointNames) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that inference loads, in checkpoint form: the adapter's, else the model's.
+    """Yield the tensors of the whole model in checkpoint form, with an adapter merged.
 
     A group of tensors that are stacked in the model is gathered and then converted, which needs at most about three
-    times its size, beside the model.
+    times its size, beside the model. Merged weights are computed one at a time: the base does not change.
     """
-    if has_adapter(model.language_model):
-        for name, parameter in model.language_model.named_parameters():
-            if is_of_adapter(name):  # an engine without an optimizer trains nothing, but exports
-                yield published_name(name), full(parameter)
-        return
     module, dtypes = model.causal_lm, model.published_dtypes
     tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    config = adapter_config(model)
+
+    def whole(part: str) -> torch.Tensor:
+        if part in tensors:
+            return full(tensors[part].detach().to(dtypes.get(part, tensors[part].dtype)))
+        layer, _, leaf = part.rpartition(".")
+        base = full(tensors[f"{layer}.base_layer.{leaf}"])
+        if leaf != "weight" or config is None:
+            return base
+        adapter = module.get_submodule(layer)
+        kinds = ["lora_A", "lora_B", *(["lora_magnitude_vector"] if config["use_dora"] else [])]
+        parts = {kind: full(adapter.get_submodule(f"{kind}.default").weight) for kind in kinds}
+        return merged_weight(layer, base, parts, config).to(base.dtype)
+
     for group in names.groups:
-        parts = [full(tensors[part].detach().to(dtypes.get(part, tensors[part].dtype))) for part in group.parts]
-        yield from names.to_checkpoint(group, parts).items()
+        yield from names.to_checkpoint(group, [whole(part) for part in group.parts]).items()
+
+
+def adapter_tensors(model: TokenModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the adapter's tensors under PEFT's names."""
+    for name, parameter in model.language_model.named_parameters():
+        if is_of_adapter(name):  # an engine without an optimizer trains nothing, but exports
+            yield published_name(name), full(parameter)
 
 
 def local_tensors(model: TokenModel, names: CheckpointNames) -> Generator[tuple[Box, torch.Tensor], None, None] | None:
@@ -304,7 +346,8 @@ def save_folder(model: TokenModel, names: CheckpointNames, source: Path, folder:
     A collective operation: ranks without ``writes`` only take part in the gathering. The tokenizer's files are copied
     from ``source``, the model's folder.
     """
-    tensors = {name: tensor.cpu() for name, tensor in published_tensors(model, names) if writes}
+    own = adapter_tensors(model) if has_adapter(model.language_model) else published_tensors(model, names)
+    tensors = {name: tensor.cpu() for name, tensor in own if writes}
     head = {name: full(each) for name, each in model.value_head.named_parameters()} if model.value_head else {}
     if not writes:
         return
@@ -318,7 +361,7 @@ def save_folder(model: TokenModel, names: CheckpointNames, source: Path, folder:
                 model.causal_lm.config.dtype = model.dtype
                 model.causal_lm.config.save_pretrained(str(folder))
     if head:
-        save_file(_contiguous(head), folder / "value_head.safetensors", metadata={"format": "pt"})
+        save_file(_contiguous(head), folder / HEAD_FILE, metadata={"format": "pt"})
     for path in (path for pattern in _COMPANIONS for path in source.glob(pattern)):
         if path.is_file() and not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)

@@ -11,22 +11,22 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from jackfield.abc.engine import EngineContext
-from jackfield.errors import EngineError
 from jackfield.sdk.jagged import length_limits
 from jackfield_engine_fsdp.config import Config
+from jackfield_engine_fsdp.experts import Experts
 from jackfield_engine_fsdp.operators import token_statistics
-from jackfield_engine_fsdp.packing import Packing, packed_inputs
+from jackfield_engine_fsdp.packing import Packer, Packing
+from jackfield_engines.output_layer import FusedOutput
+from jackfield_huggingface.images import ImageInputs, Images
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -140,13 +140,14 @@ class TokenModel(nn.Module):
 
     Hidden states are narrowed to the wanted positions *before* the output layer, so that logits exist for
     response tokens only. The narrowing is a hook on the output layer, so the model's own forward still applies what
-    it does to its logits (soft caps, scales).
+    it does to its logits (soft caps, scales). Where the logits of a pass would be more than ``logits_chunk``, the
+    output layer gets one position, and ``fused`` computes the rest in pieces.
 
     No attention mask is passed: with causal attention a token never sees the padding to its right.
 
     Passes compute in ``dtype``, the model's own, whatever the dtype of its parameters. ``published_dtypes`` has the
     dtypes in which parameters that are kept in float32 are published, by their names in the language model. ``packs``
-    says whether its attention takes packed tokens.
+    says how its attention takes packed tokens, ``images`` what it takes beside tokens.
     """
 
     def __init__(
@@ -159,15 +160,21 @@ class TokenModel(nn.Module):
         dtype: torch.dtype,
         published_dtypes: Mapping[str, torch.dtype],
         dropout: Dropout,
-        packs: bool,
+        packs: Packer | None,
+        images: ImageInputs | None = None,
+        experts: Experts | None = None,
+        fused: FusedOutput | None = None,
     ) -> None:
         super().__init__()
+        self.experts, self.fused = experts, fused
         self.dtype, self.published_dtypes, self.dropout, self.packs = dtype, published_dtypes, dropout, packs
+        self.images = images
         self.language_model, self.value_head = language_model, value_head
         self.with_log_probs = context.role != "critic"
         self.temperature, self.logits_chunk = context.temperature, config.logits_chunk
         self.rotary = Rotary(self.causal_lm)
         self._positions: torch.Tensor | None = None
+        self._fuses = False
         self._hidden: torch.Tensor | None = None
         output_layer = self.causal_lm.get_output_embeddings()
         assert output_layer is not None, "a causal language model has an output layer"
@@ -188,7 +195,7 @@ class TokenModel(nn.Module):
         hidden_BSH, *rest = inputs
         assert self._positions is not None, "the output layer runs only inside of TokenModel.forward"
         self._hidden = hidden_BSH.flatten(0, 1).index_select(0, self._positions)
-        return (self._hidden, *rest)
+        return (self._hidden[:1].detach() if self._fuses else self._hidden, *rest)
 
     def forward(
         self,
@@ -196,30 +203,34 @@ class TokenModel(nn.Module):
         positions: torch.Tensor,
         labels: torch.Tensor,
         want_entropy: bool,
-        packed: tuple[torch.Tensor, Packing] | None = None,
+        packed: tuple[torch.Tensor, Packing | None] | None = None,
+        images: Sequence[Images | None] = (),
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Return log-probabilities, entropy and values of ``N`` tokens: float32 ``[N]``, None if not computed.
 
         ``input_ids`` are int64 ``[B, S]``, ``labels`` int64 ``[N]``; ``positions``, int64 ``[N]``, are the indices into
         the flattened ``[B * S]`` where each label is predicted. ``packed`` tokens, ``[1, S]``, have positions in their
-        rows, int64 ``[1, S]``, and a packing.
+        rows, int64 ``[1, S]``, and a packing. ``images`` are those of each row; empty: there are none.
         """
         log_probs = entropy = None
-        inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
-        if packed is not None:
-            inputs |= packed_inputs(*packed)
+        inputs: dict[str, Any] = {"use_cache": False}
+        if self.packs is not None:
+            self.packs.state.packing = None
+            inputs |= {} if packed is None else self.packs.inputs(*packed)
+        seen: AbstractContextManager[dict[str, torch.Tensor]] = nullcontext({"input_ids": input_ids})
+        if images:
+            assert self.images is not None, "rows with images are refused before"
+            seen = self.images.given(self.causal_lm, input_ids, images)
         self.rotary.reset()
-        self._positions = positions
+        self._positions, self._fuses = positions, self._is_large(len(positions))
         try:
+            with seen as tokens:
+                output = (self.causal_lm if self.with_log_probs else self.causal_lm.base_model)(**tokens, **inputs)
             if self.with_log_probs:
-                logits_NV = self.causal_lm(**inputs).logits
                 hidden_NH = self._hidden
-                log_probs, entropy = token_statistics(
-                    logits_NV, labels, self.temperature, want_entropy, self.logits_chunk
-                )
+                log_probs, entropy = self._statistics(output.logits, labels, want_entropy)
             else:
-                hidden_BSH = self.causal_lm.base_model(**inputs).last_hidden_state
-                hidden_NH = hidden_BSH.flatten(0, 1).index_select(0, positions)
+                hidden_NH = output.last_hidden_state.flatten(0, 1).index_select(0, positions)
         finally:
             self._positions = self._hidden = None
         if self.value_head is None:
@@ -228,57 +239,20 @@ class TokenModel(nn.Module):
         values = self.value_head(hidden_NH.to(self.value_head.weight.dtype)).float().sum(-1)  # FSDP warns of views
         return log_probs, entropy, values
 
+    def _is_large(self, tokens: int) -> bool:
+        """Return whether the logits of so many tokens are computed in pieces."""
+        words = self.causal_lm.get_input_embeddings().num_embeddings
+        if self.fused is None or not self.with_log_probs or tokens * words <= self.logits_chunk:
+            return False
+        return self.fused.fits(self.causal_lm)
 
-def shard(model: TokenModel, mesh: DeviceMesh, config: Config) -> FSDPModule:
-    """Shard every parameter of ``model`` over ``mesh`` in place; gradients are *summed* over its ranks. Return it."""
-    options: dict[str, Any] = {"mesh": mesh}
-    if config.mixed_precision == "bfloat16":
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    elif model.published_dtypes:  # passes compute in the model's own dtype: only parameters are cast
-        options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=model.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
-    if config.cpu_offload and mesh.device_type != "cpu":
-        options["offload_policy"] = CPUOffloadPolicy()
-    for module in _float32_modules(model):
-        fully_shard(module, **{**options, "mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)})
-    for layer in _layers_to_wrap(model, config):
-        fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **options)
-    sharded = fully_shard(model, **options)
-    if mesh.size() > 1:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)
-                module.set_gradient_divide_factor(1.0)
-        if hasattr(sharded, "set_reduce_scatter_unused_params"):  # ranks may use different parts of the model
-            sharded.set_reduce_scatter_unused_params(True)
-    return sharded
-
-
-def _float32_modules(model: TokenModel) -> list[nn.Module]:
-    """Return modules that compute in float32 in a half-precision model (routers of experts)."""
-    if model.dtype == torch.float32:
-        return []
-    kept = {name.rpartition(".")[0] for name, dtype in model.published_dtypes.items() if dtype == torch.float32}
-    modules = (model.causal_lm.get_submodule(name) for name in kept)
-    return [module for module in modules if not list(module.children())]
-
-
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return a model's decoder layers; none if the library does not name them."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
-
-
-def _layers_to_wrap(model: TokenModel, config: Config) -> list[nn.Module]:
-    layers = decoder_layers(model.causal_lm)
-    if config.wrap == "layers" and not layers:
-        raise EngineError(
-            f"{type(model.causal_lm).__name__} does not name its decoder layers",
-            code="config.invalid-value",
-            where="wrap",
-            fix="set wrap to root",
-        )
-    if config.wrap == "auto":
-        return [layer for layer in layers if sum(p.numel() for p in layer.parameters()) >= config.wrap_min_parameters]
-    return layers if config.wrap == "layers" else []
+    def _statistics(
+        self, logits_NV: torch.Tensor, labels: torch.Tensor, want_entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return log-probabilities and entropies ``[N]``; ``logits_NV`` has one row if the output layer is fused."""
+        arguments = (labels, self.temperature, want_entropy, self.logits_chunk)
+        if not self._fuses:
+            return token_statistics(logits_NV, *arguments)
+        assert self.fused is not None, "only then it fuses"
+        assert self._hidden is not None, "the output layer has run"
+        return self.fused.statistics(self.causal_lm, self._hidden, *arguments)

@@ -1,20 +1,23 @@
-"""AdamW on sharded parameters: learning-rate schedule, gradient norm, and placement of the state."""
+"""The steps on sharded parameters: learning-rate schedule, gradient norm, and placement of the state."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from jackfield.abc.engine import OptimizerSpec
 from jackfield.errors import EngineError
+from jackfield_engine_fsdp.averages import Averages
+from jackfield_engine_fsdp.config import Config
+from jackfield_engine_fsdp.mesh import norm_share
 from jackfield_engine_fsdp.model import TokenModel
+from jackfield_engine_fsdp.optimizers import make_optimizers
 from jackfield_engine_fsdp.process_group import Ranks
+from jackfield_engine_fsdp.trained import local, sharded_as, trained_parameters
 
 
 def learning_rate(spec: OptimizerSpec, step: int) -> float:
@@ -34,19 +37,13 @@ def learning_rate(spec: OptimizerSpec, step: int) -> float:
     return spec.lr * (spec.min_lr_ratio + (1.0 - spec.min_lr_ratio) * rest)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a sharded tensor: a view of the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 class Optimization:
-    """The optimizer of the trainable parameters and its place in the schedule.
+    """The optimizers of the trained parameters, their place in the schedule, and the average of the weights.
 
-    AdamW gets this rank's parts as plain tensors: it works element by element and needs no ``DTensor``, whose first
-    step spends 0.2 s on planning. A decay without a length is refused (``config.invalid-value``).
+    A decay without a length is refused (``config.invalid-value``).
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], spec: OptimizerSpec, ranks: Ranks) -> None:
+    def __init__(self, model: TokenModel, spec: OptimizerSpec, ranks: Ranks) -> None:
         if spec.scheduler != "constant" and spec.total_steps is None:
             raise EngineError(
                 f"the {spec.scheduler} schedule has no length",
@@ -56,18 +53,13 @@ class Optimization:
                 found=None,
             )
         self.spec = spec
-        self.parameters = dict(parameters)
+        trained = trained_parameters(model, spec)
+        self.parameters = {name: each.parameter for name, each in trained.items()}
         self.schedule_step = 0
         self._ranks = ranks
-        self._parts = {name: nn.Parameter(local(parameter).detach()) for name, parameter in self.parameters.items()}
-        self._optimizer = torch.optim.AdamW(
-            self._parts.values(),
-            lr=learning_rate(spec, 0),
-            betas=spec.betas,
-            eps=spec.eps,
-            weight_decay=spec.weight_decay,
-            fused=True,  # 1.3 ms for 0.8M parameters on two cores; foreach needs twice that
-        )
+        self._optimizers = make_optimizers(trained, spec)
+        self.averages = None if spec.ema_decay is None else Averages(self.parameters, spec.ema_decay)
+        self.set_schedule_step(0)
 
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""
@@ -84,11 +76,10 @@ class Optimization:
             for parameter in self.parameters.values():
                 if parameter.grad is not None:
                     local(parameter.grad).mul_(scale)
-        for name, parameter in self.parameters.items():
-            self._parts[name].data = local(parameter).detach()  # it may have moved
-            self._parts[name].grad = None if parameter.grad is None else local(parameter.grad)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        for optimizer in self._optimizers:
+            optimizer.step()
+        if self.averages is not None:
+            self.averages.update()
         return norm
 
     def _gradient_norm(self) -> float:
@@ -96,6 +87,7 @@ class Optimization:
         device = self._ranks.device
         squares = [
             torch.linalg.vector_norm(local(p.grad), dtype=torch.float32).double() ** 2
+            * norm_share(p.grad, self._ranks.size)
             for p in self.parameters.values()
             if p.grad is not None
         ]
@@ -108,51 +100,48 @@ class Optimization:
         """Move the schedule to ``step``; return the learning rate there."""
         self.schedule_step = step
         rate = learning_rate(self.spec, step)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
+        for optimizer in self._optimizers:
+            optimizer.set_rate(rate)
         return rate
 
-    def state(self) -> dict[str, dict[str, Any]]:
-        """Return AdamW's tensors by parameter name; their initial values if it has none yet.
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the optimizers' live tensors by parameter name; their initial values if there are none yet.
 
-        They share memory with AdamW's state, and are sharded like their parameters.
+        Those with the shape of a parameter are sharded like it.
         """
-        found = {}
-        for name, parameter in self.parameters.items():
-            state = self._optimizer.state[self._parts[name]]
-            if not state:
-                part = local(parameter).detach()
-                state["step"] = torch.zeros((), dtype=torch.float32, device=part.device)
-                state |= {"exp_avg": torch.zeros_like(part), "exp_avg_sq": torch.zeros_like(part)}
-            averages = {kind: _sharded_as(parameter, state[kind]) for kind in ("exp_avg", "exp_avg_sq")}
-            found[name] = {"step": state["step"], **averages}
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for optimizer in self._optimizers:
+            found |= optimizer.state()
         return found
 
+    def averaged(self) -> dict[str, torch.Tensor]:
+        """Return the live averages by parameter name, sharded like the parameters; empty without averages."""
+        parts = {} if self.averages is None else self.averages.parts
+        return {name: sharded_as(self.parameters[name], part) for name, part in parts.items()}
+
     def move(self, device: torch.device) -> None:
-        """Move AdamW's tensors."""
-        for state in self._optimizer.state.values():
-            for name, value in state.items():
-                state[name] = value.to(device)
-
-
-def _sharded_as(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-    """Wrap a part's tensor as a tensor that is sharded like ``parameter``."""
-    if not isinstance(parameter, DTensor):
-        return value
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(value, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+        """Move the optimizers' tensors and the averages."""
+        for optimizer in self._optimizers:
+            optimizer.move(device)
+        if self.averages is not None:
+            self.averages.move(device)
 
 
 class Placement:
-    """The place of the sharded state, and its moves. If ``streamed``, FSDP itself keeps it on the CPU."""
+    """The place of the sharded state, and its moves.
+
+    With ``cpu_offload`` FSDP itself keeps all of it on the CPU, with ``optimizer_offload`` the optimizer's state is
+    there but for its steps.
+    """
 
     def __init__(
-        self, model: TokenModel, optimization: Optimization | None, device: torch.device, *, streamed: bool
+        self, model: TokenModel, optimization: Optimization | None, device: torch.device, config: Config
     ) -> None:
         self._model = model
         self._optimization = optimization
         self._device = device
-        self._streamed = streamed and device.type != "cpu"
+        self._streamed = config.cpu_offload and device.type != "cpu"
+        self._steps_only = config.optimizer_offload and not self._streamed
         self._at = {"model": device, "optimizer": device, "grad": device}
         self._aside: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients that are not where their parameters are
 
@@ -168,7 +157,7 @@ class Placement:
                 expected=f"cpu or {self._device}",
                 found=repr(device),
             )
-        chosen = {"model": model, "optimizer": optimizer, "grad": grad}
+        chosen = {"model": model, "optimizer": optimizer and not self._steps_only, "grad": grad}
         if not self._streamed:
             self._move({part: target for part, wanted in chosen.items() if wanted})
 
@@ -176,12 +165,21 @@ class Placement:
     def on_device(self, training: bool) -> Iterator[None]:
         """Keep weights (for training, all state) on the device inside the block; then move it back."""
         before = dict(self._at)
-        parts = ("model", "optimizer", "grad") if training else ("model",)
+        parts = ["model", "grad", "optimizer"][: 1 if not training else 2 if self._steps_only else 3]
         self._move(dict.fromkeys(parts, self._device))
         try:
             yield
         finally:
             self._move({part: before[part] for part in parts})
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Have the optimizer's state on the device inside the block, also with ``optimizer_offload``."""
+        if self._steps_only:
+            self._move({"optimizer": self._device})
+        yield
+        if self._steps_only:
+            self._move({"optimizer": torch.device("cpu")})
 
     def _move(self, targets: dict[str, torch.device]) -> None:
         targets = {part: device for part, device in targets.items() if device != self._at[part]}

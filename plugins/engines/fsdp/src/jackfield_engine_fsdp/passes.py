@@ -6,8 +6,9 @@ Shapes: ``B`` rows of this rank, ``b`` rows of a micro-batch, ``S`` its padded l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -16,42 +17,18 @@ from torch.distributed.fsdp import FSDPModule
 
 from jackfield.abc.engine import EngineOutput, TokenOutput
 from jackfield.errors import EngineError
-from jackfield.sdk.jagged import jagged
-from jackfield.sdk.jagged import lengths as jagged_lengths
+from jackfield.sdk.jagged import rows as rows_of
+from jackfield_engine_fsdp.experts import Experts
+from jackfield_engine_fsdp.images import COLUMN, images_of, read_arrays
 from jackfield_engine_fsdp.model import Rotary, TokenModel
-from jackfield_engine_fsdp.packing import Packing
+from jackfield_engine_fsdp.packing import Packer, Packing
+from jackfield_engine_fsdp.plans import plan_padded, plan_separate, plan_shared
+from jackfield_engines.columns import Jagged, TokenBuffer, steps_of
+from jackfield_engines.sums import Sums, zero_of
+from jackfield_huggingface.images import ImageInputs, Images
 
-
-@attrs.frozen(eq=False)
-class Jagged:
-    """The parts of a jagged column: row ``i`` is ``values[starts[i] : starts[i] + lengths[i]]``."""
-
-    values: torch.Tensor  #: ``[total, ...]``
-    starts: torch.Tensor  #: int64 ``[B]``
-    lengths: torch.Tensor  #: int64 ``[B]``
-
-    def alike(self) -> torch.Tensor:
-        """Return for each row the first row that is equal to it, int64 ``[B]``."""
-        values, found = self.values.numpy(), dict[bytes, int]()
-        bounds = zip(self.starts.tolist(), (self.starts + self.lengths).tolist(), strict=True)
-        rows = [found.setdefault(values[start:end].tobytes(), row) for row, (start, end) in enumerate(bounds)]
-        return torch.tensor(rows, dtype=torch.int64)
-
-    @classmethod
-    def of(cls, nested: torch.Tensor) -> Jagged:
-        """Unpack a ``torch.nested`` tensor of layout ``jagged``, which may have holes between its rows."""
-        starts = nested.offsets()[:-1]  # type: ignore[attr-defined]
-        return cls(nested.values().detach(), starts, jagged_lengths(nested))
-
-    def padded(self, rows: torch.Tensor, length: int) -> torch.Tensor:
-        """Return the chosen rows, padded with 0 to ``[b, length, ...]``."""
-        steps = torch.arange(length)
-        inside = steps < self.lengths[rows].unsqueeze(1)
-        if self.values.shape[0] == 0:
-            return self.values.new_zeros((len(rows), length, *self.values.shape[1:]))
-        index = (self.starts[rows].unsqueeze(1) + steps).masked_fill_(~inside, 0)
-        dense = self.values[index]
-        return dense.masked_fill_(~inside.view(*inside.shape, *(1,) * (dense.ndim - 2)), 0)
+_LEAST_SAVED = 0.02  #: of padded tokens: packing costs as much in attention
+Whose: TypeAlias = tuple[torch.Tensor, torch.Tensor]  #: the row of each token, and its position there
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -66,7 +43,12 @@ class MicroBatch:
     cells: torch.Tensor  #: int64 ``[N]``: indices into ``[b * T]`` of the response tokens
     length: int  #: ``T``
     columns: Mapping[str, torch.Tensor]  #: ``[b, T]`` response columns and ``[b]`` row columns
-    packed: tuple[torch.Tensor, Packing] | None = None  #: positions of tokens without padding, ``[1, S]``
+    #: positions of tokens without padding, ``[1, S]``, and where they are in padded rows, if rows share tokens
+    packed: tuple[torch.Tensor, Packing | None] | None = None
+    images: Sequence[Images | None] = ()  #: of each row; empty: no row has any
+    owners: torch.Tensor | None = None  #: int64 ``[b * S]``: the row of each token, -1 for padding; None: not needed
+    places: torch.Tensor | None = None  #: int64 ``[b * S]``: its position in the row
+    routes: Sequence[torch.Tensor | None] = ()  #: of each row's tokens, the experts that generated them
 
     def data(self) -> TensorDict:
         """Return the columns for the loss function."""
@@ -86,9 +68,18 @@ class RowBatch:
     """
 
     def __init__(
-        self, data: TensorDict, vocabulary: int, device: torch.device, rotary: Rotary, *, packs: bool = False
+        self,
+        data: TensorDict,
+        vocabulary: int,
+        device: torch.device,
+        rotary: Rotary,
+        *,
+        packs: Packer | None = None,
+        images: ImageInputs | None = None,
+        experts: Experts | None = None,
     ) -> None:
         columns = {str(name): value for name, value in data.items() if isinstance(value, torch.Tensor)}
+        columns.pop(COLUMN, None)
         self.size = int(data.batch_size[0])
         self.device = device
         self._rotary = rotary
@@ -105,8 +96,21 @@ class RowBatch:
                 self._response_columns[name] = jagged
         if bool(((self.prompts.lengths == 0) & (self.responses.lengths > 0)).any()):
             raise EngineError("a row has a response but no prompt", expected="at least one prompt token", where="data")
-        self._packs = packs
-        self._groups = self.prompts.alike() if packs else torch.arange(self.size)
+        self._images, self._routes, self._experts = list[Images | None](), list[torch.Tensor | None](), experts
+        if self.size and COLUMN in data.keys():  # noqa: SIM118, it is not a mapping
+            arrays = read_arrays(data)
+            self._images = images_of(arrays, rows_of(data["prompt_ids"].cpu()), images)
+            if experts is not None:
+                self._routes = experts.read(arrays, (self.prompts.lengths + self.responses.lengths).tolist())
+        # equal prompts may have other images
+        self._packs = None if any(each is not None for each in self._images) else packs
+        shares = self._packs is not None and self._packs.shares
+        self._groups = self.prompts.alike() if shares else torch.arange(self.size)
+        if shares and self._routes:  # a prompt with other experts is another prompt
+            found = dict[tuple[int, bytes], int]()
+            for row, (group, routes) in enumerate(zip(self._groups.tolist(), self._routes, strict=True)):
+                own = b"" if routes is None else routes[: int(self.prompts.lengths[row])].numpy().tobytes()
+                self._groups[row] = found.setdefault((group, own), row)
 
     def _tokens(self, value: torch.Tensor | None, name: str, vocabulary: int) -> Jagged:
         if self.size == 0:
@@ -132,13 +136,20 @@ class RowBatch:
         return tokens
 
     def plan(self, max_tokens: int) -> list[torch.Tensor]:
-        """Return the rows of each micro-batch (:func:`plan`), one set of rotary frequencies in each."""
+        """Return the rows of each micro-batch (see ``plans``), one set of rotary frequencies in each."""
         lengths = self.prompts.lengths + self.responses.lengths
         sides: dict[tuple[int, ...], list[int]] = {}
         for row, length in enumerate(lengths.tolist()):
             sides.setdefault(self._rotary.side(length), []).append(row)
         groups = [torch.tensor(rows) for rows in sides.values()]
-        return [rows[chosen] for rows in groups for chosen in plan(lengths[rows], self._groups[rows], max_tokens)]
+        return [rows[chosen] for rows in groups for chosen in self._plan(rows, lengths[rows], max_tokens)]
+
+    def _plan(self, rows: torch.Tensor, lengths: torch.Tensor, max_tokens: int) -> list[torch.Tensor]:
+        if self._packs is None:
+            return plan_padded(lengths, max_tokens)
+        if not self._packs.shares:
+            return plan_separate(lengths, max_tokens)
+        return plan_shared(lengths, self.prompts.lengths[rows], self._groups[rows], max_tokens)
 
     def micro_batch(self, rows: torch.Tensor) -> MicroBatch:
         """Cut the given rows out, on the engine's device.
@@ -152,8 +163,15 @@ class RowBatch:
         columns = {name: column.padded(rows, length) for name, column in self._response_columns.items()}
         labels = columns["response_ids"][in_response]
         columns |= {name: column[rows] for name, column in self._row_columns.items()}
-        packs = self._packs and bool(self.prompts.lengths[rows].any())
-        input_ids, positions, packed = (self._packed if packs else self._padded)(rows)
+        seen = [self._images[row] for row in rows.tolist()] if self._images else []
+        layout: Callable[[torch.Tensor], Any] = self._padded
+        if self._packs is not None and self._saves(rows):
+            layout = self._packed if self._packs.shares else self._joined
+        input_ids, positions, packed, whose = layout(rows)
+        own: dict[str, Any] = {}
+        if self._experts is not None:
+            own = {name: each.to(self.device) for name, each in zip(("owners", "places"), whose, strict=True)}
+            own["routes"] = [self._routes[row] for row in rows.tolist()] if self._routes else ()
         return MicroBatch(
             rows=rows,
             input_ids=input_ids.to(self.device),
@@ -163,33 +181,54 @@ class RowBatch:
             length=length,
             columns={name: column.to(self.device) for name, column in columns.items()},
             packed=packed,
+            images=seen if any(each is not None for each in seen) else (),
+            **own,
         )
 
-    def _padded(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """Return tokens ``[b, S]`` and the indices of predictions."""
+    def _saves(self, rows: torch.Tensor) -> bool:
+        """Return whether packing leaves tokens out; where rows have one length and no common prompt, it only costs."""
+        prompt, response = self.prompts.lengths, (self.responses.lengths[rows] - 1).clamp(min=0)
+        packed = int(prompt[self._groups[rows].unique()].sum() + response.sum())
+        padded = len(rows) * int((prompt[rows] + response).max())
+        return packed > 0 and packed <= padded * (1.0 - _LEAST_SAVED)
+
+    def _padded(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, Whose]:
+        """Return tokens ``[b, S]``, the indices of predictions, and the row and position of each token."""
         prompt, response = self.prompts.lengths[rows].unsqueeze(1), self.responses.lengths[rows].unsqueeze(1)
         size = max(1, int((prompt + response).max()) - (0 if self._rotary.limits else 1))
         places = torch.arange(size)
         input_ids = self.prompts.padded(rows, size)
         continued = (places >= prompt) & (places < prompt + response - 1)
-        steps, _ = _steps(self.responses.lengths[rows] - 1)
+        steps, _ = steps_of(self.responses.lengths[rows] - 1)
         input_ids[continued] = self.responses.values[self.responses.starts[rows][steps[0]] + steps[1]]
-        steps, _ = _steps(self.responses.lengths[rows])
-        return input_ids, steps[0] * size + prompt.squeeze(1)[steps[0]] - 1 + steps[1], None
+        steps, _ = steps_of(self.responses.lengths[rows])
+        predicted = steps[0] * size + prompt.squeeze(1)[steps[0]] - 1 + steps[1]
+        everywhere = places.expand(len(rows), size)
+        owners = torch.where(everywhere < prompt + response - 1, torch.arange(len(rows))[:, None], -1)
+        return input_ids, predicted, None, (owners.flatten(), everywhere.flatten())
 
-    def _packed(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, Packing]]:
-        """Return tokens ``[1, S]``, prompts first, the indices of predictions, and positions and packing."""
+    def _joined(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, None], Whose]:
+        """Return tokens ``[1, S]``, one row after the other, as _packed; nothing is shared."""
+        padded, predicted, _, (owners, places) = self._padded(rows)
+        inside = (owners >= 0).nonzero().squeeze(1)
+        moved = torch.zeros(padded.numel(), dtype=torch.int64).index_copy_(0, inside, torch.arange(len(inside)))
+        tokens, positions = padded.flatten()[inside], places[inside]
+        return tokens[None], moved[predicted], (positions[None].to(self.device), None), (owners[inside], positions)
+
+    def _packed(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, Packing], Whose]:
+        """Return tokens ``[1, S]``, prompts first, the indices of predictions, positions and packing, as _padded."""
         prompts, responses = self.prompts, self.responses
         groups, of_row = self._groups[rows].unique(return_inverse=True)
         lengths = prompts.lengths[rows]
-        (owner, step), starts = _steps(prompts.lengths[groups])
-        (row, more), continued = _steps(responses.lengths[rows] - 1)
+        (owner, step), starts = steps_of(prompts.lengths[groups])
+        (row, more), continued = steps_of(responses.lengths[rows] - 1)
         continued = continued + len(owner)
         first = torch.full_like(groups, len(rows)).scatter_reduce_(0, of_row, torch.arange(len(rows)), "amin")
         tokens = torch.cat(
             [prompts.values[prompts.starts[groups][owner] + step], responses.values[responses.starts[rows][row] + more]]
         )
         positions = torch.cat([step, lengths[row] + more])
+        whose = torch.cat([first[owner], row]), positions
         size = int(positions.max()) + 1
         place = torch.cat([first[owner], row]) * size + positions
         # every row again, with its prompt: where each of its places is in the pass
@@ -201,10 +240,10 @@ class RowBatch:
         unused = torch.ones(len(rows) * size, dtype=torch.bool).index_fill_(0, place, False)
         again, unused = (each.flatten().nonzero().squeeze(1) for each in (again, unused))
         packing = Packing(rows=len(rows), source=source.flatten(), place=place, again=again, unused=unused)
-        (row, step), _ = _steps(responses.lengths[rows])
+        (row, step), _ = steps_of(responses.lengths[rows])
         last = starts[of_row] + lengths - 1
         predicted = torch.where(step == 0, last[row], continued[row] + step - 1)
-        return tokens[None], predicted, (positions[None].to(self.device), packing.to(self.device))
+        return tokens[None], predicted, (positions[None].to(self.device), packing.to(self.device)), whose
 
     def idle_micro_batch(self) -> MicroBatch:
         """Return a dummy row of two tokens, for a rank with fewer micro-batches than the others."""
@@ -220,77 +259,26 @@ class RowBatch:
         )
 
 
-def _steps(lengths: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return the row and the step of each token of rows back to back, and where each row starts; below 0 is 0."""
-    lengths = lengths.clamp(min=0)
-    starts = lengths.cumsum(0) - lengths
-    rows = torch.arange(len(lengths)).repeat_interleave(lengths)
-    return (rows, torch.arange(len(rows)) - starts[rows]), starts
-
-
-def plan(lengths: torch.Tensor, groups: torch.Tensor, max_tokens: int) -> list[torch.Tensor]:
-    """Split rows of ``lengths`` int64 ``[B]`` into micro-batches of at most ``max_tokens`` padded tokens.
-
-    The longest rows come first, so lengths within a micro-batch are similar; rows of one of the ``groups`` int64
-    ``[B]`` stay together where they can. A row above the limit goes alone.
-    """
-    _, of_row = groups.unique(return_inverse=True)
-    longest = torch.zeros_like(lengths).scatter_reduce_(0, of_row, lengths, "amax")[of_row]
-    order = torch.argsort(lengths, descending=True, stable=True)
-    for key, descending in ((of_row, False), (longest, True)):
-        order = order[torch.argsort(key[order], descending=descending, stable=True)]
-    found = of_row[order].tolist()
-    micro_batches: list[torch.Tensor] = []
-    start = 0
-    while start < len(order):
-        most = min(len(order), start + max(1, max_tokens // max(1, int(lengths[order[start]]))))
-        end = most
-        while end > start and end < len(order) and found[end - 1] == found[end]:
-            end -= 1
-        micro_batches.append(order[start : end if end > start else most])
-        start += len(micro_batches[-1])
-    return micro_batches
-
-
-class TokenBuffer:
-    """A collector of one per-token result of all rows. Micro-batches may come in any order."""
-
-    def __init__(self, responses: Jagged) -> None:
-        self._lengths = responses.lengths
-        self._offsets = torch.cat([self._lengths.new_zeros(1), self._lengths.cumsum(0)])
-        self._values = torch.zeros(int(self._offsets[-1]), dtype=torch.float32)
-
-    def add(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Add the results ``[N]`` of a micro-batch's rows."""
-        (row, step), _ = _steps(self._lengths[rows])
-        self._values[self._offsets[rows][row] + step] = tokens.detach().float().cpu()
-
-    def nested(self) -> torch.Tensor:
-        """Return the results, jagged float32 ``[B, j]``, in the order of the rows."""
-        if len(self._lengths) == 0:
-            return torch.nested.nested_tensor_from_jagged(self._values, self._offsets)
-        return jagged(torch.split(self._values, self._lengths.tolist()))
-
-
 class Pass:
     """A pass that runs micro-batches of this rank's rows and sums their results."""
 
     def __init__(
-        self, model: TokenModel, batch: RowBatch, function: Callable[..., Any] | None, *, backward: bool
+        self, model: TokenModel, batch: RowBatch, function: Callable[..., Any] | None, *, backward: bool, rows: int = 1
     ) -> None:
-        self._model = model
+        """Prepare a pass; ``rows`` is the number of rows of all ranks, for the load-balancing loss."""
+        self._model, self._rows = model, rows
+        self._balance: torch.Tensor | None = None  #: this share of the load-balancing loss
         self._batch = batch
         self._function = function
         self._backward = backward
         self._want_entropy = bool(getattr(function, "needs_entropy", False)) and model.with_log_probs
-        self._loss: torch.Tensor | float = 0.0
-        self._sums: dict[str, Any] = {}
+        self._sums = Sums()
         kinds = {
             "log_probs": model.with_log_probs,
             "entropy": self._want_entropy,
             "values": model.value_head is not None,
         }
-        self._buffers = {name: TokenBuffer(batch.responses) for name, wanted in kinds.items() if wanted}
+        self._buffers = {name: TokenBuffer(batch.responses.lengths) for name, wanted in kinds.items() if wanted}
 
     def micro_batch(self, micro: MicroBatch, tie: bool) -> None:
         """Run one micro-batch.
@@ -302,6 +290,7 @@ class Pass:
         for name, tokens in (("log_probs", log_probs), ("entropy", entropy), ("values", values)):
             if tokens is not None:
                 self._buffers[name].add(micro.rows, tokens)
+        balance, self._balance = self._balance, None
         if self._function is None:
             return
         token_output = TokenOutput(
@@ -312,57 +301,41 @@ class Pass:
             values=None if values is None else micro.dense(values),
         )
         loss, metrics = self._function(token_output, micro.data())
-        self._add(loss, metrics)
+        if balance is not None and self._model.experts is not None:
+            loss, metrics = loss + self._model.experts.factor * balance, {**metrics, "router_aux_loss": balance}
+        self._sums.add(loss, metrics)
         if self._backward:
             if tie or not loss.requires_grad:
-                loss = loss + _nothing(log_probs, entropy, values)
+                loss = loss + zero_of(log_probs, entropy, values)
             loss.backward()
 
     def idle(self, micro: MicroBatch) -> None:
         """Run the same collectives as the other ranks, with gradients of zero."""
         outputs = self._forward(micro)
         if self._backward:
-            _nothing(*outputs).backward()
+            zero_of(*outputs).backward()
 
     def _forward(self, micro: MicroBatch) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        result = self._model(micro.input_ids, micro.positions, micro.labels, self._want_entropy, micro.packed)
-        return result  # type: ignore[no-any-return]
-
-    def _add(self, loss: Any, metrics: Any) -> None:
-        """Add loss and metrics on the device; reading them here would wait for the device."""
-        self._loss = self._loss + _detached(loss)
-        for name, value in metrics.items():
-            value = _detached(value)
-            if name not in self._sums:
-                self._sums[name] = value
-            elif name.endswith("/max"):
-                self._sums[name] = _larger(self._sums[name], value)
-            elif name.endswith("/min"):
-                self._sums[name] = -_larger(-self._sums[name], -value)
-            else:
-                self._sums[name] = self._sums[name] + value
+        inputs = (micro.input_ids, micro.positions, micro.labels, self._want_entropy, micro.packed, micro.images)
+        experts, run = self._model.experts, functools.partial(self._model, *inputs)
+        if experts is None or micro.owners is None:
+            if experts is not None:
+                experts.routers.replay(None)
+            return run()  # type: ignore[no-any-return]
+        assert micro.places is not None, "beside owners"
+        experts.replay(micro.routes, micro.owners, micro.places)
+        if not experts.factor or self._function is None:
+            return run()  # type: ignore[no-any-return]
+        with experts.routers.keeping_logits():
+            outputs = run()
+            self._balance = experts.routers.balance(micro.owners, len(micro.rows)).sum() / self._rows
+        return outputs  # type: ignore[no-any-return]
 
     def output(self) -> EngineOutput:
         """Return all results in the order of the rows."""
         results = {name: buffer.nested() for name, buffer in self._buffers.items()}
-        metrics = {name: float(value) for name, value in self._sums.items()}
-        loss = None if self._function is None else float(self._loss)
-        return EngineOutput(loss=loss, metrics=metrics, **results)
-
-
-def _detached(value: Any) -> Any:
-    return value.detach().double() if isinstance(value, torch.Tensor) else value
-
-
-def _larger(one: Any, other: Any) -> Any:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return torch.maximum(torch.as_tensor(one, dtype=torch.float64), torch.as_tensor(other, dtype=torch.float64))
-    return max(one, other)
-
-
-def _nothing(*outputs: torch.Tensor | None) -> torch.Tensor:
-    """Return a zero that depends on all outputs."""
-    return torch.stack([output.sum() for output in outputs if output is not None]).sum() * 0.0
+        loss = None if self._function is None else self._sums.loss()
+        return EngineOutput(loss=loss, metrics=self._sums.metrics(), **results)
 
 
 def reshard(model: TokenModel) -> None:

@@ -3,27 +3,43 @@
 from __future__ import annotations
 
 import base64
-import gc
+import functools
+import itertools
 import random
-import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.rendezvous import rendezvous
 
 from jackfield.abc.engine import EngineContext
-from jackfield.errors import EngineError
+from jackfield_engine_fsdp.mesh import Mesh
+from jackfield_engine_fsdp.presence import Presence
+from jackfield_engine_fsdp.sizes import Sizes
+from jackfield_engines.groups import GroupHold, backends, require_meeting_place
 
-_lock = threading.Lock()
-_users = 0  # engines of this process that use a group which one of them created
-_ours = False
+_made = itertools.count(1)  # engines that this process has made; ranks make them in the same order
+
+
+def device_of(context: EngineContext) -> torch.device:
+    """Return this rank's device; ``cuda`` without a number means that of its local rank.
+
+    On a GPU, the process gets no more than ``memory_fraction`` of its memory.
+    """
+    device = torch.device(context.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", context.local_rank if device.index is None else device.index)
+        torch.cuda.set_device(device)
+        if context.memory_fraction is not None:  # it has a process of its own then
+            torch.cuda.set_per_process_memory_fraction(context.memory_fraction, device)
+    return device
 
 
 class Ranks:
@@ -34,26 +50,37 @@ class Ranks:
     without ``init_method`` (``config.invalid-value``).
     """
 
-    def __init__(self, context: EngineContext, device: torch.device, timeout: float) -> None:
-        _join(context, timeout)
-        self._held = True
+    def __init__(self, context: EngineContext, device: torch.device, timeout: float, sizes: Sizes) -> None:
+        self._hold = GroupHold(context, functools.partial(_make_group, context, timeout))
+        self._presence = _presence(context, timeout)
         self.rank = context.rank
         self.size = context.world_size
         self.device = device
-        self.mesh: DeviceMesh = init_device_mesh(device.type, (self.size,), mesh_dim_names=("data",))
+        try:
+            with self.during("making the process groups"):
+                self.mesh = Mesh.make(sizes, device, self._presence.operation)
+        except BaseException:
+            self.leave()
+            raise
 
-    def maximum(self, value: int) -> int:
+    def during(self, operation: str) -> AbstractContextManager[None]:
+        """Run a collective operation; if it fails because of other ranks, name them (``engine.absent``)."""
+        return self._presence.during(operation)
+
+    def maximum(self, value: int, operation: str = "an agreement of all ranks") -> int:
         """Return the largest ``value`` of all ranks."""
         if self.size == 1:
             return value
         shared = torch.tensor([value], dtype=torch.int64, device=self.device)
-        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        with self.during(operation):
+            dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         return int(shared.item())
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the ranks, in place."""
         if self.size > 1:
-            dist.all_reduce(value)
+            with self.during("a sum over all ranks"):
+                dist.all_reduce(value)
         return value
 
     def barrier(self) -> None:
@@ -62,60 +89,34 @@ class Ranks:
 
     def leave(self) -> None:
         """Release the group; may be called again."""
-        global _users, _ours
-        with _lock:
-            if not self._held:
-                return
-            self._held = False
-            _users -= 1
-            if _users == 0 and _ours:
-                _ours = False
-                if dist.is_initialized():
-                    dist.destroy_process_group()
-                # the meshes in torch's sharding caches would keep the ended group's sockets open
-                _clear_sharding_prop_cache()
-                DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_cached.cache_clear()
-                gc.collect()
+        self._hold.leave()
 
 
-def _join(context: EngineContext, timeout: float) -> None:
-    global _users, _ours
-    with _lock:
-        if not dist.is_initialized():
-            _make_group(context, timeout)
-            _ours = True
-        found, expected = (dist.get_rank(), dist.get_world_size()), (context.rank, context.world_size)
-        if found != expected:
-            raise EngineError(
-                "the process group of this process has another rank or size",
-                code="engine.state",
-                where="EngineContext.rank, EngineContext.world_size",
-                expected="rank {} of {}".format(*expected),
-                found="rank {} of {}".format(*found),
-                fix="give all engines of one process the same rank and world size",
-            )
-        _users += 1
+def _presence(context: EngineContext, timeout: float) -> Presence:
+    store = PrefixStore(f"jackfield/{next(_made)}", _get_default_store())
+    return Presence(store, context.rank, context.world_size, timeout)
 
 
 def _make_group(context: EngineContext, timeout: float) -> None:
-    # both backends if there are GPUs: the first engine may be on the CPU, and a later one on a GPU
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    deadline = timedelta(seconds=timeout)
+    require_meeting_place(context)
     rank, size = context.rank, context.world_size
-    if context.init_method is None:
-        if size > 1:
-            raise EngineError(
-                f"{size} ranks have no place to meet",
-                code="config.invalid-value",
-                where="EngineContext.init_method",
-                expected="a torch.distributed URL",
-                found=None,
-                fix="give every rank the same tcp://HOST:PORT or file:///PATH",
-            )
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=deadline)
-    else:
-        dist.init_process_group(backend, init_method=context.init_method, rank=rank, world_size=size, timeout=deadline)
+    store = _store(context.init_method, rank, size, timedelta(seconds=timeout))
+    presence = Presence(PrefixStore("jackfield", store), rank, size, timeout)
+    presence.join()
+    with presence.during("making the process group"):
+        dist.init_process_group(backends(), store=store, rank=rank, world_size=size, timeout=presence.operation)
+
+
+def _store(url: str | None, rank: int, size: int, timeout: timedelta) -> Store:
+    """Return the store of a meeting place, without waiting for other ranks than the one that has it."""
+    if url is None:
+        return HashStore()
+    parts = urlsplit(url)
+    if parts.scheme == "tcp" and parts.hostname and parts.port:
+        return TCPStore(parts.hostname, parts.port, size, rank == 0, timeout, wait_for_workers=False)
+    store, _, _ = next(rendezvous(url, rank, size, timeout=timeout))
+    meeting: Store = store
+    return meeting
 
 
 class RandomStreams:

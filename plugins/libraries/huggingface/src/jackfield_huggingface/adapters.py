@@ -1,4 +1,7 @@
-"""LoRA adapters (Hu et al. 2021), merged into the weights that they adapt: ``W = W_0 + scale * B A``."""
+"""LoRA adapters (Hu et al. 2021), merged into the weights that they adapt: ``W = W_0 + scale * B A``.
+
+DoRA (Liu et al. 2024) also trains the norm ``m`` of each row: ``W = m * (W_0 + scale * B A) / |W_0 + scale * B A|``.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,21 @@ if TYPE_CHECKING:
     import torch
 
 _SHOWN = 8  #: names in a message
-_NAME = re.compile(r"(base_model\.model\.)?(?P<module>.+)\.(?P<factor>lora_A|lora_B)(\.default)?\.weight")
-#: PEFT settings beyond a product of two matrices, with the values that switch them off.
+_NAME = re.compile(
+    r"(base_model\.model\.)?(?P<module>.+)\."
+    r"((?P<factor>lora_A|lora_B)(\.default)?\.weight|(?P<norms>lora_magnitude_vector)(\.default\.weight|\.weight)?)"
+)
+#: PEFT settings beyond two matrices and DoRA's norms, with the values that switch them off.
 _MORE: Mapping[str, tuple[Any, ...]] = {
     "peft_type": (None, "LORA"),
-    "use_dora": (None, False),
     "bias": (None, "none"),
     "lora_bias": (None, False),
     "modules_to_save": (None, [], ()),
 }
 
 
-#: The factors of one layer's adapter, by name: lora_A, ``[r, in]``, and lora_B, ``[out, r]``.
+#: The parts of one layer's adapter, by name: lora_A, ``[r, in]``, lora_B, ``[out, r]``, and for DoRA
+#: lora_magnitude_vector, ``[out]``.
 _Pair: TypeAlias = "dict[str, torch.Tensor]"
 
 
@@ -77,9 +83,7 @@ class MergedAdapter:
                 weight = weights[module]
                 assert weight is not None
                 base = self.bases.setdefault(module, weight.detach().clone())
-                down, up = (pair[name].to(weight.device, torch.float32) for name in ("lora_A", "lora_B"))
-                product = _stored(up @ down, peft_config)
-                weight.copy_(base.float() + _scale(module, peft_config) * product)
+                weight.copy_(merged_weight(module, base, pair, peft_config))
 
     def _pairs(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, _Pair]:
         """Group an adapter's tensors by module."""
@@ -90,13 +94,13 @@ class MergedAdapter:
             if match is None:
                 unknown.append(name)
                 continue
-            found.setdefault(match["module"], {})[match["factor"]] = tensor
+            found.setdefault(match["module"], {})[match["factor"] or match["norms"]] = tensor
         refuse_tensors("these are no tensors of a LoRA adapter", unknown)
         return found
 
     def _missing(self, pairs: Mapping[str, _Pair], peft_config: Mapping[str, Any]) -> list[str]:
         """List missing halves of pairs, and missing layers if the config names layers."""
-        factors = ("lora_A", "lora_B")
+        factors = ("lora_A", "lora_B", *(["lora_magnitude_vector"] if peft_config.get("use_dora") else []))
         missing = [f"{module}.{factor}" for factor in factors for module, pair in pairs.items() if factor not in pair]
         wanted = peft_config.get("target_modules")
         if wanted is None or isinstance(wanted, str) or peft_config.get("layers_to_transform") is not None:
@@ -108,6 +112,24 @@ class MergedAdapter:
             for module in self._modules()
             if f".{module}".endswith(endings) and module not in pairs and not f".{module}".endswith(excluded)
         ]
+
+
+def merged_weight(
+    module: str, base: torch.Tensor, parts: Mapping[str, torch.Tensor], peft_config: Mapping[str, Any]
+) -> torch.Tensor:
+    """Return the weight of a module with its adapter, float32, in the layout of its weight ``base``.
+
+    ``parts`` are lora_A, ``[r, in]``, lora_B, ``[out, r]``, and for DoRA lora_magnitude_vector, ``[out]``.
+    """
+    import torch
+
+    down, up = (parts[name].to(base.device, torch.float32) for name in ("lora_A", "lora_B"))
+    weight = base.float() + _scale(module, peft_config) * _stored(up @ down, peft_config)
+    if peft_config.get("use_dora"):
+        rows = _stored(weight, peft_config)
+        factor = parts["lora_magnitude_vector"].to(base.device, torch.float32) / torch.linalg.vector_norm(rows, dim=1)
+        weight = _stored(factor.unsqueeze(1) * rows, peft_config)
+    return weight
 
 
 def merge_folder(spec: ModelSpec, folder: Path) -> None:
@@ -141,8 +163,12 @@ def _check_shapes(
         assert weight is not None
         up, down = tuple(pair["lora_B"].shape), tuple(pair["lora_A"].shape)
         shape = tuple(_stored(weight, peft_config).shape) if weight.ndim == 2 else tuple(weight.shape)
+        norms = pair.get("lora_magnitude_vector")
         if (up[0], *down[1:]) != shape or up[1:] != down[:1]:
             wrong.append(f"{module} (model {tuple(weight.shape)}, sent B {up}, A {down})")
+        elif (norms is not None) != bool(peft_config.get("use_dora")) or (norms is not None and norms.shape != up[:1]):
+            sent = "no magnitudes" if norms is None else f"magnitudes {tuple(norms.shape)}"
+            wrong.append(f"{module} (model {tuple(weight.shape)}, sent {sent})")
     refuse_tensors("adapter tensors have another shape than the model's", wrong, "weights.transfer")
 
 

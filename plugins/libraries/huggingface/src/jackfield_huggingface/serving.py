@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import tempfile
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -29,8 +30,8 @@ from jackfield.abc.rollout import (
 )
 from jackfield.errors import ConfigError, JackfieldError, PluginError, WeightsError
 from jackfield.sdk.receiver import WeightReceiver, reopen_receiver
-from jackfield.sdk.relay import MEMORY, RelayServer, Running
 from jackfield_huggingface.names import shapes_of
+from jackfield_huggingface.relay import MEMORY, RelayServer, Running
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,39 @@ _LAYER = re.compile(r"(?:model\.|language_model\.)*layers\.(\d+)\.")  #: of the 
 _EXTRA = re.compile(r"(?:^|\.)mtp\.|\.inv_freq$|\.(?:attn|attention)\.(?:masked_)?bias$")
 
 _FILE_BYTES = 1 << 30  #: size of one file; at most this much waits in memory to be written
+
+
+def memory_share(config: Any, context: RolloutContext) -> float:
+    """Return the part of each device's memory for a server: what its place leaves, otherwise its setting."""
+    return float(config.memory_fraction if context.memory_fraction is None else context.memory_fraction)
+
+
+def visible_gpus(context: RolloutContext, count: int) -> dict[str, str]:
+    """Return what child processes need in their environment to use ``count`` GPUs, the first one the context's.
+
+    It is empty if they would use these anyway.
+    """
+    kind, _, number = context.device.partition(":")
+    if kind != "cuda" or not int(number or 0):
+        return {}
+    known = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    indexes = range(int(number), int(number) + count)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(known[index] if known else str(index) for index in indexes)}
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process's environment, for the child processes that are started in the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @attrs.frozen

@@ -11,7 +11,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import attrs
 from attrs.validators import ge, le
@@ -33,7 +33,7 @@ _INT64 = 2**63
 _NOTES = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier"})
 
 #: Fields that are not supported, with their values that have no effect.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
     "echo": (None, False),
     "frequency_penalty": (None, 0),
@@ -52,6 +52,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "top_logprobs": (None, 0),
 }
+
+B = TypeVar("B", bound="Body")
 
 
 @attrs.frozen(kw_only=True)
@@ -81,6 +83,7 @@ class Body(ABC):
     minimum_weight_version: int | None = option(None, validator=ge(0))
 
     chat: ClassVar[bool] = False
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL  #: see there
 
     @property
     def choices(self) -> int:
@@ -222,14 +225,14 @@ class ChatBody(Body):
             raise ClientError(text, "invalid_value", "messages") from error
 
 
-def read_body(cls: type[Body], data: Any) -> Body:
+def read_body(cls: type[B], data: Any) -> B:
     """Structure a body; ``ClientError`` for a field that is unsupported or out of range."""
     if not isinstance(data, Mapping):
         raise refused("the body", "a JSON object", data)
-    for name, neutral in _NEUTRAL.items():
+    for name, neutral in cls.neutral.items():
         if name in data and data[name] not in neutral:
             raise refused(name, f"nothing, or {neutral[-1]!r}: it is not served", data[name], "unsupported_parameter")
-    given = {name: value for name, value in data.items() if name not in _NOTES and name not in _NEUTRAL}
+    given = {name: value for name, value in data.items() if name not in _NOTES and name not in cls.neutral}
     for name in ("temperature", "top_p", "min_p"):  # a configuration's numbers may be texts, as YAML reads 1e-3
         if isinstance(given.get(name), str):
             raise refused(name, "a number", given[name], "invalid_type")

@@ -10,45 +10,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import hmac
-import json
-import logging
-import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import attrs
 from aiohttp import web
-from aiohttp.http import HttpProcessingError
 
 from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest
-from jackfield.errors import ConfigError, DeadlineExceeded, JackfieldError, RolloutError
-from jackfield.sdk.rpc import is_loopback
+from jackfield.errors import RolloutError
 from jackfield_openai.bodies import Answer, Body, ChatBody, Choice, CompletionBody, read_body
 from jackfield_openai.collecting import Collector
 from jackfield_openai.metrics import Metrics
 from jackfield_openai.settings import EndpointConfig
 from jackfield_openai.text import ClientError, ServedTokenizer, refused
+from jackfield_openai.web import (
+    Handler,
+    WebServer,
+    bearer,
+    check_key,
+    error_body,
+    error_response,
+    first_error,
+    read_json,
+    same_key,
+    send_event,
+)
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-_STATUS = {"rollout.stale": 503, "rollout.stopped": 503, "rollout.failed": 500}
-
-#: OpenAI's codes of client errors, by our codes.
-_CODES = {
-    "config.unknown-key": "unknown_parameter",
-    "config.missing-key": "missing_required_parameter",
-    "config.wrong-type": "invalid_type",
-    "config.invalid-value": "invalid_value",
-    "rollout.request": "invalid_value",
-    "rollout.context-length": "context_length_exceeded",
-    "plugin.capability": "unsupported_parameter",
-}
-_PARAMS = {"rollout": "prompt", "plugin": None}  #: fields, by kind of our codes
-_HTTP_CODES = {404: "unknown_url", 405: "method_not_supported", 413: "request_too_large"}
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _READING_SECONDS = 30.0  #: time for a client to read an answer, after the deadline for generating it
-_MESSAGE_CHARACTERS = 1000
 _OPEN = frozenset({"/health"})  #: without a key: load balancers ask
 
 
@@ -64,8 +52,7 @@ class OpenAIEndpoint:
         self._tokenizer = tokenizer
         self._name = config.model_name or server.context.model.path.rstrip("/").rpartition("/")[2]
         self._metrics = Metrics(server.context.replica)
-        self._runner: web.AppRunner | None = None
-        self._listener: asyncio.Server | None = None
+        self._web: WebServer | None = None
         folder, lines = config.collect, config.collect_lines
         self._collector = None if folder is None else Collector(folder, server.context.replica, lines)
         self._encoding = asyncio.Lock()  #: one text at a time, on a thread
@@ -78,14 +65,7 @@ class OpenAIEndpoint:
         ``rollout.request`` if the model's folder has no tokenizer.
         """
         host, context = self._context.host, self._context
-        if self._config.api_key is None and not is_loopback(host):
-            raise ConfigError(
-                "an endpoint that others can reach needs a key",
-                where="openai.api_key",
-                expected="a key, or a loopback address",
-                found=f"no key, and the address {host}",
-                fix="set openai.api_key",
-            )
+        check_key(host, self._config.api_key, "openai.api_key")
         if self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(_load_tokenizer, context.model.path, context.model)
         if self._collector is not None:
@@ -101,37 +81,15 @@ class OpenAIEndpoint:
                 web.get("/metrics", self._tell_metrics),
             ]
         )
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-        await runner.setup()
         port = self._config.port + context.replica if self._config.port else 0
-        loop = asyncio.get_running_loop()
-        try:
-            self._listener = await loop.create_server(lambda: self._connection(runner), host, port)
-        except OSError as error:
-            await runner.cleanup()
-            raise ConfigError(
-                "the endpoint cannot listen", where="openai.port", found=error, fix="choose another port, or 0"
-            ) from error
-        self._runner = runner
-        bound = self._listener.sockets[0].getsockname()[1]
-        return f"http://[{host}]:{bound}/v1" if ":" in host else f"http://{host}:{bound}/v1"
-
-    def _connection(self, runner: web.AppRunner) -> asyncio.BaseProtocol:
-        server = runner.server
-        if server is None or len(server.connections) >= self._config.max_connections:
-            return _Full()
-        idle, loop = self._config.idle_seconds, asyncio.get_running_loop()
-        log: Any = None  # no log of accesses
-        return _Connection(server, loop=loop, keepalive_timeout=idle, lingering_time=1.0, access_log=log)
+        config = self._config
+        self._web = WebServer(app, max_connections=config.max_connections, idle_seconds=config.idle_seconds)
+        return await self._web.start(host, port, "openai.port")
 
     async def close(self) -> None:
         """Stop listening and end running requests. May be called again."""
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            listener.close()
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            await runner.cleanup()
+        if self._web is not None:
+            await self._web.close()
         if self._collector is not None:
             await self._collector.close()
 
@@ -177,21 +135,7 @@ class OpenAIEndpoint:
         return web.json_response({"object": "feedback"})
 
     async def _read(self, request: web.Request) -> Any:
-        """Return the JSON of a body; refuse one that is late."""
-        try:
-            async with asyncio.timeout(self._config.body_seconds):
-                content = await request.read()
-        except TimeoutError as error:
-            raise ClientError("the body did not come in time", "timeout", status=408) from error
-        except web.RequestPayloadError as error:
-            raise ClientError(f"the body cannot be read: {error}", "invalid_body") from error
-        try:
-            data = json.loads(content.decode(), parse_constant=_refuse_constant)
-            if _SURROGATE.search(content):
-                json.dumps(data, ensure_ascii=False).encode()
-        except (ValueError, RecursionError) as error:
-            raise ClientError(f"the body is not JSON in UTF-8: {str(error)[:200]}", "invalid_json") from error
-        return data
+        return await read_json(request, self._config.body_seconds)
 
     async def _generate(self, answer: Answer, one: Callable[[Choice], Coroutine[Any, Any, None]]) -> None:
         """Run ``one`` for all choices of an answer, under the deadline."""
@@ -235,15 +179,15 @@ class OpenAIEndpoint:
             await response.prepare(request)
             piece = first
             while piece is not None:
-                await _send(response, answer.event([piece]))
+                await send_event(response, answer.event([piece]))
                 piece = await pieces.get()
             try:
                 await following
                 if usage:
-                    await _send(response, answer.event([], usage=True))
+                    await send_event(response, answer.event([], usage=True))
                 await response.write(b"data: [DONE]\n\n")
             except Exception as error:  # the status has been sent: the last event reports the error
-                await _send(response, _error_body(_first(error))[0])
+                await send_event(response, error_body(first_error(error))[0])
         await response.write_eof()
         return response
 
@@ -267,102 +211,12 @@ class OpenAIEndpoint:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         key = self._config.api_key
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode(errors="replace")
         try:
-            if key is not None and request.path not in _OPEN and not hmac.compare_digest(given, key.encode()):
+            if key is not None and request.path not in _OPEN and not same_key(bearer(request), key):
                 raise ClientError("the key is missing or wrong", "invalid_api_key", status=401)
             return await handler(request)
         except Exception as error:
-            if request.writer.output_size:  # a response has begun: no second one can follow
-                request.protocol.force_close()
-            body, status = _error_body(_first(error))
-            return web.json_response(body, status=status)
-
-
-def _error_body(error: BaseException) -> tuple[dict[str, Any], int]:
-    """Return an error in OpenAI's form, and its status."""
-    code, status = _CODES.get(getattr(error, "code", ""), ""), 400
-    param: str | None = None
-    if isinstance(error, ClientError):
-        code, status, param = error.code, error.status, error.param
-    elif isinstance(error, web.HTTPException):
-        code, status = _HTTP_CODES.get(error.status, "invalid_request"), error.status
-    elif isinstance(error, RecursionError):
-        code = "invalid_json"
-    elif isinstance(error, JackfieldError) and code:
-        param = _PARAMS.get(error.code.partition(".")[0], None if error.where is None else str(error.where))
-    elif isinstance(error, DeadlineExceeded):
-        code, status = error.code, 504
-    elif isinstance(error, JackfieldError):
-        code, status = error.code, _STATUS.get(error.code, 500)
-    else:
-        code, status = "internal", 500
-        logging.getLogger("jackfield").error("a request to the OpenAI endpoint failed", exc_info=error)
-    told = isinstance(error, JackfieldError | ClientError | web.HTTPException)
-    body = {
-        "message": _message(error)[:_MESSAGE_CHARACTERS] if told else "internal error",
-        "type": "invalid_request_error" if status < 500 else "server_error",
-        "param": None if param is None else str(param),
-        "code": code,
-    }
-    return {"error": body}, status
-
-
-def _message(error: BaseException) -> str:
-    """Return a message for clients, without our codes and fixes, which name settings of the run."""
-    if not isinstance(error, JackfieldError) or error.code not in _CODES:
-        return str(error)
-    parts = [f"{word} {what}" for word, what in (("expected", error.expected), ("found", error.found)) if what]
-    return ": ".join([error.message, *(["; ".join(parts)] if parts else [])])
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
-
-
-class _Connection(web.RequestHandler):
-    """A connection. Input that is not HTTP is answered in OpenAI's form and logged in one line."""
-
-    __slots__ = ()
-
-    def handle_error(
-        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
-    ) -> web.StreamResponse:
-        """Return the answer to a request that could not be read."""
-        if status >= 500 or request.writer.output_size:
-            return super().handle_error(request, status, exc, message)
-        text = " ".join((message or str(exc)).split())[:200]
-        logging.getLogger("jackfield").info("a client of the OpenAI endpoint sent a malformed request: %s", text)
-        body, _ = _error_body(ClientError(f"the request is malformed: {text}", "invalid_request", status=status))
-        response = web.json_response(body, status=status)
-        response.force_close()
-        return response
-
-    def log_exception(self, *args: Any, **kw: Any) -> None:
-        """Ignore the unread rest of a bad body: it is no failure of the server, and the client has its answer."""
-        if not isinstance(kw.get("exc_info"), web.RequestPayloadError | HttpProcessingError):
-            super().log_exception(*args, **kw)
-
-
-class _Full(asyncio.Protocol):
-    """A connection above the limit. It gets 503 and is closed unread."""
-
-    def connection_made(self, transport: Any) -> None:
-        error = {"message": "too many connections", "type": "server_error", "param": None}
-        body = json.dumps({"error": {**error, "code": "too_many_connections"}}).encode()
-        head = f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        transport.write(head.encode() + b"\r\nConnection: close\r\nRetry-After: 1\r\n\r\n" + body)
-        transport.close()
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
-    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            return error_response(request, error)
 
 
 @contextlib.asynccontextmanager

@@ -93,9 +93,12 @@ _INVALID = "invalid_value"  #: OpenAI's code
 class ClientError(Exception):
     """A client's mistake, with OpenAI's code (``invalid_value``) and the field of the body."""
 
-    def __init__(self, message: str, code: str, param: str | None = None, status: int = 400) -> None:
+    def __init__(
+        self, message: str, code: str, param: str | None = None, status: int = 400, retry_after: int | None = None
+    ) -> None:
         super().__init__(message)
         self.message, self.code, self.param, self.status = message, code, param, status
+        self.retry_after = retry_after  #: seconds after which the same request may succeed
 
 
 def refused(name: str, expected: str, found: Any, code: str = _INVALID) -> ClientError:

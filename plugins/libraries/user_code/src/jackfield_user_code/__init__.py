@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from jackfield_user_code.workers import UserCodePool, WorkerLimits, WorkerResult, WorkerReward
+from jackfield_user_code.held import HeldWorker, hold
+from jackfield_user_code.reward import WorkerReward
+from jackfield_user_code.workers import UserCodePool, WorkerLimits, WorkerResult
 
-__all__ = ["UserCodePool", "WorkerLimits", "WorkerResult", "WorkerReward"]
+__all__ = ["HeldWorker", "UserCodePool", "WorkerLimits", "WorkerResult", "WorkerReward", "hold"]

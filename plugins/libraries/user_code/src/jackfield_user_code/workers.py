@@ -11,13 +11,12 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import attrs
 
-from jackfield.abc.reward import RewardAgent, RewardContext
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, RunError
 from jackfield_user_code._parent import Death, Died, Forked, Parent
@@ -146,14 +145,20 @@ class UserCodePool:
             self._turns = asyncio.Semaphore(self.capacity)
 
     async def call(
-        self, arguments: Mapping[str, Any], seconds: float, name: str = "", function: str = "call"
+        self,
+        arguments: Mapping[str, Any],
+        seconds: float,
+        name: str = "",
+        function: str = "call",
+        again: Callable[[], Awaitable[Mapping[str, Any]]] | None = None,
     ) -> WorkerResult:
         """Call a function with keyword arguments (JSON values), when its turn comes.
 
         ``seconds`` is the deadline of its execution; a wait for other calls does not count. ``name`` is the scored
         sample, for messages. A call that runs alone in its process is killed at the deadline; one of many is cancelled,
         and its process is killed if its event loop is blocked. If a process dies, calls that are not the cause are made
-        again: once if the cause is not known. A process that cannot start gives a failed result.
+        again: once if the cause is not known. ``again`` is called before that; it returns the arguments of the next
+        attempt. A process that cannot start gives a failed result.
         """
         try:
             text = json.dumps(arguments if type(arguments) is dict else dict(arguments))
@@ -166,7 +171,7 @@ class UserCodePool:
             slot = min(self._slots, key=_running) if self._is_async else self._idle.pop()
             slot.running += 1
             try:
-                return await self._made(slot, function, text, seconds, name)
+                return await self._made(slot, function, text, seconds, name, again=again)
             finally:
                 slot.running -= 1
                 if not self._is_async:
@@ -174,6 +179,10 @@ class UserCodePool:
                 self._turns.release()
         except RunError as error:
             return WorkerResult(status="failed", error=str(error))
+
+    def _free(self, slot: _Slot) -> None:
+        self._idle.append(slot)
+        self._turns.release()
 
     async def close(self) -> None:
         """Kill all processes. May be called again; a later call starts them again."""
@@ -248,15 +257,24 @@ class UserCodePool:
         except OSError as error:
             raise self._cannot_start(str(error)) from error
 
-    async def _made(self, slot: _Slot, function: str, text: str, seconds: float, name: str) -> WorkerResult:
-        """Make a call, and again if its process died and it is not the cause."""
+    async def _made(
+        self,
+        slot: _Slot,
+        function: str,
+        text: str,
+        seconds: float,
+        name: str,
+        held: Forked | None = None,
+        again: Callable[[], Awaitable[Mapping[str, Any]]] | None = None,
+    ) -> WorkerResult:
+        """Make a call, and again if its process died and it is not the cause; in a ``held`` process, only once."""
         what = f"answer for {name}" if name else "answer"
         cpu_seconds = None
         if not self._is_async:
             cpu_seconds = self._limits.cpu_seconds or seconds * (os.cpu_count() or 1) + 1
         repeats = doubts = 0
         while True:
-            process = await self._running(slot)
+            process = held or await self._running(slot)
             used = process.served > 0
             number, answering = process.ask(function, text, cpu_seconds)
             try:
@@ -273,12 +291,13 @@ class UserCodePool:
             except Died as died:
                 death = died.death
                 doubts += self._is_suspect(death, number)
-                if not self._is_innocent(death, number, used) or doubts > 1 or repeats >= _REPEATS:
+                if held or not self._is_innocent(death, number, used) or doubts > 1 or repeats >= _REPEATS:
                     return WorkerResult(status="died", error=str(self._death(process.pid, death, f"had to {what}")))
             except BaseException:
                 await self._leave(process, number, answering)
                 raise
             repeats += 1
+            text = text if again is None else json.dumps(dict(await again()))
 
     def _failed(self, status: str, value: Any) -> WorkerResult:
         error = value if status == "failed" else f"the call was {status} in its process"
@@ -362,37 +381,3 @@ def _bytecode() -> str:
     folder = tempfile.mkdtemp(prefix="jackfield-bytecode-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
-
-
-class WorkerReward(RewardAgent):
-    """A reward agent that calls a function in worker processes: ``workers`` of its config, with ``memory_bytes``.
-
-    ``options`` are those of :class:`UserCodePool`.
-    """
-
-    def __init__(
-        self, config: Any, context: RewardContext, target: str, *, start_seconds: float = 60.0, **options: Any
-    ) -> None:
-        super().__init__(config, context)
-        seconds = {"start_seconds": start_seconds, "heartbeat_seconds": context.heartbeat_seconds}
-        options["limits"] = WorkerLimits(memory_bytes=config.memory_bytes, **seconds)
-        options |= {"workers": config.workers, "clock": context.clock, "logs": context.logs}
-        self._pool = UserCodePool(target, **options)
-
-    @property
-    def concurrency(self) -> int:
-        """Return the number of calls that the processes execute at a time. It is known after the start."""
-        return self._pool.capacity
-
-    @property
-    def keeps_deadlines(self) -> bool:
-        """Return True: a deadline begins when a process executes the call."""
-        return True
-
-    async def start(self) -> None:
-        """Start a process, so that code that cannot be loaded fails at the start of a run (``worker.start``)."""
-        await self._pool.start()
-
-    async def close(self) -> None:
-        """Kill the worker processes."""
-        await self._pool.close()

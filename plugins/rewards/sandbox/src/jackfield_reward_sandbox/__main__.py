@@ -6,8 +6,8 @@ import tempfile
 
 import attrs
 
-from jackfield_reward_sandbox.settings import LEVELS, Config
-from jackfield_reward_sandbox.supervisor import attempt
+from jackfield_reward_sandbox.settings import Config
+from jackfield_sandbox.box import LEVELS, attempt
 
 
 def main() -> None:

@@ -16,9 +16,10 @@ import attrs
 
 from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest, ScoreResult
 from jackfield.errors import RewardError
-from jackfield_reward_sandbox._inside import remove_tree
 from jackfield_reward_sandbox.cases import extract, field
-from jackfield_reward_sandbox.settings import LEVELS, Config
+from jackfield_reward_sandbox.settings import Config
+from jackfield_sandbox import box
+from jackfield_sandbox.box import LEVELS, remove_tree
 from jackfield_user_code import UserCodePool, WorkerLimits
 
 _SHARE = 0.8  #: of a deadline that the tests may take
@@ -59,7 +60,7 @@ class SandboxReward(RewardAgent):
 
     @property
     def version(self) -> str:
-        """Return a digest of this package and of the interpreter's version."""
+        """Return a digest of this package, the library and the interpreter's version."""
         return f"{_digest()}-{self.config.python or platform.python_version()}-{self.level}"
 
     async def start(self) -> None:
@@ -151,5 +152,6 @@ class SandboxReward(RewardAgent):
 
 @functools.cache
 def _digest() -> str:
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    folders = (Path(__file__).parent, Path(box.__file__).parent)
+    files = [file for folder in folders for file in sorted(folder.glob("*.py"))]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

@@ -10,8 +10,6 @@ from attrs.validators import ge, gt, le
 from jackfield.errors import ConfigError
 from jackfield.sdk import option
 
-#: Levels of isolation, each stronger than those before it.
-LEVELS = ("none", "limits", "filters", "namespaces")
 _PYTHON_FENCES = ("", "python", "py", "python3")
 
 

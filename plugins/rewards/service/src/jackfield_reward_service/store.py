@@ -106,6 +106,19 @@ def _transaction(database: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
+def _use_journal(database: sqlite3.Connection) -> None:
+    """Switch to a write-ahead log; SQLite does not wait by itself while another process opens or recovers the file."""
+    until = time.monotonic() + _BUSY_SECONDS
+    while True:
+        try:
+            database.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(0.01)
+
+
 def key_of(sample: str, prompt: str, response: str) -> str:
     """Return the key for the reward of one text of a sample."""
     return f"{sample}@{xxhash.xxh3_64_hexdigest(f'{len(prompt)} {prompt}{response}'.encode(errors='replace'))}"
@@ -135,7 +148,7 @@ class Store:
             self.folder.mkdir(parents=True, exist_ok=True)
             database = sqlite3.connect(file, timeout=_BUSY_SECONDS, isolation_level=None)
             self._database = database
-            database.execute("PRAGMA journal_mode=WAL")
+            _use_journal(database)
             database.execute("PRAGMA synchronous=NORMAL")  # a sample that a power failure forgets is registered again
             database.executescript(_SCHEMA)
             self._last = database.execute("SELECT coalesce(max(number), 0) FROM rewards").fetchone()[0]

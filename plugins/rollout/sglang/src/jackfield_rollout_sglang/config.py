@@ -26,6 +26,7 @@ _OURS = {
     "enable-lora": "model.lora",
     "max-lora-rank": "model.lora.rank",
     "lora-target-modules": "model.lora",
+    "enable-return-routed-experts": "model.router_replay",
     "host": "nothing: it is the replica's own",
     "port": "nothing: a free one is taken",
     "enable-memory-saver": "nothing: it is how the replica sleeps",

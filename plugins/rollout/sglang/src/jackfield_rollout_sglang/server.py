@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import signal
@@ -11,15 +12,17 @@ import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
+import numpy as np
 
 from jackfield.abc.rollout import GenerateRequest, RolloutContext, SamplingParams, ServerInfo, UpdateWeightsRequest
 from jackfield.clock import Clock
 from jackfield.errors import PluginError, RolloutError, WeightsError
-from jackfield.sdk.relay import Running, mixed
-from jackfield_huggingface.serving import FolderServer, WeightFolder
+from jackfield_huggingface.relay import Running, mixed
+from jackfield_huggingface.serving import FolderServer, WeightFolder, memory_share, visible_gpus
 from jackfield_rollout_sglang.config import Config
 
 _POLL_SECONDS = 0.5  #: between two checks whether a starting server answers
@@ -47,11 +50,16 @@ class SglangProcess:
             return None
         return f"SGLang's server has ended with code {self._process.returncode}"
 
-    async def start(self, arguments: Sequence[str], seconds: float) -> None:
-        """Start the server and wait until it answers; ``rollout.stopped`` if it ends instead."""
+    async def start(
+        self, arguments: Sequence[str], seconds: float, variables: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Start the server and wait until it answers; ``rollout.stopped`` if it ends instead.
+
+        ``variables`` are set in its environment.
+        """
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "sglang.launch_server", *arguments, stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
+            start_new_session=True, env={**os.environ, **variables},
         )  # fmt: skip
         await self.connect(seconds)
 
@@ -147,12 +155,13 @@ def launch_arguments(config: Config, context: RolloutContext, port: int) -> list
         "context-length": context.max_model_len,
         "max-running-requests": config.max_batch_size,
         "tp-size": config.tensor_parallel,
-        "mem-fraction-static": config.memory_fraction,
+        "mem-fraction-static": memory_share(config, context),
         "disable-radix-cache": not config.prefix_caching,
         "enable-deterministic-inference": config.deterministic,
         "enable-memory-saver": True,
         "enable-weights-cpu-backup": True,
         "incremental-streaming-output": True,
+        "enable-return-routed-experts": context.model.router_replay,
         "host": context.host,
         "port": port,
     }
@@ -195,10 +204,11 @@ def _asks_for_mask(sampling: SamplingParams) -> bool:
     return sampling.temperature > 0 and sampling.log_probs == "processed" and filters
 
 
-def generate_body(running: Running, left: int, adapter: str | None) -> dict[str, Any]:
+def generate_body(running: Running, left: int, adapter: str | None, experts: bool = False) -> dict[str, Any]:
     """Return the body of ``/generate`` for the rest of a request, of up to ``left`` tokens.
 
-    SGLang hashes the seed with each token's position. ``adapter`` is one that SGLang has loaded.
+    SGLang hashes the seed with each token's position. ``adapter`` is one that SGLang has loaded; ``experts``: SGLang
+    returns those of each token.
     """
     request = running.request
     sampling = request.sampling
@@ -226,6 +236,8 @@ def generate_body(running: Running, left: int, adapter: str | None) -> dict[str,
         body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
     if adapter is not None:
         body["lora_path"] = adapter
+    if experts:
+        body["return_routed_experts"] = True
     return body
 
 
@@ -254,6 +266,12 @@ def read_answer(answer: Mapping[str, Any], body: Mapping[str, Any]) -> tuple[lis
     return tokens, log_probs, finish and finish["type"]
 
 
+def read_experts(answer: Mapping[str, Any]) -> Any:
+    """Return the experts in an answer of ``/generate``, int32 of all layers in one dimension; None without any."""
+    encoded = answer["meta_info"].get("routed_experts")
+    return None if encoded is None else np.frombuffer(base64.b64decode(encoded), dtype=np.int32)
+
+
 _CONTROL_SECONDS = 120.0  #: for SGLang to pause, go on, sleep or wake up
 
 
@@ -268,12 +286,18 @@ class SglangServer(FolderServer):
         super().__init__(config, context)
         self._sglang: SglangProcess | None = None
         self._adapter: str | None = None
+        self._experts: Any = None  #: with router_replay, the layers that have some
 
     async def start(self) -> ServerInfo:
         """Start SGLang and wait until the model is loaded; ``plugin.requirement`` if it is not installed."""
         self._begin()
         self._require_sglang()
         self._weight_folder = WeightFolder(self.context, self.config.weight_folder)
+        model = self.context.model
+        if model.router_replay:
+            from jackfield_huggingface.routers import RoutedLayers
+
+            self._experts = RoutedLayers.of(model.path, model.trust_remote_code)
         port = free_port(self.context.host)
         self._sglang = SglangProcess(self._clock, self.context.host, port)
         await self._open(self._sglang, launch_arguments(self.config, self.context, port))
@@ -284,7 +308,8 @@ class SglangServer(FolderServer):
             raise self.missing()
 
     async def _open(self, sglang: SglangProcess, arguments: list[str]) -> None:
-        await sglang.start(arguments, self.config.start_seconds)
+        variables = visible_gpus(self.context, self.config.tensor_parallel)
+        await sglang.start(arguments, self.config.start_seconds, variables)
 
     async def stop(self) -> None:
         """Stop SGLang; every unfinished request fails with ``rollout.stopped``."""
@@ -307,13 +332,16 @@ class SglangServer(FolderServer):
 
     async def _part(self, running: Running, left: int) -> bool:
         assert self._sglang is not None
-        version, body = self._version, generate_body(running, left, self._adapter)
+        version, body = self._version, generate_body(running, left, self._adapter, self._experts is not None)
         try:
             async with aclosing(self._sglang.generate(body)) as answers:
                 async for each in answers:
                     tokens, log_probs, reason = read_answer(each, body)
                     running.append(tokens, log_probs, version)
                     if reason in ("stop", "length"):
+                        if self._experts is not None:
+                            known = len(running.request.prompt_ids) + len(running.token_ids) - 1
+                            running.routed_experts = self._experts.experts(read_experts(each), known)
                         self._end(running, "stop" if reason == "stop" else "length")
                         return True
         except asyncio.CancelledError:

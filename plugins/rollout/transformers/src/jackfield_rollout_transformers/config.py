@@ -32,8 +32,16 @@ class Config:
         "tokens that the KV cache may hold (rows x longest row); null: no bound beside batch and model length",
         ge(1),
     )
-    attention: Literal["sdpa", "eager"] = option(
-        "sdpa", "the library's attention implementation; both take the masks that this server prepares"
+    attention: Literal["auto", "sdpa", "eager"] = option(
+        "auto",
+        "the library's attention implementation; auto: sdpa, and eager where the architecture wants it (attention"
+        " sinks, a soft cap of attention scores), which is logged",
+    )
+    cache: Literal["auto", "batch", "rows"] = option(
+        "auto",
+        "batch: one cache for the whole batch, which computes one token of every request at once; rows: a cache of the"
+        " library for each request, computed one after another, which takes every architecture; auto: batch where the"
+        " model's layers allow it, else rows, which is logged",
     )
     steps_per_hop: int = option(
         8,

@@ -10,20 +10,22 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import torch
 from torch import Tensor
 
-from jackfield.abc.rollout import GenerateRequest, SamplingParams
-from jackfield.errors import JackfieldError, RolloutError
-from jackfield.sdk.relay import Running
+from jackfield.abc.rollout import GenerateRequest
+from jackfield.errors import RolloutError
+from jackfield_huggingface.images import Images
+from jackfield_huggingface.relay import Running
 from jackfield_rollout_transformers.cache import BatchCache
 from jackfield_rollout_transformers.config import Config
 from jackfield_rollout_transformers.direct import DirectDecode, supports
-from jackfield_rollout_transformers.model import LoadedModel, unusable
-from jackfield_rollout_transformers.sampling import LAST_TOKEN, POSITION, RowTable, draw, modes_of
+from jackfield_rollout_transformers.model import LoadedModel
+from jackfield_rollout_transformers.row_cache import RowCache, RowModel
+from jackfield_rollout_transformers.sampling import LAST_TOKEN, OFFSET, POSITION, RowTable, draw, modes_of
 
 
 @attrs.define(eq=False)
@@ -34,12 +36,17 @@ class Sequence:
     limit: int  #: of generated tokens
     stop_ids: frozenset[int]
     stop_strings: StopStrings | None = None
+    images: Images | None = None  #: of the prompt
+    digest: str = ""  #: of the images; equal ones are computed once
+    offset: int = 0  #: of the positions of its tokens behind them
     modes: Counter[str] = attrs.field(init=False)
     done: asyncio.Future[None] = attrs.field(init=False, factory=lambda: asyncio.get_running_loop().create_future())
+    cache: RowCache | None = None  #: of its own, where the batch has no cache for the model
     row: int = -1  #: row in the batch; -1: not in it
     length: int = 0  #: number of its tokens in the KV cache
     token_ids: list[int] = attrs.Factory(list)
     log_probs: list[float] = attrs.Factory(list)
+    experts: list[Tensor] = attrs.Factory(list)  #: of its tokens in turn, int16 ``[tokens, layers, experts]``
     finish_reason: Literal["stop", "length"] | None = None
     error: RolloutError | None = None  #: why it cannot be generated
 
@@ -72,6 +79,11 @@ class Sequence:
             self.finish_reason = "length"
         return self.finish_reason is not None
 
+    def note_experts(self, found: Tensor) -> None:
+        """Keep the experts of the tokens of a pass, ``[tokens, layers, experts]``, that were not known before."""
+        known = sum(len(each) for each in self.experts)
+        self.experts.append(found[known - self.length :].cpu())
+
     def fail(self, message: str, fix: str) -> None:
         """Mark the sequence as failed; its caller gets the error."""
         name = self.request.request_id
@@ -82,6 +94,11 @@ class Sequence:
         known = len(self.running.token_ids)
         if known < len(self.token_ids):
             self.running.append(self.token_ids[known:], self.log_probs[known:], version)
+
+    def routed_experts(self) -> Any:
+        """Return the experts of all tokens but the last, int16 ``[tokens, layers, experts]``; None: not known."""
+        count = len(self.request.prompt_ids) + len(self.running.token_ids) - 1
+        return torch.cat(self.experts)[:count].numpy() if self.experts else None
 
 
 class StopStrings:
@@ -121,6 +138,7 @@ class _Prompts:
     """Distinct prompts of one prefill pass, and the sequences that begin with each."""
 
     contexts: list[tuple[int, ...]]
+    images: list[Images | None]
     sequences: list[Sequence]
     source: list[int]  #: by sequence: the index of its prompt
 
@@ -137,7 +155,9 @@ class Decoder:
         self._rows: list[Sequence | None] = []
         self._holes: list[int] = []
         self._modes = Counter[str]()
-        self._direct = DirectDecode(model) if supports(model) else None
+        self._by_row = RowModel(model) if model.by_row else None
+        fast = self._by_row is None and model.masks.window is None
+        self._direct = DirectDecode(model) if fast and supports(model) else None
         self._prefill_tokens = config.max_prefill_tokens or (512 if model.device.type == "cpu" else 16384)
 
     @property
@@ -179,13 +199,14 @@ class Decoder:
                 self._rows[sequence.row] = None
                 self._holes.append(sequence.row)
                 self._modes -= sequence.modes
-                sequence.row, sequence.length = -1, 0
+                sequence.row, sequence.length, sequence.cache = -1, 0, None
 
     def release(self) -> int:
         """Empty the batch and release the KV cache; return its bytes. The sequences may join again."""
+        own = sum(sequence.cache.nbytes for sequence in self.sequences if sequence.cache is not None)
         self.remove(self.sequences)
         self._rows, self._holes = [], []
-        return self._cache.release()
+        return self._cache.release() + own
 
     @torch.inference_mode()
     def run(
@@ -250,76 +271,96 @@ class Decoder:
         table = self._table.head(len(sequences))
         attended = max(sequence.length for sequence in sequences) + 1
         positions = table.integers[:, POSITION]
-        self._cache.begin_decode(positions, attended)
-        tokens, mask = table.integers[:, LAST_TOKEN], self._length_mask(positions, attended)
-        if self._direct is not None:
+        tokens = table.integers[:, LAST_TOKEN]
+        if self._by_row is None:
+            self._cache.begin_decode(positions, attended)
+            mask: Any = self._model.masks.make(positions, attended, self._model.module.dtype)
+        if self._by_row is not None:
+            logits = self._by_row.decode(tokens, [sequence.cache for sequence in sequences])
+        elif self._direct is not None:
             logits = self._direct(tokens, positions, mask, self._cache)
         else:
             logits = self._model.module(
                 input_ids=tokens[:, None],
                 attention_mask=mask,
-                position_ids=positions[:, None],
+                position_ids=(positions + table.integers[:, OFFSET])[:, None],
                 past_key_values=self._cache,
                 use_cache=True,
             ).logits[:, -1]
         positions += 1
+        if self._model.routers is not None:
+            for sequence, experts in zip(sequences, (self._by_row or self._model.routers).taken(), strict=True):
+                sequence.note_experts(experts[None])
         for sequence in sequences:
             sequence.length += 1
         return self._sample(logits, table, sequences, self._modes)
 
-    def _length_mask(self, positions: Tensor, attended: int) -> Tensor:
-        """Return the additive mask ``[B, 1, 1, L]``: a row attends up to its own position."""
-        columns = torch.arange(attended, device=self._device)
-        mask = torch.zeros(positions.shape[0], attended, dtype=self._model.module.dtype, device=self._device)
-        return mask.masked_fill_(columns > positions[:, None], -math.inf)[:, None, None]
-
     def _split(self, joiners: list[Sequence]) -> list[_Prompts]:
         """Split joiners into passes of similar lengths, each within the limit of padded tokens."""
-        sharing: dict[tuple[int, ...], list[Sequence]] = {}
+        sharing: dict[tuple[tuple[int, ...], str], list[Sequence]] = {}
         for sequence in joiners:
-            sharing.setdefault(sequence.context, []).append(sequence)
+            sharing.setdefault((sequence.context, sequence.digest), []).append(sequence)
         passes: list[_Prompts] = []
-        for context in sorted(sharing, key=len):
+        for (context, _), sequences in sorted(sharing.items(), key=lambda each: len(each[0][0])):
             full = passes and (len(passes[-1].contexts) + 1) * len(context) > self._prefill_tokens
             if not passes or full:
-                passes.append(_Prompts([], [], []))
+                passes.append(_Prompts([], [], [], []))
             current = passes[-1]
-            current.source.extend([len(current.contexts)] * len(sharing[context]))
+            current.source.extend([len(current.contexts)] * len(sequences))
             current.contexts.append(context)
-            current.sequences.extend(sharing[context])
+            current.images.append(sequences[0].images)
+            current.sequences.extend(sequences)
         return passes
 
     def _prefill(self, prompts: _Prompts) -> list[Sequence]:
         """Compute prompts, shared ones once, and draw a token for each sequence."""
-        lengths = torch.tensor([len(context) for context in prompts.contexts], device=self._device)
-        width = len(prompts.contexts[-1])  # they are sorted
-        # padding on the right: under a causal mask no token of a prompt ever sees it
-        padded = [context + (0,) * (width - len(context)) for context in prompts.contexts]
         source = torch.tensor(prompts.source, device=self._device)
         rows = torch.tensor([sequence.row for sequence in prompts.sequences], device=self._device)
-        self._cache.begin_prefill(rows, source)
-        last = torch.arange(len(padded), device=self._device), lengths - 1
-        # only the last position's logits are needed; it differs by row, so it is selected at the output layer
-        hook = self._model.output_layer.register_forward_pre_hook(lambda _, inputs: (inputs[0][last][:, None],))
-        try:
-            output = self._model.module(
-                input_ids=torch.tensor(padded, device=self._device),
-                position_ids=torch.arange(width, device=self._device)[None],
-                past_key_values=self._cache,
-                use_cache=True,
-            )
-        finally:
-            hook.remove()
+        if self._by_row is not None:
+            offsets = {prompt: one.offset for one, prompt in zip(prompts.sequences, prompts.source, strict=True)}
+            given = prompts.contexts, prompts.images, [offsets[prompt] for prompt in range(len(prompts.contexts))]
+            logits, caches = self._by_row.prefill(*given)
+            for sequence, prompt in zip(prompts.sequences, prompts.source, strict=True):
+                sequence.cache = caches[prompt].take()
+            width = 0
+        else:
+            logits, width = self._prefill_batch(prompts, rows, source)
+        if self._model.routers is not None:
+            taken = (self._by_row or self._model.routers).taken()
+            starts = [0]
+            for context in prompts.contexts:
+                starts.append(starts[-1] + (width or len(context)))
+            for sequence, prompt in zip(prompts.sequences, prompts.source, strict=True):
+                sequence.note_experts(taken[starts[prompt] : starts[prompt] + len(sequence.context)])
         for sequence in prompts.sequences:
             sequence.length = len(sequence.context)
         table = RowTable.build(
             [(one.request.sampling, one.running.seed, one.length, len(one.token_ids)) for one in prompts.sequences],
             self._device,
+            [one.offset for one in prompts.sequences],
         )
         modes = sum((sequence.modes for sequence in prompts.sequences), Counter[str]())
-        finished = self._sample(output.logits[:, -1].index_select(0, source), table, prompts.sequences, modes)
+        finished = self._sample(logits.index_select(0, source), table, prompts.sequences, modes)
         self._table.write(rows, table)
         return finished
+
+    def _prefill_batch(self, prompts: _Prompts, rows: Tensor, source: Tensor) -> tuple[Tensor, int]:
+        """Return the logits ``[U, V]`` after each prompt, and the padded length."""
+        lengths = torch.tensor([len(context) for context in prompts.contexts], device=self._device)
+        width = len(prompts.contexts[-1])  # they are sorted
+        # padding on the right: under a causal mask no token of a prompt ever sees it
+        padded = [context + (0,) * (width - len(context)) for context in prompts.contexts]
+        self._cache.begin_prefill(rows, source)
+        last = torch.arange(len(padded), device=self._device), lengths - 1
+        # only the last position's logits are needed; it differs by row, so it is selected at the output layer
+        hook = self._model.output_layer.register_forward_pre_hook(lambda _, inputs: (inputs[0][last][:, None],))
+        try:
+            plain = {"position_ids": torch.arange(width, device=self._device)[None]}
+            with self._model.given(torch.tensor(padded, device=self._device), prompts.images) as inputs:
+                output = self._model.module(**{**plain, **inputs}, past_key_values=self._cache, use_cache=True)
+        finally:
+            hook.remove()
+        return output.logits[:, -1], width
 
     def _sample(self, logits: Tensor, table: RowTable, rows: list[Sequence], modes: Counter[str]) -> list[Sequence]:
         tokens, log_probs = draw(logits, table, modes)
@@ -334,63 +375,3 @@ class Decoder:
         # a masked position has weight 0, and 0 times NaN would reach the next sequence in the row
         self._cache.clear(torch.tensor([sequence.row for sequence in broken], device=self._device))
         return [one for one, token, value in drawn if one.error is not None or one.append(token, value)]
-
-
-_NEW_TOKENS = 4
-#: mean difference of log-probabilities that counts as rounding
-_ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
-
-
-def check_requests(model: LoadedModel, rows: int) -> list[GenerateRequest]:
-    """Return up to three requests of different lengths; none if the model's limit is too short."""
-    length = min(5, model.max_model_len - _NEW_TOKENS)
-    if length < 1:
-        return []
-    ids = tuple(1 + n * (model.vocabulary - 2) // length for n in range(length))
-    sampling = SamplingParams(max_new_tokens=_NEW_TOKENS, seed=0, log_probs="raw", ignore_eos=True)
-    prompts = [ids, ids[-1:], ids[:3]][:rows]
-    return [
-        GenerateRequest(request_id=f"check-{n}", prompt_ids=prompt, sampling=sampling)
-        for n, prompt in enumerate(prompts)
-    ]
-
-
-def check_decoding(model: LoadedModel, decoder: Decoder, sequences: list[Sequence]) -> None:
-    """Compare ``sequences`` (two together, then one joins) with plain passes; ``engine.model`` if they differ."""
-    path = str(model.module.config.name_or_path)
-    try:
-        for joiners in (sequences[:2], sequences[2:]):
-            if joiners:
-                decoder.run(joiners, 2, bool)
-        while decoder.running:
-            decoder.run([], 1, bool)
-        failed = [sequence.error for sequence in sequences if sequence.error is not None]
-        if failed:
-            raise failed[0]
-        differences = [_difference(model, sequence) for sequence in sequences]
-    except JackfieldError:
-        raise
-    except Exception as error:
-        raise RolloutError(
-            f"the model in {path} fails in this server's decode loop: {type(error).__name__}: {error}",
-            code="engine.model",
-            where=path,
-        ) from error
-    decoder.release()
-    bound = _ROUNDING[model.module.dtype]
-    if not all(difference <= bound for difference in differences):
-        raise unusable(
-            path,
-            f"log-probabilities in the decode loop within {bound} of a plain forward pass",
-            f"{type(model.module).__name__}: they differ by {max(differences):.3g} on average",
-        )
-
-
-@torch.inference_mode()
-def _difference(model: LoadedModel, sequence: Sequence) -> float:
-    """Return the mean absolute difference of raw log-probabilities from those of one forward pass."""
-    first = len(sequence.request.prompt_ids)
-    ids = torch.tensor([sequence.context], device=model.device)
-    logits = model.module(input_ids=ids, use_cache=False).logits[0, first - 1 : -1].float()
-    expected = logits.log_softmax(-1).gather(1, ids[0, first:, None])[:, 0]
-    return float((expected.cpu() - torch.tensor(sequence.log_probs)).abs().mean())

@@ -11,8 +11,11 @@ Shapes: ``B`` rows, ``Q`` query heads, ``H`` key/value heads, ``L`` positions, `
 
 from __future__ import annotations
 
+import logging
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +30,15 @@ from transformers.modeling_utils import AttentionInterface
 from jackfield.abc.rollout import RolloutContext
 from jackfield.errors import RolloutError
 from jackfield.sdk.jagged import length_limits
+from jackfield_huggingface.architectures import advice
+from jackfield_huggingface.attention import choose_attention, layer_kinds
+from jackfield_huggingface.images import ImageInputs, Images
 from jackfield_huggingface.names import CheckpointNames, auto_class
 from jackfield_huggingface.norms import replace_norms
+from jackfield_huggingface.routers import Routers
 from jackfield_rollout_transformers.config import Config
+
+_LOG = logging.getLogger("jackfield")
 
 
 def use_operator(model: nn.Module) -> int:
@@ -111,6 +120,31 @@ _DTYPES = {
 _TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "tekken")
 
 
+@attrs.frozen
+class LayerMasks:
+    """Which earlier tokens the layers of a model attend to: all, those of a window, or those of a chunk."""
+
+    window: int | None = None
+    chunk: int | None = None
+    kinds: tuple[str, ...] = ()  #: the library takes one mask for each; empty: one mask for all layers
+
+    def make(self, positions: Tensor, attended: int, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+        """Return additive masks ``[B, 1, 1, L]`` for one token per row at ``positions`` ``[B]``."""
+        if not self.kinds:
+            return self._mask("sliding_attention" if self.window else "full_attention", positions, attended, dtype)
+        return {kind: self._mask(kind, positions, attended, dtype) for kind in self.kinds}
+
+    def _mask(self, kind: str, positions: Tensor, attended: int, dtype: torch.dtype) -> Tensor:
+        columns, own = torch.arange(attended, device=positions.device), positions[:, None]
+        hidden = columns > own
+        if kind == "sliding_attention" and self.window is not None:
+            hidden |= columns <= own - self.window
+        if kind == "chunked_attention" and self.chunk is not None:
+            hidden |= columns // self.chunk != own // self.chunk
+        mask = torch.zeros(len(positions), attended, dtype=dtype, device=positions.device)
+        return mask.masked_fill_(hidden, -math.inf)[:, None, None]
+
+
 @attrs.frozen(eq=False)
 class LoadedModel:
     """A causal language model on its device, in evaluation mode, without gradients."""
@@ -123,11 +157,21 @@ class LoadedModel:
     max_model_len: int  #: prompt and response together
     device: torch.device
     names: CheckpointNames  #: of its tensors in the model folder; new weights use them
+    images: ImageInputs | None = None  #: what it takes beside tokens
+    routers: Routers | None = None  #: of its experts, where a run needs to know them
+    masks: LayerMasks = LayerMasks()  #: of the kinds of its layers
+    by_row: str | None = None  #: why its requests are computed one after another; None: they are not
     float8: frozenset[str] = frozenset()  #: names of the weights that are rounded through float8_e4m3fn
 
     def parameters(self) -> list[Tensor]:
         """Return all parameters, tied ones once."""
         return list(self.module.parameters())
+
+    def given(self, input_ids: Tensor, images: Sequence[Images | None]) -> AbstractContextManager[dict[str, Tensor]]:
+        """Return a block for a pass over ``input_ids`` ``[B, P]`` with each row's images, and its arguments."""
+        if self.images is None:
+            return nullcontext({"input_ids": input_ids})
+        return self.images.given(self.module, input_ids, images)
 
 
 def load_model(config: Config, context: RolloutContext) -> LoadedModel:
@@ -140,11 +184,13 @@ def load_model(config: Config, context: RolloutContext) -> LoadedModel:
     if spec.dtype not in _DTYPES:
         raise unusable(path, f"a dtype of {', '.join(_DTYPES)}", spec.dtype)
     device = torch.device(context.device)
+    if device.type == "cuda" and context.memory_fraction is not None:  # it has a process of its own then
+        torch.cuda.set_per_process_memory_fraction(context.memory_fraction, device)
     try:
         module = auto_class(Path(path), spec.trust_remote_code).from_pretrained(
             path,
             dtype=_DTYPES[spec.dtype],
-            attn_implementation=config.attention,
+            attn_implementation=choose_attention(Path(path), config.attention, spec.trust_remote_code),
             trust_remote_code=spec.trust_remote_code,
             use_safetensors=True,  # no pickle
             local_files_only=True,
@@ -154,10 +200,10 @@ def load_model(config: Config, context: RolloutContext) -> LoadedModel:
             f"the model in {path} cannot be loaded: {error}",
             code="engine.model",
             where=path,
-            fix="see the cause; where it says that sdpa is not supported, set attention to eager",
+            fix=f"see the cause; {advice(path, 'served')}",
         ) from error
     names = CheckpointNames(module, Path(path))
-    if config.attention == "sdpa" and device.type == "cpu":
+    if module.config._attn_implementation == "sdpa" and device.type == "cpu":
         module.set_attn_implementation(DECODE_ATTENTION)
     module = module.to(device).eval().requires_grad_(False)
     use_operator(module)
@@ -165,13 +211,22 @@ def load_model(config: Config, context: RolloutContext) -> LoadedModel:
     for name in float8:
         weight = module.get_parameter(name)
         weight.copy_(rounded(weight))
-    settings = module.config.get_text_config()
+    settings = module.config.get_text_config(decoder=True)
     limits = getattr(settings, "max_position_embeddings", None), context.max_model_len
     limit = min((each for each in limits if each is not None), default=1 << 20)
-    _check_architecture(path, settings, limit)
+    limit = _within_rotary_limits(path, settings, limit, given=context.max_model_len is not None)
+    if getattr(settings, "is_encoder_decoder", False):
+        raise unusable(path, "a decoder-only model", "an encoder-decoder model", unsupported=True)
+    masks, by_row = _layout(config.cache, settings, limit)
+    if by_row:
+        _LOG.info("requests of %s are computed one after another: %s", path, by_row)
     head, embeddings = module.get_output_embeddings(), module.get_input_embeddings()
     if head is None or embeddings is None:
-        raise unusable(path, "a model with an embedding and an output layer", type(module).__name__)
+        expected = "a model with an embedding and an output layer"
+        raise unusable(path, expected, type(module).__name__, unsupported=True)
+    routers = Routers.of(module) if spec.router_replay else None
+    if spec.router_replay and routers is None:
+        raise unusable(path, "a mixture of experts (model.router_replay)", type(module).__name__)
     return LoadedModel(
         module=module,
         output_layer=head,
@@ -181,6 +236,10 @@ def load_model(config: Config, context: RolloutContext) -> LoadedModel:
         max_model_len=limit,
         device=device,
         names=names,
+        images=ImageInputs.of(module),
+        routers=routers,
+        masks=masks,
+        by_row=by_row,
         float8=float8,
     )
 
@@ -202,35 +261,57 @@ def load_decode(path: str, trust_remote_code: bool = False) -> Callable[[list[in
     return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def unusable(path: str, expected: str, found: str) -> RolloutError:
-    """Return the error for a refused model."""
-    return RolloutError(
-        f"the model in {path} cannot be served", code="engine.model", where=path, expected=expected, found=found
-    )
+def unusable(path: str, expected: str, found: str, *, unsupported: bool = False) -> RolloutError:
+    """Return the error for a refused model; where its architecture is unsupported, it says what else has it."""
+    fix = advice(path, "served") if unsupported else None
+    details = {"code": "engine.model", "where": path, "expected": expected, "found": found, "fix": fix}
+    return RolloutError(f"the model in {path} cannot be served", **details)
 
 
-def _check_architecture(path: str, settings: Any, limit: int) -> None:
-    """Refuse models known to need more than plain causal attention; the self-check finds others."""
+_MASKED = {"full_attention", "sliding_attention", "chunked_attention"}  #: kinds that a mask describes
+
+
+def _layout(given: str, settings: Any, limit: int) -> tuple[LayerMasks, str | None]:
+    """Return the masks of the model's layers, and why its requests are computed one after another (None: they are not).
+
+    A cache of the whole batch holds keys and values. It holds no state of a recurrence or a convolution.
+    """
+    kinds = layer_kinds(settings)
     window, chunk = (getattr(settings, name, None) for name in ("sliding_window", "attention_chunk_size"))
-    kinds = set(getattr(settings, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"])
-    for kind, reach in (("sliding_attention", window), ("chunked_attention", chunk)):
-        if reach is not None and limit <= reach:
-            kinds.discard(kind)  # every token is within the window
-    strange = sorted(kinds - {"full_attention"})
-    if strange:
-        reach = min(filter(None, (window, chunk)), default=None)
-        hint = f" (or max_model_len of at most {reach})" if reach else ""
-        raise unusable(path, f"layers with full attention{hint}", ", ".join(strange))
-    if getattr(settings, "is_encoder_decoder", False):
-        raise unusable(path, "a decoder-only model", "an encoder-decoder model")
+    strange = sorted(set(kinds) - _MASKED)
+    if given == "rows":
+        return LayerMasks(), "the setting cache is rows"
+    if strange and (strange != ["global_attention", "local_attention"] or limit > getattr(settings, "window_size", 0)):
+        return LayerMasks(), f"some layers have {', '.join(strange)}"
+    if getattr(settings, "alibi", False) or settings.model_type in _ALIBI:
+        return LayerMasks(), "its positions (ALiBi) are made from the mask"
+    window = window if window is not None and limit > window and "sliding_attention" in kinds else None
+    chunk = chunk if chunk is not None and limit > chunk and "chunked_attention" in kinds else None
+    several = (window is not None or chunk is not None) and bool(getattr(settings, "layer_types", None))
+    return LayerMasks(window, chunk, kinds if several else ()), None
+
+
+_ALIBI = {"bloom", "mpt"}
+
+
+def _within_rotary_limits(path: str, settings: Any, limit: int, *, given: bool) -> int:
+    """Return the largest length with one set of rotary frequencies; refuse a larger one that was set by hand.
+
+    A request that crosses it keeps keys of other frequencies, and no pass over the whole request computes the same.
+    """
     for kind, within in length_limits(settings.to_dict()).items():
-        if limit > within:  # a request that crosses it keeps keys of other frequencies, and so do others in its batch
+        if limit <= within:
+            continue
+        if given:
             raise unusable(
                 path,
                 f"max_model_len of at most {within} (cluster.max_model_len): its rope_type is {kind!r}, "
                 "whose frequencies depend on the length beyond",
                 str(limit),
             )
+        _LOG.info("max_model_len of %s is %d: its rope_type %r has other frequencies beyond", path, within, kind)
+        limit = within
+    return limit
 
 
 def _end_ids(module: Any) -> frozenset[int]:

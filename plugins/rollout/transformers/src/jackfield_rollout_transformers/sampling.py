@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import attrs
 import torch
@@ -22,7 +23,7 @@ _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _MASK = (1 << 64) - 1
 
 # integer columns; those that advance with each token stand side by side
-POSITION, COUNTER, LAST_TOKEN, RANDOM_STATE, TOP_K, GREEDY, FILTERED, RAW = range(8)
+POSITION, COUNTER, LAST_TOKEN, RANDOM_STATE, TOP_K, GREEDY, FILTERED, RAW, OFFSET = range(9)
 # float columns
 TEMPERATURE, TOP_P, MIN_P = range(3)
 
@@ -64,7 +65,7 @@ def modes_of(sampling: SamplingParams) -> Counter[str]:
 
 @attrs.frozen(eq=False)
 class RowTable:
-    """Per-row state and parameters: ``integers`` int64 ``[B, 8]`` and ``floats`` float32 ``[B, 3]``."""
+    """Per-row state and parameters: ``integers`` int64 ``[B, 9]`` and ``floats`` float32 ``[B, 3]``."""
 
     integers: Tensor
     floats: Tensor
@@ -73,19 +74,24 @@ class RowTable:
     def zeros(cls, rows: int, device: torch.device) -> RowTable:
         """Create a table of empty rows."""
         return cls(
-            torch.zeros(rows, 8, dtype=torch.int64, device=device),
+            torch.zeros(rows, 9, dtype=torch.int64, device=device),
             torch.zeros(rows, 3, dtype=torch.float32, device=device),
         )
 
     @classmethod
-    def build(cls, rows: list[tuple[SamplingParams, int, int, int]], device: torch.device) -> RowTable:
-        """Create a table of ``(sampling, seed, position, token number)``."""
+    def build(
+        cls, rows: list[tuple[SamplingParams, int, int, int]], device: torch.device, offsets: Sequence[int] = ()
+    ) -> RowTable:
+        """Create a table of ``(sampling, seed, index in the cache, token number)``.
+
+        ``offsets`` are those of positions from these indexes; empty: there are none.
+        """
         integers, floats = [], []
-        for sampling, seed, position, counter in rows:
+        for (sampling, seed, position, counter), offset in zip(rows, offsets or [0] * len(rows), strict=True):
             modes = modes_of(sampling)
             state = _signed(mix(seed))
             flags = (modes[name] for name in ("greedy", "filtered", "raw"))
-            integers.append((position, counter, 0, state, sampling.top_k, *flags))
+            integers.append((position, counter, 0, state, sampling.top_k, *flags, offset))
             floats.append((sampling.temperature or 1.0, sampling.top_p, sampling.min_p))
         return cls(
             torch.tensor(integers, dtype=torch.int64, device=device),

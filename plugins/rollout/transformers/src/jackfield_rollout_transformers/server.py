@@ -8,10 +8,14 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
+import numpy as np
+import torch
+import xxhash
 
 from jackfield.abc.rollout import (
     AbortRequest,
     AbortResult,
+    GenerateRequest,
     HealthReport,
     PauseRequest,
     PauseResult,
@@ -29,13 +33,14 @@ from jackfield.abc.rollout import (
 )
 from jackfield.errors import JackfieldError, RolloutError, WeightsError
 from jackfield.sdk.receiver import WeightReceiver, reopen_receiver
-from jackfield.sdk.relay import MEMORY, Running
 from jackfield.sdk.slices import SliceReceiver, reopen_slice_receiver
+from jackfield_huggingface.relay import MEMORY, Running
 from jackfield_huggingface.serving import SleepingServer
 from jackfield_rollout_transformers.config import Config
 from jackfield_rollout_transformers.decode_loop import DecodeLoop
-from jackfield_rollout_transformers.decoder import Decoder, Sequence, StopStrings, check_decoding, check_requests
+from jackfield_rollout_transformers.decoder import Decoder, Sequence, StopStrings
 from jackfield_rollout_transformers.model import LoadedModel, load_decode, load_model
+from jackfield_rollout_transformers.self_check import check_decoding, check_requests
 from jackfield_rollout_transformers.weights import AdapterUpdate, FullUpdate, ModelWeights
 
 if TYPE_CHECKING:
@@ -49,6 +54,7 @@ class TransformersServer(SleepingServer):
 
     config: Config
     engine_name = "the decode loop"
+    takes_arrays = True
     update_kinds = ("full", "adapter", "delta")
 
     def __init__(self, config: Config, context: RolloutContext) -> None:
@@ -136,6 +142,23 @@ class TransformersServer(SleepingServer):
         running = self._loop.running if self._down() is None else 0
         return attrs.evolve(await super().health(), running=running, waiting=len(self._running) - running)
 
+    def _refuse(self, request: GenerateRequest) -> None:
+        """Raise if the model does not take what a request has beside tokens."""
+        images, name, given = self._model.images, request.request_id, request.multi_modal_data
+        if not given:
+            return
+        problem = ("text alone: this model takes no such images", ", ".join(given))
+        if images is not None:
+            for array in given.values():
+                if not hasattr(array, "dtype"):
+                    raise self._error(f"request {name!r} has inputs that are no arrays", "rollout.request", where=name)
+            found = images.problem(given, request.prompt_ids)
+            if found is None:
+                return
+            problem = found
+        message = f"the images of request {name!r} do not fit the model"
+        raise self._error(message, "rollout.request", where=name, expected=problem[0], found=problem[1])
+
     async def _read(self, running: Running) -> None:
         request, spec = running.request, self.context.model
         if request.sampling.stop and self._decode_text is None:
@@ -155,7 +178,13 @@ class TransformersServer(SleepingServer):
             assert self._decode_text is not None
             stop_strings = StopStrings(sampling.stop, self._decode_text, self._pieces)
         limit = min(sampling.max_new_tokens, self._model.max_model_len - len(request.prompt_ids))
-        return Sequence(running, limit, own.union(sampling.stop_token_ids), stop_strings)
+        seen: dict[str, Any] = {}
+        if request.multi_modal_data and self._model.images is not None:
+            arrays = {name: np.array(each, order="C") for name, each in sorted(request.multi_modal_data.items())}
+            seen["images"] = {name: torch.from_numpy(each) for name, each in arrays.items()}
+            seen["digest"] = _digest(arrays)
+            seen["offset"] = self._model.images.offset(seen["images"])
+        return Sequence(running, limit, own.union(sampling.stop_token_ids), stop_strings, **seen)
 
     def _made(self, sequence: Sequence) -> None:
         if sequence.done.done():  # its caller has left
@@ -171,6 +200,7 @@ class TransformersServer(SleepingServer):
         sequence = self._sequences.get(running.request.request_id)
         if sequence is not None and sequence.running is running:
             sequence.feed(self._version)
+            running.routed_experts = sequence.routed_experts()
         super()._end(running, reason)
 
     async def abort(self, request: AbortRequest) -> AbortResult:
@@ -305,3 +335,12 @@ class TransformersServer(SleepingServer):
 
 def _line(error: BaseException) -> str:
     return error.message if isinstance(error, JackfieldError) else f"{type(error).__name__}: {error}"
+
+
+def _digest(arrays: dict[str, np.ndarray[Any, Any]]) -> str:
+    """Return a digest of arrays, with their names and shapes."""
+    found = xxhash.xxh3_128()
+    for name, array in arrays.items():
+        found.update(f"{name} {array.dtype} {array.shape}\n".encode())
+        found.update(array.tobytes())
+    return found.hexdigest()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from jackfield.abc.rollout import GenerateRequest, RolloutContext, ServerInfo, UpdateWeightsRequest
 from jackfield.errors import PluginError, RolloutError
-from jackfield.sdk.relay import Running, mixed
-from jackfield_huggingface.serving import FolderServer, WeightFolder
+from jackfield_huggingface.relay import Running, mixed
+from jackfield_huggingface.serving import FolderServer, WeightFolder, environment, visible_gpus
 from jackfield_rollout_trtllm.config import Config
 
 EXTENSION = "jackfield_rollout_trtllm.worker.WorkerExtension"
@@ -28,6 +29,34 @@ def llm_arguments(config: Config, context: RolloutContext) -> dict[str, Any]:
         "tensor_parallel_size": config.tensor_parallel,
         "ray_worker_extension_cls": EXTENSION,
     }
+
+
+def cache_fraction(share: float, total: int, free: int, weights: int) -> float:
+    """Return the part of what loading leaves free that the KV cache may have, so that all has ``share`` of ``total``.
+
+    Sizes are in bytes, ``free`` before the model's ``weights`` are loaded.
+    """
+    cache, left = share * total - weights, free - weights
+    if cache <= 0 or left <= 0:
+        raise RolloutError(
+            "the replica's part of the GPU has no room for its KV cache",
+            code="rollout.failed",
+            where="rollout.memory_fraction",
+            expected=f"more than {weights} bytes, the model's weights",
+            found=f"{share:g} of {total} bytes, of which {free} are free",
+            fix="raise it, set cluster.offload: true or cluster.placement: separate, or use more GPUs per replica",
+        )
+    return min(cache / left, 1.0)
+
+
+def _cache_fraction(config: Config, context: RolloutContext) -> float:
+    if context.memory_fraction is None:
+        return config.memory_fraction
+    import torch
+
+    files = sum(file.stat().st_size for file in Path(context.model.path).glob("*.safetensors"))
+    free, total = torch.cuda.mem_get_info(context.device)
+    return cache_fraction(context.memory_fraction, total, free, files // config.tensor_parallel)
 
 
 def check_sampling(request: GenerateRequest) -> None:
@@ -118,15 +147,18 @@ class TrtllmServer(FolderServer):
     async def start(self) -> ServerInfo:
         """Load the model; ``plugin.requirement`` if TensorRT-LLM is not installed."""
         self._begin()
-        self._llm = self._make()
-        self._weight_folder = WeightFolder(self.context, self.config.weight_folder)
+        seconds, who = self.config.start_seconds, "TensorRT-LLM to load the model"
+        with environment(visible_gpus(self.context, self.config.tensor_parallel)):
+            self._llm = self._make()
+            self._weight_folder = WeightFolder(self.context, self.config.weight_folder)
+            await self._set_up(seconds, who)
+        return ServerInfo(replica=self.context.replica)  # its workers read the weights that this process receives
+
+    async def _set_up(self, seconds: float, who: str) -> None:
         try:
-            await self._clock.wait_for(
-                self._llm.setup_async(), self.config.start_seconds, "TensorRT-LLM to load the model"
-            )
+            await self._clock.wait_for(self._llm.setup_async(), seconds, who)
         except Exception as error:
             raise self.cannot_serve(error) from error
-        return ServerInfo(replica=self.context.replica)  # its workers read the weights that this process receives
 
     def _make(self) -> Any:
         try:
@@ -135,7 +167,8 @@ class TrtllmServer(FolderServer):
         except ImportError as error:
             raise self.missing(error) from error
         cache = KvCacheConfig(
-            free_gpu_memory_fraction=self.config.memory_fraction, enable_block_reuse=self.config.prefix_caching
+            free_gpu_memory_fraction=_cache_fraction(self.config, self.context),
+            enable_block_reuse=self.config.prefix_caching,
         )
         return AsyncLLM(**llm_arguments(self.config, self.context), kv_cache_config=cache)
 

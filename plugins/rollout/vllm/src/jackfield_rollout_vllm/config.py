@@ -27,6 +27,7 @@ _OURS = {
     "logprobs_mode": "sampling.log_probs",
     "logits_processors": "sampling",
     "worker_extension_cls": "nothing: it is how weights come",
+    "enable_return_routed_experts": "model.router_replay",
     "quantization": "nothing: weights come unquantised",
 }
 

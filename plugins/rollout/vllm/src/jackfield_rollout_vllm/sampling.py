@@ -21,7 +21,9 @@ ARGUMENT = "jackfield"  #: the key in ``extra_args``
 
 
 @attrs.frozen
-class _Row:
+class Row:
+    """A request's parameters that vLLM does not apply itself."""
+
     top_k: int
     top_p: float
     min_p: float
@@ -30,6 +32,7 @@ class _Row:
 
     @property
     def filters(self) -> bool:
+        """Return whether the logits change."""
         return self.divisor != 1 or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
@@ -39,7 +42,7 @@ class Filters(LogitsProcessor):
     latest: Filters | None = None  #: of this process, for :class:`RawLogProbs`
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, Row] = {}
         Filters.latest = self
 
     def is_argmax_invariant(self) -> bool:
@@ -54,7 +57,7 @@ class Filters(LogitsProcessor):
             self._rows.pop(index, None)
         for index, params, _, _ in batch_update.added:
             self._rows.pop(index, None)
-            row = _row(params)
+            row = row_of(params)
             if row is not None:
                 self._rows[index] = row
         for source, target, direction in batch_update.moved:
@@ -115,9 +118,10 @@ class RawLogProbs(Sampler):
         return super().gather_logprobs(logprobs, num_logprobs, token_ids)
 
 
-def _row(params: SamplingParams) -> _Row | None:
+def row_of(params: SamplingParams) -> Row | None:
+    """Return what a request asks for; None: nothing that vLLM does not do."""
     chosen: Mapping[str, Any] | None = (params.extra_args or {}).get(ARGUMENT)
     if chosen is None:
         return None
-    row = _Row(**chosen)
+    row = Row(**chosen)
     return row if row.filters or row.raw else None

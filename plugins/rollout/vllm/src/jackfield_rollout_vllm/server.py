@@ -18,8 +18,8 @@ from jackfield.abc.rollout import (
     WorkerReceipt,
 )
 from jackfield.errors import PluginError, WeightsError, rebuilt_error
-from jackfield.sdk.relay import Running, mixed
-from jackfield_huggingface.serving import SleepingServer
+from jackfield_huggingface.relay import Running, mixed
+from jackfield_huggingface.serving import SleepingServer, environment, memory_share, visible_gpus
 from jackfield_rollout_vllm.config import Config
 
 _HOTTEST = 2.0  #: highest temperature that vLLM accepts; our logits processor does the rest
@@ -53,6 +53,8 @@ def vllm_arguments(request: GenerateRequest, seed: int, max_model_len: int) -> d
 
 
 _CPU_CACHE_BYTES = 1 << 30
+#: The plugin's logits processors, by whether vLLM's model runner is the second one.
+PROCESSORS = {False: "jackfield_rollout_vllm.sampling:Filters", True: "jackfield_rollout_vllm.sampling_v2:Filters"}
 
 
 class VllmServer(SleepingServer):
@@ -65,6 +67,7 @@ class VllmServer(SleepingServer):
     def __init__(self, config: Config, context: RolloutContext) -> None:
         super().__init__(config, context)
         self._engine: Any = None
+        self._experts: Any = None  #: with router_replay, the layers that have some
         # an adapter is merged into whole weights
         self.update_kinds = ("full", "adapter", "delta") if config.tensor_parallel == 1 else ("full", "delta")
 
@@ -72,6 +75,11 @@ class VllmServer(SleepingServer):
         """Load the model and begin to serve; ``plugin.requirement`` if vLLM is not installed."""
         self._begin()
         self._engine = await self._open_engine()
+        model = self.context.model
+        if model.router_replay:
+            from jackfield_huggingface.routers import RoutedLayers
+
+            self._experts = RoutedLayers.of(model.path, model.trust_remote_code)
         described = self._engine.model_config
         self._vocabulary = described.get_vocab_size()
         self._max_model_len = min(self.context.max_model_len or described.max_model_len, described.max_model_len)
@@ -84,7 +92,16 @@ class VllmServer(SleepingServer):
         except ImportError as error:
             raise self.missing(error) from error
         try:
-            engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._engine_arguments()))
+            with environment(visible_gpus(self.context, self.config.tensor_parallel)):
+                arguments = AsyncEngineArgs(**self._engine_arguments())
+                described = arguments.create_engine_config()
+                newer = getattr(described, "use_v2_model_runner", False)  # vLLM's choice, and on GPUs the usual one
+                described.model_config.logits_processors = [PROCESSORS[newer]]
+                engine = AsyncLLM.from_vllm_config(
+                    described,
+                    enable_log_requests=arguments.enable_log_requests,
+                    disable_log_stats=arguments.disable_log_stats,
+                )
             await engine.collective_rpc("jackfield_prepare")
         except Exception as error:
             raise self.cannot_serve(error) from error
@@ -110,15 +127,15 @@ class VllmServer(SleepingServer):
             "max_model_len": self.context.max_model_len,
             "max_num_seqs": config.max_batch_size,
             "tensor_parallel_size": config.tensor_parallel,
-            "gpu_memory_utilization": config.memory_fraction,
+            "gpu_memory_utilization": memory_share(config, self.context),
             "kv_cache_memory_bytes": cache,
             "enable_prefix_caching": config.prefix_caching,
             "enable_sleep_mode": not current_platform.is_cpu(),
             "enforce_eager": config.eager,
             "logprobs_mode": "processed_logprobs",
-            "logits_processors": ["jackfield_rollout_vllm.sampling:Filters"],
             "worker_extension_cls": "jackfield_rollout_vllm.worker.WorkerExtension",
             "weight_transfer_config": WeightTransferConfig(backend="jackfield"),
+            **({"enable_return_routed_experts": True} if model.router_replay else {}),
         }
 
     async def stop(self) -> None:
@@ -153,6 +170,9 @@ class VllmServer(SleepingServer):
             log_probs = [each[token].logprob for token, each in zip(tokens, part.logprobs or (), strict=True)]
             running.append(tokens, log_probs, self._version)
             if part.finish_reason is not None:
+                if self._experts is not None:
+                    known = len(running.request.prompt_ids) + len(running.token_ids) - 1
+                    running.routed_experts = self._experts.experts(part.routed_experts, known)
                 self._end(running, "length" if part.finish_reason == "length" else "stop")
                 return
 

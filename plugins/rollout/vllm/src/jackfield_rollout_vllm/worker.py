@@ -16,6 +16,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.platforms import current_platform
+from vllm.v1.sample.sampler import Sampler
 
 from jackfield.abc.rollout import UpdateWeightsRequest
 from jackfield.errors import error_fields
@@ -159,6 +160,11 @@ class WorkerExtension:
     def jackfield_prepare(self) -> None:
         """Enable raw log-probabilities for requests that ask for them; called once, after loading."""
         old = self.model_runner.sampler
+        if not isinstance(old, Sampler):  # of the second model runner
+            from jackfield_rollout_vllm.sampling_v2 import return_raw_log_probs
+
+            return_raw_log_probs(old)
+            return
         sampler = RawLogProbs(logprobs_mode=old.logprobs_mode, use_fp64_gumbel=old.use_fp64_gumbel)
         self.model_runner.sampler = sampler.to(self.model_runner.device)
 

@@ -6,16 +6,17 @@ from typing import Any
 
 from jackfield_rollout_vllm.server import VllmServer
 
-_KEPT: dict[str, Any] = {}  #: by model folder
+_KEPT: dict[tuple[str, bool], Any] = {}  #: by model folder, and whether experts are returned
 
 
 class KeptServer(VllmServer):
     """Gets vLLM as a new one would have it: the weights of the folder, nothing running or cached, not paused."""
 
     async def _open_engine(self) -> Any:
-        engine = _KEPT.get(self.context.model.path)
+        key = (self.context.model.path, self.context.model.router_replay)
+        engine = _KEPT.get(key)
         if engine is None:
-            engine = _KEPT[self.context.model.path] = await super()._open_engine()
+            engine = _KEPT[key] = await super()._open_engine()
         await engine.collective_rpc("kept_reload")
         await engine.reset_prefix_cache(reset_running_requests=True)
         await engine.resume_generation()

@@ -17,10 +17,12 @@ class KeptExtension(WorkerExtension):
     """The plugin's, and a way back to the first weights."""
 
     def kept_reload(self) -> None:
-        """Load the folder's weights again."""
+        """Load the folder's weights again; not those of experts, which vLLM packs on a CPU, and no check updates."""
         worker: Any = self
         model, folder = self.model_runner.get_model(), Path(worker.model_config.model)
         self._slow_down(worker)
+        if worker.model_config.is_moe:
+            return
         for file in folder.glob("*.safetensors"):
             model.load_weights(load_file(file).items())
 

@@ -17,7 +17,7 @@ class Config(SessionSettings):
     """Settings of the broadcast."""
 
     backend: Literal["auto", "gloo", "nccl"] = option(
-        "auto", "nccl needs a GPU of its own for the sender and each worker; auto: nccl where the trainer has one."
+        "auto", "nccl needs a GPU of its own for the sender and each worker; auto: nccl where all have one, else gloo."
     )
     bucket_bytes: int = option(
         16 * 2**20, "Tensors are sent in buckets of this size, two at a time; larger ones alone.", gt(0)

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from jackfield.abc.checkpoint_engine import CheckpointEngineContext, ConnectRequest
+from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.errors import WeightsError
 from jackfield.sdk.buckets import Bucket, Entry, entry_of, kept_buffer, raw
+from jackfield.sdk.devices import gpu_identity
 from jackfield.sdk.transfer import OneSenderEngine, Peer
 from jackfield_transport_nccl.config import Config
 from jackfield_transport_nccl.group import Group, SessionStore
@@ -39,27 +40,25 @@ class NCCLCheckpointEngine(OneSenderEngine):
         self._flights: deque[tuple[int, Future[None]]] = deque()  #: broadcasts of the sender by number of the bucket
         self._closing: asyncio.Future[None] | None = None
 
-    def listen(self, secret: str) -> Mapping[str, Any]:
-        """Return the backend, which the trainer chooses."""
-        return {"backend": self._backend()}
-
-    def _backend(self) -> str:
-        if self.config.backend != "auto":
-            return self.config.backend
-        return "nccl" if torch.device(self.context.device).type == "cuda" else "gloo"
-
-    async def connect(self, request: ConnectRequest) -> None:
-        """Connect to the sender, and form a group with all others."""
-        place = request.arguments
-        if place.get("backend") == "nccl" and torch.device(self.context.device).type != "cuda":
+    def _chosen(self, gpus: Sequence[str | None]) -> str:
+        """Return the backend for the GPUs of all members, the sender's first; refuse NCCL where it cannot work."""
+        missing = [self._name(number) for number, each in enumerate(gpus) if each is None]
+        shared = [self._name(number) for number, each in enumerate(gpus) if each is not None and each in gpus[:number]]
+        if self.config.backend == "gloo" or (self.config.backend == "auto" and (missing or shared)):
+            return "gloo"
+        if missing or shared:
             raise WeightsError(
-                "an inference worker without a GPU cannot join an NCCL broadcast",
-                where=f"worker {place['worker']}",
-                expected="a CUDA device",
-                found=self.context.device,
-                fix="set backend: gloo",
+                "NCCL needs a GPU of its own for the sender and each inference worker",
+                where=", ".join(missing or shared),
+                expected="GPUs that no other member has",
+                found="none" if missing else "a GPU that another member has, too",
+                fix="set backend: auto, or checkpoint_engine: shared for processes that share a GPU",
             )
-        await super().connect(request)
+        return "nccl"
+
+    @staticmethod
+    def _name(member: int) -> str:
+        return f"worker {member - 1}" if member else "the sender"
 
     async def meet_workers(self, workers: int) -> None:
         """Form a group with the workers, unless the last one has the same members."""
@@ -70,19 +69,21 @@ class NCCLCheckpointEngine(OneSenderEngine):
             if self._place[1] != size or members != [self.peers[number].said["member"] for number in range(workers)]:
                 await self._leave()
                 name, self._store = secrets.token_hex(8), self._make_store()
-            self.tell({"form": name})
-            await self._form((name, size, 0), self._backend(), self.context.host)
+            own = gpu_identity(self.context.device)
+            backend = self._chosen([own, *(self.peers[number].said["gpu"] for number in range(workers))])
+            self.tell({"form": name, "backend": backend})
+            await self._form((name, size, 0), backend, self.context.host)
             # a member that leaves early (say, after an empty transfer) would break those that are still connecting
             await self.until(lambda peer: "formed" in peer.said, "join the broadcast group")
 
     async def meet_sender(self, place: Mapping[str, Any]) -> None:
         """Form a group with all others, unless the sender keeps the last one."""
-        self.tell({"member": self._place})
+        self.tell({"member": self._place, "gpu": gpu_identity(self.context.device)})
         await self.until(lambda peer: "form" in peer.said, "meet all inference workers")
         member = self.peers[0].said["form"], place["workers"] + 1, place["worker"] + 1
         if member != self._place:
             await self._leave()
-        await self._form(member, place["backend"], self.peers[0].connection.local_host)
+        await self._form(member, self.peers[0].said["backend"], self.peers[0].connection.local_host)
         self.tell({"formed": True})
 
     def _make_store(self) -> SessionStore:

@@ -21,3 +21,6 @@ class Config(SessionSettings):
         "Shared memory in use at most (a larger tensor still passes); beyond it, publishing waits for workers.",
         gt(0),
     )
+    gpu_max_bytes: int = option(
+        256 * 2**20, "The same limit of a GPU's memory, which is used if all workers have the sender's GPU.", gt(0)
+    )

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -17,9 +17,22 @@ import torch
 from jackfield.errors import WeightsError
 
 
+class Segment(Protocol):
+    """A piece of memory that other processes can read, as seen by its creator."""
+
+    buffer: torch.Tensor  #: uint8, ``[bytes]``
+    bucket: int  #: it is free once all workers have received so many buckets
+
+    def place(self) -> dict[str, Any]:
+        """Return the plain values that a worker needs to map it."""
+
+    def free(self) -> None:
+        """Free what does not go with the last reference."""
+
+
 @attrs.define(eq=False)
-class Segment:
-    """A piece of shared memory, as seen by its creator."""
+class HostSegment:
+    """A piece of shared memory of the host, as seen by its creator."""
 
     number: int  #: among all that the pool has made
     descriptor: int
@@ -37,6 +50,9 @@ class Segment:
             "file": [status.st_dev, status.st_ino],
         }
 
+    def free(self) -> None:
+        """Do nothing: the memory goes with the last reference to it."""
+
 
 class Pool:
     """The sender's segments. They are reused, because touching fresh memory is slower than copying.
@@ -44,9 +60,12 @@ class Pool:
     They are freed with the pool's last reference, or with the process, however it ends.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        """Create a pool. Only a single segment larger than ``max_bytes`` may exceed that total."""
-        self._max_bytes = max_bytes
+    def __init__(self, max_bytes: int, make: Callable[[int, int], Segment] | None = None) -> None:
+        """Create a pool of segments that ``make`` makes of a number and a size, by default in the host's memory.
+
+        Only a single segment larger than ``max_bytes`` may exceed that total.
+        """
+        self._max_bytes, self._make = max_bytes, make or host_segment
         self._segments: list[Segment] = []
         self._made = 0
 
@@ -65,8 +84,13 @@ class Pool:
             segment.bucket = 0
 
     def drop(self) -> None:
-        """Release all segments. Processes that have mapped them keep the contents."""
-        self._segments.clear()
+        """Release all segments. Processes that have mapped them keep the contents, unless they are a GPU's."""
+        self._release(self._segments)
+        self._segments = []
+
+    def _release(self, segments: Sequence[Segment]) -> None:
+        for segment in segments:
+            segment.free()
 
     def take(self, size: int, received: int) -> Segment | None:
         """Return a segment of at least ``size`` bytes: the smallest free one, or a new one; None if it must wait.
@@ -79,15 +103,17 @@ class Pool:
             return min(fitting, key=lambda segment: segment.buffer.numel())
         if self.bytes + size > self._max_bytes:
             self._segments = [segment for segment in self._segments if segment not in free]
+            self._release(free)
             if self._segments and self.bytes + size > self._max_bytes:
                 return None
-        segment = _made(self._made, size)
+        segment = self._make(self._made, size)
         self._made += 1
         self._segments.append(segment)
         return segment
 
 
-def _made(number: int, size: int) -> Segment:
+def host_segment(number: int, size: int) -> HostSegment:
+    """Make a segment of the host's memory."""
     if not hasattr(os, "memfd_create"):
         raise WeightsError("this system has no anonymous shared memory", expected="Linux", fix="use nccl or file")
     descriptor = os.memfd_create("jackfield-weights", os.MFD_CLOEXEC)
@@ -99,7 +125,7 @@ def _made(number: int, size: int) -> Segment:
         raise WeightsError(
             f"shared memory cannot be had: {error}", expected=f"{size} bytes", fix="lower max_bytes"
         ) from error
-    segment = Segment(number, descriptor, buffer)
+    segment = HostSegment(number, descriptor, buffer)
     weakref.finalize(segment, os.close, descriptor)
     return segment
 

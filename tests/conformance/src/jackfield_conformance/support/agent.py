@@ -1,34 +1,28 @@
-"""Helpers for the suite of agents: a tokenizer, a scripted model, and a rollout with both.
-
-Each id of a model token is used once, so an id shows which call generated it. The tokens decode to letters that the
-tokenizer encodes to other ids, so text that was tokenised again shows, too.
-"""
+"""Helpers for the suite of agents: a worker as a run has it, rollouts in it, and what must hold of their output."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import itertools
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
+from packaging.version import Version
 
-from jackfield.abc.agent import AgentContext, AgentLoopBase, AgentLoopOutput, AgentSequence
+from jackfield.abc.agent import AgentContext, AgentLoopBase, AgentLoopOutput, AgentSequence, AgentWorkerContext
 from jackfield.abc.rollout import GenerateRequest, GenerateResult
-from jackfield.errors import RolloutError
 from jackfield_conformance.registry import Subject
+from jackfield_conformance.support.agent_model import FIRST_MODEL_TOKEN, Letters, Model
+from jackfield_conformance.support.agent_services import Services
 from jackfield_conformance.support.expecting import assert_no_tasks, cancelled, finite
 from jackfield_conformance.support.processes import descendants, names, remaining
 
-END = 2  #: the token that ends a turn
-_SEPARATOR = 3
-_ANSWER = 4  #: where the model must answer
-_ROLES = {"system": 5, "user": 6, "assistant": 7, "tool": 8}
-_OTHER_ROLE = 9
-_LETTERS = 1_000  #: plus the letter's number
-_FIRST_MODEL_TOKEN = 10_000_000
-_MOST_CALLS = 64
+PAGE = "docs/plugins/agent.md#"
 
 GRACE_SECONDS = 5.0  #: until a cancelled rollout has ended
 
@@ -70,105 +64,6 @@ def tasks(subject: Subject) -> list[ScriptedTask]:
     return made
 
 
-class Letters:
-    """A chat tokenizer with a token per letter."""
-
-    def __init__(self) -> None:
-        self.turns: list[tuple[int, ...]] = []  #: what ``encode_turn`` returned
-        self._texts: dict[int, str] = {}
-        self._ids = itertools.count(_FIRST_MODEL_TOKEN)
-
-    @property
-    def end_token_ids(self) -> tuple[int, ...]:
-        return (END,)
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        return (*itertools.chain.from_iterable(map(self._message, messages)), _ANSWER)
-
-    def encode_turn(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        turn = (_SEPARATOR, *self.encode_chat(messages))
-        self.turns.append(turn)
-        return turn
-
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return "".join(map(self._text, token_ids))
-
-    def answer(self, text: str) -> tuple[int, ...]:
-        """Return new tokens of the model, and the end token."""
-        ids = tuple(itertools.islice(self._ids, len(text)))
-        self._texts.update(zip(ids, text, strict=True))
-        return (*ids, END)
-
-    def _message(self, message: Mapping[str, Any]) -> tuple[int, ...]:
-        content = message.get("content") or ""
-        text = content if isinstance(content, str) else repr(content)
-        return (_ROLES.get(message["role"], _OTHER_ROLE), *(_LETTERS + ord(letter) for letter in text), _SEPARATOR)
-
-    def _text(self, token: int) -> str:
-        if token >= _FIRST_MODEL_TOKEN:
-            return self._texts[token]
-        return chr(token - _LETTERS) if token >= _LETTERS else ""
-
-
-class Model:
-    """A model that answers by script, repeats the last answer, and records its requests.
-
-    The call ``hang_at``, counted from 0, never ends; ``abort_at`` is aborted after ``abort_tokens`` tokens.
-    """
-
-    def __init__(
-        self,
-        answers: Sequence[str],
-        *,
-        tokenizer: Letters | None = None,
-        hang_at: int | None = None,
-        abort_at: int | None = None,
-        abort_tokens: int = 0,
-        fails: bool = False,
-    ) -> None:
-        self.requests: list[GenerateRequest] = []
-        self.calls: list[tuple[GenerateRequest, GenerateResult]] = []  #: those that were answered
-        self.running = 0
-        self.hangs = asyncio.Event()  #: set when the call ``hang_at`` has started
-        self.tokenizer = tokenizer or Letters()
-        self._answers = tuple(answers)
-        self._hang_at, self._abort_at, self._abort_tokens, self._fails = hang_at, abort_at, abort_tokens, fails
-
-    async def __call__(self, request: GenerateRequest) -> GenerateResult:
-        call = len(self.requests)
-        self.requests.append(request)
-        if call >= _MOST_CALLS:
-            raise RuntimeError(f"the agent has asked the model {call} times for one task, and continues")
-        self.running += 1
-        try:
-            await asyncio.sleep(0)
-            if call == self._hang_at:
-                self.hangs.set()
-                await asyncio.Event().wait()
-            if self._fails:
-                raise RolloutError("the replica died (says the conformance suite)", code="rollout.stopped")
-            return self._answer(call, request)
-        finally:
-            self.running -= 1
-
-    def _answer(self, call: int, request: GenerateRequest) -> GenerateResult:
-        token_ids = self.tokenizer.answer(self._answers[min(call, len(self._answers) - 1)])
-        finish_reason = "stop"
-        if len(token_ids) > request.sampling.max_new_tokens:
-            token_ids, finish_reason = token_ids[: request.sampling.max_new_tokens], "length"
-        if call == self._abort_at:
-            token_ids, finish_reason = token_ids[: self._abort_tokens], "abort"
-        result = GenerateResult(
-            request_id=request.request_id,
-            token_ids=token_ids,
-            log_probs=tuple(-(1 + (token + place) % 97) / 100 for place, token in enumerate(token_ids)),
-            weight_versions=tuple(call * 3 + place % 2 + 1 for place in range(len(token_ids))),
-            finish_reason=finish_reason,  # type: ignore[arg-type]
-        )
-        self.calls.append((request, result))
-        return result
-
-
 @attrs.frozen(kw_only=True)
 class Block:
     """The place of one call's tokens in a sequence."""
@@ -186,16 +81,17 @@ class Block:
 
 @attrs.frozen(kw_only=True)
 class Trial:
-    """A finished rollout: the model with its requests, and the agent's output."""
+    """A finished rollout: the model with its requests, the other services, and the agent's output."""
 
     model: Model
+    services: Services
     output: AgentLoopOutput
 
     def blocks(self, sequence: AgentSequence) -> list[Block]:
         """Return the calls whose tokens are in this sequence, in order; require that their tokens are there whole."""
         found = []
         for request, result in self.model.calls:
-            own = [token for token in result.token_ids if token >= _FIRST_MODEL_TOKEN]
+            own = [token for token in result.token_ids if token >= FIRST_MODEL_TOKEN]
             if not own or own[0] not in sequence.response_ids:
                 continue
             start = sequence.response_ids.index(own[0])
@@ -208,31 +104,159 @@ class Trial:
         return sorted(found, key=lambda block: block.start)
 
 
-async def play(
-    subject: Subject,
-    task: ScriptedTask,
-    *,
-    agent: AgentLoopBase | None = None,
-    model: Model | None = None,
-    sampling: Mapping[str, Any] = SAMPLING,
-    fields: Mapping[str, Any] | None = None,
-    **context: Any,
-) -> Trial:
-    """Run one rollout of a task, by default with a new agent and a model with the task's script.
+@attrs.frozen(kw_only=True, eq=False)
+class Rollout:
+    """A rollout that has not run yet."""
 
-    ``fields`` are added to the task's, ``context`` to the ``AgentContext``.
-    """
-    model = model or Model(task.answers)
-    if agent is None:
-        agent = subject.make(AgentContext(generate=model, tokenizer=model.tokenizer, **context))
-    given = copy.deepcopy({**task.fields, **(fields or {})})
-    output = await agent.run(dict(sampling), **given)
-    assert isinstance(output, AgentLoopOutput), f"run returned {type(output).__name__}, expected an AgentLoopOutput"
-    return Trial(model=model, output=output)
+    agent: AgentLoopBase
+    model: Model
+    services: Services
+    task: ScriptedTask
+    sampling: Mapping[str, Any]
+    has_life: bool  #: the agent knows ``start``, ``finish`` and ``close``
+
+    async def run(self, fields: Mapping[str, Any] | None = None) -> Trial:
+        """Run it as a run does, and finish it however it ends; ``fields`` are added to the task's."""
+        return await self.run_with(dict(self.sampling), copy.deepcopy({**self.task.fields, **(fields or {})}))
+
+    async def run_with(self, sampling: dict[str, Any], fields: dict[str, Any]) -> Trial:
+        """Run it with just these arguments."""
+        try:
+            output = await self.agent.run(sampling, **fields)
+        finally:
+            try:
+                if self.has_life:
+                    await self.agent.finish()
+            finally:
+                self.services.end()
+        assert isinstance(output, AgentLoopOutput), f"run returned {type(output).__name__}, expected an AgentLoopOutput"
+        return Trial(model=self.model, services=self.services, output=output)
 
 
-def _short(ids: Sequence[int]) -> str:
-    return f"{tuple(ids)}" if len(ids) <= 8 else f"({', '.join(map(str, ids[:8]))}, …, {len(ids)} tokens)"
+@attrs.frozen(kw_only=True, eq=False)
+class Host:
+    """A worker that runs rollouts of one agent, which ``start`` has prepared."""
+
+    subject: Subject
+    shared: Any  #: what ``start`` returned
+    folder: Path
+    tokenizer: Letters = attrs.field(factory=Letters)
+    _numbers: Iterator[int] = attrs.field(factory=itertools.count, init=False)
+
+    @property
+    def tasks(self) -> list[ScriptedTask]:
+        """The fixture's tasks."""
+        return tasks(self.subject)
+
+    def model(self, task: ScriptedTask, **how: Any) -> Model:
+        """Return a model with the task's script."""
+        return Model(task.answers, self.tokenizer, **how)
+
+    def rollout(
+        self,
+        task: ScriptedTask,
+        *,
+        agent: AgentLoopBase | None = None,
+        model: Model | None = None,
+        services: Services | None = None,
+        sampling: Mapping[str, Any] = SAMPLING,
+        tools: Mapping[str, Any] | None = None,
+        chat: Mapping[str, Any] | None = None,
+        **context: Any,
+    ) -> Rollout:
+        """Make a rollout, by default of a new agent and a model with the task's script.
+
+        ``tools`` and ``chat`` say how these behave, ``context`` has further fields of the ``AgentContext``.
+        """
+        model = model or self.model(task)
+        place = self.folder.parent / f"rollout-{next(self._numbers)}"
+        services = services or Services.of(self.subject.fixture, model, place, tools=tools, chat=chat)
+        agent = agent or self.agent(services, **{"generate": model, **context})
+        made: dict[str, Any] = {"model": model, "services": services, "task": task, "sampling": sampling}
+        return Rollout(agent=agent, has_life=_has_life(self.subject), **made)
+
+    def agent(self, services: Services, **context: Any) -> AgentLoopBase:
+        """Make an agent as a run does; ``context`` needs ``generate`` at least."""
+        fields: dict[str, Any] = {
+            "tokenizer": self.tokenizer,
+            "shared": self.shared,
+            "tools": services.tools,
+            "chat": services.chat,
+            "folder": services.folder,
+            "metric": services.metric,
+            "event": services.event,
+            "seed": 3,
+        }
+        made: AgentLoopBase = self.subject.make(AgentContext(**{**fields, **context}))
+        return made
+
+    async def play(self, task: ScriptedTask, *, fields: Mapping[str, Any] | None = None, **how: Any) -> Trial:
+        """Make a rollout and run it; the arguments are those of :meth:`rollout` and :meth:`Rollout.run`."""
+        return await self.rollout(task, **how).run(fields)
+
+    async def played(self) -> list[tuple[Trial, AgentSequence, list[Block]]]:
+        """Run a rollout of each task; return all sequences, each with its rollout and its calls."""
+        found = []
+        for task in self.tasks:
+            trial = await self.play(task)
+            found += [(trial, sequence, trial.blocks(sequence)) for sequence in trial.output.sequences]
+        assert found, "no task yields a sequence"
+        return found
+
+    async def cancel(self, rollout: Rollout, hangs: asyncio.Event, what: str) -> None:
+        """Cancel a rollout once it waits for what never comes; require that nothing of it continues.
+
+        What an agent with a life in the worker keeps there, such as a pool, is not of the rollout.
+        """
+        tasks_before, processes_before = set(asyncio.all_tasks()), descendants()
+        running = asyncio.create_task(rollout.run())
+        waiting = asyncio.create_task(hangs.wait())
+        await asyncio.wait({running, waiting}, timeout=GRACE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        assert hangs.is_set(), f"the rollout did not come to {what} within {GRACE_SECONDS:g} s"
+        await cancelled(running, GRACE_SECONDS, "the rollout")
+        assert running.cancelled(), "a cancelled rollout returned, expected asyncio.CancelledError to leave it"
+        for name, service in (
+            ("generation", rollout.model),
+            ("tool call", rollout.services.tools),
+            ("request to another model", rollout.services.chat),
+        ):
+            assert not service.running, f"the rollout has ended, but its {name} continues"
+        if self.subject.has("worker_life"):
+            return
+        assert_no_tasks(tasks_before | {waiting}, "after a rollout was cancelled")
+        processes = await asyncio.to_thread(remaining, descendants() - processes_before, GRACE_SECONDS)
+        assert not processes, f"processes that continue after the rollout was cancelled: {names(processes)}"
+
+    async def cancel_at(self, task: ScriptedTask, call: int) -> None:
+        """Cancel a rollout while it waits for the model's ``call``-th answer."""
+        model = self.model(task, hang_at=call)
+        await self.cancel(self.rollout(task, model=model), model.hangs, f"the model's call {call}")
+
+
+@contextlib.asynccontextmanager
+async def opened(subject: Subject) -> AsyncIterator[Host]:
+    """Start what the agent's rollouts share, and close it at the end."""
+    folder, tokenizer = subject.folder / f"worker-{next(_workers)}", Letters()
+    folder.mkdir(parents=True)
+    context = AgentWorkerContext(tokenizer=tokenizer, folder=folder, name=f"conformance-{folder.name}", seed=1)
+    shared = await subject.cls.start(subject.config, context) if _has_life(subject) else None
+    try:
+        yield Host(subject=subject, shared=shared, folder=folder, tokenizer=tokenizer)
+    finally:
+        try:
+            if _has_life(subject):
+                await subject.cls.close(shared)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+_workers = itertools.count()
+
+
+def _has_life(subject: Subject) -> bool:
+    """Return whether a run starts, finishes and closes it: an agent for ABI 1.0 means something else by these names."""
+    return Version(subject.abi) >= Version("1.1")
 
 
 @attrs.define
@@ -245,14 +269,8 @@ class Switch:
         return await self.model(request)
 
 
-async def played(subject: Subject) -> list[tuple[Trial, AgentSequence, list[Block]]]:
-    """Run a rollout of each task; return all sequences, each with its rollout and its calls."""
-    found = []
-    for task in tasks(subject):
-        trial = await play(subject, task)
-        found += [(trial, sequence, trial.blocks(sequence)) for sequence in trial.output.sequences]
-    assert found, "no task yields a sequence"
-    return found
+def _short(ids: Sequence[int]) -> str:
+    return f"{tuple(ids)}" if len(ids) <= 8 else f"({', '.join(map(str, ids[:8]))}, …, {len(ids)} tokens)"
 
 
 def tight_budgets(model: Model) -> list[int]:
@@ -261,36 +279,22 @@ def tight_budgets(model: Model) -> list[int]:
     return sorted({1, lengths[0], lengths[0] + 1, sum(lengths) - 1} - {0, sum(lengths)})
 
 
-def assert_budget(model: Model, budget: int) -> None:
-    """Require that no request asks for more tokens than the rollout has left."""
-    left = budget
-    for turn, (request, result) in enumerate(model.calls):
-        asked = request.sampling.max_new_tokens
-        assert asked <= left, (
-            f"turn {turn} asks for {asked} tokens, and {left} are left of max_new_tokens={budget}: the budget"
-            " holds for all turns together"
-        )
-        left -= len(result.token_ids)
-
-
-async def cancel_at(subject: Subject, task: ScriptedTask, call: int) -> None:
-    """Cancel a rollout while it waits for the model's ``call``-th answer; require that nothing of it continues."""
-    model = Model(task.answers, hang_at=call)
-    tasks_before, processes_before = set(asyncio.all_tasks()), descendants()
-    rollout = asyncio.create_task(play(subject, task, model=model))
-    hangs = asyncio.create_task(model.hangs.wait())
-    await asyncio.wait({rollout, hangs}, timeout=GRACE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-    hangs.cancel()
-    assert model.hangs.is_set(), f"the model was not asked for the {call}-th time within {GRACE_SECONDS:g} s"
-    await cancelled(rollout, GRACE_SECONDS, "the rollout")
-    assert rollout.cancelled(), "a cancelled rollout returned, expected asyncio.CancelledError to leave it"
-    assert not model.running, "the rollout has ended, but its generation continues"
-    assert_no_tasks(tasks_before | {hangs}, "after a rollout was cancelled")
-    processes = await asyncio.to_thread(remaining, descendants() - processes_before, GRACE_SECONDS)
-    assert not processes, f"processes that continue after the rollout was cancelled: {names(processes)}"
+def assert_budget(trial: Trial, budget: int, several: bool) -> None:
+    """Require that no request asks for more tokens than are left, of the rollout or, with several, of its sequence."""
+    calls = [[(each.request, each.result) for each in trial.blocks(one)] for one in trial.output.sequences]
+    for turns in calls if several else [trial.model.calls]:
+        left = budget
+        for turn, (request, result) in enumerate(turns):
+            asked = request.sampling.max_new_tokens
+            assert asked <= left, (
+                f"turn {turn} asks for {asked} tokens, and {left} are left of max_new_tokens={budget}: the budget"
+                " holds for all turns together"
+            )
+            left -= len(result.token_ids)
 
 
 def assert_well_formed(sequence: AgentSequence) -> None:
+    """Require one length of ids, mask, log-probabilities and versions, and plain numbers."""
     lengths = {
         name: len(getattr(sequence, name))
         for name in ("response_ids", "response_mask", "response_log_probs", "weight_versions")
@@ -306,7 +310,9 @@ def assert_well_formed(sequence: AgentSequence) -> None:
 
 
 def assert_aborted(trial: Trial, tokens: int) -> None:
-    aborted = trial.model.calls[-1][1]
+    """Require that sequences with an aborted answer say so."""
+    aborted = trial.model.aborted
+    assert aborted is not None, "nothing was aborted"
     for sequence in trial.output.sequences:
         assert_well_formed(sequence)
         own = [token for token in aborted.token_ids if token in sequence.response_ids]
@@ -316,32 +322,42 @@ def assert_aborted(trial: Trial, tokens: int) -> None:
 
 
 def assert_unique(trials: list[Trial]) -> None:
+    """Require that no two requests have one id."""
     ids = [request.request_id for trial in trials for request in trial.model.requests]
     twice = sorted({id for id in ids if ids.count(id) > 1}) if len(ids) != len(set(ids)) else []
     assert not twice, f"{len(twice)} request ids are used by several requests, such as {twice[0]!r}"
 
 
+def turns_of(mask: Sequence[int]) -> list[tuple[int, int]]:
+    """Return begin and end of each uninterrupted piece of the model's own tokens."""
+    ones = [place for place, own in enumerate(mask) if own]
+    begins = [place for place in ones if place == 0 or not mask[place - 1]]
+    ends = [place + 1 for place in ones if place + 1 == len(mask) or not mask[place + 1]]
+    return list(zip(begins, ends, strict=True))
+
+
 def outline(trial: Trial) -> Mapping[str, Any]:
     """Describe a rollout without the ids of the model's tokens, which differ each time."""
-
-    def plain(ids: tuple[int, ...]) -> str:
-        return trial.model.tokenizer.decode(ids)
-
+    plain: Callable[[Sequence[int]], str] = trial.model.tokenizer.decode
     return {
         "asked": [plain(tuple(request.prompt_ids)) for request in trial.model.requests],
+        "tools": [(call.name, call.arguments) for call in trial.services.tools.asked],
         "sequences": [
             (
                 plain(tuple(each.prompt_ids)),
                 plain(tuple(each.response_ids)),
                 tuple(each.response_mask),
-                repr(each.reward),
+                repr((each.reward, each.token_rewards, each.turn_rewards)),
+                (each.parent, each.relation, each.name),
             )
             for each in trial.output.sequences
         ],
         "num_turns": trial.output.num_turns,
+        "end_reason": trial.output.end_reason,
     }
 
 
 def bits(mask: list[int]) -> str:
+    """Return a mask as a short text."""
     text = "".join(map(str, mask))
     return text if len(text) <= 40 else f"{text[:40]}…"

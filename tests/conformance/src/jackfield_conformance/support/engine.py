@@ -100,11 +100,12 @@ def _saved(model: Any, name: str) -> Path:
 
 @functools.cache
 def plain_model(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
-    """Load the folder's model with transformers' plainest attention. It is shared: copy it before a change."""
+    """Load the folder's model with transformers' plainest operators. It is shared: copy it before a change."""
     from transformers import AutoModelForCausalLM
 
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}  # others lack float64
     with without_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **plain)
     return model.eval()
 
 

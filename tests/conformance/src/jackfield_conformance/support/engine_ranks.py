@@ -26,7 +26,7 @@ from jackfield_conformance.support.processes import hosts
 RANKS = 2
 _SECONDS = 90.0  #: for both processes, imports included
 
-_PLAYED: dict[tuple[type, str], Played] = {}
+_PLAYED: dict[tuple[type, str], Played | AssertionError] = {}
 
 
 @attrs.frozen(eq=False)
@@ -59,14 +59,19 @@ class Played:
 
 
 def play(subject: Subject) -> Played:
-    """Run two ranks of the plugin to their end, once per plugin and process; if one fails, raise its message."""
+    """Run two ranks of the plugin to their end, once per plugin and process; if one fails, always raise its message."""
     key = (subject.cls, repr(subject.config))
     if key not in _PLAYED:
-        number = len(_PLAYED)
-        folder = expecting.temporary_root() / f"ranks-{number}-{os.getpid()}"
+        folder = expecting.temporary_root() / f"ranks-{len(_PLAYED)}-{os.getpid()}"
         folder.mkdir()
-        _PLAYED[key] = _run(subject, folder)
-    return _PLAYED[key]
+        try:
+            _PLAYED[key] = _run(subject, folder)
+        except AssertionError as error:
+            _PLAYED[key] = error
+    played = _PLAYED[key]
+    if isinstance(played, AssertionError):
+        raise AssertionError(*played.args)
+    return played
 
 
 def _run(subject: Subject, folder: Path) -> Played:

@@ -53,10 +53,17 @@ _STARTED: dict[int, ServerInfo] = {}  #: what servers that run said at their sta
 
 @contextlib.asynccontextmanager
 async def started(
-    subject: Subject, *, dtype: str = "float32", settings: Mapping[str, Any] = MappingProxyType({}), **context: Any
+    subject: Subject,
+    *,
+    dtype: str = "float32",
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    folder: str | None = None,
+    router_replay: bool = False,
+    **context: Any,
 ) -> AsyncIterator[tuple[BaseRolloutServer, ServerInfo]]:
-    """Start a server of the tiny model, and stop it at the end."""
-    model = ModelSpec(path=model_folder(), dtype=dtype)
+    """Start a server of the tiny model, or of the model in a folder, and stop it at the end."""
+    model = ModelSpec(path=folder or model_folder(), dtype=dtype, router_replay=router_replay)
+    context = {"device": subject.fixture.get("device", "cpu"), **context}
     server: BaseRolloutServer = subject.make(RolloutContext(model=model, **context), **settings)
     info = _STARTED[id(server)] = await server.start()
     try:

@@ -114,7 +114,7 @@ def the_value_head_is_in_the_checkpoint(subject: Subject) -> None:
         support.assert_tokens(wanted, _values(engine), 0.0, "values after a checkpoint was loaded")
 
 
-def _export(engine: BaseEngine) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def export(engine: BaseEngine) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     _, config = engine.get_per_tensor_param()
     assert config is not None, "an engine with an adapter exports no PEFT config"
     try:
@@ -124,7 +124,7 @@ def _export(engine: BaseEngine) -> tuple[dict[str, torch.Tensor], dict[str, Any]
     return support.weights(engine), plain
 
 
-def _with_peft(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Any:
+def with_peft(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Any:
     """Load the exported adapter onto the plain base model; return the model and the state that PEFT loaded."""
     from peft import PeftModel
     from peft.utils import get_peft_model_state_dict
@@ -150,12 +150,12 @@ def _randomized(engine: BaseEngine) -> None:
 def an_adapter_is_exported_under_the_names_of_peft(subject: Subject) -> None:
     """With an adapter, exactly the adapter's tensors are exported, under PEFT's names, with the PEFT config."""
     with support.opened(subject, lora=LORA) as engine:
-        tensors, config = _export(engine)
+        tensors, config = export(engine)
     chosen = {name: config.get(name) for name in ("peft_type", "r", "lora_alpha")}
     assert chosen == {"peft_type": "LORA", "r": 3, "lora_alpha": 12.0}, f"the PEFT config says {chosen}"
     foreign = sorted(name for name in tensors if "lora_" not in name)
     assert not foreign, f"exported beside the adapter: {foreign[:4]}"
-    _, state = _with_peft(subject.folder / "peft", tensors, config)
+    _, state = with_peft(subject.folder / "peft", tensors, config)
     support.assert_names(state, tensors, "exported tensors, and what PEFT has of this config")
 
 
@@ -165,7 +165,7 @@ def the_exported_adapter_is_the_trained_one(subject: Subject) -> None:
     with support.opened(subject, lora=LORA, optimizer=OptimizerSpec(lr=5e-2)) as engine:
         _randomized(engine)
         found = support.log_probs(engine)
-        model, _ = _with_peft(subject.folder / "peft", *_export(engine))
+        model, _ = with_peft(subject.folder / "peft", *export(engine))
     wanted = []
     with torch.no_grad():
         for row in support.make_rows():
@@ -249,7 +249,7 @@ def has_value_head(subject: Subject) -> bool:
 
 def has_lora(subject: Subject) -> bool:
     """Return whether the engine loads a model with an adapter and exports it."""
-    return _has(subject, _export, lora=LORA)
+    return _has(subject, export, lora=LORA)
 
 
 def _has(subject: Subject, use: Callable[[BaseEngine], Any], **context: Any) -> bool:

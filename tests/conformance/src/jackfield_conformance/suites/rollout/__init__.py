@@ -26,6 +26,7 @@ CAPABILITIES = {
     "weights_full": Capability(what="loads all weights"),
     "engine_log_probs": Capability(what="returns the engine's log-probabilities, in float32 within 1e-4"),
     "weights_float8": Capability(what="loads weights as float8_e4m3fn with a scale per tensor, or rounds them so"),
+    "router_replay": Capability(what="returns the experts of each token of a mixture of experts"),
     "sliding_window": Capability(what="serves models with sliding-window attention beyond the window"),
     "cpu": Capability(what="runs on a CPU"),
     "cuda": Capability(what="runs on an NVIDIA GPU"),

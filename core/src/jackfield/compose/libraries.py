@@ -1,0 +1,45 @@
+"""Libraries that a configuration may need: they are imported where they are used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from jackfield.config import RunConfig
+from jackfield.config.agent_service import AgentServiceConfig
+from jackfield.errors import PluginError
+
+
+def archives() -> Any:
+    """Return the library jackfield-archive."""
+    return _library("jackfield-archive", "an archive")
+
+
+def toolboxes() -> Any:
+    """Return the library jackfield-tools."""
+    return _library("jackfield-tools", "the section tools")
+
+
+def named_models() -> Any:
+    """Return the library jackfield-models."""
+    return _library("jackfield-models", "the section models")
+
+
+def _library(name: str, what: str) -> Any:
+    """Return a library that is imported where it is used; raise ``plugin.requirement`` if it is not installed."""
+    try:
+        return import_module(name.replace("-", "_"))
+    except ModuleNotFoundError as error:
+        fix = f"pip install {name}"
+        raise PluginError(f"{what} needs {name}", code="plugin.requirement", fix=fix) from error
+
+
+def check_agents(config: RunConfig) -> None:
+    """Refuse settings of agents that have no effect, and tools that cannot be made."""
+    if config.mode in ("offline", "train") and (config.agent_service != AgentServiceConfig() or config.tools):
+        where = "tools" if config.tools else "agent_service"
+        raise config.refusal(where, f"mode {config.mode} runs no agents", "nothing, or mode: online")
+    if config.models:
+        named_models().check_models(config.models)
+    if config.tools:
+        toolboxes().check_tools(config.tools)

@@ -1,0 +1,1 @@
+"""An agent whose model calls tools and reads their results, turn by turn."""

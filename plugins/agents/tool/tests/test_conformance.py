@@ -1,0 +1,13 @@
+"""The plugin keeps its contract: the certificate run of ``jackfield plugins check tool``."""
+
+from __future__ import annotations
+
+import pytest
+
+from jackfield_conformance import certify
+
+
+@pytest.mark.timeout(180)
+def test_the_plugin_is_certified() -> None:
+    """Every check of the base tier, and of what the manifest declares, passes."""
+    assert "full" == certify("agent:tool").level

@@ -1,0 +1,1 @@
+"""The command ``jackfield parity``: engines and servers beside a float64 reference."""

@@ -1,0 +1,1 @@
+"""The commands `jackfield queue`: inspect, import, export and serve queues."""

@@ -1,0 +1,1 @@
+"""Jackfield's training engine on VeOmni."""

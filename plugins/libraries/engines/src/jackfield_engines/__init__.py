@@ -1,0 +1,1 @@
+"""What training engines of Jackfield share; it provides no plugin."""

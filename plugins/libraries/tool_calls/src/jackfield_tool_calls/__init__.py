@@ -1,0 +1,7 @@
+"""Parsers of tool calls and reasoning in the answers of models, by the format of the model's family."""
+
+from __future__ import annotations
+
+from jackfield_tool_calls.parsing import FORMATS, Format, Parsed, format_of, parse, split_reasoning
+
+__all__ = ["FORMATS", "Format", "Parsed", "format_of", "parse", "split_reasoning"]

@@ -1,0 +1,114 @@
+"""Programs that know nothing of Jackfield are trained through the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from jackfield.queue import read_ledger
+from jackfield_commands import CommandServer
+
+from .conftest import ROOT, metrics
+from .test_modes import steps
+
+pytestmark = pytest.mark.timeout(300)
+
+Settings = Callable[..., list[str]]
+EXAMPLE = ROOT / "examples" / "openai_program"
+
+
+def post(url: str, key: str, body: Any) -> Any:
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)
+
+
+async def run_agents(address: str, count: int) -> int:
+    """Solve tasks with an agent of the library openai-agents, until the run gives no more; return how many."""
+    agents = pytest.importorskip("agents")
+    agents.set_tracing_disabled(True)
+
+    async def work() -> int:
+        done = 0
+        while True:
+            try:
+                given = await asyncio.to_thread(post, f"{address}/rollouts", "any", {})
+            except (urllib.error.URLError, ConnectionError):  # the run has ended
+                return done
+            async with openai.AsyncOpenAI(base_url=given["base_url"], api_key=given["key"], max_retries=0) as client:
+                model = agents.OpenAIChatCompletionsModel(model="policy", openai_client=client)
+                agent = agents.Agent(name="solver", model=model)
+                result = await agents.Runner.run(agent, given["task"]["question"])
+                text = str(result.final_output)
+            body = {"reward": float(len(text) % 2), "metrics": {"letters": len(text)}}
+            await asyncio.to_thread(post, f"{address}/rollouts/{given['id']}/finish", given["key"], body)
+            done += 1
+
+    return sum(await asyncio.gather(*(work() for _ in range(count))))
+
+
+def test_agents_of_a_library_are_trained_by_changing_their_base_url(
+    jackfield: CommandServer, quickstart_settings: Settings, tmp_path: Path
+) -> None:
+    """Two steps of a real run whose rollouts are agents elsewhere: each sample is acknowledged once."""
+    small = ("data.groups_per_batch=2", "data.rollouts_per_group=4", "schedule.steps=2", "log_prob_check.every=1")
+    command = jackfield.start("gateway", *quickstart_settings("agents", *small))
+    while "gateway: " not in command.out:
+        assert command.running, command.out + command.error
+        time.sleep(0.01)
+    address = command.out.partition("gateway: ")[2].split()[0]
+    assert f"{address}\n" == (tmp_path / "agents" / "gateway.txt").read_text()
+    done = asyncio.run(run_agents(address, 4))
+    assert 0 == command.wait().code, command.out + command.error
+    lines = steps(metrics(tmp_path / "agents"))
+    assert [1, 2] == [line["step"] for line in lines]
+    trained = [
+        key
+        for entry in read_ledger(tmp_path / "agents")
+        if entry["event"] == "ack" and entry["consumer"] == "trainer"
+        for key in entry["keys"]
+    ]
+    assert len(trained) == len(set(trained)) == 16
+    assert done >= 16
+    for line in lines:
+        assert 0.0 <= line["reward/mean"] <= 1.0
+        assert line["agent/letters/mean"] > 0
+        assert line["agent/sequences/mean"] == 1.0
+
+
+@pytest.mark.timeout(900)
+def test_an_unmodified_program_learns(tmp_path: Path) -> None:
+    """The example: after its warm-up, a program's rewards rise with the model that answers it."""
+    folder = tmp_path / "example"
+    settings = ["schedule.steps=10", "evaluation.every=10"]
+    command = [sys.executable, str(EXAMPLE / "openai_program.py"), "--folder", str(folder), *settings]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=840, check=False, cwd=tmp_path, env=environment
+    )
+    assert 0 == done.returncode, done.stdout[-4000:] + done.stderr[-4000:]
+    lines = metrics(folder / "grpo")
+    scores = [line["score"] for line in lines if line["kind"] == "evaluation"]
+    rewards = [line["reward/mean"] for line in steps(lines)]
+    assert 0.2 <= scores[0] <= 0.5
+    assert scores[-1] >= scores[0] + 0.15, scores
+    assert sum(rewards[-3:]) >= sum(rewards[:3]) + 0.3, rewards
+
+
+def test_the_program_of_the_example_runs_without_jackfield() -> None:
+    """It imports nothing of ours."""
+    text = (EXAMPLE / "program.py").read_text()
+    assert "jackfield" not in text.lower()
