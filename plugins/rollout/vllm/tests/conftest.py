@@ -16,6 +16,7 @@ import pytest
 from jackfield.abc.engine import ModelSpec
 from jackfield.abc.rollout import RolloutContext
 from jackfield.plugins import PluginRecord, discover
+from jackfield_conformance.support.rollout import greedy
 from jackfield_conformance.support.rollout_model import model_folder
 from jackfield_kept_process import KeptRolloutProcess
 from jackfield_testing import vllm_python
@@ -52,10 +53,11 @@ class Kept:
         )
 
     async def warm_up(self, *models: ModelSpec) -> None:
-        """Start vLLM for each model, which takes longer than a check may."""
+        """Start vLLM for each model and generate with it, which takes longer than a check may: both import much."""
         for model in models:
             server = self.server(RolloutContext(model=model))
             await server.start()
+            await server.generate(greedy("warm-up", 2))
             await server.stop()
 
 
