@@ -1,0 +1,7 @@
+"""``python -m jackfield``: the command line."""
+
+from __future__ import annotations
+
+from jackfield.cli import main
+
+main(prog_name="python -m jackfield")
