@@ -1,36 +1,40 @@
-"""Jackfield: reinforcement-learning post-training of language models, built from plugins."""
+"""Jackfield: reinforcement-learning post-training of language models, built from plugins.
+
+``GRPO``, ``SFT`` and so on are those of the package jackfield-training, which is imported when one is used.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jackfield.training import DAPO as DAPO
-    from jackfield.training import DPO as DPO
-    from jackfield.training import GRPO as GRPO
-    from jackfield.training import PPO as PPO
-    from jackfield.training import RLOO as RLOO
-    from jackfield.training import SFT as SFT
-    from jackfield.training import Result as Result
-    from jackfield.training import Training as Training
+    from jackfield_training import DAPO, DPO, GRPO, PPO, RLOO, SFT, Result, Training
 
 __version__: str
-_TRAINING = ("DAPO", "DPO", "GRPO", "PPO", "RLOO", "SFT", "Result", "Training")
-__all__ = ["DAPO", "DPO", "GRPO", "PPO", "RLOO", "SFT", "Result", "Training", "__version__"]  # noqa: F822, looked up
+__all__ = ["DAPO", "DPO", "GRPO", "PPO", "RLOO", "SFT", "Result", "Training", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Look up the version and the classes of :mod:`jackfield.training` on first use: ``import jackfield`` is cheap."""
+    """Look up the version and the classes on first use: ``import jackfield`` is cheap."""
     if name == "__version__":
         from importlib.metadata import version
 
         return version("jackfield")
-    if name in _TRAINING:
-        from jackfield import training
+    if name in __all__:
+        from importlib import import_module
 
-        return getattr(training, name)
+        from jackfield.errors import PluginError
+
+        try:
+            return getattr(import_module("jackfield_training"), name)
+        except ModuleNotFoundError as error:
+            if error.name != "jackfield_training":
+                raise
+            raise PluginError(
+                f"jackfield.{name} needs jackfield-training", fix="pip install jackfield-training"
+            ) from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_TRAINING]
+    return sorted({*globals(), *__all__})
