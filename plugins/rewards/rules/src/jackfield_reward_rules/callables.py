@@ -52,7 +52,8 @@ class CallableRewardConfig:
     )
     form: Literal["auto", "text", "messages"] = option(
         "auto",
-        "Form of prompts and completions for TRL's functions; auto: messages if the prompt is a conversation.",
+        "Form of prompts and completions for TRL's functions; auto: texts if the record's column `prompt` is a text, "
+        "as in TRL, else messages.",
     )
     version: str | None = option(None, "Version of the function, under which scores are cached; null: no cache.")
 
