@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -19,10 +20,10 @@ import pytest
 import yaml
 
 import jackfield
-from jackfield import DAPO, DPO, GRPO, PPO, RLOO, SFT, Training
+from jackfield import DAPO, DPO, GRPO, PPO, RLOO, SFT, Result, Training
 from jackfield.compose import run
 from jackfield.config import load_config
-from jackfield_testing import refused
+from jackfield_testing import refused, vllm_python
 
 from .hub import REVISION, serve_hub
 
@@ -182,6 +183,9 @@ reward = lambda solution_str: len(solution_str) % 3
 training = GRPO(model="acme/tiny", train=train, reward=reward, folder="run", **SMALL)
 result = training.run(quiet=True)
 print(result.push_to_hub("acme/trained"))
+SMALL["model.lora"] = {"rank": 2}
+training = GRPO(model="acme/tiny", train=train, reward=reward, folder="adapter", **SMALL)
+training.run(quiet=True).push_to_hub("acme/adapter")
 """
 
 
@@ -202,6 +206,7 @@ def test_models_come_from_the_hub_and_go_there(made: Path, tmp_path: Path) -> No
         pushed, card = hub.models["acme/trained"], hub.models["acme/trained"]["README.md"].decode()
         assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"} <= pushed.keys()
         assert 'base_model: "acme/tiny"' in card
+        assert "acme/tiny" == json.loads(hub.models["acme/adapter"]["adapter_config.json"])["base_model_name_or_path"]
         assert not any("pytorch_model.bin" in each for each in hub.asked), "no pickle is downloaded"
         path = load_config(tmp_path / "run" / "config.yaml").model.path
         assert path.endswith(f"models--acme--tiny/snapshots/{REVISION}")
@@ -233,6 +238,7 @@ def test_what_is_wrong_is_refused_with_what_to_write(made: Path, tmp_path: Path)
         ({"reward": []}, "config.wrong-type", ["no reward in the list"]),
         ({"train": datasets.DatasetDict(train=datasets.Dataset.from_list(PROBLEMS))}, "data.malformed", ["split"]),
         ({"train": []}, "data.malformed", ["no records"]),
+        ({"reward": lambda text: 1.0, "cluster.name": "ray"}, "config.invalid-value", ["cluster.name", "lambda"]),
     ):
         with refused(code, *names):
             GRPO(**{**options, "train": PROBLEMS, **given})
@@ -265,3 +271,53 @@ def test_several_rewards_have_weights(made: Path, tmp_path: Path) -> None:
     assert {"lambda": 0.5, "rules": 2.0, "reward": 1.0} == section["weights"]
     result = training.run(quiet=True)
     assert all(row["reward"] % 0.5 == 0 and row["reward"] >= 0.5 for row in result.samples)
+
+
+@pytest.fixture(scope="module")
+def trained(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Saved folders: a whole model and an adapter that have seen some demonstrations."""
+    folder = tmp_path_factory.mktemp("trained")
+    options = {**SMALL, "steps": 12, "model": made / "model", "train": made / "demonstrations.jsonl"}
+    options |= {"optimizer.lr": 5e-3, "data": {"groups_per_batch": 16}, "sampling": {}}
+    for name, more in (("whole", {}), ("adapter", {"model.lora": {"rank": 4}})):
+        SFT(folder=folder / f"run-{name}", **options, **more).run(quiet=True).save(folder / name)
+    return {name: folder / name for name in ("whole", "adapter")}
+
+
+def loaded(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """What an example of the guide prints."""
+    monkeypatch.setattr(sys, "argv", [name, str(folder)])
+    capsys.readouterr()
+    runpy.run_path(str(EXAMPLES / f"{name}.py"))
+    return capsys.readouterr().out.strip()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft reads it
+def test_transformers_and_peft_load_what_was_saved(
+    trained: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Adapter and merged model give the same answer."""
+    assert loaded("load_transformers", trained["whole"], monkeypatch, capsys)
+    merged = Result(folder=trained["adapter"].with_name("run-adapter")).save(tmp_path / "merged", merge=True)
+    answers = [
+        loaded("load_peft", trained["adapter"], monkeypatch, capsys),
+        loaded("load_transformers", merged, monkeypatch, capsys),
+    ]
+    assert answers[0] == answers[1] != ""
+    assert "peft" in (trained["adapter"] / "README.md").read_text()
+
+
+@pytest.mark.needs("vllm")
+@pytest.mark.timeout(600)  # vLLM takes a minute to start on a busy machine
+def test_vllm_loads_what_was_saved(
+    trained: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It gives the greedy answer of transformers."""
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    command = [str(vllm_python()), str(EXAMPLES / "load_vllm.py"), str(trained["whole"])]
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=580, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    answer = loaded("load_transformers", trained["whole"], monkeypatch, capsys)
+    assert answer == done.stdout.strip().splitlines()[-1].strip() != ""

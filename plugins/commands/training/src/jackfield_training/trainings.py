@@ -101,6 +101,11 @@ class Training:
             if error.code == "config.unknown-key" and error.found in settings:
                 error.fix = _where_it_is(str(error.found)) or error.fix
             raise
+        if self._objects and self.config.cluster.name != "inline":
+            what = (
+                f"the reward {next(iter(self._objects))} is an object of this process, which other workers do not have"
+            )
+            raise self.config.refusal("cluster.name", what, "inline, or a reward in a file that can be imported")
 
     def _add_data(self, values: dict[str, Any], which: str, data: Any) -> None:
         """Set the path of a data set, of which records are to be written into the run's folder, and their format."""
