@@ -103,7 +103,7 @@ class Result:
 
     def _repr_html_(self) -> str:
         text = html.escape(f"{self.name}: {self.steps} steps in {self.folder}")
-        if not (self.folder / "metrics.jsonl").is_file():
+        if not (metrics := self.folder / "metrics.jsonl").is_file():
             return f"<p>{text}</p>"
-        image = base64.b64encode(self.curve._repr_png_()).decode()
+        image = base64.b64encode(Curve(metrics, self.name)._repr_png_()).decode()
         return f'<p>{text}</p><img width="600" src="data:image/png;base64,{image}">'

@@ -136,7 +136,7 @@ class Training:
 
     @property
     def result(self) -> Result:
-        """What is in the folder now, also while the run is stopped or has failed."""
+        """Return what is in the folder now, also after the run was stopped or has failed."""
         return Result(folder=Path(self.config.folder), name=self.config.name)
 
     def run(self, *, quiet: bool = False, hooks: Sequence[object] = ()) -> Result:
@@ -183,7 +183,7 @@ class Training:
 
 
 class _Interrupt(Stop):
-    """A stop of a run in somebody's program, which it never kills: a second signal cancels the run."""
+    """A stop of a run in a user's program, which it never kills: a second signal cancels the run."""
 
     def _received(self, number: int, _: FrameType | None) -> None:
         again, self.code = self.code is not None, 128 + number
