@@ -72,14 +72,39 @@ def test_the_script_trains_and_the_same_script_finds_its_run(quickstart: Path) -
     assert steps == (quickstart / "runs" / "grpo" / "metrics.jsonl").read_text(), "the finished run does nothing"
 
 
+STOPPED = """
+import os, signal
+
+calls = 0
+
+def stopping(completions, **columns):
+    global calls
+    calls += 1
+    if calls == 3:
+        os.kill(os.getpid(), signal.SIGINT)
+    return [float(len(str(each)) % 3) for each in completions]
+
+training = GRPO(
+    model=f"{MADE}/model", train=f"{MADE}/problems.jsonl", reward=stopping, steps=3, folder="runs/stopped",
+    data={"groups_per_batch": 2, "rollouts_per_group": 4}, sampling={"max_new_tokens": 4},
+)
+try:
+    training.run(quiet=True)
+except KeyboardInterrupt:
+    done = max(row["step"] for row in training.result.metrics)
+    print(f"interrupted after {done} of 3 steps")
+"""
+
+
 @pytest.mark.timeout(120)
 def test_the_notebook_runs_and_shows_its_progress_and_its_curve(
     quickstart: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel has an event loop; the reward is a function of a cell."""
+    """A kernel has an event loop; the reward is a function of a cell. The stop button leaves the kernel alive."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("IPYTHONDIR", str(quickstart / "ipython"))
     notebook = nbformat.read(EXAMPLES / "six_lines.ipynb", as_version=4)
+    notebook.cells += [nbformat.v4.new_code_cell(source) for source in (STOPPED, "training.run(quiet=True).steps")]
     nbclient.NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(quickstart)}}).execute()
     outputs = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
     shown = json.dumps(outputs[2])
@@ -89,6 +114,8 @@ def test_the_notebook_runs_and_shows_its_progress_and_its_curve(
     assert 4 == len(json.loads(outputs[4][0].data["text/plain"]))
     assert "<table" in outputs[5][0].data["text/html"]
     assert (quickstart / "runs" / "notebook_model" / "model.safetensors").is_file()
+    assert any(f"interrupted after {done} of 3 steps" in json.dumps(outputs[7]) for done in (1, 2))
+    assert "3" == outputs[8][0].data["text/plain"]
 
 
 def test_importing_jackfield_is_cheap(tmp_path: Path) -> None:
@@ -255,6 +282,15 @@ def test_what_is_wrong_is_refused_with_what_to_write(made: Path, tmp_path: Path)
     assert {"name": "callable", "path": "lambda"} == yaml.safe_load(text)["reward"]
     with refused("config.invalid-value", "this process does not have it", "FILE.py:lambda"):
         run(load_config(tmp_path / "run.yaml", [f"folder={tmp_path / 'yaml'}", "observe.progress=false"]))
+
+
+def test_all_end_tokens_of_the_generation_config_end_a_response(made: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(made / "model", tmp_path / "model")
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(vocabulary))}))
+    training = GRPO(model=model, train=PROBLEMS, reward=reward, folder=tmp_path / "run", **{**SMALL, "steps": 1})
+    (step,) = (row for row in training.run(quiet=True).metrics if row["kind"] == "step")
+    assert 1 == step["response_tokens/max"]
 
 
 def test_an_adapter_is_refused_with_how_to_merge_it(made: Path, tmp_path: Path) -> None:

@@ -4,4 +4,5 @@ from __future__ import annotations
 
 from jackfield.cli import main
 
-main(prog_name="python -m jackfield")
+if __name__ == "__main__":
+    main(prog_name="python -m jackfield")

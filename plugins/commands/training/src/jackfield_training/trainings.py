@@ -187,7 +187,8 @@ class _Interrupt(Stop):
 
     def _received(self, number: int, _: FrameType | None) -> None:
         again, self.code = self.code is not None, 128 + number
-        os.write(2, b"stopping at once\n" if again else b"stopping after this step; a second signal stops at once\n")
+        how = "at once" if again or not self._until else f"{self._until}; a second signal stops at once"
+        os.write(2, f"stopping {how}\n".encode())
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self.abandon if again else self.requested.set)
 
