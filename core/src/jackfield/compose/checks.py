@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +28,7 @@ from jackfield.clock import Clock
 from jackfield.compose.capabilities import check_capabilities
 from jackfield.compose.devices import check_devices
 from jackfield.compose.engines import check_engines
-from jackfield.compose.libraries import archives, check_agents
+from jackfield.compose.libraries import archives, check_agents, hub
 from jackfield.compose.modes import check_mode, check_stages
 from jackfield.compose.resolve import has_arrays, load_tokenizer, resolve_algorithm
 from jackfield.config import RunConfig, load_stages, plugin_settings
@@ -72,6 +73,13 @@ def prepare(config: RunConfig, registry: Registry, hooks: Sequence[object], role
     limit, given = token_limit(config, model), config.cluster.max_model_len
     if limit is not None and given is None and limit < (model.get("max_position_embeddings") or 0):
         _LOG.warning("samples have at most %d tokens: the model's rotary frequencies are others beyond", limit)
+    with suppress(PluginError):  # without the library there is nothing to say
+        said = {
+            key: value for key, value in hub().generation_defaults(Path(config.model.path)).items() if value is not None
+        }
+        if said and config.mode != "offline":
+            what = "the defaults of generation_config.json are not used, sampling.* is: %s"
+            _LOG.warning(what, ", ".join(f"{key} {value}" for key, value in said.items()))
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a log cannot show them
     # making a nested tensor from its values reads a deprecated flag of torch.fx, which logs a warning
@@ -240,6 +248,12 @@ def read_model(config: RunConfig) -> Mapping[str, Any]:
             found = "no config.json" if isinstance(error, FileNotFoundError) else f"config.json: {error}"
         expected = "a Hugging Face folder with config.json, weights and tokenizer"
         fix = f"check the path; the working folder is {Path.cwd()}"
+        if (folder / "adapter_config.json").is_file():
+            what, found = "the model's folder holds an adapter without its base model", "adapter_config.json"
+            fix = (
+                "merge them: AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(NEW),"
+            )
+            fix += " and AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW); or train model.lora on the base"
         raise refused(what, where="model.path", expected=expected, found=found, fix=fix) from error
     pickles = [file.name for pattern in _PICKLES for file in sorted(folder.glob(pattern))]
     if pickles and not any(folder.glob("*.safetensors")):

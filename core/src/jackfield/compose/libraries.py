@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Any
+
+import attrs
 
 from jackfield.config import RunConfig
 from jackfield.config.agent_service import AgentServiceConfig
@@ -25,13 +29,37 @@ def named_models() -> Any:
     return _library("jackfield-models", "the section models")
 
 
-def _library(name: str, what: str) -> Any:
+def hub() -> Any:
+    """Return the models of the Hugging Face Hub, from the library jackfield-huggingface."""
+    return _library("jackfield-huggingface", "a model of the Hub", ".hub")
+
+
+def _library(name: str, what: str, module: str = "") -> Any:
     """Return a library that is imported where it is used; raise ``plugin.requirement`` if it is not installed."""
     try:
-        return import_module(name.replace("-", "_"))
+        return import_module(name.replace("-", "_") + module)
     except ModuleNotFoundError as error:
         fix = f"pip install {name}"
         raise PluginError(f"{what} needs {name}", code="plugin.requirement", fix=fix) from error
+
+
+def with_model_folders(config: RunConfig) -> RunConfig:
+    """Return the configuration with models of the Hub replaced by their folders in the cache; they may be downloaded.
+
+    Raise ``engine.model`` if one is neither a folder nor to be had.
+    """
+
+    def folder(path: str) -> str:
+        if not Path(path).exists():
+            with suppress(PluginError):  # without the library, a missing folder is what there is to say
+                return str(hub().model_folder(path))
+        return path
+
+    model = attrs.evolve(config.model, path=folder(config.model.path))
+    critic = (
+        config.critic if config.critic.path is None else attrs.evolve(config.critic, path=folder(config.critic.path))
+    )
+    return attrs.evolve(config, model=model, critic=critic)
 
 
 def check_agents(config: RunConfig) -> None:

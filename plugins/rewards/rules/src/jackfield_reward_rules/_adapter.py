@@ -243,7 +243,7 @@ def _columns(
     rows = [each["extra_info"] for each in data["requests"]]
     columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
     columns |= {name: [each[name] for each in data["requests"]] for name in STANDARD}
-    ids = [each["response_ids"] for each in data["requests"]]
+    ids = [list(each["response_ids"]) for each in data["requests"]]
     columns |= {"prompts": [], "completions": [], "completion_ids": ids, "completions_ids": ids}
     for row in data["requests"]:
         prompt, completion = _texts(row, data["form"])
@@ -257,7 +257,12 @@ def _columns(
 
 
 def _texts(row: Mapping[str, Any], form: str) -> tuple[Any, Any]:
-    """Return prompt and completion, as messages if the prompt is a conversation, else as texts."""
+    """Return prompt and completion, as messages if the prompt is a conversation, else as texts.
+
+    A record with a text in TRL's column ``prompt`` has no conversation there, though the model was asked in one.
+    """
+    if form == "auto" and isinstance(text := row["extra_info"].get("prompt"), str):
+        return text, row["solution_str"]
     if form == "text" or (form == "auto" and not row["messages"]):
         return row["prompt_str"], row["solution_str"]
     parts = row["parts"] or [{"author": "model", "text": row["solution_str"]}]

@@ -48,7 +48,8 @@ class FunctionRewardConfig:
     )  # fmt: skip
     form: Literal["auto", "text", "messages"] = option(
         "auto",
-        "Form of prompts and completions for TRL's functions; auto: messages if the prompt is a conversation.",
+        "Form of prompts and completions for TRL's functions; auto: texts if the record's column `prompt` is a text, "
+        "as in TRL, else messages.",
     )
     python: str | None = option(None, "Interpreter of these processes, with its own packages; null: this one.")
     memory_bytes: int | None = option(4 * 2**30, "Address space of one process; null: unlimited.", optional(gt(0)))
