@@ -86,6 +86,10 @@ class _Reader:
             return value
         if kind in (Union, types.UnionType):
             accepted = [one for one in members if one is not type(None)]
+            if isinstance(value, Mapping):  # keys and values are meant for the one class, whose errors say more
+                accepted = [one for one in accepted if attrs.has(one)] or accepted
+            elif isinstance(value, list):
+                accepted = [one for one in accepted if typing.get_origin(one) in (tuple, list, Sequence)] or accepted
             if len(accepted) == 1:
                 return self.read(accepted[0], value, path, bounds)
             for one in accepted:  # the first that accepts the value

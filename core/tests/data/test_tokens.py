@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from jackfield.data.tokens import HuggingFaceChatTokenizer, check_vocabulary
+from jackfield.data.encoding import check_vocabulary
+from jackfield.data.tokens import HuggingFaceChatTokenizer
 from jackfield.errors import DataError
 from jackfield_testing import refused
 
