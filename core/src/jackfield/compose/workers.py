@@ -30,7 +30,7 @@ from jackfield.compose.engines import engine_context
 from jackfield.compose.libraries import archives
 from jackfield.compose.resolve import has_arrays, load_tokenizer
 from jackfield.compose.rewards import make_reward, run_id, share_of
-from jackfield.compose.tasks import check_tokens, prompts, read_tasks
+from jackfield.compose.tasks import check_tokens, example, prompts, read_tasks
 from jackfield.compose.worker import KINDS as WORKER_KINDS
 from jackfield.compose.worker import Worker
 from jackfield.config.sections import PluginSection, RunConfig
@@ -266,6 +266,8 @@ class WorkerFactory:
             models = Models(config, self.registry, self.clock, self.router, tokenizer, prefix, RewardError)
             stack.push_async_callback(models.close)
             context = attrs.evolve(context, generate=models)
+        if number == 0:
+            context = attrs.evolve(context, example=example(config))
         settings = share_of(settings, cluster.ray.reward_workers if cluster.name == "ray" else 1)
         agent = make_reward(self.registry, config.reward.name, config.reward.settings, settings, context)
         try:

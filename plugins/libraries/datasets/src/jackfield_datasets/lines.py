@@ -29,12 +29,14 @@ def open_lines(given: DataSet, limit: int | None = None) -> BinaryIO:
     if suffix_of(given.path) == ".jsonl" and limit is None and Path(given.path).is_file():
         _refuse(given, "config", "split")
         return Path(given.path).open("rb")  # it is what this function makes
-    made: Any = tempfile.TemporaryFile(prefix="jackfield-")  # noqa: SIM115 - the caller keeps it
-    for number, row in enumerate(itertools.islice(rows_of(given), limit), 1):
-        with naming(f"{given.path}:{number}"):
-            made.write(_encoded(row))
-    made.flush()
-    return made  # type: ignore[no-any-return]
+    with contextlib.ExitStack() as stack:
+        made = stack.enter_context(tempfile.TemporaryFile(prefix="jackfield-"))
+        for number, row in enumerate(itertools.islice(rows_of(given), limit), 1):
+            with naming(f"{given.path}:{number}"):
+                made.write(_encoded(row))
+        made.flush()
+        stack.pop_all()
+        return made
 
 
 def first_records(opened: BinaryIO) -> list[Any]:

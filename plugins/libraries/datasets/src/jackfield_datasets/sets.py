@@ -132,12 +132,12 @@ def open_tasks(
     names = names if len({*names}) == len(names) else [each.path for each in sets]
     parts, notes, left = list[TaskSet](), list[str](), limit
     for each, name in zip(sets, names, strict=True):
-        opened = open_lines(each, first)
-        with naming(each.path):
-            known = recognise(first_records(opened), each.format or form)
-        if isinstance(known, Layout):
-            notes.append(f"{each.path} has {known.described()}")
-        parts.append(TaskSet(each.path, known, limit=left, answers=answers, opened=opened, name=name))
+        with open_lines(each, first) as opened:
+            with naming(each.path):
+                known = recognise(first_records(opened), each.format or form)
+            if isinstance(known, Layout):
+                notes.append(f"{each.path} has {known.described()}")
+            parts.append(TaskSet(each.path, known, limit=left, answers=answers, opened=opened, name=name))
         left = None if left is None else left - len(parts[-1])
         if left == 0:
             break
