@@ -54,7 +54,8 @@ class FunctionRewardConfig:
     python: str | None = option(None, "Interpreter of these processes, with its own packages; null: this one.")
     memory_bytes: int | None = option(4 * 2**30, "Address space of one process; null: unlimited.", optional(gt(0)))
     try_first: bool = option(
-        True, "Score the first task's own answer before anything is generated; a function that cannot is refused."
+        True,
+        "Score the first task's own answer before anything is generated, and refuse a function that fails on it twice.",
     )
     start_seconds: float = option(60.0, "Longest time to import the function.", gt(0.0))
     version: str | None = option(
@@ -122,12 +123,19 @@ class FunctionReward(WorkerReward):
             await self._try(example)
 
     async def _try(self, example: ScoreRequest) -> None:
-        """Score the first task's own answer, or refuse the function before anything is generated."""
-        results = await self.score_group([example, example]) if self.compares else [await self.compute_score(example)]
-        if error := next((each.error for each in results if each.status != "ok"), None):
-            fix = "correct the function; reward.try_first: false starts without this check"
-            details = {"where": self.config.path, "expected": "a score of the task's own answer", "found": error}
-            raise RewardError("the reward cannot score the first task", code="reward.function", fix=fix, **details)
+        """Score the first task's own answer, twice if it fails, or refuse the function; one that is late is not."""
+        error: str | None = None
+        for _ in range(2):
+            if self.compares:
+                results = list(await self.score_group([example, example]))
+            else:
+                results = [await self.compute_score(example)]
+            error = next((each.error for each in results if each.status == "failed"), None)
+            if error is None:
+                return
+        fix = "correct the function; reward.try_first: false starts without this check"
+        details = {"where": self.config.path, "expected": "a score of the task's own answer", "found": error}
+        raise RewardError("the reward cannot score the first task", code="reward.function", fix=fix, **details)
 
     async def compute_score(self, request: ScoreRequest) -> ScoreResult:
         """Score one sample, when a process is free. ``extra_info`` is passed as JSON."""
