@@ -18,7 +18,7 @@ from jackfield.config.sections import RunConfig, WeightsConfig
 from jackfield.data.tasks import AUTO
 from jackfield.data.tokens import HuggingFaceChatTokenizer
 from jackfield.plugins import Manifest, Registry
-from jackfield.queue.sample_files import is_archive
+from jackfield.queue.sample_files import holds_samples
 
 #: Inputs that an estimator can get from every batch, and those that a run adds if an estimator needs them.
 _ESTIMATOR_INPUTS = {"token_rewards", "response_mask", "group_ids", "rollout_ids", "step_ids", "anchor_ids"}
@@ -153,7 +153,7 @@ def _check(config: RunConfig, resolved: ResolvedAlgorithm, there: Set[str]) -> N
         what = f"advantages {resolved.advantages} compares several rewards, and none are named"
         expected = "names of the reward's metrics; score is the score itself"
         raise config.refusal("algorithm.reward_dimensions", what, expected, code=missing_key)
-    form, archived = config.data.format, any(is_archive(Path(path)) for path in paths_of(config.data.train))
+    form, archived = config.data.format, any(holds_samples(Path(path)) for path in paths_of(config.data.train))
     if resolved.pairs and form.is_given and form.rejected_key in (None, AUTO) and not archived:
         what = f"loss {loss.name} compares two answers, and the data's format names one"
         expected = "the field of the worse answer, beside response_key, that of the better one"

@@ -18,7 +18,7 @@ from jackfield.config.data import DataPaths, paths_of, sets_of
 from jackfield.data.encoding import check_vocabulary, encode_answers, encode_prompt
 from jackfield.data.tasks import Conversation, Task, TaskFormat, TaskSet, plain_text
 from jackfield.errors import JackfieldError
-from jackfield.queue.sample_files import is_archive
+from jackfield.queue.sample_files import holds_samples
 
 _FIRST = 8  #: so many records are read for the first task
 _ENCODED_PROMPTS = 64  #: how many of each set's longest texts are tokenised before the run starts
@@ -45,7 +45,7 @@ def read_tasks(config: RunConfig, algorithm: ResolvedAlgorithm) -> dict[str, Tas
     tasks, form = dict[str, TaskSet](), config.data.format
     for which, file in task_files(config, algorithm).items():
         answers = which == "expert" or (which == "train" and config.mode == "offline")
-        if which == "train" and any(is_archive(Path(path)) for path in paths_of(file)):
+        if which == "train" and any(holds_samples(Path(path)) for path in paths_of(file)):
             tasks[which] = _archived_tasks(config, paths_of(file)[0], pairs=algorithm.pairs)
             continue
         limit = config.evaluation.tasks if which == "eval" else None

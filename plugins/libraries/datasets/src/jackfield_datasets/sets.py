@@ -20,7 +20,7 @@ from jackfield.data.encoding import encode_prompt
 from jackfield.data.tasks import SeededOrder, Task, TaskFormat, TaskSet, naming, refusal
 from jackfield.data.tokens import HuggingFaceChatTokenizer
 from jackfield.errors import ConfigError, DataError, JackfieldError
-from jackfield.queue.sample_files import is_archive
+from jackfield.queue.sample_files import holds_samples
 from jackfield_datasets.lines import FIRST, first_records, open_lines
 from jackfield_datasets.recognition import Layout, recognise
 
@@ -128,7 +128,7 @@ def open_tasks(
 
     With ``answers``, records without an answer to train on are refused. ``first``: only so many records are read.
     """
-    names = [Path(each.path).name.partition(".")[0] or each.path for each in sets]
+    names = [_stem(each.path) for each in sets]
     names = names if len({*names}) == len(names) else [each.path for each in sets]
     parts, notes, left = list[TaskSet](), list[str](), limit
     for each, name in zip(sets, names, strict=True):
@@ -146,6 +146,11 @@ def open_tasks(
     made = MixedSet(parts, weights, notes, None)
     made.order(0)  # refuses weights
     return made
+
+
+def _stem(path: str) -> str:
+    """Return a file's name without its endings, or the name of a set without its split."""
+    return Path(path).name.partition(":")[0].partition(".")[0] or path
 
 
 def _check_ids(parts: Sequence[TaskSet]) -> None:
@@ -185,7 +190,7 @@ def describe(config: RunConfig) -> list[str]:
         own = config.evaluation.sets.get(which)
         form = None if own is None else own.format
         for each in sets_of(given, which):
-            if Path(each.path).exists() and not is_archive(Path(each.path)):
+            if Path(each.path).exists() and not holds_samples(Path(each.path)):
                 try:
                     notes = open_tasks([each], form or data.format, first=FIRST).notes
                 except JackfieldError as error:
