@@ -74,15 +74,15 @@ def test_verls_files_and_a_list_of_rewards(small_run: Run, verl: Path) -> None:
         "train tasks: 1 of 20 prompts have more than 100 tokens and are left out",
     ] == list(notes.found)
     for line in (each for each in lines if each["kind"] == "step"):
-        parts = 0.5 * line["reward/compute_score"] + line["reward/length"]
+        parts = 0.5 * line["reward/compute_score/mean"] + line["reward/length/mean"]
         assert line["reward/mean"] == pytest.approx(parts, abs=1e-5)
-        assert line["reward/length"] > 0
+        assert line["reward/length/mean"] > 0
 
 
 def test_a_reward_is_tried_before_anything_is_generated(small_run: Run, verl: Path, tmp_path: Path) -> None:
     reward = f"reward={{name: function, path: '{verl.parent / 'rewards.py'}:column'}}"
     with pytest.raises(JackfieldError) as caught:
-        small_run("column", f"data.train={verl}", reward)
+        small_run("column", f"data.train={verl}", "data.prompt_overflow=filter", "data.max_prompt_tokens=100", reward)
     assert "reward.function" == caught.value.code
     assert "needs the column 'difficulty'" in str(caught.value.found)
     assert not [*tmp_path.glob("column/samples/*")]
@@ -101,8 +101,8 @@ def test_weights_of_sets_hold_over_a_resume(small_run: Run, made: Path, tmp_path
     )
 
     def tasks(name: str) -> list[str]:
-        rows = map(json.loads, (tmp_path / name / "samples" / "train.jsonl").read_text().splitlines())
-        return [row["task"] for row in rows]
+        rows = list(map(json.loads, (tmp_path / name / "samples" / "train.jsonl").read_text().splitlines()))
+        return [row["tags"]["task"] for row in rows]
 
     small_run("whole", *own, "schedule.steps=4")
     small_run("parts", *own, "schedule.steps=2")
@@ -113,11 +113,11 @@ def test_weights_of_sets_hold_over_a_resume(small_run: Run, made: Path, tmp_path
 
 
 def test_long_prompts_are_cut_where_the_run_says_so(small_run: Run, verl: Path) -> None:
-    notes = Notes()
-    small_run(
-        "cut", f"data.train={verl}", "data.prompt_overflow=truncate_left", "data.max_prompt_tokens=20", hooks=[notes]
-    )
-    assert "20 of 20 prompts have more than 20 tokens and are cut at their beginning" in notes.found[1]
+    notes, reward = Notes(), f"reward={{name: function, path: '{verl.parent / 'rewards.py'}:length'}}"
+    cuts = ("data.prompt_overflow=truncate_left", "data.max_prompt_tokens=10")
+    _, lines = small_run("cut", f"data.train={verl}", reward, *cuts, hooks=[notes])
+    assert "20 of 20 prompts have more than 10 tokens and are cut at their beginning" in notes.found[1]
+    assert all(line["agent/prompt_tokens_cut/mean"] > 0 for line in lines if line["kind"] == "step")
 
 
 def test_explain_says_what_is_recognised(verl: Path, made: Path) -> None:
