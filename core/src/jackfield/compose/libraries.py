@@ -7,6 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from jackfield.abc.reward import ScoreRequest
 from jackfield.config import RunConfig
 from jackfield.config.agent_service import AgentServiceConfig
 from jackfield.data.tasks import TaskFormat
@@ -31,6 +32,12 @@ def has_readers() -> bool:
 def recognised(records: Sequence[Any], form: TaskFormat) -> TaskFormat:
     """Return the format of records; without jackfield-datasets, or with keys that are given, that is ``form``."""
     found: TaskFormat = form if form.is_given or not has_readers() else readers().recognise(records, form)
+    return found
+
+
+def example(config: RunConfig) -> ScoreRequest | None:
+    """Return a sample of the first task with its own answer; None without jackfield-datasets, or without that task."""
+    found: ScoreRequest | None = readers().example(config) if has_readers() else None
     return found
 
 

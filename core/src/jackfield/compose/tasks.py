@@ -9,18 +9,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from jackfield.abc.reward import ScoreRequest
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.compose.libraries import archives, has_readers, readers, recognised
 from jackfield.compose.resolve import load_tokenizer
 from jackfield.config import RunConfig
 from jackfield.config.data import DataPaths, paths_of, sets_of
 from jackfield.data.encoding import check_vocabulary, encode_answers, encode_prompt
-from jackfield.data.tasks import Conversation, Task, TaskFormat, TaskSet, plain_text
+from jackfield.data.tasks import Conversation, TaskFormat, TaskSet
 from jackfield.errors import JackfieldError
 from jackfield.queue.sample_files import holds_samples
 
-_FIRST = 8  #: so many records are read for the first task
 _ENCODED_PROMPTS = 64  #: how many of each set's longest texts are tokenised before the run starts
 
 
@@ -87,22 +85,6 @@ def prompts(config: RunConfig) -> Callable[[Mapping[str, Any]], Conversation]:
         return ()
 
     return prompt_of
-
-
-def example(config: RunConfig) -> ScoreRequest | None:
-    """Return a sample of the first training task with its own answer; None if the tasks are on another machine."""
-    with suppress(JackfieldError):
-        for each in sets_of(config.data.train)[:1]:
-            if has_readers():
-                task: Task = readers().open_tasks([each], config.data.format, first=_FIRST)[0]
-            else:
-                task = open_tasks(each, config.data.format, where="data.train", limit=1)[0]
-            answer = task.ground_truth if task.response is None else plain_text(task.response)
-            texts: Any = {"solution_str": answer, "prompt_str": plain_text(list(task.messages))}
-            texts |= {"data_source": task.data_source, "ground_truth": task.ground_truth, "group_id": task.id}
-            own: Any = {"extra_info": task.fields, "messages": task.messages}
-            return ScoreRequest(**texts, **own, deadline_seconds=config.deadlines.reward)
-    return None
 
 
 def _archived_tasks(config: RunConfig, file: str, *, pairs: bool) -> TaskSet:

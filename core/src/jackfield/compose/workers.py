@@ -27,10 +27,10 @@ from jackfield.compose.agents import Models, agent_host
 from jackfield.compose.checks import interpreters, prompt_limit, register_any
 from jackfield.compose.devices import local_device, placement_request, uses_gpus
 from jackfield.compose.engines import engine_context
-from jackfield.compose.libraries import archives
+from jackfield.compose.libraries import archives, example
 from jackfield.compose.resolve import has_arrays, load_tokenizer
 from jackfield.compose.rewards import make_reward, run_id, share_of
-from jackfield.compose.tasks import check_tokens, example, prompts, read_tasks
+from jackfield.compose.tasks import check_tokens, prompts, read_tasks
 from jackfield.compose.worker import KINDS as WORKER_KINDS
 from jackfield.compose.worker import Worker
 from jackfield.config.sections import PluginSection, RunConfig

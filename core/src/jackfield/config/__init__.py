@@ -5,7 +5,6 @@ The classes of its sections are in :mod:`jackfield.config.sections`.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -99,7 +98,7 @@ def make_config(values: Any, overrides: Sequence[str] = (), *, served: bool = Fa
             values = apply_override(_named(values), override)
         values = _named(values)
         if isinstance(values.get("reward"), list):
-            values["reward"] = _mixture(values["reward"])
+            values["reward"] = {"name": "mix", "parts": values["reward"]}
         for kind in KINDS:
             if isinstance(values.get(kind), Mapping):  # a plugin's settings are given next to its name
                 settings = {"name": getattr(attrs.fields(RunConfig), kind).default.name, **values[kind]}
@@ -133,23 +132,6 @@ def apply_override(values: Mapping[str, Any], text: str) -> dict[str, Any]:
 def _named(values: Mapping[str, Any]) -> dict[str, Any]:
     """Turn plugin sections that are only names into mappings, to which overrides can add."""
     return {key: {"name": value} if key in KINDS and isinstance(value, str) else value for key, value in values.items()}
-
-
-def _mixture(rewards: Sequence[Any]) -> dict[str, Any]:
-    """Return the settings of the reward ``mix`` for a list of rewards, each with its ``weight`` (1) and settings.
-
-    A part is named as its function (``path: file.py:function``), else as its plugin.
-    """
-    parts, weights = dict[str, dict[str, Any]](), dict[str, Any]()
-    for number, given in enumerate(rewards):
-        settings = {"name": given} if isinstance(given, str) else given
-        if not isinstance(settings, Mapping) or not isinstance(settings.get("name"), str):
-            details = {"where": f"reward[{number}]", "expected": "the reward's name and settings, and its weight"}
-            raise ConfigError("a reward of the list has no name", **details, found=repr(given)[:200])
-        called = str(settings.get("path", settings["name"])).rpartition(":")[2].replace(".", "_")
-        name = next(each for n in itertools.count(1) if (each := f"{called}_{n}" if n > 1 else called) not in parts)
-        parts[name], weights[name] = {k: v for k, v in settings.items() if k != "weight"}, settings.get("weight", 1.0)
-    return {"name": "mix", "parts": parts, "weights": weights}
 
 
 #: The meaning of ``checkpoint_engine: auto`` by where replicas run; ``in_process`` reaches no other process, and NCCL

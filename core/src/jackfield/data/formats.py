@@ -65,12 +65,9 @@ class TaskFormat:
     prompt_key: str | None = option(
         AUTO,
         "Field with the problem: a text, or a list of messages; null: response_key and rejected_key hold whole "
-        "conversations, which share the prompt. auto: if no key is given, the first records say what they are; else "
-        "question.",
+        "conversations, which share the prompt. auto: recognised if no key is given; else question.",
     )
-    answer_key: str | None = option(
-        AUTO, "Field with the ground truth; null: tasks have none; auto: recognised, or answer."
-    )
+    answer_key: str | None = option(AUTO, "Field with the ground truth; null: none; auto: recognised, or answer.")
     response_key: str | None = option(
         AUTO,
         "Field with the target of supervised training: a text, or a list of messages; null: the assistant's last "
@@ -82,12 +79,10 @@ class TaskFormat:
     messages_key: str | None = option(
         AUTO,
         "Field with a list of messages (role and content), instead of prompt_key. If the last message is the "
-        "assistant's, its last turn is the answer and the messages before it are the prompt. auto: recognised, or "
-        "null.",
+        "assistant's, its last turn is the answer, the messages before it the prompt. auto: recognised, or null.",
     )
     tools_key: str | None = option(
-        None,
-        "Field with schemas of tools for the chat template, a list or its JSON text; null: recognised, or none.",
+        None, "Field with schemas of tools for the chat template, a list or its JSON text; null: recognised, or none."
     )
     id_key: str = option("id", "Field with the task's id; records without it get file stem and line number.")
     system: str | None = option(None, "System message that is put before the prompt.")

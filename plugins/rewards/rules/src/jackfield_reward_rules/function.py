@@ -16,7 +16,6 @@ import attrs
 from attrs.validators import gt, le, optional
 
 from jackfield.abc.reward import RewardContext, ScoreRequest, ScoreResult
-from jackfield.data.tasks import plain_text
 from jackfield.errors import ConfigError, PluginError, RewardError, RunError
 from jackfield.sdk import option
 from jackfield_user_code import WorkerResult, WorkerReward
@@ -236,7 +235,8 @@ def _own_ground_truth(request: ScoreRequest) -> Any:
     """Return verl's ``reward_model.ground_truth`` as it is in the record, if this is the task's, else its text."""
     reward = request.extra_info.get("reward_model")
     own = reward.get("ground_truth") if isinstance(reward, Mapping) else None
-    return own if own is not None and plain_text(own) == request.ground_truth else request.ground_truth
+    text = own if isinstance(own, str) else json.dumps(own, ensure_ascii=False)
+    return own if own is not None and text == request.ground_truth else request.ground_truth
 
 
 def _without_effect(name: str, what: str, instead: str) -> ConfigError:

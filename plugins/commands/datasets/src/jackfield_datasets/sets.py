@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import bisect
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +15,11 @@ from typing import Any
 import attrs
 import xxhash
 
+from jackfield.abc.reward import ScoreRequest
 from jackfield.config import RunConfig
 from jackfield.config.data import DataSet, sets_of
 from jackfield.data.encoding import encode_prompt
-from jackfield.data.tasks import SeededOrder, Task, TaskFormat, TaskSet, naming, refusal
+from jackfield.data.tasks import SeededOrder, Task, TaskFormat, TaskSet, naming, plain_text, refusal
 from jackfield.data.tokens import HuggingFaceChatTokenizer
 from jackfield.errors import ConfigError, DataError, JackfieldError
 from jackfield.queue.sample_files import holds_samples
@@ -197,3 +199,22 @@ def describe(config: RunConfig) -> list[str]:
                     notes = [str(error)]
                 found += [f"{which} tasks: {note}" for note in notes]
     return found
+
+
+def example(config: RunConfig) -> ScoreRequest | None:
+    """Return a sample of the first training task with its own answer; None if the tasks are not on this machine."""
+    for each in sets_of(config.data.train)[:1]:
+        with contextlib.suppress(JackfieldError):
+            task: Task = open_tasks([each], config.data.format, first=FIRST)[0]
+            answer = task.ground_truth if task.response is None else plain_text(task.response)
+            return ScoreRequest(
+                data_source=task.data_source,
+                solution_str=answer,
+                ground_truth=task.ground_truth,
+                extra_info=task.fields,
+                prompt_str=plain_text(list(task.messages)),
+                deadline_seconds=config.deadlines.reward,
+                group_id=task.id,
+                messages=task.messages,
+            )
+    return None
