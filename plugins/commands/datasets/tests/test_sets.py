@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from jackfield.config.data import DataSet, sets_of
 from jackfield.data.tasks import SeededOrder, TaskFormat, order_of
-from jackfield.errors import ConfigError, DataError
+from jackfield.errors import DataError
 from jackfield_datasets import MixedOrder, MixedSet, open_tasks
+from jackfield_testing import refused
 
 SIZES = st.lists(st.tuples(st.integers(1, 30), st.sampled_from([0.1, 0.5, 0.75, 1, 2, 7])), min_size=1, max_size=4)
 
@@ -104,13 +105,13 @@ def test_same_names_in_two_folders_are_told_apart(tmp_path: Path) -> None:
 def test_equal_ids_in_two_sets_are_refused(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"id": "1", "question": "q", "answer": "a"}))
-    with pytest.raises(DataError, match="one id"):
+    with refused("data.malformed", "a.jsonl:1", "b.jsonl:1"):
         opened(*(DataSet(path=str(tmp_path / f"{name}.jsonl")) for name in "ab"))
 
 
 def test_weights_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     a, b = written(tmp_path, "a", 2), written(tmp_path, "b", 2)
-    with pytest.raises(ConfigError, match="none"):
+    with refused("config.invalid-value", "data.train"):
         sets_of((DataSet(path=a, weight=1.0), b), "data.train")
-    with pytest.raises(ConfigError, match="digits"):
+    with refused("config.invalid-value", "0.123456789"):
         opened(DataSet(path=a, weight=0.123456789), DataSet(path=b, weight=1.0))
