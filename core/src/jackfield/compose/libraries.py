@@ -31,14 +31,12 @@ def has_readers() -> bool:
 
 def recognised(records: Sequence[Any], form: TaskFormat) -> TaskFormat:
     """Return the format of records; without jackfield-datasets, or with keys that are given, that is ``form``."""
-    found: TaskFormat = form if form.is_given or not has_readers() else readers().recognise(records, form)
-    return found
+    return form if form.is_given or not has_readers() else readers().recognise(records, form)
 
 
 def example(config: RunConfig) -> ScoreRequest | None:
     """Return a sample of the first task with its own answer; None without jackfield-datasets, or without that task."""
-    found: ScoreRequest | None = readers().example(config) if has_readers() else None
-    return found
+    return readers().example(config) if has_readers() else None
 
 
 def describe_tasks(config: RunConfig) -> list[str]:

@@ -136,6 +136,12 @@ def test_unknown_and_ambiguous_layouts_list_the_columns(
     assert all(name in str(caught.value.found) for name in record)
 
 
+@pytest.mark.parametrize(("name", "stem"), [("a.b.jsonl", "a.b"), ("a.b.json.gz", "a.b"), ("a.parquet", "a")])
+def test_ids_begin_with_the_name_without_its_ending(tasks_of: Callable[..., list[Task]], name: str, stem: str) -> None:
+    (task,) = tasks_of([{"question": "q", "answer": "a"}], name)
+    assert (f"{stem}:1", stem) == (task.id, task.data_source)
+
+
 @pytest.mark.needs_data("gsm8k")
 def test_gsm8k_itself(shared_data: Path) -> None:
     """The real file, with and without the library, has the same tasks."""

@@ -23,6 +23,7 @@ from jackfield.data.tasks import SeededOrder, Task, TaskFormat, TaskSet, naming,
 from jackfield.data.tokens import HuggingFaceChatTokenizer
 from jackfield.errors import ConfigError, DataError, JackfieldError
 from jackfield.queue.sample_files import holds_samples
+from jackfield_datasets.files import READERS, suffix_of
 from jackfield_datasets.lines import FIRST, first_records, open_lines
 from jackfield_datasets.recognition import Layout, recognise
 
@@ -152,7 +153,8 @@ def open_tasks(
 
 def _stem(path: str) -> str:
     """Return a file's name without its endings, or the name of a set without its split."""
-    return Path(path).name.partition(":")[0].partition(".")[0] or path
+    name, suffix = Path(path).name, suffix_of(path)
+    return (name[: -len(suffix)] if suffix in READERS else name.partition(":")[0]) or path
 
 
 def _check_ids(parts: Sequence[TaskSet]) -> None:
