@@ -13,6 +13,7 @@ from jackfield import __version__
 from jackfield.abc.engine import BaseEngine, EngineContext, LoadCheckpointRequest, SaveCheckpointRequest
 from jackfield.compose.libraries import hub
 from jackfield.config import RunConfig, make_config
+from jackfield.config.data import paths_of
 from jackfield.errors import EngineError, PluginError, RunError
 from jackfield.plugins import discover
 from jackfield.trainer.checkpoint import Checkpoint
@@ -79,7 +80,7 @@ def write_card(folder: Path, config: RunConfig, steps: int, *, averaged: bool = 
         "algorithm": config.algorithm.name,
         "steps": str(steps),
         "optimizer": f"{config.optimizer.name}, peak learning rate {config.optimizer.lr:g}",
-        "training data": str(config.data.train),
+        "training data": ", ".join(paths_of(config.data.train)) or "None",
         "engine": config.engine.name,
         "Jackfield": __version__,
     }

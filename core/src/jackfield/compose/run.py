@@ -277,7 +277,10 @@ def _reported(builder: RunBuilder, checkpoint: Checkpoint | None) -> Iterator[No
     role, config, folder = builder.role, builder.role.config, Path(builder.role.config.folder)
     failure, stopped, first_step = None, False, 0 if checkpoint is None else checkpoint.step
     plain, steps = as_plain(config), config.schedule.steps
-    started = RunStarted(name=config.name, folder=str(folder), total_steps=steps, first_step=first_step, config=plain)
+    sets = role.tasks.items()
+    notes = tuple(f"{name} tasks: {note}" for name, each in sets for note in each.notes)
+    shown: dict[str, Any] = {"first_step": first_step, "config": plain, "notes": notes}
+    started = RunStarted(name=config.name, folder=str(folder), total_steps=steps, **shown)
     role.hooks.emit(started)
     try:
         yield

@@ -81,6 +81,8 @@ class ProgressDisplay(Observer):
         plugins = [f"{kind} {event.config[kind]['name']}" for kind in _KINDS if kind in event.config]
         if plugins:
             self.report(f"plugins: {', '.join(plugins)}")
+        for note in event.notes:
+            self.report(note)
         if event.first_step > 0:
             self.report(f"resumed after step {event.first_step} of {event.total_steps}")
             for line in read_lines(self.folder / "metrics.jsonl", event.first_step):

@@ -12,9 +12,6 @@ import attrs
 from jackfield.errors import DataError, RunError
 from jackfield.files import digest_of, replacing
 
-#: Fields of a record that hold its answer, the first that there is; ``answer`` is the default of ``data.format``.
-_ANSWERS = ("ground_truth", "solution", "label")
-
 
 @attrs.frozen
 class Records:
@@ -53,26 +50,6 @@ class Records:
             expected, fix = "texts, finite numbers, lists and dicts", "convert the column, or remove it"
             what, where = "a record cannot be written as JSON", f"{self.which}[{number}]"
             raise DataError(what, where=where, expected=expected, found=error, fix=fix) from error
-
-    def format(self, *, offline: bool, pairs: bool) -> dict[str, Any]:
-        """Return ``data.format`` for the columns that TRL and others use; without those, the defaults.
-
-        ``offline``: the records have answers to learn from. ``pairs``: they have two each.
-        """
-        record, found = self.first(), dict[str, Any]()
-        if "question" not in record:
-            if "messages" in record and "prompt" not in record:
-                found["messages_key"] = "messages"
-            elif "prompt" in record or "chosen" in record:
-                found["prompt_key"] = "prompt" if "prompt" in record else None
-        answers = [key for key in ("chosen", "completion") if key in record]
-        if offline and answers:
-            found["response_key"] = answers[0]
-            if pairs and "rejected" in record:
-                found["rejected_key"] = "rejected"
-        if "answer" not in record:
-            found["answer_key"] = next((key for key in _ANSWERS if key in record), None)
-        return found
 
 
 def _json(value: Any) -> Any:

@@ -108,7 +108,7 @@ class Training:
             raise self.config.refusal("cluster.name", what, "inline, or a reward in a file that can be imported")
 
     def _add_data(self, values: dict[str, Any], which: str, data: Any) -> None:
-        """Set the path of a data set, of which records are to be written into the run's folder, and their format."""
+        """Set the path of a data set; records are to be written into the run's folder."""
         if isinstance(data, str | Path):
             _put(values, f"data.{which}", data)
             return
@@ -116,10 +116,6 @@ class Training:
         records.first()
         self._records.append(records)
         _put(values, f"data.{which}", records.file)
-        if which == "train" and "format" not in values["data"]:
-            values["data"]["format"] = records.format(
-                offline=values["mode"] == "offline", pairs=self.algorithm != "sft"
-            )
 
     def to_yaml(self, file: str | Path | None = None) -> str:
         """Return the settings as a file for ``jackfield run``, and write it if a path is given.
