@@ -80,7 +80,7 @@ calls = 0
 def stopping(completions, **columns):
     global calls
     calls += 1
-    if calls == 3:
+    if calls == 4:  # the first tries the reward, two more are of the first step
         os.kill(os.getpid(), signal.SIGINT)
     return [float(len(str(each)) % 3) for each in completions]
 
@@ -182,7 +182,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_not_the_program(
 
     def reward(completions: list[str], **columns: Any) -> list[float]:
         calls.append(1)
-        if len(calls) == 3:  # in the second step
+        if len(calls) == 4:  # in the second step; the first call tries the reward
             os.kill(os.getpid(), number)
         return [float(len(str(completion)) % 3) for completion in completions]
 

@@ -55,6 +55,10 @@ class CallableRewardConfig:
         "Form of prompts and completions for TRL's functions; auto: texts if the record's column `prompt` is a text, "
         "as in TRL, else messages.",
     )
+    try_first: bool = option(
+        True,
+        "Score the first task's own answer before anything is generated, and refuse a function that fails on it twice.",
+    )
     version: str | None = option(None, "Version of the function, under which scores are cached; null: no cache.")
 
 
