@@ -260,10 +260,7 @@ def _columns(
 
 
 def _texts(row: Mapping[str, Any], form: str) -> tuple[Any, Any]:
-    """Return prompt and completion, as messages if the prompt is a conversation, else as texts.
-
-    A record with a text in TRL's column ``prompt`` has no conversation there, though the model was asked in one.
-    """
+    """Return prompt and completion, as messages if the prompt, or TRL's column of it, is a conversation, else texts."""
     if form == "auto" and isinstance(text := row["extra_info"].get("prompt"), str):
         return text, row["solution_str"]
     if form == "text" or (form == "auto" and not row["messages"]):
