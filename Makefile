@@ -1,11 +1,15 @@
 # The two commands of the README, and a few for those who work on Jackfield.
-.PHONY: quickstart test nightly wheels develop check format docs constraints references benchmark-peers benchmark-transfer-queue interpreters gpu gpu-wheels clean
+.PHONY: quickstart real-model test nightly wheels develop check format docs constraints references benchmark-peers benchmark-transfer-queue interpreters gpu gpu-wheels clean
 
 PYTHON = .venv/bin/python
 
 quickstart: ## install the first plugins and watch a language model get better at a task
 	@python3 tools/environment.py quickstart
 	$(PYTHON) examples/quickstart/quickstart.py $(ARGS)
+
+real-model: ## SFT, then GRPO with LoRA: SmolLM2-135M on GSM8K, an hour on two cores; GSM8K=folder with train.jsonl and test.jsonl
+	@python3 tools/environment.py quickstart
+	$(PYTHON) examples/real_model/real_model.py --data $(GSM8K) $(ARGS)
 
 test: ## everything that CI runs
 	@bash .ci/run

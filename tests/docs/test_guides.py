@@ -383,3 +383,17 @@ def test_what_is_wrong_in_the_tests_is_in_the_guide() -> None:
     )
     assert len(tested) > 15
     assert [] == [code for code in tested if f"| `{code}` |" not in TROUBLE]
+
+
+def test_the_mixture_of_the_guide(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums and stories are recognised, come 3 to 1, and are scored by two rewards."""
+    monkeypatch.chdir(REPOSITORY)  # its paths are from there
+    given = small(tmp_path, model_folder, Path("none"), "data.eval=null", "data.groups_per_batch=4", "schedule.steps=2")
+    given += ["data.max_prompt_tokens=56", "observe.samples_per_step=16"]
+    given = [each for each in given if not each.startswith(("data.train", "data.eval=none", "evaluation."))]
+    run(load_config(GUIDES / "data.yaml", given))
+    found = steps(tmp_path)
+    assert all({"reward/rules/mean", "reward/compute_score/mean"} <= step.keys() for step in found)
+    rows = [json.loads(line) for line in (tmp_path / "samples" / "train.jsonl").read_text().splitlines()]
+    sets = [row["tags"]["task"].partition(":")[0] for row in rows if row["step"] == 1]
+    assert {"sums", "stories"} == {*sets}

@@ -320,7 +320,7 @@ def write_reward(place: Workplace, text: str) -> str:
     """An override: a reward function of one's own."""
     file = place.folder / "my_reward.py"
     file.write_text(textwrap.dedent(text))
-    return f"reward={{name: function, path: '{file}:compute_score'}}"
+    return f"reward={{name: function, path: '{file}:compute_score', try_first: false}}"
 
 
 def test_reward_function_that_raises(place: Workplace) -> None:

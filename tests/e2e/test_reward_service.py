@@ -64,7 +64,7 @@ def reward(tmp_path: Path) -> Callable[[str], str]:
     def named(function: str) -> str:
         file = tmp_path / "my_reward.py"
         file.write_text(REWARD)
-        return f"reward={{name: function, path: '{file}:{function}'}}"
+        return f"reward={{name: function, path: '{file}:{function}', try_first: false}}"
 
     return named
 
@@ -106,7 +106,7 @@ def test_a_second_run_finds_the_scores_of_the_first(
     assert {True} == {row["cached"] for row in rows(second.folder)}
     file = tmp_path / "my_reward.py"
     file.write_text(REWARD + "\n# edited\n")
-    edited = f"reward={{name: function, path: '{file}:compute_score'}}"
+    edited = f"reward={{name: function, path: '{file}:compute_score', try_first: false}}"
     small_run("third", edited, cache)
     assert 2 * made == len(calls.read_text().splitlines())
 

@@ -61,7 +61,7 @@ def test_a_replica_and_a_reward_of_a_run_that_die_are_replaced(
     (tmp_path / "reward.py").write_text(REWARD)
     settings = quickstart_settings(
         "run", f"cluster.interpreters={{rollout: {python}}}",
-        f"reward={{name: function, path: {tmp_path}/reward.py:score}}",
+        f"reward={{name: function, path: {tmp_path}/reward.py:score, try_first: false}}",
         "schedule.steps=4", "data.groups_per_batch=2", "data.rollouts_per_group=2", "cluster.replica_restarts=5",
         "algorithm.old_log_probs=engine", f"deadlines.heartbeat={SILENCE}",
     )  # fmt: skip

@@ -105,7 +105,8 @@ def ended(
         "observe.progress=false", "observe.curve=false", "observe.tensorboard=false", "checkpoint.every=1",
         "cluster={name: ray, threads: 1, replicas: 1, replica_restarts: 10}",
         "cluster.ray={num_cpus: 3, object_store_bytes: 200000000}", "checkpoint.max_recoveries=10", ray_interpreters,
-        f"deadlines.heartbeat={SILENCE}", f"reward={{name: function, path: {folder}/reward.py:score}}",
+        f"deadlines.heartbeat={SILENCE}",
+        f"reward={{name: function, path: {folder}/reward.py:score, try_first: false}}",
     ]  # fmt: skip
     (folder / "reward.py").write_text(REWARD.format(folder=folder))
     home = folder / "home"

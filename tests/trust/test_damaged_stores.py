@@ -133,6 +133,7 @@ class Killed:
             f"data.groups_per_batch={PROMPTS}",
             f"data.rollouts_per_group={RUNS}",
             f"reward={{name: function, path: '{reward}:compute_score', keywords: {{reached: '{self.reached}'}}}}",
+            "reward.try_first=false",
             "queue.durable=true",
             *store.settings,
         )

@@ -149,7 +149,7 @@ def test_a_reward_that_always_raises(run: Run, tmp_path: Path) -> None:
     """The error leads with its exception, too, and DAPO's filter does not hide it."""
     file = tmp_path / "reward.py"
     file.write_text("def score(**_):\n    raise ValueError('no such unit')\n")
-    reward = f"reward={{name: function, path: '{file}:score'}}"
+    reward = f"reward={{name: function, path: '{file}:score', try_first: false}}"
     ended = run("reward", reward, "algorithm.name=dapo")
     assert 1 == ended.code
     first = ended.error.splitlines()[0]

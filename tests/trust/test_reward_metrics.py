@@ -58,7 +58,7 @@ def run(jackfield: CommandServer, tmp_path: Path, quickstart_settings: Callable[
     def run(name: str, function: str, *overrides: str) -> Completed:
         file = tmp_path / "my_reward.py"
         file.write_text(REWARD)
-        reward = f"reward={{name: function, path: '{file}:{function}'}}"
+        reward = f"reward={{name: function, path: '{file}:{function}', try_first: false}}"
         return jackfield("run", *quickstart_settings(name, reward, "schedule.max_retries=1", *overrides))
 
     return run

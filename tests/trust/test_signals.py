@@ -97,6 +97,7 @@ def test_generation_under_way_is_not_awaited(
         "reward.name=function",
         "reward.method=compute_score",
         f"reward.path={tmp_path / 'slow.py'}:compute_score",
+        "reward.try_first=false",
     )
     overrides = ("schedule.steps=5", "checkpoint.every=0", "rollout.batch_invariant=true", *reward)
     assert 0 == jackfield("run", *quickstart_settings("whole", *overrides)).code
@@ -132,6 +133,7 @@ def test_what_reaches_no_boundary_in_time_ends_without_a_checkpoint(
         "reward.name=function",
         "reward.method=compute_score",
         f"reward.path={tmp_path / 'never.py'}:compute_score",
+        "reward.try_first=false",
     )
     overrides = ("schedule.steps=4", "schedule.sync_interval=2", "checkpoint.grace_seconds=2", *reward)
     command, folder = jackfield.start("run", *quickstart_settings("late", *overrides)), tmp_path / "late"

@@ -70,6 +70,9 @@ ip netns delete probe-$$; exit $code
 #: Where `make interpreters` puts torchao, which makes each import of transformers slower where it is installed.
 TORCHAO = ROOT / "environments" / "torchao"
 
+#: Where `make interpreters` puts SmolLM2-135M-Instruct, in bfloat16.
+SMOLLM2 = ROOT / "environments" / "smollm2"
+
 #: Tools that CI has installed by the time the tests run. Python packages are named ``module:NAME``.
 TOOLS: dict[str, Callable[[], bool]] = {
     "cc": lambda: shutil.which("cc") is not None,
@@ -79,6 +82,7 @@ TOOLS: dict[str, Callable[[], bool]] = {
     "postgres": lambda: postgres_programs() is not None,
     "redis": lambda: redis_program() is not None,
     "sglang": lambda: sglang_python() is not None,
+    "smollm2": lambda: (SMOLLM2 / "config.json").exists(),
     "torchao": lambda: (TORCHAO / "torchao" / "__init__.py").exists(),
     "veomni": lambda: veomni_python() is not None,
     "vllm": lambda: vllm_python() is not None,

@@ -5,7 +5,6 @@ It reads configurations, manifests, plugin settings and messages.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 import types
@@ -86,11 +85,16 @@ class _Reader:
             return value
         if kind in (Union, types.UnionType):
             accepted = [one for one in members if one is not type(None)]
+            if isinstance(value, list):  # it is meant for the type of a sequence, whose errors say more
+                accepted = [one for one in accepted if typing.get_origin(one) in (tuple, list, Sequence)] or accepted
             if len(accepted) == 1:
                 return self.read(accepted[0], value, path, bounds)
             for one in accepted:  # the first that accepts the value
-                with contextlib.suppress(JackfieldError):
+                try:
                     return self.read(one, value, path, bounds)
+                except JackfieldError as error:
+                    if isinstance(value, Mapping) and error.code in ("config.unknown-key", "config.missing-key"):
+                        raise
         try:
             if attrs.has(kind) or (isinstance(kind, type) and issubclass(kind, Mapping)):
                 if not isinstance(value, Mapping):

@@ -155,7 +155,11 @@ def test_old_log_probs_are_recomputed_only_where_somebody_reads_them() -> None:
         (("algorithm.name=sft",), "mode", "config.invalid-value"),
         (("algorithm.name=mix",), "data.expert", "config.missing-key"),
         (("algorithm.name=gdpo",), "algorithm.reward_dimensions", "config.missing-key"),
-        (("algorithm.name=dpo", "mode=offline"), "data.format.rejected_key", "config.missing-key"),
+        (
+            ("algorithm.name=dpo", "mode=offline", "data.format.response_key=better"),
+            "data.format.rejected_key",
+            "config.missing-key",
+        ),
         (("data.format.rejected_key=worse",), "data.format.rejected_key", "config.invalid-value"),
         (("data.expert=e.jsonl",), "data.expert", "config.invalid-value"),
         (("algorithm.reward_dimensions=[score]",), "algorithm.reward_dimensions", "config.invalid-value"),

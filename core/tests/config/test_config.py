@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jackfield.config import RunConfig, apply_override, as_plain, explain, load_config, make_config, show
+from jackfield.config.data import DataSet, sets_of
 from jackfield.errors import ConfigError
 from jackfield.settings import option
 
@@ -217,3 +218,24 @@ def test_overrides_are_yaml_at_a_path(keys: list[str], value: object) -> None:
         assert [key] == list(found)
         found = found[key]
     assert value == found
+
+
+def test_a_list_of_rewards_is_a_mixture() -> None:
+    rewards = [{"name": "function", "path": "a.py:f", "weight": 0.7}, "rules"]
+    reward = make_config({"model": {"path": "m"}, "reward": rewards}).reward
+    assert ("mix", {"parts": rewards}) == (reward.name, reward.settings)
+
+
+def test_sets_of_tasks_are_given_in_several_ways() -> None:
+    def paths(train: object) -> list[DataSet]:
+        return sets_of(make_config({"model": {"path": "m"}, "data": {"train": train}}).data.train)
+
+    assert [DataSet(path="a.jsonl")] == paths("a.jsonl") == paths({"path": "a.jsonl"})
+    assert [DataSet(path="a", weight=2.0), DataSet(path="b", weight=1.0)] == paths(
+        [{"path": "a", "weight": 2}, {"path": "b", "weight": 1}]
+    )
+    for wrong, code in (({"path": "a", "wieght": 2}, "config.unknown-key"), ([5], "config.wrong-type")):
+        with pytest.raises(ConfigError) as caught:
+            paths(wrong)
+        assert code == caught.value.code
+        assert str(caught.value.where).startswith("data.train")

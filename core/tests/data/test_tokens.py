@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from jackfield.data.tokens import HuggingFaceChatTokenizer, check_vocabulary
+from jackfield.data.encoding import check_vocabulary, encode_prompt
+from jackfield.data.tasks import Task
+from jackfield.data.tokens import HuggingFaceChatTokenizer
 from jackfield.errors import DataError
 from jackfield_testing import refused
 
@@ -182,3 +184,44 @@ def test_importing_the_module_loads_no_heavy_library() -> None:
     code += "print(sorted({'torch', 'numpy', 'transformers', 'ray', 'tensordict'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
     assert "[]" == done.stdout.strip()
+
+
+#: Like Qwen3's: tools before the messages, and a variable.
+TOOLS = "{% if tools %}{% for tool in tools %}{{ tool['name'] }} {% endfor %}{% endif %}" + THINKING
+OFF = {"enable_thinking": False}
+
+
+def test_variables_and_tools_of_a_template() -> None:
+    plain = HuggingFaceChatTokenizer(make_tokenizer(TOOLS))
+    given = plain.with_template([{"name": "tool"}], OFF)
+    messages = [user("q")]
+    assert "<|im_start|> user q <|im_end|> <|im_start|> assistant" == words(plain.encode_chat(messages))
+    expected = "tool <|im_start|> user q <|im_end|> <|im_start|> assistant <think> </think>"
+    assert expected == words(given.encode_chat(messages))
+    assert expected.replace("tool", "what", 1) == words(given.encode_chat(messages, tools=[{"name": "what"}]))
+    ids, mask = given.encode_completion(messages, [{"role": "assistant", "content": "1"}])
+    assert ("1 <|im_end|>", (1, 1)) == (words(ids), mask)  # the empty thought is in the prompt
+    with refused("data.malformed", "enable_thought"):
+        plain.with_template((), {"enable_thought": False})
+
+
+def test_a_task_has_its_own_tools_and_variables() -> None:
+    tokenizer = HuggingFaceChatTokenizer(make_tokenizer(TOOLS))
+    own = Task(id="t", messages=(user("q"),), response="1", tools=({"name": "tool"},), template_options=OFF)
+    expected = "tool <|im_start|> user q <|im_end|> <|im_start|> assistant <think> </think>"
+    assert expected == words(encode_prompt(tokenizer, own, None))
+    assert tokenizer.of(own) is tokenizer.of(own)
+    other = Task(id="o", messages=(user("q"),))
+    assert tokenizer.of(other) is tokenizer
+    assert "<think>" not in words(encode_prompt(tokenizer, other, None))
+    wrong = Task(id="w", messages=(user("q"),), template_options={"thinking": True}, place="a.jsonl:3")
+    with pytest.raises(DataError) as caught:
+        encode_prompt(tokenizer, wrong, None)
+    assert "a.jsonl:3" in str(caught.value.where)
+
+
+def test_long_prompts_are_refused_or_cut_at_their_beginning() -> None:
+    tokenizer, task = HuggingFaceChatTokenizer(make_tokenizer()), Task(id="t", messages=(user("1 + 2"),))
+    assert "2 <|im_end|> <|im_start|> assistant" == words(encode_prompt(tokenizer, task, 4, cuts=True))
+    with refused("data.prompt-too-long", "prompt_overflow"):
+        encode_prompt(tokenizer, task, 4)

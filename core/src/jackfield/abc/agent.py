@@ -146,6 +146,7 @@ class AgentContext:
     request_prefix: str = ""  #: prefix that makes request ids unique
     max_prompt_tokens: int | None = None
     # Since 1.1:
+    cuts_prompts: bool = False  #: the last tokens of a prompt that is too long are used, instead of an error
     max_model_len: int | None = None  #: most tokens of a sequence, prompt and response together
     shared: Any = None  #: what :meth:`AgentLoopBase.start` returned in this worker
     tools: ToolSession = attrs.field(factory=_NoTools)  #: the run's ``tools``

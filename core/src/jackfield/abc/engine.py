@@ -44,7 +44,7 @@ class LoraSpec:
 class ModelSpec:
     """The settings of the model that is loaded."""
 
-    path: str = option(help="a Hugging Face folder")
+    path: str = option(help="a Hugging Face folder; or OWNER/NAME[@REVISION] of a model on the Hugging Face Hub")
     dtype: str = option("float32", "dtype of the parameters: float32, bfloat16 or float16")
     value_head: bool = option(False, "a scalar head on the last hidden state (a critic)")
     lora: LoraSpec | None = option(None, "train a low-rank adapter; null: train the model's own weights")

@@ -104,6 +104,8 @@ class RewardContext:
     #: waits for a turn within the limits of the service, for an agent with ``takes_turns``. The deadline of the call
     #: stands still meanwhile. Tokens, an estimate or what was used, count towards the limit per minute
     turn: Callable[[], AbstractAsyncContextManager[Callable[[int], None]]] = lambda: nullcontext(lambda tokens: None)
+    #: a sample of the first task, with the task's own answer: what cannot score it can be refused at the start
+    example: ScoreRequest | None = None
     #: makes another reward agent by name and settings, for the agent to start, call and close
     agent: Callable[[str, Mapping[str, Any]], RewardAgent] = attrs.field(factory=lambda: _absent("other rewards"))
 

@@ -54,6 +54,7 @@ main.lazy = {
     "rewards": ("jackfield_rewards.command", "Share, try, compute again and push rewards."),
     "trace": ("jackfield_trace.command", "Show a rollout: its turns, tokens, tool calls and rewards."),
     "gateway": ("jackfield_gateway.command", "Explore with programs that speak OpenAI's API."),
+    "data": ("jackfield_datasets.command", "Look at sets of tasks: how they are read, what is trained on."),
     "parity": ("jackfield_parity.command", "Compare engines and servers with a float64 reference."),
     "plan": ("jackfield_simulation.command", "Predict step times, and the best settings of the schedule."),
 }

@@ -255,6 +255,7 @@ def explain_config(file: str, overrides: tuple[str, ...], role: Any) -> None:
     """Say what the schedule does and who has which devices, and print every setting with value, help and default."""
     from jackfield.compose.checks import check_file, describe_lengths
     from jackfield.compose.devices import describe_devices
+    from jackfield.compose.libraries import describe_tasks
     from jackfield.compose.schedules import describe
     from jackfield.config import explain
     from jackfield.plugins import discover
@@ -262,9 +263,8 @@ def explain_config(file: str, overrides: tuple[str, ...], role: Any) -> None:
     for name, (loaded, algorithm) in check_file(file, overrides, role or "all").items():
         head, registry = [f"stage {name}, in {loaded.folder}:"] if name else [], discover()
         devices = describe_devices(loaded, registry, role or "all", algorithm)
-        click.echo(
-            "\n".join([*head, *describe(loaded, algorithm, role or "all"), *describe_lengths(loaded), *devices, ""])
-        )
+        said = [*describe(loaded, algorithm, role or "all"), *describe_lengths(loaded), *describe_tasks(loaded)]
+        click.echo("\n".join([*head, *said, *devices, ""]))
         for path, value, default, text in explain(loaded, registry):
             changed = "" if value == default else f"  (default: {default!r})"
             click.echo(f"{path} = {value!r}{changed}" + (f"\n    {text}" if text else ""))

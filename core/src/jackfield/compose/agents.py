@@ -129,6 +129,7 @@ def agent_host(
         generate=no_model,  # each rollout has its own
         request_prefix=prefix,
         max_prompt_tokens=prompt_limit(config),
+        cuts_prompts=config.data.prompt_overflow == "truncate_left",
         max_model_len=length,
         chat=models,
         **shared,

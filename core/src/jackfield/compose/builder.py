@@ -58,6 +58,7 @@ class Stop:
         self.begun = False  #: whether everything has started, so that closing may take the whole grace period
         self.code: int | None = None  #: exit code of the first signal: 128 + its number
         self.requested: asyncio.Event  #: of the work that is under way; set by the first signal
+        self.abandon: Callable[[], object]  #: cancels the work that is under way
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -80,8 +81,12 @@ class Stop:
 
     async def bounded(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work``; a signal cancels it (``CancelledError``), inside a :meth:`boundary` only after some time."""
-        self._loop, self.requested = asyncio.get_running_loop(), asyncio.Event()
+        self.requested = asyncio.Event()
         task, asked = asyncio.ensure_future(work), asyncio.ensure_future(self.requested.wait())
+        self.abandon = task.cancel
+        if self.code is not None:  # a signal came before
+            self.requested.set()
+        self._loop = asyncio.get_running_loop()
         try:
             await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
             if self._until and not task.done():

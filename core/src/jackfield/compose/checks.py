@@ -7,16 +7,15 @@ model's description imports neither torch nor transformers, so that most mistake
 from __future__ import annotations
 
 import difflib
-import heapq
 import json
 import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import attrs
@@ -27,12 +26,11 @@ from jackfield.clock import Clock
 from jackfield.compose.capabilities import check_capabilities
 from jackfield.compose.devices import check_devices
 from jackfield.compose.engines import check_engines
-from jackfield.compose.libraries import archives, check_agents
+from jackfield.compose.libraries import check_agents, hub
 from jackfield.compose.modes import check_mode, check_stages
-from jackfield.compose.resolve import has_arrays, load_tokenizer, resolve_algorithm
+from jackfield.compose.resolve import has_arrays, resolve_algorithm
+from jackfield.compose.tasks import check_tokens, fit_prompts, read_tasks, task_files
 from jackfield.config import RunConfig, load_stages, plugin_settings
-from jackfield.data.tasks import TaskSet
-from jackfield.data.tokens import check_vocabulary, encode_answers, encode_prompt
 from jackfield.errors import ConfigError, EngineError, PluginError, PluginNotFound
 from jackfield.imports import collection_paused
 from jackfield.plugins import HookManager, Registry, discover
@@ -51,7 +49,6 @@ _LOG = logging.getLogger("jackfield")
 _HEAVY = {"engine", "rollout"}  #: kinds whose plugins import torch, which are imported last
 _PROBE_SECONDS = 30.0
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")  #: weight files that only torch.load could read
-_ENCODED_PROMPTS = 64  #: how many of each file's longest texts are tokenised before the run starts
 
 
 @collection_paused()
@@ -72,12 +69,20 @@ def prepare(config: RunConfig, registry: Registry, hooks: Sequence[object], role
     limit, given = token_limit(config, model), config.cluster.max_model_len
     if limit is not None and given is None and limit < (model.get("max_position_embeddings") or 0):
         _LOG.warning("samples have at most %d tokens: the model's rotary frequencies are others beyond", limit)
+    with suppress(PluginError):  # without the library there is nothing to say
+        said = {
+            key: value for key, value in hub().generation_defaults(Path(config.model.path)).items() if value is not None
+        }
+        if said and config.mode != "offline":
+            what = "the defaults of generation_config.json are not used, sampling.* is: %s"
+            _LOG.warning(what, ", ".join(f"{key} {value}" for key, value in said.items()))
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a log cannot show them
     # making a nested tensor from its values reads a deprecated flag of torch.fx, which logs a warning
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    fit_prompts(config, tasks, prompt_limit(config, model))
     if here:
-        check_tokens(config, tasks)
+        check_tokens(config, tasks, model, prompt_limit(config))
     for kind in sorted(local.keys() & _HEAVY):
         registry.load(kind, local[kind])
     check_rows(config)
@@ -188,44 +193,6 @@ def interpreters(config: RunConfig, registry: Registry) -> dict[str, str]:
 # -- tasks, model and tokenizer
 
 
-def task_files(config: RunConfig, algorithm: ResolvedAlgorithm) -> dict[str, str]:
-    """Return the files of train, eval and expert tasks that are used, or raise ``config.missing-key`` if one is not."""
-    evaluates = config.evaluation.every and (config.data.eval or not config.evaluation.sets)
-    used = {"train": config.mode != "train", "eval": evaluates, "expert": algorithm.experts}
-    files = {which: getattr(config.data, which) for which, wanted in used.items() if wanted}
-    for which in (which for which, file in files.items() if file is None):
-        what, expected = f"no {which} data is given", "the path of a JSONL file"
-        raise config.refusal(f"data.{which}", what, expected, code="config.missing-key")
-    return files
-
-
-def read_tasks(config: RunConfig, algorithm: ResolvedAlgorithm) -> dict[str, TaskSet]:
-    """Open the task files of the run and other sets of the evaluation, if they are used.
-
-    Raise what :func:`task_files` raises, or an error of the data with file and line.
-    """
-    tasks, sets = {}, config.evaluation.sets if config.evaluation.every else {}
-    for which, file in task_files(config, algorithm).items():
-        limit = config.evaluation.tasks if which == "eval" else None
-        answers = which == "expert" or (which == "train" and config.mode == "offline")
-        if which == "train" and is_archive(Path(file)):
-            tasks[which] = _archived_tasks(config, file, pairs=algorithm.pairs)
-            continue
-        tasks[which] = TaskSet(file, config.data.format, limit=limit, answers=answers)
-    own = config.data.format
-    return tasks | {name: TaskSet(one.file, one.format or own, limit=one.tasks) for name, one in sets.items()}
-
-
-def _archived_tasks(config: RunConfig, file: str, *, pairs: bool) -> TaskSet:
-    """Return the groups of an archive as tasks whose answers are tokens."""
-    with TemporaryDirectory() as folder:
-        made = Path(folder, "archive.jsonl")
-        if config.mode != "offline" or not archives().write_tasks(Path(file), made, pairs=pairs):
-            expected = "mode: offline, and for pairs samples of a group with different rewards"
-            raise config.refusal("data.train", "no group of this archive can be learnt from", expected)
-        return TaskSet(made, config.data.format, answers=True)
-
-
 def read_model(config: RunConfig) -> Mapping[str, Any]:
     """Return the text model's part of the ``config.json`` in the model's folder.
 
@@ -240,6 +207,12 @@ def read_model(config: RunConfig) -> Mapping[str, Any]:
             found = "no config.json" if isinstance(error, FileNotFoundError) else f"config.json: {error}"
         expected = "a Hugging Face folder with config.json, weights and tokenizer"
         fix = f"check the path; the working folder is {Path.cwd()}"
+        if (folder / "adapter_config.json").is_file():
+            what, found = "the model's folder holds an adapter without its base model", "adapter_config.json"
+            fix = (
+                "merge them: AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(NEW),"
+            )
+            fix += " and AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW); or train model.lora on the base"
         raise refused(what, where="model.path", expected=expected, found=found, fix=fix) from error
     pickles = [file.name for pattern in _PICKLES for file in sorted(folder.glob(pattern))]
     if pickles and not any(folder.glob("*.safetensors")):
@@ -304,23 +277,6 @@ def describe_lengths(config: RunConfig) -> list[str]:
         f"The model's samples end at {ends} tokens ({name}), before a prompt of {prompt} and a response of {response}"
     )
     return [f"{what} (sampling.max_new_tokens) do: responses are cut off there."]
-
-
-def check_tokens(config: RunConfig, tasks: Mapping[str, TaskSet]) -> None:
-    """Check that the tokenizer fits the model, prompts are short enough and answers render, or raise a ``DataError``.
-
-    Only the longest of the texts that were checked on opening a file are tokenised here. If another line is wrong, the
-    run fails when it gets there.
-    """
-    tokenizer, limit, vocabulary = load_tokenizer(config), prompt_limit(config), read_model(config).get("vocab_size")
-    if vocabulary is not None:
-        check_vocabulary(tokenizer, vocabulary)
-    for each in tasks.values():
-        found = (each[number] for number in each.checked)
-        for task in heapq.nlargest(_ENCODED_PROMPTS, found, key=lambda task: len(str(task.messages))):
-            encode_prompt(tokenizer, task, limit)
-            if each.answers:
-                encode_answers(tokenizer, task)
 
 
 # -- mixed-in samples

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -10,8 +11,10 @@ import attrs
 
 from jackfield import __version__
 from jackfield.abc.engine import BaseEngine, EngineContext, LoadCheckpointRequest, SaveCheckpointRequest
+from jackfield.compose.libraries import hub
 from jackfield.config import RunConfig, make_config
-from jackfield.errors import EngineError, RunError
+from jackfield.config.data import paths_of
+from jackfield.errors import EngineError, PluginError, RunError
 from jackfield.plugins import discover
 from jackfield.trainer.checkpoint import Checkpoint
 
@@ -56,9 +59,15 @@ def export_checkpoint(checkpoint: Checkpoint, out: Path, *, merge: bool = False,
 
 
 def write_card(folder: Path, config: RunConfig, steps: int, *, averaged: bool = False) -> None:
-    """Write the model card of an exported model: what it was made from, and how."""
-    adapter = (folder / "adapter_config.json").is_file()
-    head = {"base_model": config.model.path, "library_name": "peft" if adapter else "transformers"}
+    """Write the model card of an exported model: what it was made from, and how. An adapter names its base, too."""
+    adapter, base = (folder / "adapter_config.json").is_file(), config.model.path
+    with suppress(PluginError):  # without the library, its models are folders
+        base = hub().model_name(base)
+    if adapter and base != config.model.path:  # elsewhere, the model has another place in the cache
+        file = folder / "adapter_config.json"
+        described = {**json.loads(file.read_text(encoding="utf-8")), "base_model_name_or_path": base}
+        file.write_text(json.dumps(described, indent=2), encoding="utf-8")
+    head = {"base_model": base, "library_name": "peft" if adapter else "transformers"}
     licence = _license(Path(config.model.path))
     if licence is not None:
         head["license"] = licence
@@ -66,12 +75,12 @@ def write_card(folder: Path, config: RunConfig, steps: int, *, averaged: bool = 
     kind = "a LoRA adapter for the base model" if adapter else "a whole model"
     rows = {
         "run": config.name,
-        "base model": config.model.path,
+        "base model": base,
         "license of the base model": licence or "not known",
         "algorithm": config.algorithm.name,
         "steps": str(steps),
         "optimizer": f"{config.optimizer.name}, peak learning rate {config.optimizer.lr:g}",
-        "training data": str(config.data.train),
+        "training data": ", ".join(paths_of(config.data.train)) or "None",
         "engine": config.engine.name,
         "Jackfield": __version__,
     }

@@ -2,17 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+import attrs
+
+from jackfield.abc.reward import ScoreRequest
 from jackfield.config import RunConfig
 from jackfield.config.agent_service import AgentServiceConfig
+from jackfield.data.tasks import TaskFormat
 from jackfield.errors import PluginError
 
 
 def archives() -> Any:
     """Return the library jackfield-archive."""
     return _library("jackfield-archive", "an archive")
+
+
+def readers() -> Any:
+    """Return the library jackfield-datasets."""
+    return _library("jackfield-datasets", "a set of tasks that is not a .jsonl file")
+
+
+def has_readers() -> bool:
+    """Return whether jackfield-datasets is installed."""
+    return find_spec("jackfield_datasets") is not None
+
+
+def recognised(records: Sequence[Any], form: TaskFormat) -> TaskFormat:
+    """Return the format of records; without jackfield-datasets, or with keys that are given, that is ``form``."""
+    return form if form.is_given or not has_readers() else readers().recognise(records, form)
+
+
+def example(config: RunConfig) -> ScoreRequest | None:
+    """Return a sample of the first task with its own answer; None without jackfield-datasets, or without that task."""
+    return readers().example(config) if has_readers() else None
+
+
+def describe_tasks(config: RunConfig) -> list[str]:
+    """Return sentences about what is recognised in the sets of tasks that are here; none without jackfield-datasets."""
+    return readers().describe(config) if has_readers() else []
 
 
 def toolboxes() -> Any:
@@ -25,13 +58,37 @@ def named_models() -> Any:
     return _library("jackfield-models", "the section models")
 
 
-def _library(name: str, what: str) -> Any:
+def hub() -> Any:
+    """Return the models of the Hugging Face Hub, from the library jackfield-huggingface."""
+    return _library("jackfield-huggingface", "a model of the Hub", ".hub")
+
+
+def _library(name: str, what: str, module: str = "") -> Any:
     """Return a library that is imported where it is used; raise ``plugin.requirement`` if it is not installed."""
     try:
-        return import_module(name.replace("-", "_"))
+        return import_module(name.replace("-", "_") + module)
     except ModuleNotFoundError as error:
         fix = f"pip install {name}"
         raise PluginError(f"{what} needs {name}", code="plugin.requirement", fix=fix) from error
+
+
+def with_model_folders(config: RunConfig) -> RunConfig:
+    """Return the configuration with models of the Hub replaced by their folders in the cache; they may be downloaded.
+
+    Raise ``engine.model`` if one is neither a folder nor to be had.
+    """
+
+    def folder(path: str) -> str:
+        if not Path(path).exists():
+            with suppress(PluginError):  # without the library, a missing folder is what there is to say
+                return str(hub().model_folder(path))
+        return path
+
+    model = attrs.evolve(config.model, path=folder(config.model.path))
+    critic = (
+        config.critic if config.critic.path is None else attrs.evolve(config.critic, path=folder(config.critic.path))
+    )
+    return attrs.evolve(config, model=model, critic=critic)
 
 
 def check_agents(config: RunConfig) -> None:
@@ -41,5 +98,7 @@ def check_agents(config: RunConfig) -> None:
         raise config.refusal(where, f"mode {config.mode} runs no agents", "nothing, or mode: online")
     if config.models:
         named_models().check_models(config.models)
+    if config.tools and config.data.tools:
+        raise config.refusal("data.tools", "the agent's tools are shown to the model in their place", "no data.tools")
     if config.tools:
         toolboxes().check_tools(config.tools)

@@ -13,10 +13,12 @@ from jackfield.algorithms.registry import COUNTS
 from jackfield.algorithms.settings import CriticSettings, ResolvedAlgorithm
 from jackfield.algorithms.shaping import Correction
 from jackfield.compose.schedules import check_schedule
+from jackfield.config.data import paths_of
 from jackfield.config.sections import RunConfig, WeightsConfig
+from jackfield.data.tasks import AUTO
 from jackfield.data.tokens import HuggingFaceChatTokenizer
 from jackfield.plugins import Manifest, Registry
-from jackfield.queue.sample_files import is_archive
+from jackfield.queue.sample_files import holds_samples
 
 #: Inputs that an estimator can get from every batch, and those that a run adds if an estimator needs them.
 _ESTIMATOR_INPUTS = {"token_rewards", "response_mask", "group_ids", "rollout_ids", "step_ids", "anchor_ids"}
@@ -27,8 +29,11 @@ def load_tokenizer(config: RunConfig) -> HuggingFaceChatTokenizer:
     """Load the tokenizer of the model, with the configured chat template; pictures are in the folders of the data."""
     template, trusted, data = config.data.chat_template, config.model.trust_remote_code, config.data
     found = HuggingFaceChatTokenizer.load(config.model.path, chat_template=template, trust_remote_code=trusted)
-    files = (data.train, data.eval, data.expert, *(one.file for one in config.evaluation.sets.values()))
-    found.image_folders = tuple(dict.fromkeys(Path(file).parent for file in files if file))
+    given = (data.train, data.eval, data.expert, *(one.file for one in config.evaluation.sets.values()))
+    files = [path for each in given for path in paths_of(each)]
+    if data.tools or data.template_options:
+        found = found.with_template(data.tools, data.template_options)
+    found.image_folders = tuple(dict.fromkeys(Path(file).parent for file in files))
     return found
 
 
@@ -148,7 +153,8 @@ def _check(config: RunConfig, resolved: ResolvedAlgorithm, there: Set[str]) -> N
         what = f"advantages {resolved.advantages} compares several rewards, and none are named"
         expected = "names of the reward's metrics; score is the score itself"
         raise config.refusal("algorithm.reward_dimensions", what, expected, code=missing_key)
-    if resolved.pairs and config.data.format.rejected_key is None and not is_archive(Path(config.data.train or "")):
+    form, archived = config.data.format, any(holds_samples(Path(path)) for path in paths_of(config.data.train))
+    if resolved.pairs and form.is_given and form.rejected_key in (None, AUTO) and not archived:
         what = f"loss {loss.name} compares two answers, and the data's format names one"
         expected = "the field of the worse answer, beside response_key, that of the better one"
         raise config.refusal("data.format.rejected_key", what, expected, code=missing_key)
@@ -172,7 +178,11 @@ def _check(config: RunConfig, resolved: ResolvedAlgorithm, there: Set[str]) -> N
         (dimensions and not several, "algorithm.reward_dimensions", "an estimator of them (gdpo)"),
         (config.algorithm.shaping.active and several, "algorithm.shaping", "an estimator of one reward"),
         (full and weights != of_full, "weights", "kind: delta, for what a delta has"),
-        (config.data.format.rejected_key and not resolved.pairs, "data.format.rejected_key", "a loss of pairs (dpo)"),
+        (
+            form.rejected_key not in (None, AUTO) and not resolved.pairs,
+            "data.format.rejected_key",
+            "a loss of pairs (dpo)",
+        ),
         (kl.target and not kl.coefficient, "algorithm.kl.target", "algorithm.kl.coefficient above 0, where it begins"),
         (kl.measure and (kl.coefficient or kl.in_reward), "algorithm.kl.measure", "coefficient: 0, in_reward: false"),
         (kl.in_reward and estimator is None, "algorithm.kl.in_reward", "an algorithm with rewards"),

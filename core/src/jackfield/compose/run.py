@@ -22,6 +22,7 @@ from jackfield.clock import Clock
 from jackfield.compose.builder import RunBuilder, Stop
 from jackfield.compose.capabilities import check_capabilities
 from jackfield.compose.checks import check_plugins, check_settings, hooks_of, prepare
+from jackfield.compose.libraries import with_model_folders
 from jackfield.compose.modes import check_stages
 from jackfield.compose.workers import WorkerFactory
 from jackfield.config import RunConfig, as_plain, plugin_settings, resolve_defaults, show
@@ -104,7 +105,7 @@ def run_stages(stages: Mapping[str, RunConfig], say: Callable[[str], None], **op
     def start(config: RunConfig) -> None:
         coming = config.model.path in {f"{each.folder}/model" for each in stages.values()}  # an earlier stage makes it
         model = attrs.evolve(config.model, path=first.model.path if coming else config.model.path)
-        prepare(attrs.evolve(config, model=model), registry, (), "all", Clock())
+        prepare(with_model_folders(attrs.evolve(config, model=model)), registry, (), "all", Clock())
 
     checks: Sequence[Callable[[RunConfig], object]] = (partial(check_settings, registry=registry), start)
     for check in checks if later else ():
@@ -126,7 +127,7 @@ def run_stages(stages: Mapping[str, RunConfig], say: Callable[[str], None], **op
 
 
 async def _run(config: RunConfig, role: RoleName, hooks: Sequence[object], registry: Registry, build: Any) -> RunResult:
-    clock, config = Clock(), resolve_defaults(config).of_role(role)
+    clock, config = Clock(), with_model_folders(resolve_defaults(config).of_role(role))
     folder, trains, checkpoint = Path(config.folder), role in ("all", "train"), None
     prepared = prepare(config, registry, [*observers(config.observe, folder, clock=clock), *hooks], role, clock)
     try:
@@ -276,7 +277,10 @@ def _reported(builder: RunBuilder, checkpoint: Checkpoint | None) -> Iterator[No
     role, config, folder = builder.role, builder.role.config, Path(builder.role.config.folder)
     failure, stopped, first_step = None, False, 0 if checkpoint is None else checkpoint.step
     plain, steps = as_plain(config), config.schedule.steps
-    started = RunStarted(name=config.name, folder=str(folder), total_steps=steps, first_step=first_step, config=plain)
+    sets = role.tasks.items()
+    notes = tuple(f"{name} tasks: {note}" for name, each in sets for note in each.notes)
+    shown: dict[str, Any] = {"first_step": first_step, "config": plain, "notes": notes}
+    started = RunStarted(name=config.name, folder=str(folder), total_steps=steps, **shown)
     role.hooks.emit(started)
     try:
         yield

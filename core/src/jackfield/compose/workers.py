@@ -24,12 +24,13 @@ from jackfield.clock import Clock
 from jackfield.cluster.placement import PlacementRequest
 from jackfield.compose import checks
 from jackfield.compose.agents import Models, agent_host
-from jackfield.compose.checks import check_tokens, interpreters, prompt_limit, read_tasks, register_any
+from jackfield.compose.checks import interpreters, prompt_limit, register_any
 from jackfield.compose.devices import local_device, placement_request, uses_gpus
 from jackfield.compose.engines import engine_context
-from jackfield.compose.libraries import archives
+from jackfield.compose.libraries import archives, example
 from jackfield.compose.resolve import has_arrays, load_tokenizer
 from jackfield.compose.rewards import make_reward, run_id, share_of
+from jackfield.compose.tasks import check_tokens, prompts, read_tasks
 from jackfield.compose.worker import KINDS as WORKER_KINDS
 from jackfield.compose.worker import Worker
 from jackfield.config.sections import PluginSection, RunConfig
@@ -242,7 +243,10 @@ class WorkerFactory:
             await self.clock.wait_for(host.start(), config.deadlines.start, waiting)
         vocabulary = checks.read_model(config).get("vocab_size")
         options: Any = {"vocabulary": vocabulary, "versions": config.keeps_token_versions}
-        options["arrays"] = has_arrays(config, self.registry)
+        options |= {
+            "arrays": has_arrays(config, self.registry),
+            "cuts_prompts": config.data.prompt_overflow == "truncate_left",
+        }
         return AgentWorker(values, tokenizer, self.clock, host, max_prompt_tokens=limit, **options)
 
     async def reward_worker(
@@ -262,6 +266,8 @@ class WorkerFactory:
             models = Models(config, self.registry, self.clock, self.router, tokenizer, prefix, RewardError)
             stack.push_async_callback(models.close)
             context = attrs.evolve(context, generate=models)
+        if number == 0:
+            context = attrs.evolve(context, example=example(config))
         settings = share_of(settings, cluster.ray.reward_workers if cluster.name == "ray" else 1)
         agent = make_reward(self.registry, config.reward.name, config.reward.settings, settings, context)
         try:
@@ -271,7 +277,8 @@ class WorkerFactory:
             raise
         keeps = settings.keep or (settings.keep is None and find_spec("jackfield_archive") is not None)
         records = archives().RewardRecords(folder / "scores", f"worker-{number}") if keeps else None
-        worker = RewardWorker(values, agent, tokenizer, self.clock, config, records, run)
+        given: Any = (records, run, prompts(config))
+        worker = RewardWorker(values, agent, tokenizer, self.clock, config, *given)
         stack.push_async_callback(worker.close)
         return worker
 
@@ -365,7 +372,8 @@ def load_plugins(worker: Worker, registry: Registry) -> None:
     here = [each.manifest for each in registry.records() if each.manifest and each.name == chosen[each.kind]]
     HookManager([], here).call("register_parts", register=register_any)
     if worker.kind == "agent" and worker.number == 0 and worker.algorithm is not None:
-        check_tokens(config, read_tasks(config, worker.algorithm))
+        tasks, model = read_tasks(config, worker.algorithm), checks.read_model(config)
+        check_tokens(config, tasks, model, prompt_limit(config, model))
 
 
 def _served(*targets: Any) -> dict[str, Service]:

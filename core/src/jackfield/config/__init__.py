@@ -97,6 +97,8 @@ def make_config(values: Any, overrides: Sequence[str] = (), *, served: bool = Fa
         for override in overrides:
             values = apply_override(_named(values), override)
         values = _named(values)
+        if isinstance(values.get("reward"), list):
+            values["reward"] = {"name": "mix", "parts": values["reward"]}
         for kind in KINDS:
             if isinstance(values.get(kind), Mapping):  # a plugin's settings are given next to its name
                 settings = {"name": getattr(attrs.fields(RunConfig), kind).default.name, **values[kind]}

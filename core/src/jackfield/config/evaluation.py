@@ -9,6 +9,7 @@ import attrs
 from attrs.validators import deep_mapping, ge, gt, instance_of, matches_re
 
 from jackfield.abc.rollout import SamplingParams
+from jackfield.config.data import DataPaths
 from jackfield.data.tasks import TaskFormat
 from jackfield.errors import ConfigError
 from jackfield.settings import option
@@ -43,7 +44,7 @@ class SetSettings:
 class EvaluationSet(SetSettings):
     """A further set of held-out tasks with its own settings."""
 
-    file: str = option(help="JSONL file of held-out tasks")
+    file: DataPaths = option(help="held-out tasks, as for data.train")
     format: TaskFormat | None = option(None, "how records become tasks; null: as data.format says")
 
 

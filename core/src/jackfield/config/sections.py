@@ -19,10 +19,10 @@ from jackfield.abc.engine import ModelSpec, OptimizerSpec
 from jackfield.abc.rollout import SamplingParams
 from jackfield.algorithms.settings import AlgorithmSettings, CriticSettings
 from jackfield.config.agent_service import AgentServiceConfig
+from jackfield.config.data import DataConfig
 from jackfield.config.evaluation import EvaluationConfig
 from jackfield.config.reward_service import RewardServiceConfig
 from jackfield.config.schedule import ScheduleConfig
-from jackfield.data.tasks import TaskFormat
 from jackfield.errors import ConfigError
 from jackfield.observe import ObserveSettings
 from jackfield.plugins.interpreters import EnvironmentSettings
@@ -41,37 +41,6 @@ class PluginSection:
 
     name: str
     settings: Mapping[str, Any] = attrs.field(factory=dict)
-
-
-@attrs.frozen(kw_only=True)
-class DataConfig:
-    """The task files, and how batches are made from them."""
-
-    train: str | None = option(None, "JSONL file of training tasks; with mode: offline also an archive")
-    eval: str | None = option(None, "JSONL file of held-out tasks")
-    format: TaskFormat = option(factory=TaskFormat, help="how records become tasks; by default in GSM8K's format")
-    expert: str | None = option(None, "JSONL file of an expert's answers in the same format (token ids: mixing.expert)")
-    expert_samples_per_batch: int = option(0, "expert answers per training batch", ge(0))
-    samples: str | None = option(
-        None, "mode: train: samples with rewards; a .jsonl or .parquet file, or the folder of a queue, run or archive"
-    )
-    epochs: int = option(1, "mode: train: how often each group of samples is used", gt(0))
-    chat_template: str | None = option(None, "Jinja chat template that replaces the tokenizer's")
-    share: float | None = option(
-        None,
-        "with --role explore: part of the batches that this explorer takes while others explore",
-        [gt(0.0), le(1.0)],
-    )
-    groups_per_batch: int = option(32, "tasks (groups) per batch", gt(0))
-    rollouts_per_group: int = option(8, "rollouts per task (the group size)", gt(0))
-    minimum_rows: int | None = option(
-        None,
-        "rollouts with a sample and a score with which a group is complete, though others failed; null: all",
-        gt(0),
-    )
-    max_prompt_tokens: int | None = option(
-        None, "maximum tokens of a prompt; a longer one ends the run; null: what leaves room for a response", gt(0)
-    )
 
 
 @attrs.frozen(kw_only=True)

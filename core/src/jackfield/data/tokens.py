@@ -7,6 +7,7 @@ computed by rendering a dummy conversation, so that each inserted token is known
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 import re
@@ -15,7 +16,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jackfield.abc.agent import ChatTokenizer
 from jackfield.data.tasks import Task, naming, refusal
 from jackfield.errors import DataError, PluginError
 from jackfield.sdk._messages import Messages as _Messages
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _QUESTION: Mapping[str, Any] = {"role": "user", "content": "q"}
 _ANSWER = "jackfield-answer"
 _CACHED_CHATS = 4096
+_CACHED_VIEWS = 64  #: kept tokenizers of tasks with their own tools or variables
 _APPENDING = "give a chat_template that renders every message without looking at later ones"
 _MARK = "\ufdd0"  # put into names of special tokens that are plain text; Unicode has no character there
 _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*")  # templates add it and leave it out as they like
@@ -41,6 +42,8 @@ class HuggingFaceChatTokenizer:
     to the tokenizer's and the template's; without any, ``data.no-end-token`` is raised.
     """
 
+    tools: _Messages = ()  #: schemas that the template shows where a caller gives none
+    template_options: Mapping[str, Any] = {}  #: variables of the template
     image_folders: Sequence[Path] = ()  #: the folders of pictures that are given by their paths: those of the data
 
     def __init__(
@@ -72,15 +75,43 @@ class HuggingFaceChatTokenizer:
             raise self._refusal("no token ends the model's answer", expected, "neither", fix, "data.no-end-token")
         self._turn_ends = {*self.end_token_ids, *(token for token in ends if token is not None)}
         self._end_names = _any_of(tokenizer.convert_ids_to_tokens(list(self._turn_ends)))
-        self._header = self._render([_QUESTION], True).removeprefix(self._render([_QUESTION], False))
         # a tokenizer of the SentencePiece kind begins each text with a space
         self._adds_space = self.decode(self._encode("x") * 2, False) != "xx"
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make what depends on tools and variables of the template."""
+        self._header = self._render([_QUESTION], True).removeprefix(self._render([_QUESTION], False))
         self._encode_chat = functools.lru_cache(_CACHED_CHATS)(
             lambda messages, tools: self._encode(self._render(json.loads(messages), True, json.loads(tools)))
         )
         self._opening = functools.lru_cache(_CACHED_CHATS)(
             lambda asked, tools: self._render([_QUESTION], asked, json.loads(tools))
         )
+        self._views = functools.lru_cache(_CACHED_VIEWS)(
+            lambda tools, options: self.with_template(json.loads(tools), json.loads(options))
+        )
+
+    def with_template(self, tools: _Messages, options: Mapping[str, Any]) -> HuggingFaceChatTokenizer:
+        """Return a tokenizer whose template shows these tools and has these variables beside those of this one.
+
+        A variable that is not in the template is ``data.malformed``.
+        """
+        for name in options:
+            if not re.search(rf"\b{re.escape(name)}\b", str(self._template)):
+                fix = "correct its name, or leave it out of the template's options"
+                raise self._refusal("the chat template does not use a variable", None, repr(name), fix)
+        made = copy.copy(self)
+        made.tools, made.template_options = tools or self.tools, {**self.template_options, **options}
+        made._prepare()
+        return made
+
+    def of(self, task: Task) -> HuggingFaceChatTokenizer:
+        """Return the tokenizer with a task's own tools and variables of the template."""
+        if not (task.tools or task.template_options):
+            return self
+        with naming(task.place or f"task {task.id}"):
+            return self._views(*(json.dumps(each, sort_keys=True) for each in (task.tools, task.template_options)))
 
     @classmethod
     def load(
@@ -275,7 +306,8 @@ class HuggingFaceChatTokenizer:
                 chat_template=self._template,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
-                tools=[dict(tool) for tool in tools] or None,
+                tools=[dict(tool) for tool in tools or self.tools] or None,
+                **self.template_options,
             )
         except Exception as error:  # errors of Jinja and of the template
             found = f"{type(error).__name__}: {error}; roles {[message.get('role') for message in messages]}"
@@ -311,47 +343,3 @@ def has_parts(messages: _Messages) -> bool:
     """Return whether a message has a part that is not a text, such as an image."""
     contents = (message.get("content") for message in messages)
     return any(part.get("type") != "text" for content in contents if isinstance(content, list) for part in content)
-
-
-def encode_inputs(tokenizer: ChatTokenizer, messages: _Messages) -> tuple[tuple[int, ...], Mapping[str, Any]]:
-    """Return the tokens of a conversation, and the model's inputs beside tokens."""
-    return tokenizer.encode_multi_modal(messages) if has_parts(messages) else (tokenizer.encode_chat(messages), {})
-
-
-def encode_prompt(tokenizer: ChatTokenizer, task: Task, max_tokens: int | None) -> tuple[int, ...]:
-    """Encode a task's prompt of at most ``max_tokens`` tokens (None: any number), else ``data.prompt-too-long``."""
-    with naming(task.place or f"task {task.id}"):
-        token_ids = tuple(task.tokens[0]) if task.tokens is not None else encode_inputs(tokenizer, task.messages)[0]
-        if max_tokens is not None and len(token_ids) > max_tokens:
-            expected, found = f"at most {max_tokens} tokens", f"{len(token_ids)} tokens"
-            fix = "leave this task out of the data, or raise data.max_prompt_tokens or cluster.max_model_len"
-            raise refusal("a prompt has too many tokens", expected, found, fix, "data.prompt-too-long")
-    return token_ids
-
-
-def encode_answers(tokenizer: HuggingFaceChatTokenizer, task: Task) -> list[tuple[Sequence[int], Sequence[int]]]:
-    """Encode a task's answer and its rejected answer, if any; return tokens and mask of each."""
-    encoded: list[tuple[Sequence[int], Sequence[int]]] = [] if task.tokens is None else [*task.tokens[1]]
-    with naming(task.place or f"task {task.id}"):
-        if task.response is None:
-            raise refusal("a task has no answer to learn from", "an answer", "none", "set data.format")
-        for answer in () if encoded else (task.response, task.rejected):
-            if isinstance(answer, str):
-                token_ids = tokenizer.encode_response(answer)
-                encoded.append((token_ids, [1] * len(token_ids)))
-            elif answer is not None:
-                encoded.append(tokenizer.encode_completion(task.messages, answer))
-    return encoded
-
-
-def check_vocabulary(tokenizer: HuggingFaceChatTokenizer, model_vocabulary_size: int) -> None:
-    """Raise ``data.vocabulary`` if the tokenizer has token ids that the model's embedding lacks.
-
-    A model may have more embedding rows than the tokenizer has tokens.
-    """
-    largest = max(tokenizer.tokenizer.get_vocab().values())  # includes added tokens
-    if largest >= model_vocabulary_size:
-        expected = f"token ids below {model_vocabulary_size}, the model's vocabulary size"
-        message, found = "the tokenizer knows tokens that the model does not have", f"token ids up to {largest}"
-        fix = "use the tokenizer of this model, or resize the model's embeddings"
-        raise refusal(message, expected, found, fix, "data.vocabulary")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -30,13 +31,13 @@ _OUTPUTS = ("metrics.jsonl", "tensorboard", "samples", "trace.json", "learning_c
 class ProgressDisplay(Observer):
     """Shows the run on a console: header, steps, evaluations, failures and a summary.
 
-    On a terminal it is a progress bar. A file or a pipe gets plain lines without escape codes, at most one per step
-    and one every ``progress_interval`` seconds.
+    On a terminal and in a notebook it is a progress bar. A file or a pipe gets plain lines without escape codes, at
+    most one per step and one every ``progress_interval`` seconds.
     """
 
     name = "progress"
 
-    _bar: Progress | None = attrs.field(default=None, init=False)
+    _bar: Progress | _NotebookBar | None = attrs.field(default=None, init=False)
     _shown: float = attrs.field(default=-math.inf, init=False)  #: time of the last line
     _total: int = attrs.field(default=0, init=False)
     _ends: deque[float] = attrs.field(factory=lambda: deque(maxlen=21), init=False)  #: end times of the last steps
@@ -80,12 +81,16 @@ class ProgressDisplay(Observer):
         plugins = [f"{kind} {event.config[kind]['name']}" for kind in _KINDS if kind in event.config]
         if plugins:
             self.report(f"plugins: {', '.join(plugins)}")
+        for note in event.notes:
+            self.report(note)
         if event.first_step > 0:
             self.report(f"resumed after step {event.first_step} of {event.total_steps}")
             for line in read_lines(self.folder / "metrics.jsonl", event.first_step):
                 if line.get("kind") == "evaluation":
                     self._remember(line, line["step"])
-        if self.console.is_interactive and self.console.file.isatty():
+        if self.console.is_jupyter:
+            self._bar = _NotebookBar(event)
+        elif self.console.is_interactive and self.console.file.isatty():
             from rich import progress
             from rich.table import Column
 
@@ -151,6 +156,25 @@ class ProgressDisplay(Observer):
     def _best(self) -> str:
         score, step = max(self._scores, key=lambda each: (each[0], -each[1]))
         return f"{_number(score)} at step {step}"
+
+
+class _NotebookBar:
+    """A progress bar in a notebook, by tqdm, which has widgets where they are installed; used as one of rich."""
+
+    task_ids: Any = (0,)
+
+    def __init__(self, event: RunStarted) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of widgets that are not installed: then it is text
+            from tqdm.auto import tqdm
+
+            self._bar = tqdm(total=event.total_steps, initial=event.first_step, desc=event.name, unit="step")
+        self.stop = self._bar.close
+
+    def update(self, _: object, *, description: str, completed: int | None = None, left: str = "") -> None:
+        self._bar.set_postfix_str(description, refresh=False)
+        self._bar.update(0 if completed is None else completed - self._bar.n)
+        self._bar.refresh()
 
 
 def _number(value: float) -> str:

@@ -60,6 +60,7 @@ class RunStarted(Event):
     total_steps: int
     first_step: int  #: 0, or the step at which a resumed run continues
     config: Mapping[str, Any]  #: the whole resolved configuration, plain values
+    notes: tuple[str, ...] = ()  #: sentences about the data: what was recognised, what is left out
 
 
 @attrs.frozen(kw_only=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import os
 import re
 import shutil
 from collections import Counter
@@ -91,6 +92,17 @@ def read_samples(file: Path) -> Iterator[SavedSample]:
 def is_archive(path: Path) -> bool:
     """Return whether a path is a Parquet file, or a folder of such files."""
     return path.suffix == ".parquet" if path.is_file() else any(path.glob("*.parquet"))
+
+
+def holds_samples(path: Path) -> bool:
+    """Return whether a path is an archive whose files have columns of samples, by what ends its first file."""
+    for file in [path] if path.is_file() else sorted(path.glob("*.parquet"))[:1]:
+        with file.open("rb") as opened:
+            size = opened.seek(0, os.SEEK_END)
+            opened.seek(max(0, size - 8))
+            opened.seek(max(0, size - 8 - int.from_bytes(opened.read(4), "little")))
+            return is_archive(path) and b"columns.prompt_ids" in opened.read()  # the names of columns
+    return False
 
 
 def shape_of(cell: Cell) -> list[int]:

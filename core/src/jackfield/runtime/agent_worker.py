@@ -15,8 +15,8 @@ import xxhash
 
 from jackfield.abc.agent import AgentSequence, ChatTokenizer
 from jackfield.clock import Clock, too_late
+from jackfield.data.encoding import encode_answers, encode_inputs, encode_prompt, tokenizer_of
 from jackfield.data.tasks import Task
-from jackfield.data.tokens import encode_answers, encode_inputs, encode_prompt
 from jackfield.errors import (
     AgentError,
     ConfigError,
@@ -131,6 +131,7 @@ class AgentWorker:
     _host: AgentHost | None  #: runs the loops; None: no agents
     #: for samples that copy the data's answers; agents find their limit in their context
     _max_prompt_tokens: int | None = attrs.field(default=None, kw_only=True)
+    _cuts_prompts: bool = attrs.field(default=False, kw_only=True)  #: whether a longer prompt loses its first tokens
     _vocabulary: int | None = attrs.field(default=None, kw_only=True)  #: the model's number of token ids
     _versions: bool = attrs.field(default=False, kw_only=True)  #: whether to write the weight version of each token
     _arrays: bool = attrs.field(default=False, kw_only=True)  #: whether to write ``multi_modal_inputs``
@@ -290,8 +291,9 @@ class AgentWorker:
         Answers are not sampled, so their log-probs are 0, and they have no score.
         """
         shared: Any = {"weight_versions": (), "reward": 0.0}
-        shared["prompt_ids"] = tuple(encode_prompt(self._tokenizer, task, self._max_prompt_tokens))
-        if task.tokens is None and (inputs := encode_inputs(self._tokenizer, task.messages)[1]):
+        shared["prompt_ids"] = encode_prompt(self._tokenizer, task, self._max_prompt_tokens, cuts=self._cuts_prompts)
+        own = tokenizer_of(self._tokenizer, task)
+        if task.tokens is None and (inputs := encode_inputs(own, task.messages)[1]):
             if not self._arrays:
                 what, fix = "the answer to a task with images", "choose an agent with the capability multi_modal"
                 raise AgentError(what, code="agent.output", where=f"task {task.id}", expected="texts alone", fix=fix)

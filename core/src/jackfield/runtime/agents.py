@@ -27,6 +27,7 @@ from jackfield.abc.agent import (
 )
 from jackfield.abc.rollout import GenerateRequest, GenerateResult, SamplingParams
 from jackfield.config.agent_service import AgentServiceConfig
+from jackfield.data.encoding import tokenizer_of
 from jackfield.data.tasks import Task
 from jackfield.errors import AgentError, JackfieldError, described
 from jackfield.runtime.routes import Routes
@@ -165,6 +166,7 @@ class AgentHost:
         generate = partial(self._generate, notes, self.generator(notes.asked.append))
         context = attrs.evolve(
             self.context,
+            tokenizer=tokenizer_of(self.context.tokenizer, notes.task),
             generate=generate,
             shared=self._shared,
             seed=int(sampling.get("seed") or 0),

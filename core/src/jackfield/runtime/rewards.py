@@ -6,7 +6,6 @@ import asyncio
 import functools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -18,7 +17,7 @@ from jackfield.abc.reward import ResponsePart, RewardAgent, ScoreRequest, ScoreR
 from jackfield.abc.transfer_queue import Column
 from jackfield.clock import Clock
 from jackfield.config import RunConfig
-from jackfield.errors import JackfieldError
+from jackfield.data.tasks import Conversation
 from jackfield.queue import Values
 from jackfield.queue.meta import Written, batch_of, group_of
 from jackfield.runtime.reward_service import RewardService, checked
@@ -67,6 +66,7 @@ class RewardWorker:
     _config: RunConfig
     _records: Any = None  #: a ``jackfield_archive.RewardRecords``: what is kept of the scores
     _run: str = ""  #: name of the run in these
+    _prompt_of: Callable[[Mapping[str, Any]], Conversation] = lambda record: ()  #: returns the messages of a record
     #: scores that :meth:`reward` will use, by key, and their group, by the group's key without its retry
     _scores: dict[str, tuple[str, dict[str, asyncio.Task[_Scored]]]] = attrs.field(factory=dict, init=False)
     _service: RewardService = attrs.field(init=False)
@@ -263,10 +263,7 @@ class RewardWorker:
         task = msgspec.json.decode(text)
         fields = {name: task[name] for name in ("data_source", "ground_truth", "extra_info")}
         made: Mapping[str, Any] = task.get("rollout") or {}
-        messages: tuple[Mapping[str, Any], ...] = ()
-        for form in (self._config.data.format, *(each.format for each in self._config.evaluation.sets.values())):
-            with suppress(JackfieldError):  # a sample from elsewhere, or of another set
-                messages = messages or (form.task(task["extra_info"], "", "").messages if form else ())
+        messages = self._prompt_of(task["extra_info"])
         contents = [each["content"] for each in messages if isinstance(each.get("content"), list)]
         images = [part for parts in contents for part in parts if "image" in str(dict(part).get("type"))]
         fields |= {"messages": messages, "images": tuple(images), "turns": made.get("turns", 1)}

@@ -41,9 +41,10 @@ _request_numbers = itertools.count()
 class SequenceBuilder:
     """One conversation with the model of the run, and its tokens.
 
-    ``messages`` is the prompt; one above ``context.max_prompt_tokens`` raises ``data.prompt-too-long``, and none
-    ``agent.failed``, as do unknown sampling parameters and every call out of turn. ``max_new_tokens`` of the sampling
-    parameters is for all answers together. ``tools`` are schemas that the template shows to the model.
+    ``messages`` is the prompt; one above ``context.max_prompt_tokens`` raises ``data.prompt-too-long`` (or is cut, with
+    ``context.cuts_prompts``), and none ``agent.failed``, as do unknown sampling parameters and every call out of turn.
+    ``max_new_tokens`` of the sampling parameters is for all answers together. ``tools`` are schemas that the template
+    shows to the model.
     ``on_template_change`` says what to do if the chat template would render earlier turns otherwise than the model saw
     them: ``refuse`` (``data.not-append-only``), ``fork`` (begin another sequence with the conversation as the template
     renders it) or ``keep`` (go on with what the model saw). ``on_overflow`` says what happens to messages for which the
@@ -288,6 +289,9 @@ class SequenceBuilder:
     def _begin(self, parent: Part | None = None, relation: Relation | None = None) -> Part:
         prompt, inputs = self._prompt(self.messages)
         limit = self.context.max_prompt_tokens
+        if parent is None and limit is not None and len(prompt) > limit and self.context.cuts_prompts and not inputs:
+            self.context.metric("prompt_tokens_cut", len(prompt) - limit)
+            prompt = prompt[-limit:]
         if parent is None and limit is not None and len(prompt) > limit:
             what, fix = "the prompt has too many tokens", "raise the limit, or leave this task out of the data"
             how: Any = {"kind": DataError, "code": "data.prompt-too-long", "fix": fix}

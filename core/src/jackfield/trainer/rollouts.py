@@ -14,7 +14,7 @@ from typing import Literal
 
 import attrs
 
-from jackfield.data.tasks import SeededOrder, Task
+from jackfield.data.tasks import Task, order_of
 from jackfield.errors import DeadlineExceeded, JackfieldError, WorkerLost, some
 from jackfield.queue.meta import Batch, GroupKey, NewGroup, RolloutReport
 from jackfield.runtime.agent_worker import AgentWorker, RolloutJob
@@ -123,7 +123,7 @@ class Explorer:
         tasks, position = role.tasks[which], key.batch * count + key.index - first
         if key.retry:
             seed, position = seed + 1, position * (role.config.schedule.max_retries + 1) + key.retry
-        task: Task = tasks[SeededOrder(size=len(tasks), seed=seed).index(position)]
+        task: Task = tasks[order_of(tasks, seed).index(position)]
         return task
 
     async def _make_groups(self, jobs: Sequence[RolloutJob]) -> None:

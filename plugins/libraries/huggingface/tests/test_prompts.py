@@ -17,7 +17,8 @@ from PIL import Image
 from transformers import AutoProcessor, AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from jackfield.data.tokens import HuggingFaceChatTokenizer, encode_inputs
+from jackfield.data.encoding import encode_inputs
+from jackfield.data.tokens import HuggingFaceChatTokenizer
 from jackfield.errors import DataError
 from jackfield_huggingface import prompts
 

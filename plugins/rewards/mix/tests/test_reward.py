@@ -404,3 +404,17 @@ _ONE: dict[str, Any] = {"parts": {"a": {"name": "given"}, "b": {"name": "given"}
 def test_settings_that_are_wrong_or_do_nothing_are_refused(settings: dict[str, Any], where: str) -> None:
     with refused(("config.invalid-value", "config.wrong-type"), where):
         structure(Config, {**_ONE, **settings})
+
+
+def test_a_list_of_parts_has_weights_and_names_of_its_own() -> None:
+    parts = [{"name": "function", "path": "a.py:f", "weight": 0.7}, {"name": "function", "path": "b/a.py:f"}, "rules"]
+    config = structure(Config, {"parts": parts})
+    named = {"f": {"name": "function", "path": "a.py:f"}, "f_2": {"name": "function", "path": "b/a.py:f"}}
+    assert {**named, "rules": {"name": "rules"}} == config.by_name
+    assert {"f": 0.7, "f_2": 1.0, "rules": 1.0} == config.weights
+    with refused("config.invalid-value", "weights"):
+        structure(Config, {"parts": parts, "weights": {"f": 1}})
+    with refused("config.invalid-value", "parts"):
+        structure(Config, {"parts": [{"name": "rules", "weight": "half"}]})
+    with refused("config.invalid-value", "parts"):
+        structure(Config, {"parts": [{"path": "a.py:f"}]})

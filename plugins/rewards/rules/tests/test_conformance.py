@@ -8,7 +8,7 @@ from jackfield_conformance import certify
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("name", ["function", "rules"])
+@pytest.mark.parametrize("name", ["callable", "function", "rules"])
 def test_the_plugin_is_certified(name: str) -> None:
     """Every check of the base tier, and of what the manifest declares, passes."""
     assert "full" == certify(f"reward:{name}").level

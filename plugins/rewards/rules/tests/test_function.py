@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import attrs
 import pytest
 
 from jackfield.abc.reward import RewardContext, ScoreRequest, ScoreResult
-from jackfield.errors import ConfigError, PluginError, RunError
+from jackfield.errors import ConfigError, PluginError, RewardError, RunError
 from jackfield.settings import structure
 from jackfield_reward_rules.function import FunctionReward, FunctionRewardConfig
 from jackfield_testing import refused
@@ -150,3 +151,53 @@ def test_settings_are_structured_and_checked() -> None:
         structure(FunctionRewardConfig, {"path": "a.py:f", "workers": 0})
     assert "config.invalid-value" == caught.value.code
     assert "workers" in str(caught.value.where)
+
+
+VERL = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    assert data_source == "sums" and ground_truth == {"target": ["7"]}, ground_truth
+    return {"score": 1.0, "index": extra_info["index"]}
+"""
+
+
+def test_verls_columns_reach_verls_signature(tmp_path: Path) -> None:
+    """A record of verl's Parquet files has its own extra_info, and a ground truth of any type."""
+    (file := tmp_path / "verl.py").write_text(VERL)
+    own = {"reward_model": {"style": "rule", "ground_truth": {"target": ["7"]}}, "extra_info": {"index": 5}}
+    truth = json.dumps({"target": ["7"]})
+    request = ScoreRequest(data_source="sums", solution_str="7", ground_truth=truth, extra_info=own)
+    [result] = score(f"{file}:compute_score", request)
+    assert ("ok", 1.0, {"index": 5.0}) == (result.status, result.score, result.metrics)
+
+
+@pytest.mark.parametrize(
+    ("function", "refused"),
+    [
+        ("def f(solution_str): return float(solution_str)", False),
+        ("def f(solution_str): raise KeyError('column')", True),
+        ("def f(completions, difficulty, **_): return [1.0] * len(completions)", True),  # the record has no such column
+        ("def f(completions, level, **_): return level", False),
+        ("def f(completions, **_): return 'high'", True),
+        ("import time\ndef f(solution_str): time.sleep(30)", False),  # its first call may be slow
+    ],
+)
+def test_a_function_is_tried_on_the_first_task(tmp_path: Path, function: str, refused: bool) -> None:
+    (file := tmp_path / "mine.py").write_text(function)
+    fields: dict[str, Any] = {"extra_info": {"level": 2}, "deadline_seconds": 0.5}
+    example = ScoreRequest(data_source="", solution_str="7", ground_truth="7", group_id="g", **fields)
+
+    async def start(**settings: Any) -> None:
+        agent = FunctionReward(FunctionRewardConfig(path=f"{file}:f", **settings), RewardContext(example=example))
+        try:
+            await agent.start()
+        finally:
+            await agent.close()
+
+    asyncio.run(start(try_first=False))
+    if not refused:
+        asyncio.run(start())
+        return
+    with pytest.raises(RewardError) as caught:
+        asyncio.run(start())
+    assert ("reward.function", f"{file}:f") == (caught.value.code, caught.value.where)
+    assert "first task" in caught.value.message

@@ -116,7 +116,8 @@ def test_output_of_tools_is_a_message_of_its_own(tmp_path: Path) -> None:
 
 def test_what_is_no_list_of_scores_fails_the_group(tmp_path: Path) -> None:
     some = scored(tmp_path, TRL, "some", group("7", "8", "9"), True)
-    assert [("ok", 1.0), ("failed", None), ("failed", None)] == values(some)
+    assert [("ok", 1.0), ("ok", 0.0), ("failed", None)] == values(some)
+    assert {"not_applicable": 1.0} == some[1].metrics  # None: TRL's sum leaves it out
     for name, words in (("short", "a group of 3 has 1 values"), ("scalar", "is not a list")):
         results = scored(tmp_path, TRL, name, group("7", "8", "9"), True)
         assert [("failed", None)] * 3 == values(results)

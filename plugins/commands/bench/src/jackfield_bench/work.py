@@ -18,8 +18,9 @@ from jackfield.algorithms.settings import AlgorithmSettings, CriticSettings
 from jackfield.clock import Clock
 from jackfield.compose.builder import RunBuilder
 from jackfield.config import RunConfig, as_plain
+from jackfield.config.data import DataConfig, DataPaths, paths_of
 from jackfield.config.schedule import ScheduleConfig
-from jackfield.config.sections import DataConfig, MixingConfig, PluginSection, QueueConfig
+from jackfield.config.sections import MixingConfig, PluginSection, QueueConfig
 from jackfield.errors import ConfigError, DataError, JackfieldError, RunError, did_you_mean
 from jackfield.files import digest_of, replace_file, seal, unseal
 from jackfield.observe import ObserveSettings
@@ -54,9 +55,12 @@ def bench_config(config: RunConfig, registry: Registry, out: Path, sets: Sequenc
             raise ConfigError(f"the configuration has no set {name!r}{did_you_mean(name, files)}", **details)
     chosen = set(sets or files)
     for name, file in files.items():
-        if name in chosen and not Path(file).is_file():
-            what, fix = f"the task file of the set {name!r} does not exist", "check the path"
-            raise DataError(what, code="data.missing", where=file, expected="a JSONL file", found="no file", fix=fix)
+        for path in paths_of(file) if name in chosen else ():
+            if path.endswith(".jsonl") and not Path(path).is_file():
+                what, fix = f"the task file of the set {name!r} does not exist", "check the path"
+                raise DataError(
+                    what, code="data.missing", where=path, expected="a JSONL file", found="no file", fix=fix
+                )
     further = {name: each for name, each in evaluation.sets.items() if name in chosen}
     first = next(name for name in files if name in chosen)
     form = data.format if first == "eval" else further[first].format or data.format
@@ -81,6 +85,9 @@ def bench_config(config: RunConfig, registry: Registry, out: Path, sets: Sequenc
             format=form,
             chat_template=data.chat_template,
             max_prompt_tokens=data.max_prompt_tokens,
+            prompt_overflow=data.prompt_overflow,
+            tools=data.tools,
+            template_options=data.template_options,
         ),
         sampling=config.sampling if config.mode == "online" else SamplingParams(),
         algorithm=AlgorithmSettings(),
@@ -138,10 +145,10 @@ class Work:
     follow: Follow | None = None  #: None: only the models that there are
 
     @property
-    def sets(self) -> dict[str, Path]:
-        """The files of the sets of held-out tasks, by name."""
-        files = {} if self.config.data.eval is None else {"eval": Path(self.config.data.eval)}
-        return files | {name: Path(each.file) for name, each in self.config.evaluation.sets.items()}
+    def sets(self) -> dict[str, DataPaths]:
+        """The sets of held-out tasks, by name."""
+        files: dict[str, DataPaths] = {} if self.config.data.eval is None else {"eval": self.config.data.eval}
+        return files | {name: each.file for name, each in self.config.evaluation.sets.items()}
 
     def results(self) -> dict[tuple[str, str], dict[str, Any] | None]:
         """Return the result of each model and set; None if it is not there, or was made with other settings."""
@@ -227,8 +234,17 @@ class Work:
         settings = dict(plain["evaluation"] if own is None else plain["evaluation"]["sets"][name])
         settings = {key: value for key, value in settings.items() if key not in ("every", "sets", "file")}
         described = {section: plain[section] for section in _SECTIONS}
-        described |= {"set": settings, "format": plain["data"]["format"], "file": digest_of(self.sets[name])}
+        described |= {"set": settings, "format": plain["data"]["format"], "file": _digests_of(self.sets[name])}
         described |= {key: plain["data"][key] for key in ("chat_template", "max_prompt_tokens")}
         described |= {"dtype": [plain["model"]["dtype"], plain["weights"]["dtype"]], "lora": plain["model"]["lora"]}
         described |= {"model": model.digest, "max_model_len": plain["cluster"]["max_model_len"]}
         return xxhash.xxh3_128_hexdigest(json.dumps(described, sort_keys=True).encode())
+
+
+def _digests_of(given: DataPaths) -> str | list[str]:
+    """Return the digest of a set's file; of several files, of a folder or of a name on the Hub, one of each."""
+    found = list[str]()
+    for path in map(Path, paths_of(given)):
+        files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+        found += [digest_of(each) if each.is_file() else str(each) for each in files]
+    return found[0] if len(found) == 1 else found

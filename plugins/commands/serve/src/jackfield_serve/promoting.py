@@ -19,10 +19,10 @@ from jackfield.cluster.pool import ReplicaPool
 from jackfield.compose.builder import RunBuilder
 from jackfield.compose.workers import WorkerFactory
 from jackfield.config import RunConfig
+from jackfield.config.data import DataConfig
 from jackfield.config.evaluation import EvaluationConfig
 from jackfield.config.schedule import ScheduleConfig
 from jackfield.config.sections import (
-    DataConfig,
     MixingConfig,
     PluginSection,
     QueueConfig,
@@ -106,7 +106,13 @@ def serve_config(config: RunConfig) -> RunConfig:
         folder=str(served_folder(config.folder)),
         mode="explore",  # it has replicas and no engine
         model=attrs.evolve(config.model, lora=None),
-        data=DataConfig(train=data.train or data.eval, format=data.format, chat_template=data.chat_template),
+        data=DataConfig(
+            train=data.train or data.eval,
+            format=data.format,
+            chat_template=data.chat_template,
+            tools=data.tools,
+            template_options=data.template_options,
+        ),
         sampling=SamplingParams(),
         algorithm=AlgorithmSettings(),
         critic=CriticSettings(),

@@ -39,7 +39,7 @@ class MixReward(RewardAgent):
     def _parts(self) -> dict[str, RewardAgent]:
         if self._made is None:
             config: Config = self.config
-            settings = {name: dict(part) for name, part in config.parts.items()}
+            settings = {name: dict(part) for name, part in config.by_name.items()}
             self._made = {name: self.context.agent(part.pop("name"), part) for name, part in settings.items()}
             room = {name: part.concurrency for name, part in self._made.items()}
             self._room = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -75,11 +75,13 @@ class Gate:
 class Config:
     """Settings of the parts, and of how their dimensions become one score."""
 
-    parts: Mapping[str, Mapping[str, Any]] = option(
-        help="Other rewards by a name of your choice: the plugin's `name` and its settings."
+    parts: Mapping[str, Mapping[str, Any]] | tuple[str | Mapping[str, Any], ...] = option(
+        help="Other rewards by a name of your choice: the plugin's `name` and its settings. Or a list, each "
+        "with its `weight` (1); parts are then named as their functions or plugins."
     )
     weights: Mapping[str, float | Schedule] = option(
-        help="Weight of each dimension: PART is the score of a part, PART.NAME one of its dimensions or metrics."
+        factory=dict,
+        help="Weight of each dimension: PART is the score of a part, PART.NAME one of its dimensions or metrics.",
     )
     combine: Literal["sum", "product", "minimum"] = option(
         "sum",
@@ -98,16 +100,22 @@ class Config:
     skip_after: int = option(0, "Retries of a sample until a part that failed is skipped.", ge(0))
 
     def __attrs_post_init__(self) -> None:
-        for name, part in self.parts.items():
+        if not isinstance(self.parts, Mapping):
+            parts, weights = _named(self.parts)
+            if self.weights:
+                raise _wrong("weights", "no weights beside a list of parts, which have their own", dict(self.weights))
+            object.__setattr__(self, "parts", parts)
+            object.__setattr__(self, "weights", weights)
+        for name, part in self.by_name.items():
             if not isinstance(part.get("name"), str) or not name or "." in name:
                 found = f"{name}: {dict(part)}"
                 raise _wrong("parts", "a name without points, with the plugin's `name` and its settings", found)
         if not self.weights:
             raise _wrong("weights", "a weight for one or more dimensions", "none")
         for name in self.weights:
-            if name.partition(".")[0] not in self.parts:
-                raise _wrong("weights", f"dimensions of the parts {', '.join(self.parts)}", name)
-        unused = self.parts.keys() - {name.partition(".")[0] for name in self.weights}
+            if name.partition(".")[0] not in self.by_name:
+                raise _wrong("weights", f"dimensions of the parts {', '.join(self.by_name)}", name)
+        unused = self.by_name.keys() - {name.partition(".")[0] for name in self.weights}
         if unused:
             raise _wrong("parts", "parts of which a dimension has a weight", ", ".join(sorted(unused)))
         for setting in ("clip", "normalise", "gates"):
@@ -130,15 +138,21 @@ class Config:
 
     def _check_skipping(self) -> None:
         for name in self.skip:
-            if name not in self.parts:
-                raise _wrong("skip", f"some of {', '.join(self.parts)}", name)
+            if name not in self.by_name:
+                raise _wrong("skip", f"some of {', '.join(self.by_name)}", name)
         if self.skip_after and not self.skip:
             raise _wrong("skip_after", "parts in skip", "none")
-        if not self.parts.keys() - set(self.skip):
+        if not self.by_name.keys() - set(self.skip):
             raise _wrong("skip", "one part or more that is not skipped", ", ".join(self.skip))
         for name, gate in self.gates.items():
             if gate.needs.partition(".")[0] in self.skip:
                 raise _wrong(f"gates.{name}.needs", "a dimension of a part that is not skipped", gate.needs)
+
+    @property
+    def by_name(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return the parts by name, also those that were given as a list."""
+        assert isinstance(self.parts, Mapping)
+        return self.parts
 
     @property
     def is_scheduled(self) -> bool:
@@ -148,6 +162,21 @@ class Config:
     def weights_at(self, batch: int) -> dict[str, float]:
         """Return the weights of a batch."""
         return {name: one.at(batch) if isinstance(one, Schedule) else one for name, one in self.weights.items()}
+
+
+def _named(rewards: Sequence[str | Mapping[str, Any]]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Return the parts of a list of rewards, and their weights, by the names of their functions or plugins."""
+    parts, weights = dict[str, dict[str, Any]](), dict[str, Any]()
+    for given in rewards:
+        settings = {"name": given} if isinstance(given, str) else dict(given)
+        weight, called = settings.pop("weight", 1.0), str(settings.get("path", settings.get("name", "")))
+        called = called.rpartition(":")[2].replace(".", "_")
+        names = (called if number == 1 else f"{called}_{number}" for number in itertools.count(1))
+        name = next(each for each in names if each not in parts)
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise _wrong("parts", "a number as the weight of a part", f"{name}: {weight!r}")
+        parts[name], weights[name] = settings, float(weight)
+    return parts, weights
 
 
 def _wrong(where: str, expected: str, found: object) -> ConfigError:

@@ -38,6 +38,9 @@ _ACCEPTED = (
 )
 _RESULT = "a number, a dict with 'score', (score, solution, explanation) or (score, dict)"
 
+#: what None of a TRL function means: it does not apply to this sample, and TRL's sum of rewards leaves it out
+_NOTHING = {"score": 0.0, "metrics": {"not_applicable": 1.0}, "explanation": "None: the function does not apply"}
+
 Function = Callable[..., Any]
 _CALL = "__call__"
 
@@ -222,7 +225,7 @@ def _add_function(
     if is_trl:
         columns = None if open_ended else [name for name in names if name not in keywords]
         arguments = functools.partial(_columns, dict(keywords), columns, missing, found)
-        functions["group"] = _called(function, arguments, _scores)
+        functions["group"] = _called(function, arguments, functools.partial(_scores, nothing=_NOTHING))
         about |= {"group": True, "style": "trl", "needs": _COLUMNS}
         return
     needs = list(dict.fromkeys([*taken, *(STANDARD if open_ended else ())]))
@@ -243,7 +246,7 @@ def _columns(
     rows = [each["extra_info"] for each in data["requests"]]
     columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
     columns |= {name: [each[name] for each in data["requests"]] for name in STANDARD}
-    ids = [each["response_ids"] for each in data["requests"]]
+    ids = [list(each["response_ids"]) for each in data["requests"]]
     columns |= {"prompts": [], "completions": [], "completion_ids": ids, "completions_ids": ids}
     for row in data["requests"]:
         prompt, completion = _texts(row, data["form"])
@@ -257,7 +260,9 @@ def _columns(
 
 
 def _texts(row: Mapping[str, Any], form: str) -> tuple[Any, Any]:
-    """Return prompt and completion, as messages if the prompt is a conversation, else as texts."""
+    """Return prompt and completion, as messages if the prompt, or TRL's column of it, is a conversation, else texts."""
+    if form == "auto" and isinstance(text := row["extra_info"].get("prompt"), str):
+        return text, row["solution_str"]
     if form == "text" or (form == "auto" and not row["messages"]):
         return row["prompt_str"], row["solution_str"]
     parts = row["parts"] or [{"author": "model", "text": row["solution_str"]}]
@@ -332,9 +337,9 @@ def _listed(value: Any, count: int) -> list[Any]:
     return list(value)
 
 
-def _scores(value: Any, data: Mapping[str, Any]) -> list[Any]:
+def _scores(value: Any, data: Mapping[str, Any], nothing: dict[str, Any] | None = None) -> list[Any]:
     return [
-        _score_or_wrong(each, row)
+        nothing if each is None and nothing is not None else _score_or_wrong(each, row)
         for each, row in zip(_listed(value, len(data["requests"])), data["requests"], strict=True)
     ]
 

@@ -1,9 +1,12 @@
-"""Fixtures for ``jackfield plugins check``: mathematics, and a function in its own file."""
+"""Fixtures for ``jackfield plugins check``: mathematics, a function in its own file, and an object of this process."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
+
+from jackfield_reward_rules.callables import KNOWN
 
 _FUNCTION = """
 import subprocess
@@ -46,6 +49,33 @@ def function(folder: Path) -> dict[str, Any]:
     return {
         "settings": {"path": f"{file}:compute_score", "workers": 2},
         "comparing": {"path": f"{file}:ranks"},
+        "examples": [
+            {"solution_str": "4", "ground_truth": "4", "score": 1.0},
+            {"solution_str": "5", "ground_truth": "4", "score": 0.0},
+        ],
+        "failing": [{"solution_str": "4", "ground_truth": "broken"}],
+        "slow": [{"solution_str": "4", "ground_truth": "slow"}],
+    }
+
+
+def callable_object(folder: Path) -> dict[str, Any]:
+    """Return settings for closures of this process, which can be right, wrong, broken and slow."""
+
+    def score(solution_str: str, ground_truth: str) -> float:
+        if ground_truth == "broken":
+            raise ValueError("the ground truth is broken")
+        if ground_truth == "slow":
+            threading.Event().wait(120)
+        return float(solution_str.strip() == ground_truth)
+
+    def ranks(prompts: list[Any], completions: list[Any], **columns: list[Any]) -> list[float]:
+        lengths = [len(str(each)) for each in completions]
+        return [float(sorted(lengths).index(length)) for length in lengths]
+
+    KNOWN.update({"conformance-score": score, "conformance-ranks": ranks})
+    return {
+        "settings": {"path": "conformance-score"},
+        "comparing": {"path": "conformance-ranks"},
         "examples": [
             {"solution_str": "4", "ground_truth": "4", "score": 1.0},
             {"solution_str": "5", "ground_truth": "4", "score": 0.0},

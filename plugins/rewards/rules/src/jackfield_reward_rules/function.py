@@ -48,10 +48,15 @@ class FunctionRewardConfig:
     )  # fmt: skip
     form: Literal["auto", "text", "messages"] = option(
         "auto",
-        "Form of prompts and completions for TRL's functions; auto: messages if the prompt is a conversation.",
+        "Form of prompts and completions for TRL's functions; auto: texts if the record's column `prompt` is a text, "
+        "as in TRL, else messages.",
     )
     python: str | None = option(None, "Interpreter of these processes, with its own packages; null: this one.")
     memory_bytes: int | None = option(4 * 2**30, "Address space of one process; null: unlimited.", optional(gt(0)))
+    try_first: bool = option(
+        True,
+        "Score the first task's own answer before anything is generated, and refuse a function that fails on it twice.",
+    )
     start_seconds: float = option(60.0, "Longest time to import the function.", gt(0.0))
     version: str | None = option(
         None, "Version of the function, under which scores are cached; null: a digest of its file, of the modules that "
@@ -110,7 +115,27 @@ class FunctionReward(WorkerReward):
         if self.config.form != "auto" and about["style"] == "score":
             raise _without_effect("form", "a function that does not take prompts and completions", "parameters")
         self._getters = {name: _getter(name) for name in about.get("needs", ())}
+        if about["style"] == "score":  # verl's signature, with verl's columns
+            own = {"extra_info": _own_extra_info, "ground_truth": _own_ground_truth}
+            self._getters |= {name: get for name, get in own.items() if name in self._getters}
         self._started = True
+        if self.config.try_first and (example := self.context.example) is not None:
+            await self._try(example)
+
+    async def _try(self, example: ScoreRequest) -> None:
+        """Score the first task's own answer, twice if it fails, or refuse the function; one that is late is not."""
+        error: str | None = None
+        for _ in range(2):
+            if self.compares:
+                results = list(await self.score_group([example, example]))
+            else:
+                results = [await self.compute_score(example)]
+            error = next((each.error for each in results if each.status == "failed"), None)
+            if error is None:
+                return
+        fix = "correct the function; reward.try_first: false starts without this check"
+        details = {"where": self.config.path, "expected": "a score of the task's own answer", "found": error}
+        raise RewardError("the reward cannot score the first task", code="reward.function", fix=fix, **details)
 
     async def compute_score(self, request: ScoreRequest) -> ScoreResult:
         """Score one sample, when a process is free. ``extra_info`` is passed as JSON."""
@@ -199,6 +224,20 @@ def _getter(name: str) -> Callable[[ScoreRequest], Any]:
 
 def _field(name: str, request: ScoreRequest) -> Any:
     return getattr(request, name)
+
+
+def _own_extra_info(request: ScoreRequest) -> dict[str, Any]:
+    """Return the record's own field ``extra_info``, as in verl's Parquet files, else the whole record."""
+    own = request.extra_info.get("extra_info")
+    return dict(own if isinstance(own, Mapping) else request.extra_info)
+
+
+def _own_ground_truth(request: ScoreRequest) -> Any:
+    """Return verl's ``reward_model.ground_truth`` as it is in the record, if this is the task's, else its text."""
+    reward = request.extra_info.get("reward_model")
+    own = reward.get("ground_truth") if isinstance(reward, Mapping) else None
+    text = own if isinstance(own, str) else json.dumps(own, ensure_ascii=False)
+    return own if own is not None and text == request.ground_truth else request.ground_truth
 
 
 def _without_effect(name: str, what: str, instead: str) -> ConfigError:

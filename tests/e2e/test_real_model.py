@@ -1,0 +1,50 @@
+"""A real model and real problems: two steps of each of the example's runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jackfield.config import load_config
+from jackfield_testing import SMOLLM2
+
+from .conftest import ROOT, metrics
+
+EXAMPLE = ROOT / "examples" / "real_model"
+SMALL = [
+    "schedule.steps=2",
+    "evaluation.every=0",
+    "data.groups_per_batch=2",
+    "data.rollouts_per_group=4",
+    "sampling.max_new_tokens=24",
+]
+
+
+@pytest.mark.needs("smollm2")
+@pytest.mark.needs_data("gsm8k")
+@pytest.mark.timeout(600)
+def test_two_steps_of_each(tmp_path: Path, shared_data: Path) -> None:
+    """The model is one that knows English: its loss on demonstrations is below 2, that of a random one is 10.8."""
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "model").symlink_to(SMOLLM2)
+
+    command = [sys.executable, str(EXAMPLE / "real_model.py"), "--data", str(shared_data / "gsm8k")]
+    command += ["--folder", str(tmp_path), *SMALL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, cwd=tmp_path)
+    assert 0 == done.returncode, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "learning curve" in done.stdout
+    tuned, trained = ([line for line in metrics(tmp_path / run) if line["kind"] == "step"] for run in ("sft", "grpo"))
+    assert [[1, 2], [1, 2]] == [[line["step"] for line in lines] for lines in (tuned, trained)]
+    assert all(line["policy/loss"] < 2 for line in tuned)
+    assert all(line["log_prob_check/rollout/max"] < 0.1 for line in trained if "log_prob_check/rollout/max" in line)
+    adapter = json.loads((tmp_path / "grpo" / "model" / "adapter_config.json").read_text())
+    assert 16 == adapter["r"]
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLE.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_file_of_the_example_is_valid(file: Path) -> None:
+    assert load_config(file, ())
