@@ -54,8 +54,8 @@ _COMMENT = """\
 class Training:
     """A run with the settings of a YAML file, in the same kind of folder, resumed by the same call.
 
-    ``model`` is a folder, or a name on the Hugging Face Hub. ``train`` and ``eval`` are what ``data.train`` of a file is
-    (paths, also several with weights), or records: a ``datasets.Dataset`` or a list of dicts, which the run keeps.
+    ``model`` is a folder, or a name on the Hugging Face Hub. ``train`` and ``eval`` are what ``data.train`` of a file
+    is (paths, also several with weights), or records: a ``datasets.Dataset`` or a list of dicts, which the run keeps.
     ``reward`` is a function or object with a signature of the plugin ``function`` (TRL's, verl's; sync or async), the
     name of a plugin, its section, or a list of these, each alone or as (reward, weight). ``steps`` is
     ``schedule.steps``. Further ``settings`` are sections (``optimizer={"lr": 1e-6}``) or paths
