@@ -22,7 +22,7 @@ from jackfield.cluster.pool import DeviceLease, ReplicaPool
 from jackfield.compose.workers import CONTRACTS
 from jackfield.config import make_config
 from jackfield.config.sections import RayConfig
-from jackfield.data.tasks import Task
+from jackfield.data.formats import Task
 from jackfield.imports import collection_paused, own_process
 from jackfield.plugins import HookManager, installed
 from jackfield.queue import TransferQueue, Values

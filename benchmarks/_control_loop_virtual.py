@@ -27,7 +27,7 @@ from jackfield.abc.rollout import ServerInfo, WeightReceipt, WorkerReceipt
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.cluster.pool import ReplicaPool
 from jackfield.compose.workers import CONTRACTS
-from jackfield.data.tasks import Task
+from jackfield.data.formats import Task
 from jackfield.queue.meta import RolloutReport, Written
 from jackfield.queue.values import MemoryBackend, MemoryConfig
 from jackfield.routing import Replica

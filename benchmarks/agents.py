@@ -43,7 +43,7 @@ from jackfield.abc.agent import AgentContext, AgentLoopBase, AgentLoopOutput, Ag
 from jackfield.abc.rollout import GenerateRequest, GenerateResult, HealthReport
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.clock import Clock
-from jackfield.data.tasks import Task
+from jackfield.data.formats import Task
 from jackfield.imports import collection_paused, own_process
 from jackfield.queue import Values
 from jackfield.queue.meta import GroupKey

@@ -284,6 +284,18 @@ def test_what_is_wrong_is_refused_with_what_to_write(made: Path, tmp_path: Path)
         run(load_config(tmp_path / "run.yaml", [f"folder={tmp_path / 'yaml'}", "observe.progress=false"]))
 
 
+def test_several_sets_of_tasks_are_named_as_in_a_file(made: Path, tmp_path: Path) -> None:
+    """A record may have a column ``path``, too."""
+    sets = [{"path": made / "problems.jsonl", "weight": 3}, {"path": str(made / "held_out.jsonl"), "weight": 1}]
+    options: dict[str, Any] = {"model": made / "model", "reward": "rules", "folder": tmp_path / "run"}
+    training = GRPO(train=sets, eval=[made / "held_out.jsonl"], **options)
+    written = [{**each, "path": str(each["path"])} for each in sets]
+    data = yaml.safe_load(training.to_yaml())["data"]
+    assert (written, [str(made / "held_out.jsonl")]) == (data["train"], data["eval"])
+    rows = [{"path": "a", **record} for record in PROBLEMS]
+    assert str(tmp_path / "run" / "data" / "train.jsonl") == GRPO(train=rows, **options).config.data.train
+
+
 def test_all_end_tokens_of_the_generation_config_end_a_response(made: Path, tmp_path: Path) -> None:
     model = shutil.copytree(made / "model", tmp_path / "model")
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]

@@ -40,6 +40,7 @@ BESIDE = {
     "mixing.replay.": ["mixing.replay.ratio=1.0"],
     "mixing.expert.": ["mixing.expert.ratio=1.0", "mixing.expert.samples=rows.jsonl"],
     "mixing.human.": ["mixing.human.ratio=1.0", "mixing.human.samples=rows.jsonl"],
+    **{f"data.{name}.": [f"data.{name}={{path: tasks.jsonl}}"] for name in ("train", "eval", "expert")},
     "reward.": ["reward={name: function, path: 'a.py:b'}"],
 }
 

@@ -87,6 +87,8 @@ class _Reader:
             accepted = [one for one in members if one is not type(None)]
             if isinstance(value, list):  # it is meant for the type of a sequence, whose errors say more
                 accepted = [one for one in accepted if typing.get_origin(one) in (tuple, list, Sequence)] or accepted
+            elif isinstance(value, Mapping):  # and this for that of keys and values
+                accepted = [one for one in accepted if attrs.has(typing.get_origin(one) or one)] or accepted
             if len(accepted) == 1:
                 return self.read(accepted[0], value, path, bounds)
             for one in accepted:  # the first that accepts the value

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jackfield.data import tasks as module
-from jackfield.data.tasks import SeededOrder, Task, TaskFormat, TaskSet
+from jackfield.data.formats import Task, TaskFormat
+from jackfield.data.tasks import SeededOrder, TaskSet
 from jackfield.errors import ConfigError, DataError
 from jackfield_testing import refused
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jackfield.data.encoding import check_vocabulary, encode_prompt
-from jackfield.data.tasks import Task
+from jackfield.data.formats import Task
 from jackfield.data.tokens import HuggingFaceChatTokenizer
 from jackfield.errors import DataError
 from jackfield_testing import refused

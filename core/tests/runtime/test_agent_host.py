@@ -25,7 +25,7 @@ from jackfield.abc.rollout import GenerateRequest, GenerateResult, SamplingParam
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.clock import Clock
 from jackfield.config.agent_service import AgentServiceConfig
-from jackfield.data.tasks import Task
+from jackfield.data.formats import Task
 from jackfield.queue import Values
 from jackfield.queue.meta import GroupKey, RolloutReport
 from jackfield.queue.values import MemoryBackend, MemoryConfig

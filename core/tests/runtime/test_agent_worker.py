@@ -14,7 +14,7 @@ from jackfield.abc.agent import AgentLoopBase, AgentLoopOutput, AgentSequence, C
 from jackfield.abc.transfer_queue import TransferQueueContext
 from jackfield.clock import Clock
 from jackfield.config import make_config
-from jackfield.data.tasks import Task
+from jackfield.data.formats import Task
 from jackfield.errors import AgentError
 from jackfield.plugins.hooks import SampleRecord
 from jackfield.queue import Values

@@ -30,7 +30,7 @@ from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
 from jackfield.cluster.pool import DeviceLease
 from jackfield.config import make_config
-from jackfield.data.tasks import Task
+from jackfield.data.formats import Task
 from jackfield.errors import QueueError
 from jackfield.plugins import HookManager, hookimpl
 from jackfield.plugins.hooks import SamplesFailed, StepEnded, WeightsSynced

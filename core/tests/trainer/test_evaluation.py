@@ -9,7 +9,7 @@ import attrs
 import pytest
 
 from jackfield.config.evaluation import EvaluationConfig, EvaluationSampling, EvaluationSet
-from jackfield.data.tasks import Task
+from jackfield.data.formats import Task
 from jackfield.errors import JackfieldError
 from jackfield.plugins import hookimpl
 from jackfield.plugins.hooks import EvaluationEnded, SamplesRecorded, StageEnded

@@ -14,7 +14,7 @@ import pytest
 
 from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, GenerateResult
 from jackfield.config import make_config
-from jackfield.data.tasks import Task
+from jackfield.data.formats import Task
 from jackfield.errors import DeadlineExceeded, WeightsError
 from jackfield.runtime.engine import EngineGroup
 from jackfield.runtime.workers import Workers

@@ -14,7 +14,7 @@ import attrs
 from jackfield.abc.reward import ScoreRequest
 from jackfield.config import RunConfig
 from jackfield.config.agent_service import AgentServiceConfig
-from jackfield.data.tasks import TaskFormat
+from jackfield.data.formats import TaskFormat
 from jackfield.errors import PluginError
 
 

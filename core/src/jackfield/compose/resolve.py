@@ -15,7 +15,7 @@ from jackfield.algorithms.shaping import Correction
 from jackfield.compose.schedules import check_schedule
 from jackfield.config.data import paths_of
 from jackfield.config.sections import RunConfig, WeightsConfig
-from jackfield.data.tasks import AUTO
+from jackfield.data.formats import AUTO
 from jackfield.data.tokens import HuggingFaceChatTokenizer
 from jackfield.plugins import Manifest, Registry
 from jackfield.queue.sample_files import holds_samples

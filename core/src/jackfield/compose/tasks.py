@@ -15,7 +15,8 @@ from jackfield.compose.resolve import load_tokenizer
 from jackfield.config import RunConfig
 from jackfield.config.data import DataPaths, paths_of, sets_of
 from jackfield.data.encoding import check_vocabulary, encode_answers, encode_prompt
-from jackfield.data.tasks import Conversation, TaskFormat, TaskSet
+from jackfield.data.formats import Conversation, TaskFormat
+from jackfield.data.tasks import TaskSet
 from jackfield.errors import JackfieldError
 from jackfield.queue.sample_files import holds_samples
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import attrs
 from attrs.validators import ge, gt, le
 
-from jackfield.data.tasks import TaskFormat
+from jackfield.data.formats import TaskFormat
 from jackfield.errors import ConfigError
 from jackfield.settings import option
 

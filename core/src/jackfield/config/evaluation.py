@@ -10,7 +10,7 @@ from attrs.validators import deep_mapping, ge, gt, instance_of, matches_re
 
 from jackfield.abc.rollout import SamplingParams
 from jackfield.config.data import DataPaths
-from jackfield.data.tasks import TaskFormat
+from jackfield.data.formats import TaskFormat
 from jackfield.errors import ConfigError
 from jackfield.settings import option
 

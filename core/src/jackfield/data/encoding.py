@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jackfield.abc.agent import ChatTokenizer
-from jackfield.data.tasks import Task, naming, refusal
+from jackfield.data.formats import Task, naming, refusal
 from jackfield.data.tokens import HuggingFaceChatTokenizer, has_parts
 from jackfield.sdk._messages import Messages as _Messages
 

@@ -16,11 +16,8 @@ import attrs
 import msgspec
 import xxhash
 
-from jackfield.data.formats import AUTO, Answer, Conversation, Task, TaskFormat, naming, plain_text, refusal
+from jackfield.data.formats import Task, TaskFormat, naming, refusal
 from jackfield.errors import DataError
-
-__all__ = ["AUTO", "CHECKED_BYTES", "LINE_BYTES", "Answer", "Conversation", "SeededOrder", "Task", "TaskFormat"]
-__all__ += ["TaskSet", "naming", "order_of", "plain_text", "refusal"]
 
 #: Lines in this many first bytes of a file are parsed when the file is opened, later ones when they are used.
 CHECKED_BYTES = 64 * 2**20

@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jackfield.data.tasks import Task, naming, refusal
+from jackfield.data.formats import Task, naming, refusal
 from jackfield.errors import DataError, PluginError
 from jackfield.sdk._messages import Messages as _Messages
 from jackfield.sdk._messages import parts

@@ -16,7 +16,7 @@ import xxhash
 from jackfield.abc.agent import AgentSequence, ChatTokenizer
 from jackfield.clock import Clock, too_late
 from jackfield.data.encoding import encode_answers, encode_inputs, encode_prompt, tokenizer_of
-from jackfield.data.tasks import Task
+from jackfield.data.formats import Task
 from jackfield.errors import (
     AgentError,
     ConfigError,

@@ -28,7 +28,7 @@ from jackfield.abc.agent import (
 from jackfield.abc.rollout import GenerateRequest, GenerateResult, SamplingParams
 from jackfield.config.agent_service import AgentServiceConfig
 from jackfield.data.encoding import tokenizer_of
-from jackfield.data.tasks import Task
+from jackfield.data.formats import Task
 from jackfield.errors import AgentError, JackfieldError, described
 from jackfield.runtime.routes import Routes
 from jackfield.runtime.tags import not_finite

@@ -17,7 +17,7 @@ from jackfield.abc.reward import ResponsePart, RewardAgent, ScoreRequest, ScoreR
 from jackfield.abc.transfer_queue import Column
 from jackfield.clock import Clock
 from jackfield.config import RunConfig
-from jackfield.data.tasks import Conversation
+from jackfield.data.formats import Conversation
 from jackfield.queue import Values
 from jackfield.queue.meta import Written, batch_of, group_of
 from jackfield.runtime.reward_service import RewardService, checked

@@ -19,7 +19,7 @@ from jackfield.algorithms import advantages, part, prepare
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.algorithms.shaping import kl_in_reward
 from jackfield.algorithms.tensors import Groups, naming_rows
-from jackfield.data.tasks import Task
+from jackfield.data.formats import Task
 from jackfield.queue import Values
 from jackfield.queue.meta import BatchMeta, Lease, Written
 from jackfield.runtime.tags import own_rewards

@@ -14,7 +14,8 @@ from typing import Literal
 
 import attrs
 
-from jackfield.data.tasks import Task, order_of
+from jackfield.data.formats import Task
+from jackfield.data.tasks import order_of
 from jackfield.errors import DeadlineExceeded, JackfieldError, WorkerLost, some
 from jackfield.queue.meta import Batch, GroupKey, NewGroup, RolloutReport
 from jackfield.runtime.agent_worker import AgentWorker, RolloutJob

@@ -15,7 +15,7 @@ import pytest
 from pyarrow import parquet
 
 from jackfield.config.data import DataSet
-from jackfield.data.tasks import Task, TaskFormat
+from jackfield.data.formats import Task, TaskFormat
 from jackfield_datasets import open_tasks
 
 Records = Sequence[Mapping[str, Any]]

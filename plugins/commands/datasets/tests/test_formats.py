@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from jackfield.config.data import DataSet
-from jackfield.data.tasks import Task, TaskFormat, TaskSet
+from jackfield.data.formats import Task, TaskFormat
+from jackfield.data.tasks import TaskSet
 from jackfield.errors import DataError
 from jackfield_datasets import open_tasks
 
@@ -126,7 +127,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, write: Any) -> None:
 _CHILD = """
 import resource, sys
 from jackfield.config.data import DataSet
-from jackfield.data.tasks import TaskFormat
+from jackfield.data.formats import TaskFormat
 from jackfield_datasets import open_tasks
 import pyarrow.parquet
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from jackfield.config.data import DataSet
-from jackfield.data.tasks import Task, TaskFormat, TaskSet
+from jackfield.data.formats import Task, TaskFormat
+from jackfield.data.tasks import TaskSet
 from jackfield.errors import DataError
 from jackfield_datasets import open_tasks
 

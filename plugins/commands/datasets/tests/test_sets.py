@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jackfield.config.data import DataSet, sets_of
-from jackfield.data.tasks import SeededOrder, TaskFormat, order_of
+from jackfield.data.formats import TaskFormat
+from jackfield.data.tasks import SeededOrder, order_of
 from jackfield.errors import DataError
 from jackfield_datasets import MixedOrder, MixedSet, open_tasks
 from jackfield_testing import refused

@@ -285,7 +285,7 @@ def test_a_pool_that_is_closed_fails_what_is_in_flight(file: Path) -> None:
 
 
 def test_a_call_costs_little_however_many_are_in_flight(file: Path) -> None:
-    """Both processes together (a generous bound: it takes about 50 µs)."""
+    """A call among 5,000 costs no more than one among 200; what the machine has to do besides, both have to bear."""
 
     async def main() -> None:
         async with pool(file, "act") as many:
@@ -297,8 +297,8 @@ def test_a_call_costs_little_however_many_are_in_flight(file: Path) -> None:
                 return (Clock().time() - began) / count
 
             gc.collect()
-            for count in (200, 5000):
-                assert 2e-4 > min([await per_call(count) for _ in range(3)])
+            few, many_calls = [min([await per_call(count) for _ in range(3)]) for count in (200, 5000)]
+            assert 4 * few > many_calls
 
     asyncio.run(main())
 

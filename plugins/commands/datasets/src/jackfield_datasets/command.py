@@ -15,7 +15,8 @@ from jackfield.cli.commands import show as print_result
 from jackfield.config import RunConfig, apply_override, load_config
 from jackfield.config.data import DataSet, sets_of
 from jackfield.data.encoding import encode_answers, encode_prompt
-from jackfield.data.tasks import Task, TaskFormat, TaskSet
+from jackfield.data.formats import Task, TaskFormat
+from jackfield.data.tasks import TaskSet
 from jackfield.data.tokens import HuggingFaceChatTokenizer
 from jackfield.settings import structure
 from jackfield_datasets.lines import FIRST

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
-from jackfield.data.tasks import LINE_BYTES, naming, refusal
+from jackfield.data.formats import naming, refusal
+from jackfield.data.tasks import LINE_BYTES
 
 Row: TypeAlias = dict[str, Any] | bytes  #: a record, or a line of JSON as it is
 _CHUNK = 2**20  #: characters of a JSON file that are read together

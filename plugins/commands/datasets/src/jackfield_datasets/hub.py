@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from jackfield.data.tasks import refusal
+from jackfield.data.formats import refusal
 from jackfield.errors import PluginError
 from jackfield_datasets.files import Row, chosen, plain
 

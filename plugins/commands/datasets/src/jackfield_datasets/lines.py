@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from jackfield.config.data import DataSet
-from jackfield.data.tasks import naming, refusal
+from jackfield.data.formats import naming, refusal
 from jackfield_datasets.files import READERS, Row, rows_of_folder, suffix_of
 from jackfield_datasets.hub import looks_like_a_name, rows_of_hub
 

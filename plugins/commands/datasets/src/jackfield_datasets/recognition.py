@@ -11,8 +11,7 @@ from typing import Any
 
 import attrs
 
-from jackfield.data.formats import KEYS
-from jackfield.data.tasks import AUTO, Task, TaskFormat, refusal
+from jackfield.data.formats import AUTO, KEYS, Task, TaskFormat, refusal
 from jackfield.errors import DataError
 
 #: the roles of OpenAI by those of ShareGPT

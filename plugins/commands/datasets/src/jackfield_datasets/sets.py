@@ -19,7 +19,8 @@ from jackfield.abc.reward import ScoreRequest
 from jackfield.config import RunConfig
 from jackfield.config.data import DataSet, sets_of
 from jackfield.data.encoding import encode_prompt
-from jackfield.data.tasks import SeededOrder, Task, TaskFormat, TaskSet, naming, plain_text, refusal
+from jackfield.data.formats import Task, TaskFormat, naming, plain_text, refusal
+from jackfield.data.tasks import SeededOrder, TaskSet
 from jackfield.data.tokens import HuggingFaceChatTokenizer
 from jackfield.errors import ConfigError, DataError, JackfieldError
 from jackfield.queue.sample_files import holds_samples

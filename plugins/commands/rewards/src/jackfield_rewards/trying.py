@@ -16,7 +16,7 @@ import attrs
 from jackfield.abc.reward import ResponsePart, RewardContext, ScoreRequest, ScoreResult
 from jackfield.clock import Clock
 from jackfield.compose.rewards import make_reward
-from jackfield.data.tasks import Task, TaskFormat, plain_text
+from jackfield.data.formats import Task, TaskFormat, plain_text
 from jackfield.errors import DataError, JackfieldError
 from jackfield.plugins import discover
 from jackfield.runtime.reward_service import RewardService

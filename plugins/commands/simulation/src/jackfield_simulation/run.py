@@ -25,7 +25,7 @@ from jackfield.abc.rollout import GenerateRequest, SamplingParams
 from jackfield.cluster.pool import DeviceLease, ReplicaPool
 from jackfield.compose.run import starting_point
 from jackfield.config import RunConfig
-from jackfield.data.tasks import Task
+from jackfield.data.formats import Task
 from jackfield.errors import QueueError, WorkerLost, some
 from jackfield.plugins import HookManager, hookimpl
 from jackfield.plugins.hooks import StageEnded, StepEnded

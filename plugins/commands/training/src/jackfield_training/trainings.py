@@ -22,6 +22,7 @@ from jackfield.abc.engine import ModelSpec
 from jackfield.compose import run
 from jackfield.compose.builder import Stop
 from jackfield.config import RunConfig, explain, make_config
+from jackfield.config.data import DataSet
 from jackfield.errors import ConfigError
 from jackfield.files import replace_file
 from jackfield_training.records import Records
@@ -53,11 +54,12 @@ _COMMENT = """\
 class Training:
     """A run with the settings of a YAML file, in the same kind of folder, resumed by the same call.
 
-    ``model`` is a folder, or a name on the Hugging Face Hub. ``train`` and ``eval`` are paths, or records: a
-    ``datasets.Dataset`` or a list of dicts, which the run keeps in its folder. ``reward`` is a function or object with
-    a signature of the plugin ``function`` (TRL's, verl's; sync or async), the name of a plugin, its section, or a list
-    of these, each alone or as (reward, weight). ``steps`` is ``schedule.steps``. Further ``settings`` are sections
-    (``optimizer={"lr": 1e-6}``) or paths (``**{"optimizer.lr": 1e-6}``).
+    ``model`` is a folder, or a name on the Hugging Face Hub. ``train`` and ``eval`` are what ``data.train`` of a file
+    is (paths, also several with weights), or records: a ``datasets.Dataset`` or a list of dicts, which the run keeps.
+    ``reward`` is a function or object with a signature of the plugin ``function`` (TRL's, verl's; sync or async), the
+    name of a plugin, its section, or a list of these, each alone or as (reward, weight). ``steps`` is
+    ``schedule.steps``. Further ``settings`` are sections (``optimizer={"lr": 1e-6}``) or paths
+    (``**{"optimizer.lr": 1e-6}``).
 
     Raise a ``ConfigError`` or ``DataError`` for what is wrong; the model and the data are read by :meth:`run`.
     """
@@ -109,7 +111,8 @@ class Training:
 
     def _add_data(self, values: dict[str, Any], which: str, data: Any) -> None:
         """Set the path of a data set; records are to be written into the run's folder."""
-        if isinstance(data, str | Path):
+        several = data if isinstance(data, list | tuple) else [data]
+        if several and all(map(_is_path, several)):
             _put(values, f"data.{which}", data)
             return
         records = Records(which, data, Path(values["folder"], "data", f"{which}.jsonl"))
@@ -220,10 +223,18 @@ def _merge(values: dict[str, Any], more: Mapping[str, Any]) -> None:
             values[key] = _plain(value)
 
 
+def _is_path(data: Any) -> bool:
+    """Return whether this is a path, or a set of tasks as ``data.train`` has it: ``{"path": ..., "weight": ...}``."""
+    names = {field.name for field in attrs.fields(DataSet)}
+    return isinstance(data, str | Path) or (isinstance(data, Mapping) and {"path"} <= data.keys() <= names)
+
+
 def _plain(value: Any) -> Any:
     """Return a setting as YAML has it: paths are texts, tuples are lists."""
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
     return str(value) if isinstance(value, Path) else value
 
 
