@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from jackfield_openai.settings import EndpointConfig
+from jackfield_openai.settings import Address, EndpointConfig
 
-__all__ = ["EndpointConfig"]
+__all__ = ["Address", "EndpointConfig"]
