@@ -23,6 +23,8 @@ from jackfield_rollout_transformers.sampling import RowTable, filter_rows
 
 #: Without the extra ``grammar``, answers cannot be made to match one.
 SERVED = FIELDS if find_spec("llguidance") is not None else FIELDS - {"grammar"}
+#: One way to write a value: a model that is free to add white space may never end. ``oneOf`` is read as ``anyOf``.
+_JSON: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
 
 
 class Shaper:
@@ -118,7 +120,7 @@ class Grammars:
             self._tokenizer = llguidance.hf.from_tokenizer(self._load(), n_vocab=self._vocabulary, **ends)
         try:
             if grammar.kind == "json":
-                text = llguidance.LLMatcher.grammar_from_json_schema(grammar.text)
+                text = llguidance.LLMatcher.grammar_from_json_schema(grammar.text, overrides=_JSON)
             else:
                 text = llguidance.LLMatcher.grammar_from_regex(grammar.text)
             matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0)
