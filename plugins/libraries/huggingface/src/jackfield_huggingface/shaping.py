@@ -47,6 +47,7 @@ class Shaping:
 
 
 NEUTRAL = Shaping()
+PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 FIELDS = frozenset(attrs.fields_dict(Shaping))
 
 
