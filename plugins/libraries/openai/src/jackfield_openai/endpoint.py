@@ -1,7 +1,7 @@
 """The web server: routes, keys, deadlines, errors and metrics around a rollout server.
 
 ``POST /v1/completions``, ``/v1/chat/completions`` and ``/v1/responses`` (whole or streamed), ``/tokenize`` and
-``/detokenize``, ``GET /v1/models``, ``/health`` and, for Prometheus, ``/metrics``. A client that leaves ends its
+``/detokenize``, ``GET /tokenizer_info``, ``/v1/models``, ``/health`` and, for Prometheus, ``/metrics``. A client that leaves ends its
 requests. With ``openai.collect`` answers are kept as samples, and ``POST /v1/feedback`` takes users' rewards.
 """
 
@@ -89,6 +89,7 @@ class OpenAIEndpoint:
                 web.post("/v1/feedback", self._feedback),
                 web.post("/tokenize", self._tokenize),
                 web.post("/detokenize", self._detokenize),
+                web.get("/tokenizer_info", self._tell_tokenizer),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{name:.+}", self._models),
                 web.get("/health", self._health),
@@ -116,7 +117,7 @@ class OpenAIEndpoint:
         return web.json_response(model if name else {"object": "list", "data": [model]})
 
     def _check_model(self, name: str | None) -> None:
-        if self._config.model_name is not None and name != self._name:
+        if self._config.model_name is not None and name not in (None, self._name):
             message = f"the model {str(name)[:200]!r} does not exist; this is {self._name!r}"
             raise ClientError(message, "model_not_found", "model", 404)
 
@@ -217,6 +218,10 @@ class OpenAIEndpoint:
         async with self._encoding:
             found = await asyncio.to_thread(tokenized, body, self._tokenizer)
         return web.json_response({**found, "max_model_len": self._max_model_len})
+
+    async def _tell_tokenizer(self, request: web.Request) -> web.StreamResponse:
+        assert self._tokenizer is not None
+        return web.json_response(self._tokenizer.info)
 
     async def _detokenize(self, request: web.Request) -> web.StreamResponse:
         body = read_body(DetokenizeBody, await self._read(request))

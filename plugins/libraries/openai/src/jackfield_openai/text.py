@@ -47,6 +47,14 @@ class ServedTokenizer:
         """Return the text of tokens, with special ones."""
         return self.decode(token_ids, skip_special_tokens=False)
 
+    @property
+    def info(self) -> dict[str, Any]:
+        """Return what clients with a remote tokenizer ask of it: its special tokens, and its chat template."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
+        return {"tokenizer_class": type(self._tokenizer).__name__} | {
+            name: getattr(self._tokenizer, name, None) for name in names
+        }
+
     @functools.cached_property
     def tool_format(self) -> Format | None:
         """Return the format in which the chat template shows tool calls; None: none that is known."""

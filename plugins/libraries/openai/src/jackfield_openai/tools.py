@@ -76,12 +76,13 @@ def _named(choice: Any) -> str | None:
 
 
 def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a call; unless the tool says otherwise, it has no arguments that its schema does not name."""
+    parameters = {"type": "object", **(function.get("parameters") or {})}
+    if "properties" in parameters:
+        parameters.setdefault("additionalProperties", False)
     return {
         "type": "object",
-        "properties": {
-            "name": {"const": function["name"]},
-            "parameters": function.get("parameters") or {"type": "object"},
-        },
+        "properties": {"name": {"const": function["name"]}, "parameters": parameters},
         "required": ["name", "parameters"],
         "additionalProperties": False,
     }
