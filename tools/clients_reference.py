@@ -1,7 +1,7 @@
 """Writes the table of clients and features in the guide, from what ``tests/integration/test_openai_clients.py`` found.
 
-    python tools/clients_reference.py          # note what the last run of the test found, and write the table
-    python tools/clients_reference.py --check  # fail if the table differs from the noted results
+python tools/clients_reference.py          # note what the last run of the test found, and write the table
+python tools/clients_reference.py --check  # fail if the table differs from the noted results
 """
 
 from __future__ import annotations

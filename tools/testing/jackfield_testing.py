@@ -87,7 +87,7 @@ TOOLS: dict[str, Callable[[], bool]] = {
 
 
 def clients_python() -> Path | None:
-    """The interpreter that has clients of OpenAI's API: ``JACKFIELD_CLIENTS_PYTHON``, or that of ``make interpreters``."""
+    """The interpreter of clients of OpenAI's API: ``JACKFIELD_CLIENTS_PYTHON``, or that of ``make interpreters``."""
     return _python("clients")
 
 

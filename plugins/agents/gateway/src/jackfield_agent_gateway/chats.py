@@ -9,7 +9,8 @@ import attrs
 
 from jackfield_agent_gateway.asking import Ask
 from jackfield_huggingface.shaping import Grammar
-from jackfield_openai.bodies import NEUTRAL, Body, ChatBody, CompletionBody, read_grammar
+from jackfield_openai.bodies import NEUTRAL, Body, ChatBody, CompletionBody
+from jackfield_openai.grammars import read_grammar
 from jackfield_openai.messages import read_messages, read_tools
 from jackfield_openai.said import Answers, Said, arguments_text
 from jackfield_openai.text import refused

@@ -9,7 +9,7 @@ import attrs
 
 from jackfield_agent_gateway.asking import Ask
 from jackfield_agent_gateway.chats import calls_tools, common
-from jackfield_openai.bodies import read_grammar
+from jackfield_openai.grammars import read_grammar
 from jackfield_openai.messages import read_messages, read_tools
 from jackfield_openai.responses import ResponseBody, read_tool
 from jackfield_openai.text import refused

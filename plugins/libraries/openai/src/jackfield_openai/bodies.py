@@ -8,10 +8,9 @@ supported is refused, unless its value has no effect. A null is the same as no f
 from __future__ import annotations
 
 import json
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import attrs
 from attrs.validators import ge, gt, le
@@ -20,6 +19,7 @@ from jackfield.abc.rollout import SamplingParams
 from jackfield.errors import RolloutError
 from jackfield.sdk import option, structure
 from jackfield_huggingface.shaping import Grammar, Shaping
+from jackfield_openai.grammars import read_grammar
 from jackfield_openai.messages import read_messages
 from jackfield_openai.text import ClientError, ServedTokenizer, refused
 from jackfield_openai.tools import ToolUse, read_tool_use
@@ -62,7 +62,17 @@ _PENALTY = 2.0  #: the largest, as OpenAI's
 _BIAS = 100.0
 _TOP = 20  #: the most tokens to tell in a place
 
-B = TypeVar("B", bound="Body")
+
+class Readable(Protocol):
+    """What :func:`read_body` makes of JSON: a class of attrs."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]]  #: see :data:`NEUTRAL`
+
+    def check(self) -> None:
+        """Refuse fields that do not go together."""
+
+
+B = TypeVar("B", bound=Readable)
 
 
 @attrs.frozen(kw_only=True)
@@ -141,7 +151,7 @@ class Body(ABC):
 
     @property
     def top_log_probs(self) -> int:
-        """Return how many of the likeliest tokens are told for each token."""
+        """Return how many of the likeliest tokens the answer has for each token."""
         return 0
 
     @property
@@ -335,7 +345,7 @@ def read_body(cls: type[B], data: Any) -> B:
     for name, neutral in cls.neutral.items():
         if name in data and data[name] not in neutral:
             raise refused(name, f"nothing, or {neutral[-1]!r}: it is not served", data[name], "unsupported_parameter")
-    needed = {each.name for each in attrs.fields(cls) if each.default is attrs.NOTHING}
+    needed = {each.name for each in attrs.fields(cast(Any, cls)) if each.default is attrs.NOTHING}
     given = {
         name: value
         for name, value in data.items()
@@ -356,36 +366,3 @@ def _bias(given: Mapping[str, float] | None) -> dict[int, float]:
             raise refused("logit_bias", f"token ids with numbers from -{_BIAS:g} to {_BIAS:g}", {name: value})
         found[int(name)] = float(value)
     return found
-
-
-def read_grammar(form: Mapping[str, Any] | None, structured: Mapping[str, Any] | None = None) -> Grammar | None:
-    """Return the grammar of OpenAI's ``response_format`` or vLLM's ``structured_outputs``; ``ClientError``."""
-    if structured:
-        if form is not None and form.get("type") != "text":
-            raise refused("structured_outputs", "nothing beside response_format", structured)
-        return _structured({name: value for name, value in structured.items() if value is not None})
-    kind = None if form is None else form.get("type")
-    if form is None or kind == "text":
-        return None
-    if kind == "json_object":
-        return Grammar("json", json.dumps({"type": "object"}))
-    described = form.get("json_schema")
-    schema = described.get("schema") if isinstance(described, Mapping) else None
-    if kind != "json_schema":
-        raise refused("response_format.type", "text, json_object or json_schema", kind)
-    if not isinstance(schema, Mapping):
-        raise refused("response_format.json_schema.schema", "a JSON schema", schema)
-    return Grammar("json", json.dumps(schema))
-
-
-def _structured(given: Mapping[str, Any]) -> Grammar:
-    (kind, value), *rest = given.items() if given else [(None, None)]
-    if not rest and kind == "json" and isinstance(value, str | Mapping):
-        return Grammar("json", value if isinstance(value, str) else json.dumps(value))
-    if not rest and kind == "json_object" and value is True:
-        return Grammar("json", json.dumps({"type": "object"}))
-    if not rest and kind == "regex" and isinstance(value, str):
-        return Grammar("regex", value)
-    if not rest and kind == "choice" and isinstance(value, list) and value and all(isinstance(x, str) for x in value):
-        return Grammar("regex", "|".join(map(re.escape, value)))
-    raise refused("structured_outputs", "one of json, json_object, regex and choice", dict(given))

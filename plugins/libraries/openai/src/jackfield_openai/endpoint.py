@@ -1,8 +1,9 @@
 """The web server: routes, keys, deadlines, errors and metrics around a rollout server.
 
 ``POST /v1/completions``, ``/v1/chat/completions`` and ``/v1/responses`` (whole or streamed), ``/tokenize`` and
-``/detokenize``, ``GET /tokenizer_info``, ``/v1/models``, ``/health`` and, for Prometheus, ``/metrics``. A client that leaves ends its
-requests. With ``openai.collect`` answers are kept as samples, and ``POST /v1/feedback`` takes users' rewards.
+``/detokenize``, ``GET /tokenizer_info``, ``/v1/models``, ``/health`` and, for Prometheus, ``/metrics``. A client that
+leaves ends its requests. With ``openai.collect`` answers are kept as samples, and ``POST /v1/feedback`` takes users'
+rewards.
 """
 
 from __future__ import annotations
@@ -212,7 +213,7 @@ class OpenAIEndpoint:
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
         data = await self._read(request)
         is_chat = isinstance(data, Mapping) and "messages" in data
-        body = read_body(TokenizeChatBody if is_chat else TokenizeTextBody, data)
+        body = read_body(TokenizeChatBody, data) if is_chat else read_body(TokenizeTextBody, data)
         self._check_model(body.model)
         assert self._tokenizer is not None
         async with self._encoding:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import attrs
 from attrs.validators import ge, gt, le
 
-from jackfield.abc.rollout import BaseRolloutServer
 from jackfield.sdk import option
 from jackfield_tool_calls import Format
-
-if TYPE_CHECKING:
-    from jackfield_openai.endpoint import OpenAIEndpoint
 
 
 @attrs.frozen(kw_only=True)
@@ -35,25 +31,3 @@ class EndpointConfig:
     collect: str | None = option(None, "folder in which answers are kept as samples, with users' rewards; null: none")
     collect_lines: int = option(10_000, "lines that may wait for the disk; further ones are dropped and counted", ge(1))
     body_seconds: float = option(30.0, "the longest that a request's body may take to come", gt(0.0))
-
-
-class Address:
-    """The endpoint of a replica whose settings ask for one. A web server is imported only then."""
-
-    def __init__(self) -> None:
-        self._endpoint: OpenAIEndpoint | None = None
-
-    async def open(self, server: BaseRolloutServer, config: EndpointConfig | None) -> str | None:
-        """Begin to listen beside a started server; return the base URL, or None without settings."""
-        if config is None:
-            return None
-        from jackfield_openai.endpoint import OpenAIEndpoint
-
-        self._endpoint = OpenAIEndpoint(server, config)
-        return await self._endpoint.start()
-
-    async def close(self) -> None:
-        """Stop to listen. May be called again."""
-        endpoint, self._endpoint = self._endpoint, None
-        if endpoint is not None:
-            await endpoint.close()

@@ -76,7 +76,7 @@ def _named(choice: Any) -> str | None:
 
 
 def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a call; unless the tool says otherwise, it has no arguments that its schema does not name."""
+    """Return the schema of a call. Its arguments are those that the tool names, unless the tool says otherwise."""
     parameters = {"type": "object", **(function.get("parameters") or {})}
     if "properties" in parameters:
         parameters.setdefault("additionalProperties", False)

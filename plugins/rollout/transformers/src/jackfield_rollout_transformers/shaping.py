@@ -116,7 +116,7 @@ class Grammars:
         import llguidance.hf
 
         if self._tokenizer is None:
-            ends = {"eos_token": self._end_ids} if self._end_ids else {}
+            ends: dict[str, Any] = {"eos_token": self._end_ids} if self._end_ids else {}
             self._tokenizer = llguidance.hf.from_tokenizer(self._load(), n_vocab=self._vocabulary, **ends)
         try:
             if grammar.kind == "json":
