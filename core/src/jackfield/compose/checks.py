@@ -26,7 +26,7 @@ from jackfield.clock import Clock
 from jackfield.compose.capabilities import check_capabilities
 from jackfield.compose.devices import check_devices
 from jackfield.compose.engines import check_engines
-from jackfield.compose.libraries import check_agents, hub
+from jackfield.compose.libraries import check_agents, hide_progress_bars, hub
 from jackfield.compose.modes import check_mode, check_stages
 from jackfield.compose.resolve import has_arrays, resolve_algorithm
 from jackfield.compose.tasks import check_tokens, fit_prompts, read_tasks, task_files
@@ -76,8 +76,7 @@ def prepare(config: RunConfig, registry: Registry, hooks: Sequence[object], role
         if said and config.mode != "offline":
             what = "the defaults of generation_config.json are not used, sampling.* is: %s"
             _LOG.warning(what, ", ".join(f"{key} {value}" for key, value in said.items()))
-    if not sys.stderr.isatty():
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a log cannot show them
+    hide_progress_bars()
     # making a nested tensor from its values reads a deprecated flag of torch.fx, which logs a warning
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     fit_prompts(config, tasks, prompt_limit(config, model))
