@@ -9,11 +9,12 @@ No question is in two of the three files.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import attrs
 
 NAMES = ("Tom", "Ben", "Sam", "Max", "Leo", "Dan", "Amy", "Eva", "Mia", "Zoe", "Ann", "Ida")
 OBJECTS = ("apples", "books", "cards", "coins", "eggs", "pens", "shells", "stamps", "toys", "cups")
@@ -31,7 +32,7 @@ SIZES = {"held_out": 240, "demonstrations": 4000, "problems": 4000}
 SUBTRACTIONS = {"held_out": 0.62, "demonstrations": 0.65, "problems": 0.62}  #: share of questions
 
 
-@dataclasses.dataclass(frozen=True)
+@attrs.frozen
 class Difficulty:
     """What makes the problems hard to learn."""
 

@@ -31,7 +31,7 @@ PORT = 8765  #: of the page's server
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What ``make quickstart`` leaves, with a tenth of its warm-up."""
+    """What ``make quickstart`` leaves, with a fifth of its SFT."""
     folder = tmp_path_factory.mktemp("quickstart")
     sys.path.insert(0, str(QUICKSTART))
     try:
