@@ -33,16 +33,17 @@ def explain_config(file: str, overrides: tuple[str, ...], role: Any, changed: bo
     from jackfield.compose.devices import describe_devices
     from jackfield.compose.libraries import describe_tasks
     from jackfield.compose.schedules import describe
-    from jackfield.config import explain
+    from jackfield.config import automatic_plugins, explain
     from jackfield.plugins import discover
 
     for name, (loaded, algorithm) in check_file(file, overrides, role or "all").items():
         head, registry = [f"stage {name}, in {loaded.folder}:"] if name else [], discover()
         devices = describe_devices(loaded, registry, role or "all", algorithm)
         said = [*describe(loaded, algorithm, role or "all"), *describe_lengths(loaded), *describe_tasks(loaded)]
+        automatic = automatic_plugins(loaded)
         click.echo("\n".join(head if changed else [*head, *said, *devices, ""]))
         for path, value, default, text in explain(loaded, registry):
-            if not (changed and value == default):
+            if not (changed and value in (default, automatic.get(path))):
                 other = "" if value == default else f"  (default: {default!r})"
                 click.echo(f"{path} = {value!r}{other}" + (f"\n    {text}" if text else ""))
 

@@ -163,6 +163,13 @@ def resolve_defaults(config: RunConfig) -> RunConfig:
     return attrs.evolve(config, checkpoint_engine=chosen, transfer_queue=queue)
 
 
+def automatic_plugins(config: RunConfig) -> dict[str, str]:
+    """Return the names that ``auto`` stands for in this configuration, by the paths of the settings."""
+    kinds = ("checkpoint_engine", "transfer_queue")
+    resolved = resolve_defaults(attrs.evolve(config, **{kind: PluginSection(name="auto") for kind in kinds}))
+    return {f"{kind}.name": getattr(resolved, kind).name for kind in kinds}
+
+
 def plugin_settings(config: RunConfig, registry: Registry) -> dict[str, Any]:
     """Return the settings of each kind's plugin. Only the modules of their settings are imported."""
     classes = {kind: registry.resolve(name, kind).settings_class for kind, name in config.plugins.items()}

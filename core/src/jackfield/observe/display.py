@@ -109,9 +109,10 @@ class ProgressDisplay(Observer):
         self._ends.append(now)
         if remaining > 0 and len(self._ends) > 1:
             left = f"{_duration((now - self._ends[0]) / (len(self._ends) - 1) * remaining)} left"
-        shown = {"reward": event.metrics.get("reward/mean"), "loss": event.metrics.get("policy/loss")}
-        if self._bar is not None and self._scores:  # it is not above the bar
+        shown = {"reward": event.metrics.get("reward/mean")}
+        if self._bar is not None and self._scores:  # lines have it where it is new
             shown["evaluation score"] = self._scores[-1][0]
+        shown["loss"] = event.metrics.get("policy/loss")
         parts = [f"{name} {_number(value)}" for name, value in shown.items() if value is not None]
         if "samples_per_second" in event.metrics:
             parts.append(f"{event.metrics['samples_per_second']:.1f} samples/s")
