@@ -63,6 +63,9 @@ def quickstart(seed: int, folder: Path, warmup_steps: int | None, overrides: tup
     run(load_config(HERE / "grpo.yaml", [*own, *overrides]))
     if curves:
         draw([*curves, folder / "grpo" / "metrics.jsonl"], folder)
+        click.echo(
+            "SFT learned from noisy demonstrations; what rose after it, rose from rewards of 0 and 1 alone (GRPO)"
+        )
 
 
 def draw(curves: Sequence[Path], folder: Path) -> None:
@@ -78,8 +81,8 @@ def draw(curves: Sequence[Path], folder: Path) -> None:
     click.echo(f"as an image: {picture}\n")
 
 
-def warm_up(seed: int, folder: Path, made: Path, steps: int | None) -> Path:
-    """Supervised fine-tuning on the demonstrations; returns the metrics file."""
+def warm_up(seed: int, folder: Path, made: Path, steps: int | None, others: Sequence[str] = ()) -> Path:
+    """Supervised fine-tuning on the demonstrations, with other overrides; returns the metrics file."""
     overrides = [
         f"seed={seed}",
         f"folder={folder / 'warmup'}",
@@ -87,6 +90,7 @@ def warm_up(seed: int, folder: Path, made: Path, steps: int | None) -> Path:
         f"model.path={made / 'model'}",
         f"data.train={made / 'demonstrations.jsonl'}",
         f"data.eval={made / 'held_out.jsonl'}",
+        *others,
     ]
     if steps is not None:
         overrides += [f"schedule.steps={steps}", f"optimizer.total_steps={steps}"]
