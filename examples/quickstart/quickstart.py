@@ -70,7 +70,8 @@ def quickstart(seed: int, folder: Path, warmup_steps: int | None, overrides: tup
 
 def draw(curves: Sequence[Path], folder: Path) -> None:
     """Print the accuracy after each phase's evaluations, and draw it as an image."""
-    click.echo("\nlearning curve: accuracy (greedy pass@1) on held-out problems")
+    spent = f"{time.process_time():.0f} s of processor time"
+    click.echo(f"\nlearning curve after {spent}: accuracy (greedy pass@1) on held-out problems")
     for file in curves:
         lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
         for line in (line for line in lines if line["kind"] == "evaluation"):

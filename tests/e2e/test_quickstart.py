@@ -34,7 +34,7 @@ def processor_seconds() -> float:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("seed", "steps"),
-    [(1, 30), *(pytest.param(seed, 40, marks=pytest.mark.nightly) for seed in (1, 2, 3))],
+    [(1, 30), *(pytest.param(seed, 50, marks=pytest.mark.nightly) for seed in (1, 2, 3))],
 )
 def test_a_model_learns_by_reinforcement_alone(tmp_path: Path, seed: int, steps: int) -> None:
     """SFT to 0.2 to 0.5 greedy accuracy, then GRPO to at least 0.9, on problems that neither has seen.
@@ -46,9 +46,13 @@ def test_a_model_learns_by_reinforcement_alone(tmp_path: Path, seed: int, steps:
     folder, before = tmp_path / "quickstart", processor_seconds()
     done = quickstart(folder, "--seed", str(seed), f"schedule.steps={steps}")
     assert processor_seconds() - before < 90
-    assert 2 == done.stdout.count("learning curve: accuracy"), "after SFT, and at the end"
+    drawn = re.findall(r"learning curve after (\d+) s of processor time: accuracy", done.stdout)
+    assert 2 == len(drawn), "after SFT, and at the end"
+    assert int(drawn[0]) < 60
     first_curve = done.stdout.partition("run grpo in")[0]
-    assert [0, 50, 100, 150, 200] == [int(step) for step in re.findall(r"^ +SFT  step +(\d+)  0\.", first_curve, re.M)]
+    assert [0, 50, 100, 150, 200, 250] == [
+        int(step) for step in re.findall(r"^ +SFT  step +(\d+)  0\.", first_curve, re.M)
+    ]
     warm, learned = scores(folder / "warmup"), scores(folder / "grpo")
     assert 0.2 <= warm[-1] <= 0.5
     assert warm[-1] == pytest.approx(learned[0]), "GRPO starts from what the warm-up left"

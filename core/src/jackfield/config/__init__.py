@@ -131,8 +131,10 @@ def apply_override(values: Mapping[str, Any], text: str) -> dict[str, Any]:
 
 def _named(values: Mapping[str, Any]) -> dict[str, Any]:
     """Turn sections that are only names, of plugins and the algorithm, into mappings, to which overrides can add."""
-    named = lambda key, value: key in (*KINDS, "algorithm") and isinstance(value, str)  # noqa: E731
-    return {key: {"name": value} if named(key, value) else value for key, value in values.items()}
+    sections = {*KINDS, "algorithm"}
+    return {
+        key: {"name": value} if key in sections and isinstance(value, str) else value for key, value in values.items()
+    }
 
 
 #: The meaning of ``checkpoint_engine: auto`` by where replicas run; ``in_process`` reaches no other process, and NCCL
@@ -165,9 +167,9 @@ def resolve_defaults(config: RunConfig) -> RunConfig:
 
 def automatic_plugins(config: RunConfig) -> dict[str, str]:
     """Return the names that ``auto`` stands for in this configuration, by the paths of the settings."""
-    kinds = ("checkpoint_engine", "transfer_queue")
-    resolved = resolve_defaults(attrs.evolve(config, **{kind: PluginSection(name="auto") for kind in kinds}))
-    return {f"{kind}.name": getattr(resolved, kind).name for kind in kinds}
+    auto = PluginSection(name="auto")
+    resolved = resolve_defaults(attrs.evolve(config, checkpoint_engine=auto, transfer_queue=auto))
+    return {f"{kind}.name": getattr(resolved, kind).name for kind in ("checkpoint_engine", "transfer_queue")}
 
 
 def plugin_settings(config: RunConfig, registry: Registry) -> dict[str, Any]:

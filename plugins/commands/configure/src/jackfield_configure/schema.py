@@ -80,7 +80,7 @@ class SchemaWriter:
         }
 
     def _of_field(self, cls: type, field: attrs.Attribute[Any]) -> Schema:
-        if field.type is PluginSection:
+        if isinstance(field.default, PluginSection):
             schema = self._of_plugin(field.name, field.default.name)
         elif cls is RunConfig and field.name == "algorithm":
             schema = {"anyOf": [{"enum": [*names("algorithm")]}, self._of_type(field.type)]}
