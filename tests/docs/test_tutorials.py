@@ -35,10 +35,10 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quickstart")
     sys.path.insert(0, str(QUICKSTART))
     try:
-        from make_task import make_task
+        from make_task import EASY, make_task
     finally:
         sys.path.remove(str(QUICKSTART))
-    make_task(folder / "made", 1)
+    make_task(folder / "made", 1, difficulty=EASY)
     settings = {
         "folder": folder / "warmup",
         "model.path": folder / "made" / "model",

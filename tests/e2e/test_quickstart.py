@@ -50,7 +50,7 @@ def test_a_model_learns_by_reinforcement_alone(tmp_path: Path, seed: int, steps:
     assert 2 == len(drawn), "after SFT, and at the end"
     assert "it/s" not in done.stdout + done.stderr, "no bar of a library"
     assert int(drawn[0]) < 60
-    first_curve = done.stdout.partition("run grpo in")[0]
+    first_curve = done.stdout.split("learning curve after")[1]
     assert [0, 50, 100, 150, 200, 250] == [
         int(step) for step in re.findall(r"^ +SFT  step +(\d+)  0\.", first_curve, re.M)
     ]
