@@ -90,7 +90,7 @@ def test_agents_of_a_library_are_trained_by_changing_their_base_url(
 def test_an_unmodified_program_learns(jackfield: CommandServer, tmp_path: Path) -> None:
     """The example: after its warm-up, a program's rewards rise with the model that answers it."""
     folder = tmp_path / "example"
-    settings = ["schedule.steps=10", "evaluation.every=10"]
+    settings = ["--warmup", "evaluation.every=0", "schedule.steps=10", "evaluation.every=10"]
     file = str(EXAMPLE / "openai_program.py")
     command = jackfield.start(file, "--folder", str(folder), *settings, program="python", folder=tmp_path)
     done = command.wait(840)

@@ -15,8 +15,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def example(jackfield: CommandServer, name: str, folder: Path, *arguments: str) -> None:
-    file = str(EXAMPLES / name / f"{name}.py")
-    command = jackfield.start(file, "--folder", str(folder), *arguments, program="python", folder=folder.parent)
+    given = (str(EXAMPLES / name / f"{name}.py"), "--folder", str(folder), "--warmup", "evaluation.every=0", *arguments)
+    command = jackfield.start(*given, program="python", folder=folder.parent)
     done = command.wait(1700)
     assert 0 == done.code, done.out[-4000:] + done.error[-4000:]
     assert (folder / "learning_curve.png").stat().st_size > 10_000
