@@ -27,26 +27,24 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 @click.command()
 @click.option("--seed", default=1, show_default=True, help="Seed of the whole example.")
 @click.option("--folder", default="runs/calculator_tool", show_default=True, type=click.Path(path_type=Path))
-@click.option("--warmup", multiple=True, metavar="KEY=VALUE", help="Change a setting of the warm-up. May be repeated.")
 @click.argument("overrides", nargs=-1)
-def main(seed: int, folder: Path, warmup: tuple[str, ...], overrides: tuple[str, ...]) -> None:
+def main(seed: int, folder: Path, overrides: tuple[str, ...]) -> None:
     """Run the example; OVERRIDES such as schedule.steps=20 change the GRPO run."""
     started = time.monotonic()
     try:
-        example(seed, folder, warmup, overrides)
+        example(seed, folder, overrides)
     except JackfieldError as error:
         click.echo(error, err=True)
         sys.exit(1)
     click.echo(f"whole example: {time.monotonic() - started:.0f} s")
 
 
-def example(seed: int, folder: Path, warmup: tuple[str, ...], overrides: tuple[str, ...]) -> None:
+def example(seed: int, folder: Path, overrides: tuple[str, ...]) -> None:
     """Make the task, warm up, train, draw."""
     made, own = folder / "made", [f"seed={seed}", "checkpoint.resume=false"]
     make_task(made, seed)
-    first = [f"folder={folder / 'warmup'}", f"model.path={made / 'model'}"]
-    first += [f"data.train={made / 'demonstrations.jsonl'}"]
-    run(load_config(HERE / "warmup.yaml", [*own, *first, *warmup]))
+    warmup = [f"folder={folder / 'warmup'}", f"model.path={made / 'model'}"]
+    run(load_config(HERE / "warmup.yaml", [*own, *warmup, f"data.train={made / 'demonstrations.jsonl'}"]))
     grpo = [f"folder={folder / 'grpo'}", f"model.path={folder / 'warmup' / 'model'}"]
     grpo += [f"data.train={made / 'problems.jsonl'}", f"data.eval={made / 'held_out.jsonl'}"]
     grpo += [f"tools.calculate.function={HERE / 'calculator.py'}:calculate"]

@@ -23,9 +23,6 @@ from .conftest import ROOT, metrics
 EXAMPLES = ROOT / "examples"
 CALCULATOR = EXAMPLES / "calculator_tool" / "calculator.py"
 
-#: Batches of half the example's size, and evaluations at both ends only.
-HALF = ("data.groups_per_batch=16", "evaluation.every=20", "--warmup", "data.groups_per_batch=32")
-
 
 def example(jackfield: CommandServer, name: str, folder: Path, *arguments: str) -> list[dict[str, Any]]:
     """Run an example; return the lines of its GRPO run."""
@@ -42,7 +39,7 @@ def scores(lines: list[dict[str, Any]]) -> list[float]:
 @pytest.mark.timeout(900)
 def test_a_model_learns_to_call_the_calculator(jackfield: CommandServer, tmp_path: Path) -> None:
     """From at most 0.4 after the warm-up to at least 0.9, on problems that it has not seen."""
-    lines = example(jackfield, "calculator_tool", tmp_path / "run", "schedule.steps=12", *HALF)
+    lines = example(jackfield, "calculator_tool", tmp_path / "run", "schedule.steps=8", "evaluation.every=8")
     found = scores(lines)
     assert found[0] <= 0.4, found
     assert found[-1] >= 0.9, found
@@ -54,7 +51,7 @@ def test_a_model_learns_to_call_the_calculator(jackfield: CommandServer, tmp_pat
 @pytest.mark.timeout(900)
 def test_a_model_learns_to_ask_an_mcp_server(jackfield: CommandServer, tmp_path: Path) -> None:
     """A server over stdio, started by the run; the model asks it in turns of its chat template."""
-    lines = example(jackfield, "mcp_tool", tmp_path / "run", "schedule.steps=8", "evaluation.every=4")
+    lines = example(jackfield, "mcp_tool", tmp_path / "run", "schedule.steps=8", "evaluation.every=8")
     found = scores(lines)
     assert found[0] <= 0.4, found
     assert found[-1] >= 0.9, found
