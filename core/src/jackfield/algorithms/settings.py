@@ -208,6 +208,7 @@ def describe(chosen: Part) -> dict[str, Any]:
     equation, paper, differs = chosen.text
     fields: dict[str, Any] = {"kind": chosen.kind, "name": chosen.name, "equation": equation, "paper": paper}
     fields |= {"scope": chosen.scope, "batch_options": dict(chosen.batch_options)}
+    fields["origin"] = chosen.origin or chosen.function.__module__.partition(".")[0]
     if chosen.kind == "algorithm":
         made: Algorithm = chosen.function()
         return {**fields, **attrs.asdict(made), "needs": list(made.needs), "differs": differs}
