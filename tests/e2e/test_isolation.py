@@ -33,7 +33,7 @@ def test_engine_and_rollout_server_with_conflicting_pins(
     config |= {"folder": str(tmp_path / "run"), "model": {"path": str(made / "model")}}
     config["data"]["train"] = str(made / "problems.jsonl")
     for name, environment in config["environments"].items():
-        environment |= {"folder": str(ROOT / "environments" / f"test-{name}"), "installer": "uv"}
+        environment["folder"] = str(ROOT / "environments" / f"test-{name}")
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(config))
 
