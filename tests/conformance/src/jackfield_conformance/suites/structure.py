@@ -36,6 +36,7 @@ HEAVY = ("ray", "tensordict", "torch", "transformers")
 
 #: Modules that plugins may import, each with everything below it.
 ALLOWED = ("jackfield.abc", "jackfield.clock", "jackfield.errors", "jackfield.sdk")
+ALLOWED += ("jackfield.algorithms", "jackfield.plugins.hooks")  # for packages of hooks
 
 _PAGE = "docs/plugins/conformance.md#structure"
 _IMPORT_CONFIG = """
