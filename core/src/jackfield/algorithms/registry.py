@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 #: The kinds of parts, beside samplers.
-KINDS = ("algorithm", "advantages", "loss", "preparation", "kl", "correction", "aggregation", "distillation", "shaping")
-KINDS += ("tracker",)
+KINDS: tuple[str, ...] = ("algorithm", "advantages", "loss", "preparation", "kl", "correction", "aggregation")
+KINDS += ("distillation", "shaping", "tracker")
 
 #: The part of a batch that a part needs at once.
 Scope = Literal["token", "sequence", "group", "batch"]

@@ -47,7 +47,10 @@ class KLSettings:
     )
     coefficient: float = option(0.0, "weight of the penalty; 0: off, and no reference model is loaded for it", ge(0.0))
     in_reward: bool = option(False, "subtract the penalty from each token's reward instead of adding it to the loss")
-    measure: bool = option(False, "report the KL also where it is no penalty; a reference model is loaded for it")
+    measure: bool = option(
+        False,
+        "report the KL to the initial model also where it is no penalty: a forward pass per batch, without LoRA of a second model",
+    )
     target: float | None = option(
         None, "KL per token that an adaptive controller steers the coefficient to; null: constant", gt(0.0)
     )

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 PAGE = "docs/plugins/hooks.md#"
 ROWS, LENGTH = 8, 5
 #: Inputs of losses and estimators with a value per token or row, by which rows are taken and padded.
-_TOKENS = ("log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "token_rewards", "values")
+_TOKENS: tuple[str, ...] = ("log_probs", "old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages")
+_TOKENS += ("token_rewards", "values")
 _TOKENS += ("sum_pi_squared", "response_mask")
 
 Batch = dict[str, Any]
