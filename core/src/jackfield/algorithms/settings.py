@@ -49,7 +49,8 @@ class KLSettings:
     in_reward: bool = option(False, "subtract the penalty from each token's reward instead of adding it to the loss")
     measure: bool = option(
         False,
-        "report the KL to the initial model also where it is no penalty: a forward pass per batch, without LoRA of a second model",
+        "report the KL to the initial model also where it is no penalty: one more forward pass per batch, without LoRA "
+        "of a second model",
     )
     target: float | None = option(
         None, "KL per token that an adaptive controller steers the coefficient to; null: constant", gt(0.0)

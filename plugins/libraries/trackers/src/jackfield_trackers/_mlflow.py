@@ -1,4 +1,4 @@
-"""MLflow."""
+"""The tracker of MLflow."""
 
 from __future__ import annotations
 

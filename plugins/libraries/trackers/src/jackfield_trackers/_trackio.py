@@ -1,4 +1,4 @@
-"""Trackio."""
+"""The tracker of Trackio."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""The tracker of Weights & Biases."""
 
 from __future__ import annotations
 
