@@ -40,17 +40,13 @@ def make_tracker(settings: ObserveSettings, name: str) -> Tracker:
 
 def check_trackers(settings: ObserveSettings) -> None:
     """Refuse trackers that cannot be made, that are named twice, and settings of one that is not named."""
-    named = settings.report_to
-    for name in settings.trackers:
-        if name not in named or name == TENSORBOARD:
-            what, found = f"the settings of tracker {name!r} have no effect", ", ".join(named) or "none"
-            fix = "add it to observe.report_to, or drop the settings"
-            raise ConfigError(
-                what, where=f"observe.trackers.{name}", expected="a tracker of a run", found=found, fix=fix
-            )
+    named, found = settings.report_to, ", ".join(settings.report_to) or "none"
+    for name in settings.trackers.keys() - {each for each in named if each != TENSORBOARD}:
+        fix = "add it to observe.report_to, or drop the settings"
+        raise ConfigError("a tracker's settings have no effect", where=f"observe.trackers.{name}", found=found, fix=fix)
+    if len(set(named)) < len(named):
+        raise ConfigError("a tracker is named twice", where="observe.report_to", found=found)
     for name in named:
-        if named.count(name) > 1:
-            raise ConfigError(f"tracker {name!r} is named twice", where="observe.report_to", found=", ".join(named))
         if name != TENSORBOARD:
             make_tracker(settings, name)
 

@@ -8,40 +8,36 @@ from typing import Any
 
 
 class GpuUse:
-    """Samples of NVML at the end of each stage, weighted by the seconds of the stage.
+    """Samples of NVML at the end of each stage, weighted by its seconds; none without the package or a GPU.
 
-    NVML's utilisation is that of about the last second before. Without the package or a GPU there are no samples.
+    NVML's utilisation is that of about the last second before.
     """
 
     def __init__(self) -> None:
         self._nvml: Any = None
-        self._handles: list[Any] = []
-        self._busy: list[float] = []  #: by GPU: utilisation (0 to 1) times seconds
-        self._seconds = 0.0
-        self._memory = 0.0  #: most bytes in use on a GPU
+        self._gpus: list[Any] = []
+        self._samples: list[tuple[float, list[float], float]] = []  #: seconds, use (0 to 1) by GPU, most bytes on one
         with suppress(Exception):  # no package, no driver or no GPU
             self._nvml = importlib.import_module("pynvml")
             self._nvml.nvmlInit()
-            self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(at) for at in range(self._nvml.nvmlDeviceGetCount())]
+            self._gpus = [self._nvml.nvmlDeviceGetHandleByIndex(at) for at in range(self._nvml.nvmlDeviceGetCount())]
 
     def sample(self, seconds: float) -> None:
         """Take a sample after a stage that took so long."""
-        if not self._handles:
-            return
         try:
-            used = [self._nvml.nvmlDeviceGetUtilizationRates(each).gpu / 100.0 for each in self._handles]
-            memory = [float(self._nvml.nvmlDeviceGetMemoryInfo(each).used) for each in self._handles]
+            use = [self._nvml.nvmlDeviceGetUtilizationRates(each).gpu / 100.0 for each in self._gpus]
+            memory = [float(self._nvml.nvmlDeviceGetMemoryInfo(each).used) for each in self._gpus]
         except Exception:  # a GPU that cannot be asked any more must not end the run
-            self._handles = []
-            return
-        self._busy = [old + new * seconds for old, new in zip(self._busy or [0.0] * len(used), used, strict=True)]
-        self._seconds, self._memory = self._seconds + seconds, max(self._memory, *memory)
+            self._gpus, use = [], []
+        if use:
+            self._samples.append((seconds, use, max(memory)))
 
     def drain(self) -> dict[str, float]:
         """Return the metrics since the last call; none without a sample."""
-        if not self._busy or not self._seconds:
+        samples, self._samples = self._samples, []
+        if not (total := sum(seconds for seconds, _, _ in samples)):
             return {}
-        shares, memory = [busy / self._seconds for busy in self._busy], self._memory
-        self._busy, self._seconds, self._memory = [], 0.0, 0.0
+        by_gpu = zip(*([seconds * one for one in use] for seconds, use, _ in samples), strict=True)
+        shares = [sum(each) / total for each in by_gpu]
         named = {"gpu/utilization/mean": sum(shares) / len(shares), "gpu/utilization/min": min(shares)}
-        return {**named, "gpu/memory_bytes/max": memory}
+        return {**named, "gpu/memory_bytes/max": max(memory for _, _, memory in samples)}
