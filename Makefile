@@ -7,7 +7,7 @@ quickstart: ## install the first plugins and watch a language model get better a
 	@python3 tools/environment.py quickstart
 	$(PYTHON) examples/quickstart/quickstart.py $(ARGS)
 
-real-model: ## SFT, then GRPO with LoRA: SmolLM2-135M on GSM8K, an hour on two cores; GSM8K=folder with train.jsonl and test.jsonl
+real-model: ## SFT, then GRPO with LoRA: SmolLM2-135M on GSM8K; GSM8K=folder with train.jsonl and test.jsonl
 	@python3 tools/environment.py quickstart
 	$(PYTHON) examples/real_model/real_model.py --data $(GSM8K) $(ARGS)
 

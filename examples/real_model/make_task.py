@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-HELD_OUT = 128  #: problems of the test set; on two cores, these many answers take a minute
+HELD_OUT = 128  #: problems of the test set that an evaluation answers
 NOTES = re.compile(r"<<.*?>>")
 
 
