@@ -105,7 +105,7 @@ def quickstart_settings(made: Path, tmp_path: Path) -> Callable[..., list[str]]:
             "cluster.threads=1",
             "observe.progress=false",
             "observe.curve=false",
-            "observe.tensorboard=false",
+            "observe.report_to=[]",
             *overrides,
         ]
 

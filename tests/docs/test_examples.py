@@ -478,7 +478,7 @@ def test_all_six_train_a_model_together(documented: Registry, model_folder: Path
             "optimizer": {"lr": 1e-3},
             "schedule": {"steps": 2, "sync_offset": 1},
             "evaluation": {"every": 2, "sampling": {"max_new_tokens": 4, "temperature": 0.0}},
-            "observe": {"progress": False, "curve": False, "tensorboard": False},
+            "observe": {"progress": False, "curve": False, "report_to": []},
             **{kind: name for kind, name in NAMES.items() if kind != "agent"},
             "agent": {"name": "second_try", "marker": "w60", "hint": "w40"},
         }

@@ -89,7 +89,7 @@ def small(folder: Path, model_folder: Path, tasks: Path, *more: str) -> list[str
         "evaluation.sampling.max_new_tokens=4",
         "schedule.steps=3",
         "observe.progress=false",
-        "observe.tensorboard=false",
+        "observe.report_to=[]",
         "observe.curve=false",
         *more,
     ]

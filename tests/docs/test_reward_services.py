@@ -46,7 +46,7 @@ def steps(file: str, folder: Path, model: Path, tasks: Path, *overrides: str) ->
         "evaluation.sampling.max_new_tokens=4",
         "schedule.steps=2",
         "observe.progress=false",
-        "observe.tensorboard=false",
+        "observe.report_to=[]",
         "observe.curve=false",
     ]
     assert 2 == run(load_config(GUIDES / file, [*small, *overrides])).steps

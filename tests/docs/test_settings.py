@@ -37,7 +37,7 @@ def test_every_setting_of_an_installed_plugin_says_what_it_is_for() -> None:
 
 
 #: Settings that are read through a table of names: one observer each, one part of the batch each, and a limit.
-BY_TABLE = {"curve", "metrics_file", "sample_table", "tensorboard", "timeline", "device_seconds"}
+BY_TABLE = {"metrics_file", "sample_table", "timeline", "device_seconds"}
 BY_TABLE |= {"disk_bytes", "output_bytes"}  # limits of a sandbox, which its processes get as plain values
 
 

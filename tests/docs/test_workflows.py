@@ -42,7 +42,7 @@ def test_a_class_is_trained_in_an_environment_of_ones_own(
         "agent.turn_tokens=4",
         f"agent.settings={{max_steps: 3, mode: {mode}}}",
         "agent.environment.size=2",
-        "observe={progress: false, tensorboard: false, curve: false}",
+        "observe={progress: false, report_to: [], curve: false}",
     ]
     result = run(load_config(GUIDES / "workflow.yaml", overrides))
     assert 1 == result.steps

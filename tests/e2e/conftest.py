@@ -45,7 +45,7 @@ def small_run(made: Path, tmp_path: Path) -> Run:
             "evaluation.every=0",
             "observe.progress=false",
             "observe.curve=false",
-            "observe.tensorboard=false",
+            "observe.report_to=[]",
         ]
         result = run(load_config(QUICKSTART / file, [*small, *overrides]), hooks=hooks)
         return result, metrics(result.folder)

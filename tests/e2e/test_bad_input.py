@@ -83,7 +83,7 @@ class Workplace:
             "schedule": {"steps": 4, "max_retries": 1},
             "reward": {"name": "rules", "pattern": None, "ground_truth_pattern": None},
             "checkpoint": {"every": 1},
-            "observe": {"progress": False, "curve": False, "tensorboard": False},
+            "observe": {"progress": False, "curve": False, "report_to": []},
         }
 
     def install(self, name: str, kind: str = "reward", manifest: str = MANIFEST, **modules: str) -> None:

@@ -47,7 +47,7 @@ def settings(folder: Path, made: Path, *more: str) -> list[str]:
         "reward={name: rules, method: regex, expected: '.*[0-4].*'}",
         "observe.progress=false",
         "observe.curve=false",
-        "observe.tensorboard=false",
+        "observe.report_to=[]",
         *more,
     ]
 

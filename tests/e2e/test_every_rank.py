@@ -73,7 +73,7 @@ def test_both_ranks_send_their_rows_and_the_replica_answers_as_the_engine(
         f"folder={tmp_path / 'run'}", f"model.path={made / 'model'}", f"data.train={made / 'problems'}.jsonl",
         "data.groups_per_batch=4", "data.rollouts_per_group=4", "sampling.max_new_tokens=6",
         f"schedule.steps={STEPS}", "evaluation.every=0", "observe.progress=false", "observe.curve=false",
-        "observe.tensorboard=false", "checkpoint={every: 0, at_end: false}", "checkpoint_engine.name=noting",
+        "observe.report_to=[]", "checkpoint={every: 0, at_end: false}", "checkpoint_engine.name=noting",
         "cluster={name: ray, threads: 1, ray: {num_cpus: 3, engine_ranks: 2, object_store_bytes: 200000000}}",
         ray_interpreters, *GRADED,
     ]  # fmt: skip

@@ -80,7 +80,7 @@ def test_server_and_engine_agree_on_pictures_of_several_sizes(tmp_path: Path, ki
         "log_prob_check.every": 1,
         "observe.progress": "false",
         "observe.curve": "false",
-        "observe.tensorboard": "false",
+        "observe.report_to": "[]",
     }
     result = run(load_config(VISION / "grpo.yaml", [f"{name}={value}" for name, value in overrides.items()]))
     assert 3 == result.steps

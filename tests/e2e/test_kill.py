@@ -60,7 +60,7 @@ def start(made: Path) -> Iterator[Start]:
                 "cluster.threads=1",
                 "observe.progress=false",
                 "observe.curve=false",
-                "observe.tensorboard=false",
+                "observe.report_to=[]",
                 INVARIANT,
                 *GRADED,
             ]

@@ -15,7 +15,7 @@ from jackfield.queue import read_ledger
 
 from .conftest import QUICKSTART, Run
 
-TIMES = ("seconds", "time", "samples_per_second", "waits")
+TIMES = ("seconds", "time", "samples_per_second", "tokens_per_second", "waits")
 
 
 def steps(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ SMALL: dict[str, Any] = {
     "data": {"groups_per_batch": 2, "rollouts_per_group": 2},
     "sampling": {"max_new_tokens": 4},
     "cluster.threads": 1,
-    "observe": {"tensorboard": False, "curve": False},
+    "observe": {"report_to": [], "curve": False},
     "steps": 2,
 }
 PROBLEMS = [{"question": f"Ben has {number} cups.", "answer": f"#### {number}"} for number in range(6)]

@@ -72,7 +72,7 @@ def ray_run(
         small = [
             f"name={name}", f"folder={folder}", f"model.path={made / 'model'}", f"data.train={made / 'problems'}.jsonl",
             "data.groups_per_batch=4", "data.rollouts_per_group=4", "sampling.max_new_tokens=6", "schedule.steps=4",
-            "evaluation.every=0", "observe.progress=false", "observe.curve=false", "observe.tensorboard=false",
+            "evaluation.every=0", "observe.progress=false", "observe.curve=false", "observe.report_to=[]",
             f"cluster={GUIDE.read_text()}", "cluster.ray.object_store_bytes=200000000", ray_interpreters,
             *SAME, *GRADED,
         ]  # fmt: skip

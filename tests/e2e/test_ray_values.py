@@ -27,7 +27,7 @@ def seen(made: Path, tmp_path_factory: pytest.TempPathFactory, ray_environment: 
         f"folder={folder / 'run'}", f"model.path={made / 'model'}", f"data.train={made / 'problems'}.jsonl",
         f"data.groups_per_batch={GROUPS}", f"data.rollouts_per_group={RUNS}", "sampling.max_new_tokens=8",
         f"schedule.steps={STEPS}", "evaluation.every=0", "observe.progress=false", "observe.curve=false",
-        "observe.tensorboard=false", "observe.samples_per_step=0", "checkpoint={every: 0, at_end: false}",
+        "observe.report_to=[]", "observe.samples_per_step=0", "checkpoint={every: 0, at_end: false}",
         "algorithm.old_log_probs=engine", "algorithm.epochs=2", "transfer_queue={name: counting, shared_from_bytes: 1}",
         "cluster={name: ray, threads: 1, ray: {num_cpus: 3, engine_ranks: 2, object_store_bytes: 200000000}}",
         *GRADED,

@@ -37,7 +37,7 @@ def installed(tmp_path: Path) -> Path:
 
 def train(folder: Path, *overrides: str, seconds: float) -> Path:
     """Run the example; return the run's folder."""
-    quiet = ("observe.progress=false", "observe.tensorboard=false")
+    quiet = ("observe.progress=false", "observe.report_to=[]")
     do(folder, *JACKFIELD, "run", str(EXAMPLE / "grpo.yaml"), *quiet, *overrides, seconds=seconds)
     return folder / "runs" / "newborn" / "grpo"
 

@@ -110,7 +110,7 @@ def shared(folder: Path, made: Path, *more: str) -> list[str]:
         "checkpoint.every=1",
         "observe.progress=false",
         "observe.curve=false",
-        "observe.tensorboard=false",
+        "observe.report_to=[]",
         SQL,
         *SMALL,
         *more,

@@ -57,7 +57,7 @@ def test_installed_certified_and_used(tmp_path: Path, made: Path) -> None:
         "evaluation.every=0",
         "observe.progress=false",
         "observe.curve=false",
-        "observe.tensorboard=false",
+        "observe.report_to=[]",
     ]
     run(tmp_path, *JACKFIELD, "run", str(QUICKSTART / "grpo.yaml"), *overrides)
     assert 3 == sum(line["kind"] == "step" for line in metrics(tmp_path / "run"))

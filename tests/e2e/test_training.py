@@ -32,7 +32,7 @@ QUIET = (
     "evaluation.every=0",
     "observe.progress=false",
     "observe.curve=false",
-    "observe.tensorboard=false",
+    "observe.report_to=[]",
     "observe.samples_per_step=0",
     "cluster.threads=1",
 )

@@ -32,7 +32,7 @@ def test_four_ranks_on_two_nodes_are_the_inline_run(
         "name=nodes", f"folder={tmp_path / 'nodes'}", f"model.path={made / 'model'}",
         f"data.train={made / 'problems'}.jsonl", "data.groups_per_batch=4", "data.rollouts_per_group=4",
         "sampling.max_new_tokens=6", "schedule.steps=2", "evaluation.every=0", "checkpoint.at_end=false",
-        "observe.progress=false", "observe.curve=false", "observe.tensorboard=false", "cluster.ray.engine_ranks=4",
+        "observe.progress=false", "observe.curve=false", "observe.report_to=[]", "cluster.ray.engine_ranks=4",
         "cluster.placement=separate", ray_interpreters, *SAME, *GRADED,
     ]  # fmt: skip
     run = ["jackfield", "run", str(QUICKSTART / "grpo.yaml"), "--address", "10.213.7.1:6379"]

@@ -28,7 +28,7 @@ def test_the_same_file_trains_the_same_model_with_veomni(
     settings = [
         f"folder={tmp_path / 'veomni'}", f"model.path={made / 'model'}", f"data.train={made / 'problems'}.jsonl",
         "data.groups_per_batch=4", "data.rollouts_per_group=4", "sampling.max_new_tokens=6", "schedule.steps=3",
-        "evaluation.every=0", "observe.progress=false", "observe.curve=false", "observe.tensorboard=false",
+        "evaluation.every=0", "observe.progress=false", "observe.curve=false", "observe.report_to=[]",
         "engine={name: veomni}",
         "cluster={name: ray, threads: 1, ray: {num_cpus: 4, engine_ranks: 2, object_store_bytes: 200000000}}",
         f"cluster.interpreters={{engine: {veomni_python()}}}",

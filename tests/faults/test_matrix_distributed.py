@@ -48,7 +48,7 @@ class Apart:
             f"data.train={made / 'problems.jsonl'}", f"checkpoint_engine={{name: file, folder: {folder / 'weights'}}}",
             "transfer_queue={name: zmq, units: 5}", "queue.rewards=distributed", "schedule.steps=500",
             *schedule, "evaluation.every=0", "checkpoint.every=1", "observe.progress=false",
-            "observe.curve=false", "observe.tensorboard=false", "data.groups_per_batch=2", "data.rollouts_per_group=2",
+            "observe.curve=false", "observe.report_to=[]", "data.groups_per_batch=2", "data.rollouts_per_group=2",
             "sampling.max_new_tokens=3", "cluster.threads=1", f"deadlines.heartbeat={SILENCE}",
         ]  # fmt: skip
         self.running: dict[str, Command] = {}

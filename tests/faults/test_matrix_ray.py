@@ -102,7 +102,7 @@ def ended(
         f"model.path={made / 'model'}", f"data.train={made / 'problems.jsonl'}", "data.groups_per_batch=2",
         "data.rollouts_per_group=4", "sampling.max_new_tokens=6", f"schedule.steps={STEPS}",
         "evaluation.every=0", *request.param,
-        "observe.progress=false", "observe.curve=false", "observe.tensorboard=false", "checkpoint.every=1",
+        "observe.progress=false", "observe.curve=false", "observe.report_to=[]", "checkpoint.every=1",
         "cluster={name: ray, threads: 1, replicas: 1, replica_restarts: 10}",
         "cluster.ray={num_cpus: 3, object_store_bytes: 200000000}", "checkpoint.max_recoveries=10", ray_interpreters,
         f"deadlines.heartbeat={SILENCE}",

@@ -40,13 +40,17 @@ def install(folder: Path, project: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "algorithm"])
 def test_a_scaffold_is_certified_at_birth(kind: str, tmp_path: Path, do: Do) -> None:
     """Written, built and installed by pip, listed, its own tests run, checked, and listed as certified."""
     (tmp_path / "certificates").mkdir()
     do(tmp_path, "plugins", "new", kind, "newborn")
     project = tmp_path / f"jackfield-{kind}-newborn"
+    kind = "hooks" if kind == "algorithm" else kind
     install(tmp_path, project)
+    if kind == "hooks":
+        assert "origin: jackfield-algorithm-newborn 0.1.0" in do(tmp_path, "algorithms", "show", "newborn")
+        assert "ok      hooks 'newborn'" in do(tmp_path, "plugins", "doctor", "newborn")
     own = ("-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(project), str(project / "tests"))
     do(tmp_path, *own, program="pytest")
     certificate = str(tmp_path / "certificates" / f"{kind}-newborn.json")

@@ -79,7 +79,7 @@ class Trials:
             "schedule": {"steps": 1},
             "checkpoint": {"every": 1},
             "cluster": {"threads": 1},
-            "observe": {"progress": False, "curve": False, "tensorboard": False},
+            "observe": {"progress": False, "curve": False, "report_to": []},
         }
         for name, section in sections.items():
             settings[name] = {**settings.get(name, {}), **section} if isinstance(section, dict) else section

@@ -51,7 +51,7 @@ def arguments(made: Path, folder: Path, *overrides: str) -> list[str]:
         "log_prob_check.probe_tokens=0",
         "observe.progress=false",
         "observe.curve=false",
-        "observe.tensorboard=false",
+        "observe.report_to=[]",
         *overrides,
     ]
 

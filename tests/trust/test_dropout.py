@@ -20,7 +20,7 @@ from jackfield_commands import CommandServer
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.needs("module:jackfield_engine_fsdp")]
 
-QUIET = ("cluster.threads=1", "evaluation.every=0", "observe={progress: false, curve: false, tensorboard: false}")
+QUIET = ("cluster.threads=1", "evaluation.every=0", "observe={progress: false, curve: false, report_to: []}")
 CHECK = "log_prob_check"
 Line = dict[str, Any]
 

@@ -219,7 +219,7 @@ def test_supervised_training_is_compared_with_inference(
         f"data.eval={made / 'held_out.jsonl'}",
         "schedule.steps=2",
         "evaluation.every=0",
-        "observe={progress: false, curve: false, tensorboard: false}",
+        "observe={progress: false, curve: false, report_to: []}",
     )
     root = Path(__file__).resolve().parents[2]
     environment = {"PYTHONPATH": str(site)}

@@ -17,7 +17,7 @@ from jackfield_commands import Command, CommandServer
 
 pytestmark = pytest.mark.timeout(300)
 
-_VARYING = ("seconds", "samples_per_second", "time", "waits")
+_VARYING = ("seconds", "samples_per_second", "tokens_per_second", "time", "waits")
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:

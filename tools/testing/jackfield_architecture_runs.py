@@ -151,7 +151,7 @@ def _run(model: Path, made: Path, folder: Path, *settings: str) -> tuple[Path, l
         "sampling.ignore_eos=true",
         f"schedule.steps={STEPS}",
         "evaluation.every=0",
-        "observe={progress: false, curve: false, tensorboard: false}",
+        "observe={progress: false, curve: false, report_to: []}",
         "log_prob_check.every=1",
         "cluster.threads=1",
         "optimizer={lr: 1e-2, warmup_steps: 0, scheduler: constant}",

@@ -73,6 +73,9 @@ TORCHAO = ROOT / "environments" / "torchao"
 #: Where `make interpreters` puts SmolLM2-135M-Instruct, in bfloat16.
 SMOLLM2 = ROOT / "environments" / "smollm2"
 
+#: Where `make interpreters` puts the libraries of trackers.
+TRACKERS = ROOT / "environments" / "trackers"
+
 #: Tools that CI has installed by the time the tests run. Python packages are named ``module:NAME``.
 TOOLS: dict[str, Callable[[], bool]] = {
     "cc": lambda: shutil.which("cc") is not None,
@@ -84,6 +87,7 @@ TOOLS: dict[str, Callable[[], bool]] = {
     "sglang": lambda: sglang_python() is not None,
     "smollm2": lambda: (SMOLLM2 / "config.json").exists(),
     "torchao": lambda: (TORCHAO / "torchao" / "__init__.py").exists(),
+    "trackers": lambda: (TRACKERS / "bin" / "python").exists(),
     "veomni": lambda: veomni_python() is not None,
     "vllm": lambda: vllm_python() is not None,
 }

@@ -69,6 +69,7 @@ _MOVED = {"cluster.ray.placement": "cluster.placement: shared (it was colocated)
 _MOVED["cluster.ray.gpus_per_place"] = (
     "cluster.device: cuda, with which each rank has a GPU, a replica its parallel sizes"
 )
+_MOVED["observe.tensorboard"] = "observe.report_to: [tensorboard], which is the default, or [] for none"
 _MOVED["stages"] = "leave out --role; other commands take a file without stages, or a stage's config.yaml"
 
 

@@ -143,7 +143,7 @@ def test_a_worker_of_a_cluster_registers_a_plugins_sampler_for_the_queue(
     config = make_config({"model": {"path": "somewhere"}}, ("cluster.threads=null",))
     named: Any = {"name": config.reward.name, "kind": "reward", "abi": "1.0", "object": "a:B", "config": "a:C"}
     record = SimpleNamespace(name=config.reward.name, kind="reward", manifest=Manifest(hooks="sampler_hooks", **named))
-    registry: Any = SimpleNamespace(load=lambda kind, name: None, records=lambda: [record])
+    registry: Any = SimpleNamespace(load=lambda kind, name: None, records=lambda kind=None: [record][: kind is None])
     load_plugins(Worker(kind="reward", config=config), registry)
     assert "of_a_worker" in meta.SAMPLERS
 

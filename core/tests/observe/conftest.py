@@ -29,7 +29,7 @@ from jackfield.plugins.hooks import (
     WeightsSynced,
 )
 
-OFF = dict.fromkeys(("metrics_file", "tensorboard", "sample_table", "timeline", "curve", "progress"), False)
+OFF = {**dict.fromkeys(("metrics_file", "sample_table", "timeline", "curve", "progress"), False), "report_to": ()}
 
 
 class SetClock(Clock):

@@ -18,7 +18,7 @@ def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_tensorboard_reads_each_scalar_while_the_run_goes_on(make_run):
-    run = make_run(tensorboard=True).start()
+    run = make_run(report_to=("tensorboard",)).start()
     run.evaluate(0, score=0.25)
     run.sync(1)
     run.step(1, loss=0.5)
@@ -32,23 +32,23 @@ def test_tensorboard_reads_each_scalar_while_the_run_goes_on(make_run):
 
 
 def test_a_resumed_run_replaces_the_later_steps(make_run):
-    first = make_run(tensorboard=True).start()
+    first = make_run(report_to=("tensorboard",)).start()
     for step in (1, 2, 3):
         first.step(step, loss=float(step))
-    second = make_run(tensorboard=True).start(first_step=2)
+    second = make_run(report_to=("tensorboard",)).start(first_step=2)
     second.step(3, loss=30.0)
     second.end()
-    third = make_run(tensorboard=True).start(first_step=2)  # within the same second, too
+    third = make_run(report_to=("tensorboard",)).start(first_step=2)  # within the same second, too
     third.step(3, loss=300.0)
 
     assert {"train/loss": [(1, 1.0), (2, 2.0), (3, 300.0)]} == read(third.folder)
 
 
 def test_a_run_that_starts_again_replaces_everything(make_run):
-    first = make_run(tensorboard=True).start()
+    first = make_run(report_to=("tensorboard",)).start()
     first.evaluate(0, score=0.5)
     first.step(1, loss=1.0)
-    second = make_run(tensorboard=True).start()
+    second = make_run(report_to=("tensorboard",)).start()
     second.step(1, loss=2.0)
 
     assert [(1, 2.0)] == read(second.folder)["train/loss"]
@@ -56,19 +56,19 @@ def test_a_run_that_starts_again_replaces_everything(make_run):
 
 
 def test_a_clock_that_went_back_puts_no_file_before_an_earlier_one(make_run):
-    first = make_run(tensorboard=True).start()
+    first = make_run(report_to=("tensorboard",)).start()
     first.step(3, loss=3.0)
     first.end()
     (path,) = (first.folder / "tensorboard").iterdir()
     path.rename(path.with_name("events.out.tfevents.9999999990.otherhost"))
-    second = make_run(tensorboard=True).start(first_step=2)
+    second = make_run(report_to=("tensorboard",)).start(first_step=2)
     second.step(3, loss=30.0)
 
     assert {"train/loss": [(3, 30.0)]} == read(second.folder)
 
 
 def test_a_full_disk_leaves_whole_records(make_run, full_disk):
-    run = make_run(tensorboard=True).start()
+    run = make_run(report_to=("tensorboard",)).start()
     run.step(1, loss=1.0)
     (path,) = (run.folder / "tensorboard").iterdir()
     with full_disk(path.stat().st_size + 20), pytest.raises(RunError) as caught:

@@ -14,8 +14,8 @@ from jackfield.settings import structure
 
 
 def test_all_observers_work_together_and_leave_these_files(make_run, sample):
-    everything = dict.fromkeys(("metrics_file", "tensorboard", "sample_table", "timeline", "curve", "progress"), True)
-    run = make_run(**everything).start()
+    everything = dict.fromkeys(("metrics_file", "sample_table", "timeline", "curve", "progress"), True)
+    run = make_run(**everything, report_to=("tensorboard",)).start()
     run.stage("rollout", "explorer", 0, 1)
     run.samples(1, sample())
     run.step(1, reward=0.5)
@@ -33,7 +33,7 @@ def test_nothing_is_written_before_the_start(tmp_path):
 
 
 def test_they_fit_the_strict_hook_manager(tmp_path):
-    config = ObserveSettings(tensorboard=False, curve=False, progress=False)
+    config = ObserveSettings(report_to=(), curve=False, progress=False)
     manager = HookManager(observers(config, tmp_path))
     event = RunStarted(name="", folder="", total_steps=1, first_step=0, config={})
     manager.emit(event)
@@ -41,14 +41,16 @@ def test_they_fit_the_strict_hook_manager(tmp_path):
     assert ["metrics.jsonl", "samples", "trace.json"] == sorted(path.name for path in tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("package", "setting"), [("tensorboard", "tensorboard"), ("matplotlib", "curve")])
-def test_a_missing_package_is_refused_only_when_it_is_asked_for(tmp_path, monkeypatch, package, setting):
+@pytest.mark.parametrize(
+    ("package", "setting", "off"), [("tensorboard", "report_to=[]", ()), ("matplotlib", "curve=false", False)]
+)
+def test_a_missing_package_is_refused_only_when_it_is_asked_for(tmp_path, monkeypatch, package, setting, off):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(PluginError) as caught:
         observers(ObserveSettings(), tmp_path)
     assert "plugin.requirement" == caught.value.code
-    assert f"install jackfield[train], or set observe.{setting}=false" == caught.value.fix
-    observers(ObserveSettings(**{setting: False}), tmp_path)
+    assert f"install jackfield[train], or set observe.{setting}" == caught.value.fix
+    observers(ObserveSettings(**{setting.partition("=")[0]: off}), tmp_path)
 
 
 def test_an_unusable_folder_names_the_observer(make_run):

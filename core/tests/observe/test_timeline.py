@@ -94,7 +94,7 @@ import os, signal, sys
 from pathlib import Path
 from jackfield.observe import ObserveSettings, observers
 from jackfield.plugins import hooks
-config = ObserveSettings(tensorboard=False, curve=False)
+config = ObserveSettings(report_to=(), curve=False)
 made = observers(config, Path(sys.argv[1]))
 def tell(hook, event):
     for listener in made:

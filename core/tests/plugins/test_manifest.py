@@ -53,7 +53,7 @@ def test_a_complete_manifest_is_read_with_every_section():
     ("old", "new", "message"),
     [
         ('object = "package.engine:Engine"', 'objct = "package.engine:Engine"', "did you mean 'object'?"),
-        ('object = "package.engine:Engine"', "", "missing key 'object'"),
+        ('object = "package.engine:Engine"', "", "kind = 'engine' needs object"),
         ("package.engine:Engine", "package.engine.Engine", "package.module:Attribute"),
         ("package.config:Config", "package/config:Config", "package.module:Attribute"),
         ('hooks = "package.hooks"', 'hooks = "package.hooks:Object"', "package.module"),

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from jackfield.abc import KINDS
 from jackfield.abc.reward import RewardContext
 from jackfield.errors import (
     ConfigError,
@@ -15,6 +14,7 @@ from jackfield.errors import (
     PluginNotFound,
 )
 from jackfield.plugins import discover, installed, load_plugin
+from jackfield.plugins.registry import GROUPS
 
 
 def test_a_plugin_is_built_from_plain_settings(site):
@@ -55,10 +55,10 @@ def test_a_name_of_another_kind_is_pointed_out(site):
     assert "there is a reward of this name" in caught.value.message
 
 
-def test_an_unknown_kind_is_refused_with_the_six():
+def test_an_unknown_kind_is_refused_with_all():
     with pytest.raises(PluginNotFound) as caught:
         discover([]).resolve("fsdp", "engin").usable()
-    assert "one of " + ", ".join(KINDS) == caught.value.expected
+    assert "one of " + ", ".join(GROUPS) == caught.value.expected
 
 
 def test_a_broken_plugin_raises_its_own_error_when_it_is_asked_for(site):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from check_table import PAGE, page
 
-from jackfield.abc import KINDS
+from jackfield.plugins.registry import GROUPS as KINDS
 from jackfield_conformance.registry import checks
 
 ROOT = Path(__file__).resolve().parents[3]

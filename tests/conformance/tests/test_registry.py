@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jackfield.abc import KINDS
+from jackfield.plugins.registry import GROUPS as KINDS
 from jackfield_conformance.registry import (
     EVERY_KIND,
     PREFIXES,

@@ -40,5 +40,7 @@ CONTRACTS: dict[str, type] = {
 #: The six kinds of plugin, in the order in which they are listed everywhere.
 KINDS: tuple[str, ...] = tuple(CONTRACTS)
 
-#: The version of each kind's contract that this host implements, as ``major.minor``.
+#: The version of each kind's contract that this host implements, as ``major.minor``. Packages of hooks have no class:
+#: their contract is the names and parameters of hooks, and the parts that they register.
 ABI_VERSIONS: dict[str, str] = {kind: vars(contract)["abi_version"] for kind, contract in CONTRACTS.items()}
+ABI_VERSIONS["hooks"] = "1.0"

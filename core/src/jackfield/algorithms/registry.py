@@ -26,6 +26,10 @@ from jackfield.settings import range_of, structure
 if TYPE_CHECKING:
     from torch import Tensor
 
+#: The kinds of parts, beside samplers.
+KINDS: tuple[str, ...] = ("algorithm", "advantages", "loss", "preparation", "kl", "correction", "aggregation")
+KINDS += ("distillation", "shaping", "tracker")
+
 #: The part of a batch that a part needs at once.
 Scope = Literal["token", "sequence", "group", "batch"]
 
@@ -108,6 +112,7 @@ class Part:
     whole_batch: tuple[str, ...] = ()  #: inputs that must be precomputed when the batch is split
     per_sequence: bool = False  #: a loss with one value per row, to which token weights cannot apply
     batch_options: Mapping[str, Any] = attrs.field(factory=dict)  #: option values that make its scope ``batch``
+    origin: str = ""  #: the distribution with its version, if a package of hooks registered it
 
     def scope_with(self, options: Mapping[str, Any]) -> Scope:
         """Return the scope with these options."""

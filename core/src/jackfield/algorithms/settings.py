@@ -47,7 +47,11 @@ class KLSettings:
     )
     coefficient: float = option(0.0, "weight of the penalty; 0: off, and no reference model is loaded for it", ge(0.0))
     in_reward: bool = option(False, "subtract the penalty from each token's reward instead of adding it to the loss")
-    measure: bool = option(False, "report the KL also where it is no penalty; a reference model is loaded for it")
+    measure: bool = option(
+        False,
+        "report the KL to the initial model also where it is no penalty: one more forward pass per batch, without LoRA "
+        "of a second model",
+    )
     target: float | None = option(
         None, "KL per token that an adaptive controller steers the coefficient to; null: constant", gt(0.0)
     )
@@ -208,6 +212,7 @@ def describe(chosen: Part) -> dict[str, Any]:
     equation, paper, differs = chosen.text
     fields: dict[str, Any] = {"kind": chosen.kind, "name": chosen.name, "equation": equation, "paper": paper}
     fields |= {"scope": chosen.scope, "batch_options": dict(chosen.batch_options)}
+    fields["origin"] = chosen.origin or chosen.function.__module__.partition(".")[0]
     if chosen.kind == "algorithm":
         made: Algorithm = chosen.function()
         return {**fields, **attrs.asdict(made), "needs": list(made.needs), "differs": differs}

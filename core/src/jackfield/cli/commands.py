@@ -27,7 +27,7 @@ role_option = click.option(
     help="Only this role of a run whose roles are processes of their own: start `jackfield queue serve` first.",
 )
 _part_option = click.option("--kind", type=click.Choice(_PARTS), help="Only components of this kind.")
-_KINDS = ("engine", "rollout", "agent", "reward", "transfer_queue", "checkpoint_engine")
+_KINDS = ("engine", "rollout", "agent", "reward", "transfer_queue", "checkpoint_engine", "hooks")
 kind_option = click.option("--kind", type=click.Choice(_KINDS), help="Only plugins of this kind.")
 _JSON = "jackfield.json"
 
@@ -338,11 +338,11 @@ def algorithms() -> None:
 @_part_option
 @json_option
 def list_algorithms(kind: str | None, as_json: bool) -> None:
-    """List bundles, estimators, losses and other components."""
+    """List bundles, estimators, losses and other components, also those of installed packages of hooks."""
     found = _described(kind)
     for each in () if as_json else found:
         each["equation"] = textwrap.shorten(each["equation"], 110, placeholder=" …")
-    show(found, "kind", "name", "equation")
+    show(found, "kind", "name", "origin", "equation")
 
 
 @algorithms.command("show")
@@ -350,7 +350,7 @@ def list_algorithms(kind: str | None, as_json: bool) -> None:
 @_part_option
 @json_option
 def show_algorithm(name: str, kind: str | None, as_json: bool) -> None:
-    """Show equation, paper, options and inputs of the components that are named NAME."""
+    """Show origin, equation, paper, options and inputs of the components that are named NAME."""
     from jackfield.algorithms.registry import unknown_part
 
     known = _described(kind)
@@ -361,10 +361,9 @@ def show_algorithm(name: str, kind: str | None, as_json: bool) -> None:
 
 
 def _described(kind: str | None) -> list[dict[str, Any]]:
-    from jackfield.algorithms import names, part
-    from jackfield.algorithms.settings import describe
+    from jackfield.compose.parts import describe_parts
 
-    return [describe(part(one, name)) for one in _PARTS if kind in (None, one) for name in names(one)]
+    return describe_parts([one for one in _PARTS if kind in (None, one)])
 
 
 @click.group(cls=LazyGroup)

@@ -20,7 +20,6 @@ from typing import Any
 
 import attrs
 
-from jackfield.algorithms import register
 from jackfield.algorithms.settings import ResolvedAlgorithm
 from jackfield.clock import Clock
 from jackfield.compose.capabilities import check_capabilities
@@ -28,15 +27,16 @@ from jackfield.compose.devices import check_devices
 from jackfield.compose.engines import check_engines
 from jackfield.compose.libraries import check_agents, hub
 from jackfield.compose.modes import check_mode, check_stages
+from jackfield.compose.parts import load_hooks, register_any, register_installed
 from jackfield.compose.resolve import has_arrays, resolve_algorithm
 from jackfield.compose.tasks import check_tokens, fit_prompts, read_tasks, task_files
 from jackfield.config import RunConfig, load_stages, plugin_settings
 from jackfield.errors import ConfigError, EngineError, PluginError, PluginNotFound
 from jackfield.imports import collection_paused
+from jackfield.observe.trackers import check_trackers
 from jackfield.plugins import HookManager, Registry, discover
 from jackfield.plugins.interpreters import environment_python, look, resolve_interpreter
 from jackfield.queue import Values
-from jackfield.queue.meta import register_sampler
 from jackfield.queue.sample_files import ImportedSamples, cell_of, is_archive, read_samples, saved_samples, shape_of
 from jackfield.runtime.samples import TRAIN
 from jackfield.sdk.archive import SavedSample
@@ -144,15 +144,13 @@ def check_plugins(config: RunConfig, registry: Registry) -> dict[str, str]:
     return elsewhere
 
 
-def register_any(kind: str, name: str, part: Any, **fields: Any) -> None:
-    """Register a sampler or a part of an algorithm (see :data:`~jackfield.plugins.hooks.Registrar`)."""
-    (partial(register_sampler, name) if kind == "sampler" else register(kind, name, **fields))(part)
-
-
 def hooks_of(config: RunConfig, registry: Registry, hooks: Sequence[object] = ()) -> HookManager:
     """Collect the hooks of the run's plugins, let plugins register components, and check the mixing samplers."""
-    manager = HookManager(hooks, [registry.resolve(name, kind).usable() for kind, name in config.plugins.items()])
+    register_installed(registry)
+    manifests = [registry.resolve(name, kind).usable() for kind, name in config.plugins.items()]
+    manager = HookManager([*hooks, *load_hooks(config.observe.hooks)], manifests)
     manager.call("register_parts", register=register_any)
+    check_trackers(config.observe)
     for name, mixed in attrs.asdict(config.mixing, recurse=False).items():
         if mixed is not None:
             mixed.sampler.make(f"mixing.{name}.sampler.options")

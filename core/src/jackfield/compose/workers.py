@@ -24,10 +24,11 @@ from jackfield.clock import Clock
 from jackfield.cluster.placement import PlacementRequest
 from jackfield.compose import checks
 from jackfield.compose.agents import Models, agent_host
-from jackfield.compose.checks import interpreters, prompt_limit, register_any
+from jackfield.compose.checks import interpreters, prompt_limit
 from jackfield.compose.devices import local_device, placement_request, uses_gpus
 from jackfield.compose.engines import engine_context
 from jackfield.compose.libraries import archives, example
+from jackfield.compose.parts import register_any, register_installed
 from jackfield.compose.resolve import has_arrays, load_tokenizer
 from jackfield.compose.rewards import make_reward, run_id, share_of
 from jackfield.compose.tasks import check_tokens, prompts, read_tasks
@@ -369,7 +370,8 @@ def load_plugins(worker: Worker, registry: Registry) -> None:
         torch.set_num_threads(config.cluster.threads)
     for kind in WORKER_KINDS[worker.kind][1]:
         registry.load(kind, chosen[kind])
-    here = [each.manifest for each in registry.records() if each.manifest and each.name == chosen[each.kind]]
+    here = [each.manifest for each in registry.records() if each.manifest and each.name == chosen.get(each.kind)]
+    register_installed(registry, warn=False)
     HookManager([], here).call("register_parts", register=register_any)
     if worker.kind == "agent" and worker.number == 0 and worker.algorithm is not None:
         tasks, model = read_tasks(config, worker.algorithm), checks.read_model(config)

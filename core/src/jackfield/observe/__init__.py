@@ -14,6 +14,7 @@ from jackfield.clock import Clock
 from jackfield.observe import display, observer
 from jackfield.observe.display import plot_learning_curve
 from jackfield.observe.observer import ObserveSettings, missing_package, read_samples, render_samples
+from jackfield.observe.trackers import TENSORBOARD, TrackerThread
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,10 +37,14 @@ def observers(
     made, console, clock = list[object](), console or RichConsole(stderr=True), clock or Clock()
     files = (observer.MetricsFile, observer.TensorBoardFiles, observer.SampleTables, observer.Timeline)
     for make in (*files, display.LearningCurve, display.ProgressDisplay):  # progress lists the others' files at the end
-        if getattr(settings, make.name):
+        wanted, where, without = getattr(settings, make.name, False), f"observe.{make.name}", "false"
+        if make is observer.TensorBoardFiles:
+            wanted, where, without = TENSORBOARD in settings.report_to, "observe.report_to", "[]"
+        if wanted:
             package = {"tensorboard": "tensorboard", "curve": "matplotlib"}.get(make.name)
             if package is not None and importlib.util.find_spec(package) is None:
-                where = f"observe.{make.name}"
-                raise missing_package(package, where, where, f", or set {where}=false")
+                raise missing_package(package, where, where, f", or set {where}={without}")
             made.append(make(settings, folder, console, clock))
+    named = [name for name in settings.report_to if name != TENSORBOARD]
+    made += [TrackerThread(settings, folder, console, clock, name) for name in named]  # after the curve is drawn
     return made

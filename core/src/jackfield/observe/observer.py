@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import attrs
-from attrs.validators import ge
+from attrs.validators import ge, gt
 
 from jackfield.clock import Clock
 from jackfield.errors import PluginError, RunError
@@ -32,7 +32,15 @@ class ObserveSettings:
     """Settings of what a run writes and shows."""
 
     metrics_file: bool = option(True, "write metrics.jsonl")
-    tensorboard: bool = option(True, "write TensorBoard event files to tensorboard/")
+    report_to: tuple[str, ...] = option(
+        ("tensorboard",),
+        "trackers: tensorboard (event files in tensorboard/); wandb, trackio, mlflow (jackfield-trackers); or others'",
+    )
+    trackers: Mapping[str, Mapping[str, Any]] = option(factory=dict, help="settings of trackers, by their names")
+    tracker_deadline: float = option(60.0, "seconds for a call of a tracker, which then gets no more", gt(0))
+    hooks: tuple[str, ...] = option(
+        (), "your classes that listen to the run, file.py:Class or package.module:Class; their methods are hooks"
+    )
     sample_table: bool = option(True, "write samples/train.jsonl, samples/eval.jsonl and samples/failed.jsonl")
     timeline: bool = option(True, "write trace.json, which Perfetto opens")
     curve: bool = option(True, "draw learning_curve.png at the end")
@@ -226,7 +234,7 @@ class SampleTables(Observer):
                 for path in sorted(self.path.glob("*.jsonl")):
                     cut_after(path, event.first_step)
             case hooks.SamplesRecorded(step=step, partition=table):
-                self._write(table, [_row(step, sample) for sample in event.samples])
+                self._write(table, [row_of(step, sample) for sample in event.samples])
             case hooks.SamplesFailed(step=step):
                 rows = [{"step": step, "key": key, "reason": reason} for key, reason in event.reasons.items()]
                 self._write("failed", rows)
@@ -260,7 +268,7 @@ def render_samples(
     table.add_column("reward", justify="right", no_wrap=True)
     table.add_column("mask", ratio=2, min_width=12)
     for sample in samples:
-        row = _row(0, sample) if isinstance(sample, hooks.SampleRecord) else sample
+        row = row_of(0, sample) if isinstance(sample, hooks.SampleRecord) else sample
         reward = row.get("reward")
         shown = "-" if reward is None else f"{reward:.3g}"
         cells = (row["key"], row["prompt"], row["response"], shown, row.get("mask_text", ""))
@@ -268,7 +276,7 @@ def render_samples(
     console.print(table)
 
 
-def _row(step: int, sample: hooks.SampleRecord) -> dict[str, Any]:
+def row_of(step: int, sample: hooks.SampleRecord) -> dict[str, Any]:
     """Return a sample's entry; its mask in words is ``12 model, 5 inserted, 7 model``."""
     runs = [(len(list(run)), "model" if bit else "inserted") for bit, run in itertools.groupby(sample.response_mask)]
     mask_text = ", ".join(f"{length} {kind}" for length, kind in runs)

@@ -239,5 +239,16 @@ class HookManager(pluggy.PluginManager):
         raise PluginError(f"the hook {hook} failed in {names}", code="plugin.hook-failed", **details) from first
 
 
+def package_hooks(manifest: Manifest) -> HookManager:
+    """Return the hooks of an installed package, which only registers parts, or raise ``plugin.hooks``."""
+    manager = HookManager([], [manifest])
+    found = [name for name in HOOKS if getattr(manager.hook, name).get_hookimpls()]
+    if found != ["register_parts"]:
+        fix = "offer a class for observe.hooks for what listens to a run"
+        details = {"where": str(manifest.hooks), "expected": "register_parts", "found": ", ".join(found), "fix": fix}
+        raise PluginError("a package of hooks listens to every run", code="plugin.hooks", **details)
+    return manager
+
+
 def _label(plugin: object) -> str:
     return getattr(plugin, "__name__", None) or f"{type(plugin).__module__}.{type(plugin).__qualname__}"

@@ -31,7 +31,7 @@ from packaging.utils import canonicalize_name
 import jackfield
 from jackfield.abc import ABI_VERSIONS
 from jackfield.errors import JackfieldError, PluginError, error_fields, rebuilt_error
-from jackfield.plugins.hooks import HookManager
+from jackfield.plugins.hooks import HookManager, package_hooks
 from jackfield.plugins.manifest import structure_problems
 from jackfield.plugins.registry import PluginRecord, discover
 from jackfield.settings import option
@@ -280,18 +280,20 @@ def main(kind: str, name: str, *importing: str) -> None:
         if importing and not said["problems"]:
             record = discover().resolve(name, kind)
             manifest = record.usable()
-            say(stage=f"importing {manifest.config.partition(':')[0]}")
-            assert record.settings_class
+            if manifest.config is not None:
+                say(stage=f"importing {manifest.config.partition(':')[0]}")
+                assert record.settings_class
             if loaded := " and ".join(name for name in _HEAVY if name in sys.modules):
                 message, expected = f"importing the config {manifest.config} loads {loaded}", "a module without both"
                 fix = "move the config class to a module, in a package, that imports nothing heavy"
                 details = {"where": record.label, "expected": expected, "found": f"{loaded} in sys.modules"}
                 problems.append(PluginError(message, code="plugin.config-class", fix=fix, **details))
-            say(stage=f"importing {manifest.object.partition(':')[0]}")
-            problems.extend(structure_problems(kind, record.imported(manifest.object), record.label))
+            if manifest.object is not None:
+                say(stage=f"importing {manifest.object.partition(':')[0]}")
+                problems.extend(structure_problems(kind, record.imported(manifest.object), record.label))
             if manifest.hooks is not None:
                 say(stage=f"importing {manifest.hooks}")
-                HookManager((), [manifest])
+                package_hooks(manifest) if manifest.kind == "hooks" else HookManager((), [manifest])
     except JackfieldError as error:
         problems.append(error)
     say(stage=None, problems=[*said["problems"], *map(error_fields, problems)])

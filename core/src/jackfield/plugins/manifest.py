@@ -24,13 +24,13 @@ import attrs
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from jackfield.abc import ABI_VERSIONS, CONTRACTS, KINDS
+from jackfield.abc import ABI_VERSIONS, CONTRACTS
 from jackfield.errors import PluginError
 from jackfield.settings import structure
 
-PluginKind = Literal["engine", "rollout", "agent", "reward", "transfer_queue", "checkpoint_engine"]
+PluginKind = Literal["engine", "rollout", "agent", "reward", "transfer_queue", "checkpoint_engine", "hooks"]
 CapabilityLevel = Literal["full", "partial", "unsupported", "unverified"]
-assert set(PluginKind.__args__) == set(KINDS)  # type: ignore[attr-defined]
+assert set(PluginKind.__args__) == set(ABI_VERSIONS)  # type: ignore[attr-defined]
 
 
 def invalid_manifest(message: str, where: str, **details: Any) -> PluginError:
@@ -98,18 +98,34 @@ class Manifest:
     kind: PluginKind
     #: version of the kind's contract for which it was built
     abi: str = attrs.field(validator=_is_version)
-    object: str = attrs.field(validator=_is_object)  #: the class, as ``package.module:Class``
-    config: str = attrs.field(validator=_is_object)  #: the settings' frozen attrs class, importable without torch
-    hooks: str | None = attrs.field(default=None, validator=_is_module)
+    #: the class, as ``package.module:Class``; None: a package of hooks
+    object: str | None = attrs.field(default=None, validator=_is_object)
+    #: the settings' frozen attrs class, importable without torch; None: a package of hooks
+    config: str | None = attrs.field(default=None, validator=_is_object)
+    hooks: str | None = attrs.field(default=None, validator=_is_module)  #: the module with hooks
     description: str = ""
     capabilities: Mapping[str, CapabilityLevel] = attrs.field(factory=dict)
     env: EnvironmentRequirements = attrs.field(factory=EnvironmentRequirements)
     conformance: ConformanceDeclaration = attrs.field(factory=ConformanceDeclaration)
 
+    def __attrs_post_init__(self) -> None:
+        """Require what a plugin of this kind consists of, and refuse what would have no effect."""
+        needed = {"hooks"} if self.kind == "hooks" else {"object", "config"}
+        given = {name for name in ("object", "config", "hooks") if getattr(self, name) is not None}
+        if missing := sorted(needed - given):
+            raise ValueError(f"kind = '{self.kind}' needs {' and '.join(missing)}")
+        if self.kind == "hooks" and given != needed:
+            raise ValueError(f"kind = 'hooks' has no {' and no '.join(sorted(given - needed))}")
+
     @property
     def label(self) -> str:
         """The kind and name for error messages."""
         return f"{self.kind} '{self.name}'"
+
+    @property
+    def package(self) -> str:
+        """The top-level package of its class or hooks."""
+        return (self.object or str(self.hooks)).partition(":")[0].partition(".")[0]
 
     def requirement(self, module: str) -> str:
         """Return the requirement in ``[env]`` that names a missing module, or the module's name."""

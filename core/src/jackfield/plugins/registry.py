@@ -28,7 +28,7 @@ from jackfield.plugins.manifest import Manifest, check_abi, invalid_manifest, pa
 from jackfield.settings import structure
 
 #: The entry-point group of each kind.
-GROUPS: dict[str, str] = {kind: f"jackfield.{kind}s" for kind in KINDS}
+GROUPS: dict[str, str] = {**{kind: f"jackfield.{kind}s" for kind in KINDS}, "hooks": "jackfield.hooks"}
 
 _VALUE = re.compile(r"(?P<package>[^\W\d]\w*):(?P<file>[A-Za-z0-9_.]+\.toml)")
 #: The word for a kind in the names of distributions that provide it.
@@ -78,9 +78,9 @@ class PluginRecord:
         assert self.manifest is not None, "a record that is not broken has a manifest"
         return self.manifest
 
-    def imported(self, reference: str) -> Any:
+    def imported(self, reference: str | None) -> Any:
         """Import the object ``package.module:Name``, or raise ``plugin.object-missing`` or ``plugin.import``."""
-        module_name, _, attribute = reference.partition(":")
+        module_name, _, attribute = str(reference).partition(":")
         module = import_module(module_name, self.usable(), self.label)
         try:
             return getattr(module, attribute)
@@ -91,6 +91,8 @@ class PluginRecord:
     @functools.cached_property
     def cls(self) -> type:
         """The plugin's class, which fits its contract. A ``PluginError`` is raised if it cannot be used."""
+        if self.kind == "hooks":
+            return type(self.name, (), {"hooks": import_module(str(self.usable().hooks), self.usable(), self.label)})
         cls: type = self.imported(self.usable().object)
         for problem in structure_problems(self.kind, cls, self.label):
             raise problem
@@ -99,6 +101,8 @@ class PluginRecord:
     @functools.cached_property
     def settings_class(self) -> type:
         """The frozen attrs class of the plugin's settings. Only its module is imported."""
+        if self.kind == "hooks":
+            return attrs.make_class("NoSettings", {}, frozen=True)
         cls = self.imported(self.usable().config)
         if inspect.isclass(cls) and attrs.has(cls) and is_frozen(cls):
             return cls
@@ -138,8 +142,8 @@ class Registry:
             raise PluginError(message, code="plugin.ambiguous", expected="one kind", found=", ".join(kinds), fix=fix)
         if matches:
             return matches[0]  # if there are several, each is broken
-        if kind is not None and kind not in KINDS:
-            expected = "one of " + ", ".join(KINDS)
+        if kind is not None and kind not in GROUPS:
+            expected = "one of " + ", ".join(GROUPS)
             raise PluginNotFound(f"there is no kind of plugin '{kind}'", expected=expected, found=repr(kind))
         usable = [record.name for record in candidates if record.error is None]
         broken = [f"{each.name} ([{each.error.code}] {each.error.message})" for each in candidates if each.error]
@@ -168,7 +172,8 @@ def discover(path: Sequence[str] | None = None) -> Registry:
     ``path`` has the folders to search, like ``sys.path``; None: this interpreter's.
     """
     importlib.invalidate_caches()  # a plugin may have been installed since the last search
-    found = sorted(_installed(path), key=lambda record: (KINDS.index(record.kind), record.name, record.distribution))
+    kinds = [*GROUPS]
+    found = sorted(_installed(path), key=lambda record: (kinds.index(record.kind), record.name, record.distribution))
     for number, record in enumerate(found):
         key, what = (record.kind, record.name), f"{record.kind} '{record.name}'"
         same = [f"{each.distribution} {each.version}" for each in found if (each.kind, each.name) == key]

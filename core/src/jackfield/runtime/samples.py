@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
@@ -241,6 +242,11 @@ class AdvantageWorker:
         totals = rows.token_rewards.sum(-1)
         metrics = {f"reward/{name}": float(getattr(totals, name)()) for name in ("mean", "min", "max")}
         metrics["reward/std"] = float(totals.std()) if len(totals) > 1 else 0.0
+        totals_of = defaultdict[str, list[float]](list)
+        for group, total in zip(rows.batch.groups, totals.tolist(), strict=True):
+            totals_of[group].append(total)
+        if compared := [each for each in totals_of.values() if len(each) > 1]:
+            metrics["groups/without_signal"] = sum(min(each) == max(each) for each in compared) / len(compared)
         token_rewards, inputs = self._shaped(rows, kl_coefficient, metrics), await self._inputs(batch, rows)
         with naming_rows([f"sample {key}" for key in rows.batch.keys]):
             inputs |= {"token_rewards": token_rewards, "response_mask": rows.mask, **algorithm.advantages_options}

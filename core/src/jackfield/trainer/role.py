@@ -24,6 +24,7 @@ from jackfield.runtime.engine import EngineRank
 from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.samples import AdvantageWorker
 from jackfield.runtime.workers import Workers, is_lost, resubmitted
+from jackfield.trainer.gpu_use import GpuUse
 
 #: Topics of the queue: the settings that all processes share, the newest weights, and the end of the last step.
 SHARED, WEIGHTS, FINISHED = "shared", "weights", "finished"
@@ -131,6 +132,12 @@ class RunWorkers:
     shares_devices: bool = True  #: whether the engines and the replicas use the same devices in turns
     watch: Callable[[], Coroutine[Any, Any, None]] | None = None  #: raises as soon as a rank dies
 
+    @property
+    def devices(self) -> int:
+        """Return the number of devices of the actor and the replicas of this role, at least 1."""
+        engines, replicas = len(self.ranks.get("actor", ())), self.replicas * self.replica_devices
+        return max(engines, replicas, 1) if self.shares_devices else engines + replicas
+
 
 @attrs.define(kw_only=True, eq=False)
 class Role:
@@ -162,6 +169,7 @@ class Role:
     updated: int = attrs.field(default=0, init=False)  #: number of steps in the engine's weights
     whole: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)  #: unset between the updates of one step
     _measured: dict[str, float] = attrs.field(factory=dict, init=False)  #: metrics of the step
+    _gpus: GpuUse = attrs.field(factory=GpuUse, init=False)
 
     def __attrs_post_init__(self) -> None:
         """Derive what the role does from its configuration, and create the counters."""
@@ -198,6 +206,7 @@ class Role:
     def ended(self, name: str, lane: str, step: int, start: float) -> None:
         """Record a stage that began at ``start`` and has ended, like :meth:`measure`."""
         end = self.clock.time()
+        self._gpus.sample(end - start)
         self.note(f"seconds/{name}", self._measured.get(f"seconds/{name}", 0.0) + end - start)
         self.hooks.emit(StageEnded(name=name, lane=lane, start=start, end=end, step=step))
 
@@ -208,7 +217,7 @@ class Role:
     def drain(self) -> dict[str, float]:
         """Return the metrics that were measured and set since the last call."""
         drained, self._measured = self._measured, {}
-        return drained
+        return drained | self._gpus.drain()
 
     async def give_back_lost(self, batch: BatchMeta, error: QueueError) -> bool:
         """Fail the lost samples that an error names; return whether the batch was released."""

@@ -351,16 +351,21 @@ class Trainer:
     def _measured(self, step: Step) -> dict[str, float]:
         """Return metrics of the step's batch, stages and throughput."""
         tags, seconds = step.batch.tags, self.role.clock.time() - step.started
-        lengths = [each["response_tokens"] for each in tags]
+        lengths, role = [each["response_tokens"] for each in tags], self.role
+        prompts = [each.get("prompt_tokens", 0) for each in tags]
         measured = {
             "samples": float(len(lengths)),
             "response_tokens/mean": sum(lengths) / len(lengths),
             "response_tokens/max": float(max(lengths)),
             "samples_per_second": len(lengths) / max(seconds, 1e-9),
+            "tokens_per_second": (tokens := (sum(lengths) + sum(prompts)) / max(seconds, 1e-9)),
+            "tokens_per_second/device": tokens / role.workers.devices,
             "seconds/step": seconds,
             **said_metrics(tags),
             **self.role.drain(),
         }
+        if ends := [each["finish_reason"] for each in tags if "finish_reason" in each]:
+            measured["truncated"] = ends.count("length") / len(ends)
         if self.role.explores:
             retries = {group: each["retry"] for group, each in zip(step.batch.groups, tags, strict=True)}
             measured["groups/retries"] = float(sum(retries.values()))

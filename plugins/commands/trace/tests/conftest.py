@@ -87,7 +87,7 @@ class RunFolder:
         TOKENIZER.save(str(folder / "model" / "tokenizer.json"))
         self.configure()
         (self.listener,) = observers(
-            ObserveSettings(metrics_file=False, tensorboard=False, timeline=False, curve=False, progress=False), folder
+            ObserveSettings(metrics_file=False, report_to=(), timeline=False, curve=False, progress=False), folder
         )
         self.records: RewardRecords | None = None
         self.hooks = HookManager([self.listener])

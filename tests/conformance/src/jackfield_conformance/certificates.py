@@ -122,6 +122,6 @@ def read_certificate(file: Path) -> dict[str, Any] | None:
 
 def package_folder(manifest: Manifest) -> Path | None:
     """Return the folder of the plugin's top-level package; None: the package is not a folder."""
-    spec = find_package(manifest.object.partition(":")[0].partition(".")[0])
+    spec = find_package(manifest.package)
     locations = (spec.submodule_search_locations or ()) if spec else ()
     return next((Path(location) for location in locations if os.path.isdir(location)), None)

@@ -46,18 +46,25 @@ _KINDS: dict[str, tuple[str, str]] = {
     "reward": ("Reward", "Scores a number by its distance from the ground truth"),
     "transfer_queue": ("Queue", "Stores columns of samples"),
     "checkpoint_engine": ("CheckpointEngine", "Moves weights from the trainer to inference workers"),
+    "algorithm": ("", "A loss, an estimator and an algorithm of the two"),
 }
 
 
 @click.command()
-@click.argument("kind", type=click.Choice(KINDS))
+@click.argument("kind", type=click.Choice((*KINDS, "algorithm")))
 @click.argument("name")
 def new(kind: str, name: str) -> None:
     """Write a new plugin into ./jackfield-KIND-NAME/: a small working one as a starting point."""
     folder = write_scaffold(kind, name, Path.cwd())
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         click.echo(f"wrote {file.relative_to(folder.parent)}")
+    kind = _plugin_kind(kind)
     click.echo(f"next: pip install --editable {folder.name} && jackfield plugins check {name} --kind {kind}")
+
+
+def _plugin_kind(kind: str) -> str:
+    """Return the kind of what a scaffold makes: an algorithm is a package of hooks."""
+    return "hooks" if kind == "algorithm" else kind
 
 
 def write_scaffold(kind: str, name: str, parent: Path) -> Path:
@@ -86,8 +93,8 @@ def write_scaffold(kind: str, name: str, parent: Path) -> Path:
 
 def _values(kind: str, name: str) -> dict[str, str]:
     """Return the values of the placeholders."""
-    if kind not in KINDS:
-        expected = "one of " + ", ".join(KINDS)
+    if kind not in _KINDS:
+        expected = "one of " + ", ".join(_KINDS)
         raise _refused(f"there is no scaffold for the kind '{kind}'", expected, repr(kind), "choose one of them")
     if not _NAME.fullmatch(name) or len(name) > _LONGEST_NAME:
         expected = (
@@ -100,12 +107,12 @@ def _values(kind: str, name: str) -> dict[str, str]:
     suffix, description = _KINDS[kind]
     return {
         "name": name,
-        "kind": kind,
+        "kind": _plugin_kind(kind),
         "package": f"jackfield_{kind}_{name.replace('-', '_')}",
         "distribution": f"jackfield-{kind}-{name}".replace("_", "-"),
         "class_name": "".join(word.capitalize() for word in re.split("[_-]", name)) + suffix,
-        "group": GROUPS[kind],
-        "abi": ABI_VERSIONS[kind],
+        "group": GROUPS[_plugin_kind(kind)],
+        "abi": ABI_VERSIONS[_plugin_kind(kind)],
         "description": description,
         "jackfield": ".".join(__version__.split(".")[:2]),
     }

@@ -40,6 +40,7 @@ PREFIXES: dict[str, str] = {
     "reward": "REW",
     "transfer_queue": "TRQ",
     "checkpoint_engine": "CKE",
+    "hooks": "ALG",
 }
 
 #: The first part of the ids of checks that are the same for every kind.

@@ -35,7 +35,8 @@ IMPORT_DEADLINE = 50
 HEAVY = ("ray", "tensordict", "torch", "transformers")
 
 #: Modules that plugins may import, each with everything below it.
-ALLOWED = ("jackfield.abc", "jackfield.clock", "jackfield.errors", "jackfield.sdk")
+ALLOWED: tuple[str, ...] = ("jackfield.abc", "jackfield.clock", "jackfield.errors", "jackfield.sdk")
+ALLOWED += ("jackfield.algorithms", "jackfield.plugins.hooks")  # for packages of hooks
 
 _PAGE = "docs/plugins/conformance.md#structure"
 _IMPORT_CONFIG = """

@@ -1,0 +1,1 @@
+"""Trackers for ``observe.report_to``: Weights & Biases, Trackio and MLflow."""
