@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -39,7 +40,8 @@ def measure(seed: int, folder: Path, quick: bool) -> dict[str, Any]:
     """Run the example with one seed."""
     command = [sys.executable, str(QUICKSTART), "--seed", str(seed), "--folder", str(folder), *(QUICK if quick else ())]
     started = time.monotonic()
-    subprocess.run(command, check=True, timeout=1800, stdout=subprocess.DEVNULL)
+    done = subprocess.run(command, check=True, timeout=1800, stdout=subprocess.PIPE, text=True)
+    first, last = re.findall(r"learning curve after (\d+) s of processor time", done.stdout)
     seconds = time.monotonic() - started
     warmup, grpo = evaluations(folder / "warmup"), evaluations(folder / "grpo")
     result = {
@@ -51,6 +53,8 @@ def measure(seed: int, folder: Path, quick: bool) -> dict[str, Any]:
         "warm_up_seconds": round(warmup[-1]["time"], 1),
         "grpo_seconds": round(grpo[-1]["time"], 1),
         "whole_seconds": round(seconds, 1),
+        "first_curve_processor_seconds": int(first),
+        "whole_processor_seconds": int(last),
     }
     print("  ".join(f"{name} {value}" for name, value in result.items()), flush=True)
     return result
@@ -70,7 +74,7 @@ def draw(folder: Path, seeds: list[int]) -> None:
     plot_learning_curve(
         curves,
         folder / "learning_curves.png",
-        "Warm-up, then GRPO",
+        "SFT, then GRPO",
         labels=[f"seed {seed}" for seed in seeds],
         target=0.9,
     )

@@ -41,6 +41,7 @@ def overrides(steps: int, quick: bool) -> list[str]:
     return [
         f"schedule.steps={steps}",
         f"optimizer.total_steps={steps}",
+        "optimizer.lr=4.0e-4",
         f"evaluation.every={steps}",
         f"evaluation.tasks={tasks}",
         "checkpoint.at_end=false",
@@ -66,6 +67,7 @@ def warmed_up(seed: int, folder: Path, quick: bool) -> Path:
         own = [f"seed={seed}", f"folder={made / 'warmup'}", f"model.path={made / 'made' / 'model'}"]
         own += [f"data.train={made / 'made' / 'demonstrations.jsonl'}", "evaluation.every=0"]
         own += [f"schedule.steps={steps}", f"optimizer.total_steps={steps}", "checkpoint.at_end=false", THREADS]
+        own += ["data.groups_per_batch=64", "optimizer.lr=2.0e-3"]
         call("run", str(EXAMPLE / "warmup.yaml"), *own, folder=made / "warmup")
     return made
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 
 HERE = Path(__file__).parent
+LONGER = ("data.groups_per_batch=64", "optimizer.lr=2.0e-3", "evaluation.every=100")
 sys.path.insert(0, str(HERE.parent / "quickstart"))
 
 from make_task import make_task  # noqa: E402 - it is beside the quickstart
@@ -42,7 +43,8 @@ def train(seed: int, folder: Path, warmup_steps: int | None, overrides: tuple[st
     """Make model and tasks, warm up, train the program, draw."""
     made = folder / "made"
     make_task(made, seed)
-    curve = warm_up(seed, folder, made, warmup_steps)
+    # harder problems than the quickstart's take more supervised steps
+    curve = warm_up(seed, folder, made, warmup_steps or 400, LONGER)
     own = [
         f"seed={seed}",
         f"folder={folder / 'grpo'}",

@@ -1,8 +1,8 @@
 """Makes what the quickstart learns from: word problems in GSM8K's format, a tokenizer, and a model that knows nothing.
 
-Every problem has one right answer, in ``problems.jsonl`` (for GRPO) and ``held_out.jsonl`` (for evaluation). The
-warm-up uses noisy demonstrations: their arithmetic is correct, but they often add where the problem asks to subtract.
-The model learns the answer format, the arithmetic and this error from them. GRPO corrects the error from rewards alone.
+Every problem has one right answer, in ``problems.jsonl`` (for GRPO) and ``held_out.jsonl`` (for evaluation). SFT
+uses noisy demonstrations: their arithmetic is correct, but they often add where the problem asks to subtract. The model
+learns the answer format, the arithmetic and this error from them. GRPO corrects the error from rewards alone.
 
 No question is in two of the three files.
 """
@@ -14,7 +14,8 @@ import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-LARGEST = 20
+import attrs
+
 NAMES = ("Tom", "Ben", "Sam", "Max", "Leo", "Dan", "Amy", "Eva", "Mia", "Zoe", "Ann", "Ida")
 OBJECTS = ("apples", "books", "cards", "coins", "eggs", "pens", "shells", "stamps", "toys", "cups")
 FRAMES = (
@@ -27,9 +28,22 @@ VERBS = {
     "+": ("gets", "finds", "buys", "wins", "picks", "makes"),
     "-": ("loses", "sells", "drops", "uses", "breaks", "spends"),
 }
-NOISE = {"+": 0.05, "-": 0.6}  #: share of demonstrations that use the other operation
 SIZES = {"held_out": 240, "demonstrations": 4000, "problems": 4000}
 SUBTRACTIONS = {"held_out": 0.62, "demonstrations": 0.65, "problems": 0.62}  #: share of questions
+
+
+@attrs.frozen
+class Difficulty:
+    """What makes the problems hard to learn."""
+
+    largest: int = 20  #: operand
+    verbs: int = 6  #: for each operation
+    #: share of the additions and of the subtractions whose demonstration uses the other operation
+    noise: tuple[float, float] = (0.05, 0.6)
+
+
+HARD = Difficulty()
+EASY = Difficulty(largest=9, verbs=3, noise=(0.0, 0.6))  #: learned in a minute
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -41,48 +55,48 @@ CHAT_TEMPLATE = (
 SPECIAL = ("<pad>", "<end>", "<unknown>", "<user>", "<assistant>")
 
 
-def make_task(folder: Path, seed: int, sizes: Mapping[str, int] = SIZES) -> None:
+def make_task(folder: Path, seed: int, sizes: Mapping[str, int] = SIZES, difficulty: Difficulty = HARD) -> None:
     """Write ``demonstrations.jsonl``, ``problems.jsonl``, ``held_out.jsonl`` and ``model/`` (with its tokenizer)."""
     rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     seen: set[str] = set()
     texts: list[str] = []
     for name, size in sizes.items():
-        records = make_problems(rng, size, SUBTRACTIONS[name], seen, noisy=name == "demonstrations")
+        records = make_problems(rng, size, SUBTRACTIONS[name], seen, name == "demonstrations", difficulty)
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         texts += [text for record in records for text in record.values()]
     make_model(folder / "model", texts, seed)
 
 
 def make_problems(
-    rng: random.Random, size: int, subtractions: float, seen: set[str], noisy: bool
+    rng: random.Random, size: int, subtractions: float, seen: set[str], noisy: bool, difficulty: Difficulty = HARD
 ) -> list[dict[str, str]]:
     """Make ``size`` new problems, and add their questions to ``seen``."""
-    decks = {operation: triples(rng, operation) for operation in VERBS}
+    decks = {operation: pairs(rng, difficulty.largest) for operation in VERBS}
+    noise = dict(zip("+-", difficulty.noise, strict=True))
     records: list[dict[str, str]] = []
     while len(records) < size:
         operation = "-" if rng.random() < subtractions else "+"
         a, b = next(decks[operation])
-        question = rng.choice(FRAMES).format(
-            name=rng.choice(NAMES), things=rng.choice(OBJECTS), verb=rng.choice(VERBS[operation]), a=a, b=b
-        )
+        verb = rng.choice(VERBS[operation][: difficulty.verbs])
+        question = rng.choice(FRAMES).format(name=rng.choice(NAMES), things=rng.choice(OBJECTS), verb=verb, a=a, b=b)
         if question in seen:
             continue
         seen.add(question)
         done = operation
-        if noisy and rng.random() < NOISE[operation]:
+        if noisy and rng.random() < noise[operation]:
             done = "-" if operation == "+" else "+"
         result = a + b if done == "+" else a - b
         records.append({"question": question, "answer": f"{a} {done} {b}\n#### {result}"})
     return records
 
 
-def triples(rng: random.Random, operation: str) -> Iterator[tuple[int, int]]:
+def pairs(rng: random.Random, largest: int) -> Iterator[tuple[int, int]]:
     """Draw pairs of operands, the larger first; each pair is used once before any is used twice."""
-    pairs = [(a, b) for a in range(1, LARGEST + 1) for b in range(1, a + 1)]
+    drawn = [(a, b) for a in range(1, largest + 1) for b in range(1, a + 1)]
     while True:
-        rng.shuffle(pairs)
-        yield from pairs
+        rng.shuffle(drawn)
+        yield from drawn
 
 
 def make_model(folder: Path, texts: list[str], seed: int) -> None:

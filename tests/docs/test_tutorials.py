@@ -31,14 +31,14 @@ PORT = 8765  #: of the page's server
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What ``make quickstart`` leaves, with a tenth of its warm-up."""
+    """What ``make quickstart`` leaves, with a fifth of its SFT."""
     folder = tmp_path_factory.mktemp("quickstart")
     sys.path.insert(0, str(QUICKSTART))
     try:
-        from make_task import make_task
+        from make_task import EASY, make_task
     finally:
         sys.path.remove(str(QUICKSTART))
-    make_task(folder / "made", 1)
+    make_task(folder / "made", 1, difficulty=EASY)
     settings = {
         "folder": folder / "warmup",
         "model.path": folder / "made" / "model",

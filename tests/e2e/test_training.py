@@ -72,6 +72,7 @@ def warm(made: Path) -> Path:
                 "schedule.steps=60",
                 "optimizer.total_steps=60",
                 "optimizer.warmup_steps=5",
+                "optimizer.lr=2.0e-3",
                 *QUIET,
             ],
         )
@@ -184,7 +185,7 @@ def rewards_rise(name: str, warm: Path, made: Path, folder: Path, settings: list
 
 def offline(warm: Path, model: Path, data: Path, folder: Path, settings: list[str]) -> RunResult:
     quickstart = [f"folder={folder}", f"model.path={model}", f"data.train={data}", "data.groups_per_batch=16"]
-    constant = ["schedule.steps=8", "optimizer.warmup_steps=0", "optimizer.scheduler=constant"]
+    constant = ["schedule.steps=8", "optimizer.warmup_steps=0", "optimizer.scheduler=constant", "optimizer.lr=2.0e-3"]
     return run(load_config(QUICKSTART / "warmup.yaml", [*quickstart, *constant, *QUIET, *settings]))
 
 

@@ -1,19 +1,32 @@
-"""Cyclic garbage collection: its pace in Jackfield's own processes, and its pause during large imports."""
+"""Settings of Jackfield's own processes: garbage collection, also during large imports, and what is logged."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import logging
+import os
 import sys
 from collections.abc import Iterator
 
 _LARGE = 200  #: modules
+LOG_LEVEL = "JACKFIELD_LOG_LEVEL"  #: environment variable with the lowest level that own processes log
 _own = False
 
 
 def own_process() -> None:
-    """Mark this process as Jackfield's own: it collects garbage less often, and may exempt objects from collection."""
+    """Mark this process as Jackfield's own: it collects garbage less often, and may exempt objects from collection.
+
+    It logs what has at least the level ``JACKFIELD_LOG_LEVEL`` to stderr; without the variable, warnings and errors.
+    """
     global _own
+    log = logging.getLogger("jackfield")
+    if (level := os.environ.get(LOG_LEVEL, "").upper()) in logging.getLevelNamesMapping():
+        log.setLevel(level)
+        if not log.hasHandlers():
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(levelname)s %(process)d: %(message)s"))
+            log.addHandler(handler)
     _own = True
     gc.set_threshold(50_000, 20, 50)  # see docs/decisions/0021-collection-in-own-processes.md
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from jackfield.clock import Clock
 from jackfield.compose import checks
 from jackfield.compose.capabilities import check_capabilities
+from jackfield.compose.libraries import hide_progress_bars
 from jackfield.compose.modes import check_mode
 from jackfield.compose.worker import Worker
 from jackfield.compose.workers import WorkerFactory, load_plugins
@@ -176,3 +179,21 @@ async def test_weights_that_a_checkpoint_engine_keeps_are_whole(declared: Any, l
         assert rank.sender is not None
         assert layout == await rank.sender.layout()
         stack.pop_all()
+
+
+@pytest.mark.parametrize(("given", "hidden"), [(None, 2), ("1", 2), ("0", 0)])
+def test_bars_of_libraries_are_hidden_unless_they_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, hidden: int
+) -> None:
+    """Also those of libraries that are imported already, and so do not read the variable any more."""
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", given or "")
+    if given is None:
+        monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS")
+    called: list[str] = []
+    hide = SimpleNamespace(disable_progress_bars=lambda: called.append("hub"))
+    monkeypatch.setitem(sys.modules, "huggingface_hub.utils", hide)
+    shown = SimpleNamespace(disable_progress_bar=lambda: called.append("transformers"))
+    monkeypatch.setitem(sys.modules, "transformers.utils.logging", shown)
+    hide_progress_bars()
+    assert hidden == len(called)
+    assert (given or "1") == os.environ["HF_HUB_DISABLE_PROGRESS_BARS"]

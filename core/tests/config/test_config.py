@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jackfield.config import RunConfig, apply_override, as_plain, explain, load_config, make_config, show
+from jackfield.config import RunConfig, apply_override, as_plain, explain, load_config, load_stages, make_config, show
 from jackfield.config.data import DataSet, sets_of
 from jackfield.errors import ConfigError
 from jackfield.settings import option
@@ -239,3 +239,12 @@ def test_sets_of_tasks_are_given_in_several_ways() -> None:
             paths(wrong)
         assert code == caught.value.code
         assert str(caught.value.where).startswith("data.train")
+
+
+def test_an_algorithm_is_named_by_its_name_alone(tmp_path: Path) -> None:
+    """Also in stages, where it gets further settings, or another name."""
+    file = tmp_path / "stages.yaml"
+    stages = {"first": {"algorithm": {"epochs": 2}}, "second": {"algorithm": "sft", "mode": "offline"}}
+    file.write_text(yaml.safe_dump({"model": {"path": "m"}, "algorithm": "dapo", "stages": stages}))
+    found = {name: (each.algorithm.name, each.algorithm.epochs) for name, each in load_stages(file).items()}
+    assert {"first": ("dapo", 2), "second": ("sft", 1)} == found

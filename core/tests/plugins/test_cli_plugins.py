@@ -6,6 +6,7 @@ import json
 import resource
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from click.testing import CliRunner
 from jackfield.cli import main
 from jackfield.cli.commands import json_option
 from jackfield.errors import RunError
+from jackfield.plugins import discover
 
 MISSING_METHOD = """
 from jackfield.abc.reward import RewardAgent
@@ -159,6 +161,29 @@ def test_the_doctor_names_each_plugin_that_is_ill_inside_and_no_other(site):
         crashed["message"],
         crashed["found"],
     )
+
+
+def test_a_plugin_without_its_engine_is_optional_unless_it_is_named(site, monkeypatch: pytest.MonkeyPatch):
+    """What installing the plugin should have installed is a problem, and so is a version that does not fit."""
+    absent = '[env]\nmodules = ["quite_absent"]\nrequires = ["quite-absent>=2"]'
+    site.install("absent", extra=absent)
+    site.install("torn", extra=absent)
+    (metadata,) = site.folder.glob("dist_fake_torn*/METADATA")
+    metadata.write_text(metadata.read_text() + "Requires-Dist: Quite_Absent>=2\n")
+    site.install("old", extra='[env]\nrequires = ["attrs<1"]')
+    monkeypatch.setenv("PYTHONPATH", site.environment()["PYTHONPATH"])
+    monkeypatch.syspath_prepend(site.folder)
+    found = {record.name: record for record in discover().records("reward")}
+
+    def doctor(*shown: str, named: bool = False) -> tuple[int, list[str]]:
+        registry = SimpleNamespace(records=lambda _: map(found.get, shown), resolve=lambda name, _: found[name])
+        monkeypatch.setattr("jackfield_conformance.commands.discover", lambda: registry)
+        done = CliRunner().invoke(main, ["plugins", "doctor", "--json", *(shown if named else ())])
+        return done.exit_code, [plugin["status"] for plugin in json.loads(done.stdout)["plugins"]]
+
+    assert (0, ["optional"]) == doctor("absent")
+    assert (1, ["problem"]) == doctor("absent", named=True)
+    assert (1, ["problem", "problem"]) == doctor("torn", "old")
 
 
 def _good() -> str:

@@ -6,14 +6,16 @@ Exit codes: 0 success; 1 a Jackfield error, printed on stderr (with ``--json``: 
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import click
 
 from jackfield import __version__
-from jackfield.cli.commands import LazyGroup, algorithms, checkpoint, config, env, plugins, replicas, report, run
+from jackfield.cli.commands import LazyGroup, algorithms, checkpoint, env, plugins, replicas, report, run
+from jackfield.cli.config_commands import config
 from jackfield.errors import JackfieldError, RunError
-from jackfield.imports import own_process
+from jackfield.imports import LOG_LEVEL, own_process
 
 __all__ = ["main"]
 
@@ -22,6 +24,8 @@ class MainGroup(LazyGroup):
     """A click group that prints errors as text or JSON."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        if level := ctx.params["log_level"]:
+            os.environ[LOG_LEVEL] = level  # for this process and those that it starts
         own_process()
         try:
             return super().invoke(ctx)
@@ -42,11 +46,17 @@ _COMMANDS = [run, replicas, checkpoint, config, plugins, env, algorithms]
 
 @click.group("jackfield", cls=MainGroup, commands=_COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="jackfield")
-def main() -> None:
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    help="Log messages of this level and above, also in workers; by default warnings.",
+)
+def main(log_level: str | None) -> None:
     """Reinforcement-learning post-training of language models, built from plugins."""
 
 
 main.lazy = {
+    "init": ("jackfield_configure.command", "Write a config file with comments."),
     "bench": ("jackfield_bench.command", "Evaluate checkpoints on sets of held-out tasks."),
     "serve": ("jackfield_serve.command", "Answer users with the replicas of a run."),
     "promote": ("jackfield_serve.command", "Let served replicas take over a run's model."),
@@ -59,6 +69,7 @@ main.lazy = {
     "plan": ("jackfield_simulation.command", "Predict step times, and the best settings of the schedule."),
 }
 _CONFORMANCE = "jackfield_conformance.commands"
+config.lazy = {"schema": ("jackfield_configure.command", "Print the JSON Schema of config files, for editors.")}
 plugins.lazy = {
     "doctor": (_CONFORMANCE, "Try plugins where they will run; print what to fix."),
     "check": (_CONFORMANCE, "Check that a plugin keeps its contract."),

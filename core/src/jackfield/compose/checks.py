@@ -25,10 +25,11 @@ from jackfield.clock import Clock
 from jackfield.compose.capabilities import check_capabilities
 from jackfield.compose.devices import check_devices
 from jackfield.compose.engines import check_engines
-from jackfield.compose.libraries import check_agents, hub
+from jackfield.compose.libraries import check_agents, hide_progress_bars, hub
 from jackfield.compose.modes import check_mode, check_stages
 from jackfield.compose.parts import load_hooks, register_any, register_installed
 from jackfield.compose.resolve import has_arrays, resolve_algorithm
+from jackfield.compose.rewards import check_parts
 from jackfield.compose.tasks import check_tokens, fit_prompts, read_tasks, task_files
 from jackfield.config import RunConfig, load_stages, plugin_settings
 from jackfield.errors import ConfigError, EngineError, PluginError, PluginNotFound
@@ -48,6 +49,7 @@ from jackfield.trainer.role import Role, RoleName
 _LOG = logging.getLogger("jackfield")
 _HEAVY = {"engine", "rollout"}  #: kinds whose plugins import torch, which are imported last
 _PROBE_SECONDS = 30.0
+_DTYPES = ("float32", "bfloat16", "float16")
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")  #: weight files that only torch.load could read
 
 
@@ -76,8 +78,7 @@ def prepare(config: RunConfig, registry: Registry, hooks: Sequence[object], role
         if said and config.mode != "offline":
             what = "the defaults of generation_config.json are not used, sampling.* is: %s"
             _LOG.warning(what, ", ".join(f"{key} {value}" for key, value in said.items()))
-    if not sys.stderr.isatty():
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a log cannot show them
+    hide_progress_bars()
     # making a nested tensor from its values reads a deprecated flag of torch.fx, which logs a warning
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     fit_prompts(config, tasks, prompt_limit(config, model))
@@ -98,7 +99,9 @@ def check_settings(
     Return the hooks, and the algorithm with every choice made.
     """
     check_mode(config, role)
-    plugin_settings(config, registry)
+    if config.model.dtype not in _DTYPES:
+        raise config.refusal("model.dtype", "no parameters have this dtype", f"one of {', '.join(_DTYPES)}")
+    check_parts(plugin_settings(config, registry)["reward"], registry)
     check_capabilities(config, registry, role)
     check_agents(config)
     manager = hooks_of(config, registry, hooks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -16,6 +18,8 @@ from jackfield.config import RunConfig
 from jackfield.config.agent_service import AgentServiceConfig
 from jackfield.data.formats import TaskFormat
 from jackfield.errors import PluginError
+
+_BARS = {"huggingface_hub.utils": "disable_progress_bars", "transformers.utils.logging": "disable_progress_bar"}
 
 
 def archives() -> Any:
@@ -89,6 +93,18 @@ def with_model_folders(config: RunConfig) -> RunConfig:
         config.critic if config.critic.path is None else attrs.evolve(config.critic, path=folder(config.critic.path))
     )
     return attrs.evolve(config, model=model, critic=critic)
+
+
+def hide_progress_bars() -> None:
+    """Hide the progress bars of libraries, here and in later processes, unless HF_HUB_DISABLE_PROGRESS_BARS is 0.
+
+    A run shows its own progress. Models of the Hub are downloaded before, with a bar.
+    """
+    if os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1") == "0":
+        return
+    for module, function in _BARS.items():  # where they are imported already, they have read the variable
+        if module in sys.modules:
+            getattr(sys.modules[module], function)()
 
 
 def check_agents(config: RunConfig) -> None:

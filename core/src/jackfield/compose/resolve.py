@@ -56,7 +56,8 @@ def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm
     settings, chosen = config.algorithm, _algorithm(config)
     loss = part("loss", chosen.loss)
     estimator = part("advantages", chosen.advantages) if chosen.advantages else None
-    kl = part("kl", settings.kl.name) if settings.kl.coefficient or settings.kl.measure else None
+    named = part("kl", settings.kl.name)  # an unknown name is refused where it has no effect, too
+    kl = named if settings.kl.coefficient or settings.kl.measure else None
     correction, from_engine = _correction(config, loss, rollout, sampled=estimator is not None)
     needs, learns = chosen.needs, "expert_mask" in loss.needs
     experts = config.data.expert_samples_per_batch if learns and config.data.expert else 0

@@ -52,6 +52,16 @@ def make_reward(
     return RewardService(made, service, context.clock, identity=[name, dict(settings)], **options)
 
 
+def check_parts(settings: Any, registry: Registry, where: str = "reward.parts") -> None:
+    """Check the names and settings of the rewards that a reward makes: those under its setting ``parts``."""
+    parts = getattr(settings, "parts", None)
+    for name, part in parts.items() if isinstance(parts, Mapping) else ():
+        place, record = f"{where}.{name}", registry.resolve(part["name"], "reward")
+        own = {key: value for key, value in part.items() if key not in ("name", _PARTS)}
+        check_parts(structure(record.settings_class, own, place), registry, f"{place}.parts")
+        structure(RewardServiceConfig, part.get(_PARTS, {}), f"{place}.{_PARTS}")
+
+
 def http_client() -> Any:
     """Return an HTTP client of the library that rewards with requests depend on; None where it is not installed."""
     installed = find_spec("jackfield_reward_requests") is not None

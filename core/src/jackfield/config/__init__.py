@@ -62,7 +62,7 @@ def load_stages(file: str | Path, overrides: Sequence[str] = (), *, served: bool
         raise ConfigError("the stages are the file's", code="config.unknown-key", where=f"stages.{name}", **shown)
     overrides, model = [each for each in overrides if not each.startswith("stages.")], None
     for number, (name, own) in enumerate(stages.items(), 1):
-        config = make_config(_merged(values, own), overrides)
+        config = make_config(_merged(_named(values), _named(own)), overrides)
         folder, given = str(Path(config.folder, f"{number}-{name}")), "path" in own.get("model", ())
         path = config.model.path if given or model is None else model
         renamed = attrs.evolve(config, name=f"{config.name}-{name}", folder=folder)
@@ -130,8 +130,11 @@ def apply_override(values: Mapping[str, Any], text: str) -> dict[str, Any]:
 
 
 def _named(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn plugin sections that are only names into mappings, to which overrides can add."""
-    return {key: {"name": value} if key in KINDS and isinstance(value, str) else value for key, value in values.items()}
+    """Turn sections that are only names, of plugins and the algorithm, into mappings, to which overrides can add."""
+    sections = {*KINDS, "algorithm"}
+    return {
+        key: {"name": value} if key in sections and isinstance(value, str) else value for key, value in values.items()
+    }
 
 
 #: The meaning of ``checkpoint_engine: auto`` by where replicas run; ``in_process`` reaches no other process, and NCCL
@@ -160,6 +163,13 @@ def resolve_defaults(config: RunConfig) -> RunConfig:
         joined = cluster.name == "ray" or config.queue.address is not None
         queue = attrs.evolve(queue, name="zmq" if joined else "memory")
     return attrs.evolve(config, checkpoint_engine=chosen, transfer_queue=queue)
+
+
+def automatic_plugins(config: RunConfig) -> dict[str, str]:
+    """Return the names that ``auto`` stands for in this configuration, by the paths of the settings."""
+    auto = PluginSection(name="auto")
+    resolved = resolve_defaults(attrs.evolve(config, checkpoint_engine=auto, transfer_queue=auto))
+    return {f"{kind}.name": getattr(resolved, kind).name for kind in ("checkpoint_engine", "transfer_queue")}
 
 
 def plugin_settings(config: RunConfig, registry: Registry) -> dict[str, Any]:

@@ -109,8 +109,9 @@ class ProgressDisplay(Observer):
         self._ends.append(now)
         if remaining > 0 and len(self._ends) > 1:
             left = f"{_duration((now - self._ends[0]) / (len(self._ends) - 1) * remaining)} left"
-        score = self._scores[-1][0] if self._scores else None
-        shown = {"reward": event.metrics.get("reward/mean"), "evaluation score": score}
+        shown = {"reward": event.metrics.get("reward/mean")}
+        if self._bar is not None and self._scores:  # lines have it where it is new
+            shown["evaluation score"] = self._scores[-1][0]
         shown["loss"] = event.metrics.get("policy/loss")
         parts = [f"{name} {_number(value)}" for name, value in shown.items() if value is not None]
         if "samples_per_second" in event.metrics:

@@ -23,6 +23,7 @@ import attrs
 from jackfield.clock import Clock
 from jackfield.config.sections import RayConfig
 from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RunError
+from jackfield.imports import LOG_LEVEL
 from jackfield.plugins.interpreters import look
 from jackfield.runtime.process import (
     RAY_HOST,
@@ -250,12 +251,15 @@ class Cluster:
         from ray.exceptions import RayActorError
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        environment: dict[str, Any] = {} if spec.python is None else {"py_executable": spec.python}
+        if LOG_LEVEL in os.environ:  # a cluster that was running before does not have it
+            environment["env_vars"] = {LOG_LEVEL: os.environ[LOG_LEVEL]}
         strategy = "SPREAD" if spec.group is None else PlacementGroupSchedulingStrategy(spec.group, spec.bundle)
         options = {
             "num_cpus": spec.cpus,
             "num_gpus": 0,  # its bundle has them, which several processes can share
             "scheduling_strategy": strategy,
-            "runtime_env": None if spec.python is None else {"py_executable": spec.python},
+            "runtime_env": environment or None,
         }
         host: Any = ray.remote(RayHost).options(**options)
         gpus, folder = None if spec.gpus is None else ",".join(spec.gpus), os.getcwd()

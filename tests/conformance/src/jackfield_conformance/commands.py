@@ -15,10 +15,13 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import click
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from jackfield import __version__
 from jackfield.abc import ABI_VERSIONS, KINDS
@@ -232,7 +235,7 @@ def keep(certificate: Mapping[str, Any]) -> Path:
     return file
 
 
-_MARKS = {"ok": "ok     ", "stale": "STALE  ", "problem": "PROBLEM"}
+_MARKS = {"ok": "ok     ", "optional": "-      ", "stale": "STALE  ", "problem": "PROBLEM"}
 
 
 @click.command()
@@ -266,7 +269,8 @@ def doctor(
 ) -> None:
     """Try plugins where they will run, all or those NAMEd, and print what to fix.
 
-    Exit code: 0 fine, 1 problems, 2 could not run.
+    A plugin whose engine is not installed, such as vllm, is optional: this is no problem, unless the plugin is NAMEd or
+    in FILE. Exit code: 0 fine, 1 problems, 2 could not run.
     """
     interpreters: dict[str, dict[str, Any]] = {}
     plugins: list[dict[str, Any]] = []
@@ -280,16 +284,17 @@ def doctor(
             if record.error is None and record.manifest is not None:
                 found = look(own.get(record.kind, record.manifest.env.python), record, deadline, importing=True)
                 _tell(interpreters, found, echo)
-            plugins.append(_report(record, found, echo))
+            plugins.append(_report(record, found, echo, wanted=bool(names or file)))
     except Exception as error:  # the doctor itself failed, which is not a problem that it found
         report(ctx, error, exit_code=2)
-    ill = sum(bool(each["problems"]) for each in plugins)
+    ill, optional = (sum(each["status"] == status for each in plugins) for status in ("problem", "optional"))
     healthy = not ill and not any(each["problems"] for each in interpreters.values())
     status = "ok" if healthy else "problems"
     if as_json:
         show({"status": status, "interpreters": [*interpreters.values()], "plugins": plugins})
     elif plugins:
-        click.echo(f"{len(plugins)} plugins, {ill} with problems")
+        without = f", {optional} optional ones without their engine" if optional else ""
+        click.echo(f"{len(plugins)} plugins, {ill} with problems{without}")
     ctx.exit(0 if healthy else 1)
 
 
@@ -330,15 +335,37 @@ def _tell(interpreters: dict[str, dict[str, Any]], found: Introduction, echo: Ca
         echo(textwrap.indent(str(problem), "    "))
 
 
-def _report(record: PluginRecord, found: Introduction | None, echo: Callable[[str], None]) -> dict[str, Any]:
-    """Print and return the JSON-ready report on a plugin; ``found`` is None if its record is already broken."""
+def _lacks_engine(record: PluginRecord, problems: Iterable[JackfieldError]) -> bool:
+    """Return whether all that a plugin lacks is what installing it does not install, such as vLLM itself."""
+    lines = map(Requirement, metadata.requires(record.distribution) or ())
+    comes_along = {canonicalize_name(line.name) for line in lines if not line.marker or line.marker.evaluate()}
+    for problem in problems:
+        needed = re.match(r"(?:the module )?([\w.-]+)", str(problem.expected))
+        absent = str(problem.found).startswith(("not installed", "not there"))
+        if problem.code != "plugin.requirement" or not absent or needed is None:
+            return False
+        if canonicalize_name(needed[1]) in comes_along:
+            return False
+    return True
+
+
+def _report(
+    record: PluginRecord, found: Introduction | None, echo: Callable[[str], None], *, wanted: bool
+) -> dict[str, Any]:
+    """Print and return the JSON-ready report on a plugin; ``found`` is None if its record is already broken.
+
+    A plugin that is ``wanted`` is not optional.
+    """
     problems = found.problems if found is not None else (record.error,) if record.error is not None else ()
     certification = find_certification(record)
     stale = certification.stale if certification else ""
     status = "problem" if problems else "stale" if stale else "ok"
+    if problems and found is not None and found.usable and not wanted and _lacks_engine(record, problems):
+        status = "optional"
     tried = f", {found.seconds:.1f} s" if found else ""
     echo(f"{_MARKS[status]} {record.label}, ABI {record.abi or '-'}{tried}")
-    for note in [*map(str, problems), *([stale] if stale else [])]:
+    notes = [f"not installed: {problem.expected}" for problem in problems] if status == "optional" else problems
+    for note in [*map(str, notes), *([stale] if stale else [])]:
         echo(textwrap.indent(note, "    "))
     return {
         **{name: getattr(record, name) for name in ("name", "kind", "abi", "distribution", "version")},
