@@ -27,28 +27,27 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 @click.command()
 @click.option("--seed", default=1, show_default=True, help="Seed of the whole example.")
 @click.option("--folder", default="runs/household_game", show_default=True, type=click.Path(path_type=Path))
-@click.option("--warmup-steps", default=None, type=int, help="Shorten the warm-up, to try something out.")
+@click.option("--warmup", multiple=True, metavar="KEY=VALUE", help="Change a setting of the warm-up. May be repeated.")
 @click.argument("overrides", nargs=-1)
-def main(seed: int, folder: Path, warmup_steps: int | None, overrides: tuple[str, ...]) -> None:
+def main(seed: int, folder: Path, warmup: tuple[str, ...], overrides: tuple[str, ...]) -> None:
     """Run the example; OVERRIDES such as schedule.steps=20 change the run with GiGPO."""
     started = time.monotonic()
     try:
-        household_game(seed, folder, warmup_steps, overrides)
+        household_game(seed, folder, warmup, overrides)
     except JackfieldError as error:
         click.echo(error, err=True)
         sys.exit(1)
     click.echo(f"whole example: {time.monotonic() - started:.0f} s")
 
 
-def household_game(seed: int, folder: Path, warmup_steps: int | None, overrides: tuple[str, ...]) -> None:
+def household_game(seed: int, folder: Path, warmup: tuple[str, ...], overrides: tuple[str, ...]) -> None:
     """Make houses and a model, warm up, train, draw."""
     made = folder / "made"
     make_task(made, seed)
     own = [f"seed={seed}", "checkpoint.resume=false", f"data.eval={made / 'held_out.jsonl'}"]
-    steps = [] if warmup_steps is None else [f"schedule.steps={warmup_steps}", f"optimizer.total_steps={warmup_steps}"]
-    warmup = [f"folder={folder / 'warmup'}", f"model.path={made / 'model'}"]
-    warmup += [f"data.train={made / 'demonstrations.jsonl'}", *steps]
-    run(load_config(HERE / "warmup.yaml", [*own, *warmup]))
+    first = [f"folder={folder / 'warmup'}", f"model.path={made / 'model'}"]
+    first += [f"data.train={made / 'demonstrations.jsonl'}"]
+    run(load_config(HERE / "warmup.yaml", [*own, *first, *warmup]))
     gigpo = [f"folder={folder / 'gigpo'}", f"model.path={folder / 'warmup' / 'model'}"]
     run(load_config(HERE / "gigpo.yaml", [*own, *gigpo, f"data.train={made / 'errands.jsonl'}", *overrides]))
     curves = [folder / name / "metrics.jsonl" for name in ("warmup", "gigpo")]

@@ -32,20 +32,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the model is too small for seve
 @click.command()
 @click.option("--seed", default=1, show_default=True, help="Seed of the whole example.")
 @click.option("--folder", default="runs/quickstart", show_default=True, type=click.Path(path_type=Path))
-@click.option("--warmup-steps", default=None, type=int, help="Fewer steps of SFT, to try something out.")
+@click.option("--warmup", multiple=True, metavar="KEY=VALUE", help="Change a setting of the SFT. May be repeated.")
 @click.argument("overrides", nargs=-1)
-def main(seed: int, folder: Path, warmup_steps: int | None, overrides: tuple[str, ...]) -> None:
+def main(seed: int, folder: Path, warmup: tuple[str, ...], overrides: tuple[str, ...]) -> None:
     """Run the example; OVERRIDES such as schedule.steps=20 change the GRPO run."""
     started = time.monotonic()
     try:
-        quickstart(seed, folder, warmup_steps, overrides)
+        quickstart(seed, folder, warmup, overrides)
     except JackfieldError as error:
         click.echo(error, err=True)
         sys.exit(1)
     click.echo(f"whole example: {time.monotonic() - started:.0f} s")
 
 
-def quickstart(seed: int, folder: Path, warmup_steps: int | None, overrides: tuple[str, ...]) -> None:
+def quickstart(seed: int, folder: Path, warmup: tuple[str, ...], overrides: tuple[str, ...]) -> None:
     """Make what is not given, run SFT and GRPO, and draw the learning curve after each."""
     made, curves = folder / "made", []
     given = {override.partition("=")[0] for override in overrides}
@@ -53,7 +53,7 @@ def quickstart(seed: int, folder: Path, warmup_steps: int | None, overrides: tup
     if not {"model.path", "data.train"} <= given:
         make_task(made, seed, difficulty=EASY)
     if "model.path" not in given:
-        curves.append(warm_up(seed, folder, made, warmup_steps))
+        curves.append(warm_up(seed, folder, made, warmup))
         draw(curves, folder)
         own.append(f"model.path={folder / 'warmup' / 'model'}")
     if "data.train" not in given:
@@ -82,7 +82,7 @@ def draw(curves: Sequence[Path], folder: Path) -> None:
     click.echo(f"as an image: {picture}\n")
 
 
-def warm_up(seed: int, folder: Path, made: Path, steps: int | None, others: Sequence[str] = ()) -> Path:
+def warm_up(seed: int, folder: Path, made: Path, others: Sequence[str]) -> Path:
     """Supervised fine-tuning on the demonstrations, with other overrides; returns the metrics file."""
     overrides = [
         f"seed={seed}",
@@ -93,8 +93,6 @@ def warm_up(seed: int, folder: Path, made: Path, steps: int | None, others: Sequ
         f"data.eval={made / 'held_out.jsonl'}",
         *others,
     ]
-    if steps is not None:
-        overrides += [f"schedule.steps={steps}", f"optimizer.total_steps={steps}"]
     return run(load_config(HERE / "warmup.yaml", overrides)).folder / "metrics.jsonl"
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -90,16 +87,14 @@ def test_agents_of_a_library_are_trained_by_changing_their_base_url(
 
 
 @pytest.mark.timeout(900)
-def test_an_unmodified_program_learns(tmp_path: Path) -> None:
+def test_an_unmodified_program_learns(jackfield: CommandServer, tmp_path: Path) -> None:
     """The example: after its warm-up, a program's rewards rise with the model that answers it."""
     folder = tmp_path / "example"
-    settings = ["schedule.steps=10", "evaluation.every=10"]
-    command = [sys.executable, str(EXAMPLE / "openai_program.py"), "--folder", str(folder), *settings]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=840, check=False, cwd=tmp_path, env=environment
-    )
-    assert 0 == done.returncode, done.stdout[-4000:] + done.stderr[-4000:]
+    settings = ["--warmup", "evaluation.every=0", "schedule.steps=10", "evaluation.every=10"]
+    file = str(EXAMPLE / "openai_program.py")
+    command = jackfield.start(file, "--folder", str(folder), *settings, program="python", folder=tmp_path)
+    done = command.wait(840)
+    assert 0 == done.code, done.out[-4000:] + done.error[-4000:]
     lines = metrics(folder / "grpo")
     scores = [line["score"] for line in lines if line["kind"] == "evaluation"]
     rewards = [line["reward/mean"] for line in steps(lines)]

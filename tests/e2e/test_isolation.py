@@ -12,10 +12,12 @@ import yaml
 
 pytest.importorskip("ray")
 
+import environment  # of tools/
+
 from .conftest import QUICKSTART, ROOT, metrics
 from .test_modes import GRADED, steps
 
-pytestmark = pytest.mark.timeout(900)  # pip installs torch twice, where the environments are not there yet
+pytestmark = pytest.mark.timeout(900)  # uv installs torch twice, where the environments are not there yet
 
 GUIDE = QUICKSTART.parent / "guides" / "two_environments.yaml"  #: what the guide shows
 JACKFIELD = Path(sys.executable).with_name("jackfield")
@@ -27,18 +29,22 @@ def test_engine_and_rollout_server_with_conflicting_pins(
     """From its file alone: each environment is made, the doctor looks at both, and after every sync they agree on the
     log-probabilities of the probe.
 
-    The environments stay where they are: another run of the tests installs again only what has changed.
+    The environments stay where they are: another run of the tests installs again only what has changed. They take torch
+    from the same index as ``.venv``, and from uv's cache, which lies in the home folder.
     """
     config = yaml.safe_load(GUIDE.read_text())
     config |= {"folder": str(tmp_path / "run"), "model": {"path": str(made / "model")}}
     config["data"]["train"] = str(made / "problems.jsonl")
-    for name, environment in config["environments"].items():
-        environment["folder"] = str(ROOT / "environments" / f"test-{name}")
+    for name, described in config["environments"].items():
+        described |= {"folder": str(ROOT / "environments" / f"test-{name}"), "installer": "uv"}
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(config))
 
+    cache = subprocess.check_output([environment.UV, "cache", "dir"], text=True, timeout=60).strip()
+    variables = {**ray_environment, **environment.installer_settings(), "UV_CACHE_DIR": cache}
+
     def jackfield(*arguments: str) -> str:
-        command, variables = [JACKFIELD, *arguments], {**ray_environment, "PIP_NO_COMPILE": "0"}
+        command = [JACKFIELD, *arguments]
         done = subprocess.run(
             command, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=800, check=False
         )

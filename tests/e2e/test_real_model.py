@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from jackfield.config import load_config
+from jackfield_commands import CommandServer
 from jackfield_testing import SMOLLM2
 
 from .conftest import ROOT, metrics
@@ -27,16 +26,22 @@ SMALL = [
 @pytest.mark.needs("smollm2")
 @pytest.mark.needs_data("gsm8k")
 @pytest.mark.timeout(600)
-def test_two_steps_of_each(tmp_path: Path, shared_data: Path) -> None:
+def test_two_steps_of_each(jackfield: CommandServer, tmp_path: Path, shared_data: Path) -> None:
     """The model is one that knows English: its loss on demonstrations is below 2, that of a random one is 10.8."""
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "model").symlink_to(SMOLLM2)
 
-    command = [sys.executable, str(EXAMPLE / "real_model.py"), "--data", str(shared_data / "gsm8k")]
-    command += ["--folder", str(tmp_path), *SMALL]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, cwd=tmp_path)
-    assert 0 == done.returncode, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "learning curve" in done.stdout
+    arguments = (
+        str(EXAMPLE / "real_model.py"),
+        "--data",
+        str(shared_data / "gsm8k"),
+        "--folder",
+        str(tmp_path),
+        *SMALL,
+    )
+    done = jackfield.start(*arguments, program="python", folder=tmp_path).wait(500)
+    assert 0 == done.code, done.out[-4000:] + done.error[-4000:]
+    assert "learning curve" in done.out
     tuned, trained = ([line for line in metrics(tmp_path / run) if line["kind"] == "step"] for run in ("sft", "grpo"))
     assert [[1, 2], [1, 2]] == [[line["step"] for line in lines] for lines in (tuned, trained)]
     assert all(line["policy/loss"] < 2 for line in tuned)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from jackfield.abc.rollout import GenerateRequest, GenerateResult
 from jackfield.data.tokens import HuggingFaceChatTokenizer
 from jackfield_agent_tool.agent import ToolAgent
 from jackfield_agent_tool.settings import Config, InlineCall
+from jackfield_commands import CommandServer
 from jackfield_tools import Toolbox
 
 from .conftest import ROOT, metrics
@@ -26,12 +24,11 @@ EXAMPLES = ROOT / "examples"
 CALCULATOR = EXAMPLES / "calculator_tool" / "calculator.py"
 
 
-def example(name: str, folder: Path, *overrides: str) -> list[dict[str, Any]]:
+def example(jackfield: CommandServer, name: str, folder: Path, *arguments: str) -> list[dict[str, Any]]:
     """Run an example; return the lines of its GRPO run."""
-    command = [sys.executable, str(EXAMPLES / name / f"{name}.py"), "--folder", str(folder), *overrides]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=840, check=False, env=environment)
-    assert 0 == done.returncode, done.stdout[-4000:] + done.stderr[-4000:]
+    file = str(EXAMPLES / name / f"{name}.py")
+    done = jackfield.start(file, "--folder", str(folder), *arguments, program="python").wait(840)
+    assert 0 == done.code, done.out[-4000:] + done.error[-4000:]
     return metrics(folder / "grpo")
 
 
@@ -40,9 +37,9 @@ def scores(lines: list[dict[str, Any]]) -> list[float]:
 
 
 @pytest.mark.timeout(900)
-def test_a_model_learns_to_call_the_calculator(tmp_path: Path) -> None:
+def test_a_model_learns_to_call_the_calculator(jackfield: CommandServer, tmp_path: Path) -> None:
     """From at most 0.4 after the warm-up to at least 0.9, on problems that it has not seen."""
-    lines = example("calculator_tool", tmp_path / "run", "schedule.steps=8", "evaluation.every=4")
+    lines = example(jackfield, "calculator_tool", tmp_path / "run", "schedule.steps=8", "evaluation.every=8")
     found = scores(lines)
     assert found[0] <= 0.4, found
     assert found[-1] >= 0.9, found
@@ -52,9 +49,9 @@ def test_a_model_learns_to_call_the_calculator(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_a_model_learns_to_ask_an_mcp_server(tmp_path: Path) -> None:
+def test_a_model_learns_to_ask_an_mcp_server(jackfield: CommandServer, tmp_path: Path) -> None:
     """A server over stdio, started by the run; the model asks it in turns of its chat template."""
-    lines = example("mcp_tool", tmp_path / "run", "schedule.steps=8", "evaluation.every=4")
+    lines = example(jackfield, "mcp_tool", tmp_path / "run", "schedule.steps=8", "evaluation.every=8")
     found = scores(lines)
     assert found[0] <= 0.4, found
     assert found[-1] >= 0.9, found

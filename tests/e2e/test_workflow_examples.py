@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from jackfield_commands import CommandServer
 
 from .conftest import metrics
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def example(name: str, folder: Path, *arguments: str) -> None:
-    command = [sys.executable, str(EXAMPLES / name / f"{name}.py"), "--folder", str(folder), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1700, check=False, cwd=folder.parent)
-    assert 0 == done.returncode, done.stdout[-4000:] + done.stderr[-4000:]
+def example(jackfield: CommandServer, name: str, folder: Path, *arguments: str) -> None:
+    given = (str(EXAMPLES / name / f"{name}.py"), "--folder", str(folder), "--warmup", "evaluation.every=0", *arguments)
+    command = jackfield.start(*given, program="python", folder=folder.parent)
+    done = command.wait(1700)
+    assert 0 == done.code, done.out[-4000:] + done.error[-4000:]
     assert (folder / "learning_curve.png").stat().st_size > 10_000
 
 
@@ -39,10 +40,10 @@ def steps(folder: Path) -> list[dict[str, Any]]:
     ids=["short", "whole"],
 )
 def test_a_model_learns_errands_over_several_turns(
-    tmp_path: Path, arguments: tuple[str, ...], gain: float, least: float
+    jackfield: CommandServer, tmp_path: Path, arguments: tuple[str, ...], gain: float, least: float
 ) -> None:
     """The share of errands that are done rises, in houses that were not trained on. Steps are samples with rewards."""
-    example("household_game", tmp_path / "game", *arguments)
+    example(jackfield, "household_game", tmp_path / "game", *arguments)
     done = evaluations(tmp_path / "game" / "gigpo", "agent/won/mean")
     assert done[-1] >= max(least, done[0] + gain), done
     trained = steps(tmp_path / "game" / "gigpo")
@@ -60,10 +61,10 @@ def test_a_model_learns_errands_over_several_turns(
     ids=["short", "whole"],
 )
 def test_two_agents_learn_to_work_together(
-    tmp_path: Path, arguments: tuple[str, ...], gain: float, least: float
+    jackfield: CommandServer, tmp_path: Path, arguments: tuple[str, ...], gain: float, least: float
 ) -> None:
     """The share of right answers rises; each rollout has two sequences, with one reward."""
-    example("two_agents", tmp_path / "team", *arguments)
+    example(jackfield, "two_agents", tmp_path / "team", *arguments)
     right = evaluations(tmp_path / "team" / "grpo", "score")
     assert right[-1] >= max(least, right[0] + gain), right
     assert all(2.0 == step["agent/turns"] for step in steps(tmp_path / "team" / "grpo"))
