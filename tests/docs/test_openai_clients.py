@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import runpy
 from pathlib import Path
@@ -11,20 +12,24 @@ from typing import Any
 import openai
 import pytest
 
+from jackfield_chat_model import save_chat_model
+
 from .test_guides import DOCS, GUIDES
 
 PAGE = DOCS / "guides" / "openai_clients.md"
 
 
 @pytest.mark.timeout(120)
-def test_the_guides_requests_are_answered(model_folder: Path) -> None:
+@pytest.mark.needs("module:llguidance")
+def test_the_guides_requests_are_answered(tmp_path: Path) -> None:
+    save_chat_model(str(tmp_path))
     serve = runpy.run_path(str(GUIDES / "serve_openai.py"))["serve"]
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
-    assert 2 == len(blocks)
+    assert 3 == len(blocks)
 
     async def served() -> dict[str, Any]:
         address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        serving = asyncio.create_task(serve(str(model_folder), {"model_name": "policy"}, address.set_result))
+        serving = asyncio.create_task(serve(str(tmp_path), {"model_name": "policy"}, address.set_result))
         try:
             await asyncio.wait({serving, address}, return_when=asyncio.FIRST_COMPLETED)
             url = await address if address.done() else await serving
@@ -37,6 +42,7 @@ def test_the_guides_requests_are_answered(model_folder: Path) -> None:
     choice = namespace["choice"]
     assert 16 == len(choice.model_extra["token_ids"]) == len(choice.logprobs.token_logprobs)
     assert [0] * 16 == choice.model_extra["weight_versions"]
+    assert json.loads(namespace["call"].function.arguments)["city"] in ("Oslo", "Rome")
 
 
 def ask(blocks: list[str], url: str) -> dict[str, Any]:

@@ -79,6 +79,7 @@ TRACKERS = ROOT / "environments" / "trackers"
 #: Tools that CI has installed by the time the tests run. Python packages are named ``module:NAME``.
 TOOLS: dict[str, Callable[[], bool]] = {
     "cc": lambda: shutil.which("cc") is not None,
+    "clients": lambda: clients_python() is not None,
     "flock": lambda: shutil.which("flock") is not None,
     "git": lambda: shutil.which("git") is not None,
     "node": lambda: shutil.which("node") is not None,
@@ -91,6 +92,11 @@ TOOLS: dict[str, Callable[[], bool]] = {
     "veomni": lambda: veomni_python() is not None,
     "vllm": lambda: vllm_python() is not None,
 }
+
+
+def clients_python() -> Path | None:
+    """The interpreter of clients of OpenAI's API: ``JACKFIELD_CLIENTS_PYTHON``, or that of ``make interpreters``."""
+    return _python("clients")
 
 
 def veomni_python() -> Path | None:

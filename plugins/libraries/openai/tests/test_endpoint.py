@@ -131,14 +131,27 @@ async def test_a_deadline_ends_a_request_and_names_the_replica(serve: Serve) -> 
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "a field that is not served": ({"tools": [{"type": "function"}]}, "tools cannot be served"),
+    "a field of chats": ({"tools": [{"type": "function"}]}, "unknown key 'tools'"),
+    "a field that is not served": ({"suffix": "end"}, "suffix cannot be served"),
+    "a number beyond its range": ({"frequency_penalty": 3}, "value at frequency_penalty"),
+    "a number as text": ({"presence_penalty": "1"}, "presence_penalty cannot be served"),
+    "a bias of a word": ({"logit_bias": {"one": 1}}, "logit_bias cannot be served"),
+    "what this server cannot do": ({"frequency_penalty": 1}, "frequency_penalty is not served by this server"),
+    "a schema, too": (
+        {"response_format": {"type": "json_object"}},
+        "response_format is not served by this server: it cannot make answers match a grammar",
+    ),
+    "two grammars": ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs cannot be served"),
+    "an end before the beginning": ({"min_tokens": 20}, "min_tokens cannot be served"),
+    "no tokens": ({"max_tokens": 0}, "max_tokens cannot be served"),
     "a misspelt field": ({"temprature": 1}, "unknown key 'temprature'"),
     "a wrong type": ({"temperature": "hot"}, "temperature cannot be served"),
     "no prompt": ({"prompt": None}, "prompt cannot be served"),
     "a prompt of something else": ({"prompt": [{"a": 1}]}, "prompt cannot be served"),
     "an empty stop string": ({"stop": ""}, "stop cannot be served"),
     "too many answers": ({"n": 1000}, "value at n"),
-    "likelier tokens": ({"logprobs": 3}, "logprobs cannot be served"),
+    "likelier tokens": ({"logprobs": 3}, "top_logprobs is not served"),
+    "too many of them": ({"logprobs": 30}, "value at logprobs"),
 }
 
 

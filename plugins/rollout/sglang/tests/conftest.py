@@ -15,6 +15,7 @@ from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.abc.engine import LoraSpec, ModelSpec
 from jackfield.abc.rollout import GenerateRequest, RolloutContext, SamplingParams, ServerInfo
 from jackfield.clock import Clock
+from jackfield.sdk import structure
 from jackfield.weights import Replica, WeightSender, WeightsSynced, WeightSynchronizer
 from jackfield.weights.in_process import InProcessCheckpointEngine, InProcessConfig
 from jackfield_conformance.support.rollout_model import model_folder
@@ -58,7 +59,9 @@ def serve(tmp_path: Path) -> Serve:
         model = ModelSpec(
             path=folder or model_folder(), lora=LoraSpec(rank=2) if lora else None, router_replay=router_replay
         )
-        server = ServerOnFake(Config(weight_folder=str(weights), **settings), RolloutContext(model=model))
+        server = ServerOnFake(
+            structure(Config, {"weight_folder": str(weights), **settings}), RolloutContext(model=model)
+        )
         server.info = await server.start()
         try:
             yield server

@@ -17,6 +17,7 @@ import torch
 
 from jackfield.abc.rollout import AbortRequest, PauseRequest, ResumeRequest, SleepRequest, WakeUpRequest
 from jackfield_architectures import save_model
+from jackfield_huggingface.shaping import Grammar, ShapedRequest, Shaping
 from jackfield_testing import sglang_python
 
 from .conftest import Serve, make_request, sync, weights_of
@@ -49,6 +50,14 @@ async def everything(serve: Serve, mixture: Path) -> dict[str, Any]:
         await server.generate(make_request("plain", max_new_tokens=2, stop=("end",), stop_token_ids=(3,)))
         await server.generate(make_request("greedy", max_new_tokens=2, temperature=0.0, top_k=9))
         await server.generate(make_request("filtered", max_new_tokens=2, top_k=9, top_p=0.5, min_p=0.1, seed=1 << 62))
+        plain = make_request("shaped", max_new_tokens=2)
+        shaping = Shaping(
+            frequency_penalty=0.5, presence_penalty=0.5, repetition_penalty=1.1, logit_bias={3: -1.0}, min_tokens=1,
+            grammar=Grammar("regex", "a+"),
+        )  # fmt: skip
+        await server.generate(
+            ShapedRequest(request_id="shaped", prompt_ids=(5, 6), sampling=plain.sampling, shaping=shaping)
+        )
         stream = server.generate_stream(make_request("streamed", SLOW))
         server.fake.steps.put_nowait(None)
         await anext(stream)
@@ -96,5 +105,6 @@ def test_sglang_understands_what_it_is_asked(serve: Serve, tmp_path: Path) -> No
     } == types
     notes = [note for path, _, _, note in answers if path == "/generate"]
     assert "2 tokens, 2 more, top_k 1073741824, experts" == notes.pop()
-    assert ["2 tokens, 2 more, top_k 1073741824", "2 tokens, 2 more, top_k 1", "2 tokens, 2 more, top_k 9"] == notes[:3]
+    plain = "2 tokens, 2 more, top_k 1073741824"
+    assert [plain, "2 tokens, 2 more, top_k 1", "2 tokens, 2 more, top_k 9", plain] == notes[:4]
     assert {"/flush_cache", "/abort_request"} <= {path for path, *_ in answers}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,6 +18,7 @@ from jackfield.abc.rollout import AbortRequest, PauseRequest, ResumeRequest, Sle
 from jackfield.errors import EngineError, JackfieldError, PluginError, RolloutError, WeightsError
 from jackfield_architectures import save_model
 from jackfield_conformance.support.rollout_model import model_folder
+from jackfield_huggingface.shaping import ShapedRequest, Shaping
 from jackfield_testing import in_loop
 
 from .conftest import Serve, make_request, sync, weights_of
@@ -302,3 +304,44 @@ async def test_stop_ends_what_waits(serve: Serve) -> None:
         with pytest.raises(RolloutError) as caught:
             await task
         assert "rollout.stopped" == caught.value.code
+
+
+@in_loop
+async def test_clients_of_openai_are_served(serve: Serve) -> None:
+    """What SGLang is told is what they say, and what it cannot do is refused."""
+    async with serve(openai={}) as server:
+        assert server.info is not None
+        async with openai.AsyncOpenAI(base_url=server.info.openai_base_url, api_key="none", max_retries=0) as client:
+            fields: dict[str, Any] = {"frequency_penalty": 0.5, "logit_bias": {"7": -1}}
+            fields["extra_body"] = {"min_tokens": 2, "repetition_penalty": 1.1, "structured_outputs": {"regex": "a+"}}
+            stream = await client.completions.create(model="any", prompt=[5, 6], max_tokens=4, **fields, stream=True)
+            pieces = [each async for each in stream]
+            assert [None, None, None, None, "length"] == [piece.choices[0].finish_reason for piece in pieces]
+            (body,) = server.fake.bodies("/generate")
+            told = body["sampling_params"]
+            assert (0.5, 1.1, 2, {"7": -1.0}, "a+") == (
+                told["frequency_penalty"], told["repetition_penalty"], told["min_new_tokens"], told["logit_bias"],
+                told["regex"],
+            )  # fmt: skip
+            assert "presence_penalty" not in told
+            for name, value in (("prompt_logprobs", 1),):
+                with pytest.raises(openai.BadRequestError, match=f"{name} is not served by this server") as caught:
+                    await client.completions.create(model="any", prompt=[5, 6], extra_body={name: value})
+                assert ("unsupported_parameter", name) == (caught.value.code, caught.value.param)
+
+
+@in_loop
+async def test_an_update_ends_a_request_that_needs_one_whole_answer(serve: Serve) -> None:
+    """Penalties count the answer's own tokens, and a later part would begin to count again."""
+    async with serve() as server:
+        asked = make_request("slow", SLOW, max_new_tokens=5)
+        request = ShapedRequest(
+            request_id="slow", prompt_ids=(SLOW,), sampling=asked.sampling, shaping=Shaping(presence_penalty=1.0)
+        )
+        server.fake.steps.put_nowait(None)
+        stream = server.generate_stream(request)
+        await anext(stream)
+        await sync(server, 3, weights_of(server))
+        with pytest.raises(RolloutError) as caught:
+            await anext(stream)
+        assert ("rollout.stale", "slow") == (caught.value.code, caught.value.where)

@@ -18,6 +18,7 @@ from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.abc.engine import ModelSpec
 from jackfield.abc.rollout import GenerateRequest, RolloutContext, SamplingParams, ServerInfo
 from jackfield.clock import Clock
+from jackfield.sdk import structure
 from jackfield.weights import Replica, WeightSender, WeightsSynced, WeightSynchronizer
 from jackfield.weights.in_process import InProcessCheckpointEngine, InProcessConfig
 from jackfield_conformance.support.rollout_model import model_folder
@@ -132,7 +133,7 @@ def serve(tmp_path: Path) -> Serve:
         weights = tmp_path / "weights"
         weights.mkdir(exist_ok=True)
         context = RolloutContext(model=ModelSpec(path=model_folder()))
-        server = ServerOnFake(Config(weight_folder=str(weights), **settings), context)
+        server = ServerOnFake(structure(Config, {"weight_folder": str(weights), **settings}), context)
         server.fake.fails = fails
         server.info = await server.start()
         try:

@@ -7,14 +7,26 @@ from typing import Any, ClassVar
 
 import attrs
 
-from jackfield_agent_gateway.asking import Answers, Ask, Said, arguments_text
-from jackfield_agent_gateway.history import read_messages, read_tools
+from jackfield_agent_gateway.asking import Ask
+from jackfield_huggingface.shaping import Grammar
 from jackfield_openai.bodies import NEUTRAL, Body, ChatBody, CompletionBody
+from jackfield_openai.grammars import read_grammar
+from jackfield_openai.messages import read_messages, read_tools
+from jackfield_openai.said import Answers, Said, arguments_text
 from jackfield_openai.text import refused
 
 Decode = Callable[[Sequence[int]], str]
 
-_SERVED = ("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort")
+#: What a recorded conversation cannot have, beside what no server can.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **NEUTRAL,
+    "add_generation_prompt": (None, True),
+    "add_special_tokens": (None, True),
+    "chat_template_kwargs": (None, {}),
+    "continue_final_message": (None, False),
+    "echo": (None, False),
+    "return_tokens_as_token_ids": (None, False),
+}
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 
@@ -22,14 +34,10 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 class ToolChatBody(ChatBody):
     """The body of ``/v1/chat/completions`` with tools."""
 
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None  #: the model may always make several calls
-    reasoning_effort: str | None = None  #: without effect
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL
 
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        name: values for name, values in NEUTRAL.items() if name not in _SERVED
-    }
+    def grammar(self) -> Grammar | None:
+        return read_grammar(self.response_format, self.structured_outputs)  # nothing enforces calls
 
     def ask(self, is_retry: bool) -> Ask:
         """Return what is asked of the model."""
@@ -46,6 +54,8 @@ class ToolChatBody(ChatBody):
 @attrs.frozen(kw_only=True)
 class TextBody(CompletionBody):
     """The body of ``/v1/completions`` with one prompt."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL
 
     def ask(self, is_retry: bool) -> Ask:
         """Return what is asked of the model."""
@@ -66,8 +76,19 @@ def calls_tools(choice: Any) -> bool:
     raise refused("tool_choice", "auto, none, required or a function", choice)
 
 
+#: What clients call what a recording cannot have.
+_NAMES = {"grammar": "response_format", "top_log_probs": "top_logprobs", "prompt_log_probs": "prompt_logprobs"}
+
+
+def check_plain(body: Body) -> None:
+    """Refuse what would change the distribution that a recording learns from, naming the field."""
+    for name in sorted(body.shaping().wanted):
+        raise refused(_NAMES.get(name, name), "nothing: it is not served", True, "unsupported_parameter")
+
+
 def common(body: Body, is_retry: bool) -> dict[str, Any]:
     """Return what all kinds of requests ask in the same way."""
+    check_plain(body)
     return {
         "choices": body.choices,
         "stop": body.stop_strings,

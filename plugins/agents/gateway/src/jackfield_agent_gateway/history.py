@@ -1,4 +1,4 @@
-"""Conversations as clients send them: one form for the chat template, and a digest that tells equal ones.
+"""Digests of conversations as clients send them, which tell equal ones.
 
 Clients send back the model's answers changed in small ways: a content of null instead of none, the arguments of a tool
 call written otherwise, the reasoning left out. Such histories are equal.
@@ -12,60 +12,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import xxhash
-
-from jackfield_openai.text import check_message, refused
-
-_IGNORED = frozenset({"annotations", "refusal", "audio", "function_call", "provider_specific_fields"})
-_ROLES = {"developer": "system"}  #: roles that chat templates call otherwise
-
-
-def read_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return checked messages in the form for chat templates; ``ClientError`` names what is wrong with one."""
-    if not isinstance(messages, list) or not messages:
-        raise refused("messages", "a list of at least one message", messages)
-    return [_read(message, f"messages[{place}]") for place, message in enumerate(messages)]
-
-
-def _read(message: Any, path: str) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise refused(path, "an object", message, "invalid_type")
-    given = {name: value for name, value in message.items() if value is not None and name not in _IGNORED}
-    if given.get("role") == "assistant" and not given.get("tool_calls"):
-        given.pop("tool_calls", None)
-        given.setdefault("content", "")
-    check_message(given, path)
-    if isinstance(given.get("content"), list):
-        given["content"] = "".join(part["text"] for part in given["content"])
-    given["role"] = _ROLES.get(given["role"], given["role"])
-    if "reasoning" in given:
-        given.setdefault("reasoning_content", given.pop("reasoning"))
-    if "tool_calls" in given:
-        given.setdefault("content", "")
-        given["tool_calls"] = [_call(call) for call in given["tool_calls"]]
-    return given
-
-
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object, which templates render as JSON."""
-    function = call["function"]
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
-        arguments = function["arguments"]
-    return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": arguments}}
-
-
-def read_tools(tools: Any) -> tuple[dict[str, Any], ...]:
-    """Return checked tools in OpenAI's form."""
-    if tools is None:
-        return ()
-    if not isinstance(tools, list):
-        raise refused("tools", "a list", tools, "invalid_type")
-    for place, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or tool.get("type") != "function" or not function.get("name"):
-            raise refused(f"tools[{place}]", "a function with a name", tool)
-    return tuple(dict(tool) for tool in tools)
 
 
 def digests(begin: str, messages: Iterable[Any]) -> list[str]:

@@ -12,10 +12,11 @@ import xxhash
 from jackfield.abc.agent import AgentContext, AgentSequence, Relation, ToolCall
 from jackfield.errors import DataError
 from jackfield.sdk.sequences import Answer
-from jackfield_agent_gateway.asking import Answers, Ask, Said
+from jackfield_agent_gateway.asking import Ask
 from jackfield_agent_gateway.history import after
 from jackfield_agent_gateway.lines import Line, Node, Tokens, joined
 from jackfield_agent_gateway.settings import GatewayConfig
+from jackfield_openai.said import Answers, Said
 from jackfield_openai.text import ClientError
 from jackfield_tool_calls import Format, parse, split_reasoning
 

@@ -1,249 +1,34 @@
-"""OpenAI's Responses API: items become messages, and an answer becomes items, whole or as events."""
+"""The Responses API of the gateway: what its requests ask of the model."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
 import attrs
-from attrs.validators import ge
 
-from jackfield.sdk import option
-from jackfield_agent_gateway.asking import Answers, Ask, Said, arguments_text
+from jackfield_agent_gateway.asking import Ask
 from jackfield_agent_gateway.chats import calls_tools, common
-from jackfield_agent_gateway.history import read_messages, read_tools
-from jackfield_openai.bodies import NEUTRAL, Body
-from jackfield_openai.text import ClientError, ServedTokenizer, refused
-
-_TEXTS = ("input_text", "output_text", "text")
-_PLAIN: tuple[Any, ...] = (None, {"format": {"type": "text"}}, {})
+from jackfield_openai.grammars import read_grammar
+from jackfield_openai.messages import read_messages, read_tools
+from jackfield_openai.responses import ResponseBody, read_tool
+from jackfield_openai.text import refused
 
 
 @attrs.frozen(kw_only=True)
-class ResponseBody(Body):
+class AskingResponseBody(ResponseBody):
     """The body of ``/v1/responses``."""
-
-    input: str | list[Any]
-    instructions: str | None = None
-    max_output_tokens: int | None = option(None, validator=ge(1))
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
-    previous_response_id: str | None = None
-    text: Mapping[str, Any] | None = None
-    # without effect:
-    include: list[str] | None = None
-    reasoning: Mapping[str, Any] | None = None
-    truncation: str | None = None
-    max_tool_calls: int | None = None
-    prompt_cache_retention: str | None = None
-
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "background": (None, False),
-        "conversation": (None,),
-        "prompt": (None,),
-        **{name: NEUTRAL[name] for name in ("frequency_penalty", "presence_penalty", "logit_bias", "top_logprobs")},
-    }
-
-    @property
-    def wants_log_probs(self) -> bool:
-        return "message.output_text.logprobs" in (self.include or ())
-
-    @property
-    def most_tokens(self) -> int:
-        return self.max_output_tokens or 1
-
-    @property
-    def prompt_count(self) -> int:
-        return 1
-
-    def prompts(self, tokenizer: ServedTokenizer) -> list[tuple[int, ...]]:
-        raise NotImplementedError  # a gateway renders conversations itself
-
-    def messages(self, known: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-        """Return the whole conversation; ``known`` has those of earlier responses."""
-        if (self.text or None) not in _PLAIN and set(self.text or {}) - {"verbosity"}:
-            raise refused("text.format", "text: nothing else is served", self.text, "unsupported_parameter")
-        before: list[dict[str, Any]] = []
-        if self.previous_response_id is not None:
-            if self.previous_response_id not in known:
-                text = f"this rollout has no response {self.previous_response_id[:100]!r}"
-                raise ClientError(text, "previous_response_not_found", "previous_response_id", 404)
-            before = [message for message in known[self.previous_response_id] if message["role"] != "system"]
-        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
-        return [*system, *before, *_messages(items)]
 
     def ask(self, known: Mapping[str, list[dict[str, Any]]], is_retry: bool) -> tuple[Ask, list[dict[str, Any]]]:
         """Return what is asked of the model, and the conversation."""
+        if read_grammar(self.text_format) is not None:
+            raise refused("text.format", "text: nothing else is served", self.text, "unsupported_parameter")
         messages = self.messages(known)
         ask = Ask(
             messages=read_messages(messages),
-            tools=read_tools([_tool(tool, place) for place, tool in enumerate(self.tools or ())]),
+            tools=read_tools([read_tool(tool, place) for place, tool in enumerate(self.tools or ())]),
             calls_tools=calls_tools(self.tool_choice),
             max_tokens=self.max_output_tokens,
             **common(self, is_retry),
         )
         return ask, messages
-
-
-def _tool(tool: Any, place: int) -> dict[str, Any]:
-    if not isinstance(tool, Mapping) or tool.get("type") != "function":
-        kind = tool.get("type") if isinstance(tool, Mapping) else tool
-        raise refused(f"tools[{place}].type", "function: nothing else is served", kind, "unsupported_parameter")
-    fields = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {name: tool[name] for name in fields if tool.get(name) is not None}}
-
-
-def _messages(items: list[Any]) -> list[dict[str, Any]]:
-    """Return items as messages; the text and the calls of one answer are one message."""
-    messages: list[dict[str, Any]] = []
-    for place, item in enumerate(items):
-        path = f"input[{place}]"
-        if not isinstance(item, Mapping):
-            raise refused(path, "an object", item, "invalid_type")
-        kind = item.get("type", "message")
-        if kind == "reasoning":
-            continue
-        if kind == "function_call_output":
-            output = item.get("output")
-            content = output if isinstance(output, str) else _text(output, f"{path}.output")
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
-            continue
-        last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-        if kind == "function_call":
-            call = {"name": item.get("name"), "arguments": item.get("arguments")}
-            if last is None:
-                messages.append(last := {"role": "assistant", "content": ""})
-            calls = last.setdefault("tool_calls", [])
-            calls.append({"id": item.get("call_id"), "type": "function", "function": call})
-        elif kind == "message":
-            given = item.get("content")
-            content = given if isinstance(given, str) else _text(given, f"{path}.content")
-            messages.append({"role": item.get("role"), "content": content})
-        else:
-            raise refused(f"{path}.type", "message, function_call, function_call_output or reasoning", kind)
-    return messages
-
-
-def _text(parts: Any, path: str) -> str:
-    if not isinstance(parts, list):
-        raise refused(path, "a text, or a list of text parts", parts, "invalid_type")
-    for place, part in enumerate(parts):
-        if not isinstance(part, Mapping) or part.get("type") not in _TEXTS or not isinstance(part.get("text"), str):
-            raise refused(f"{path}[{place}]", "a text part: nothing else is served", part)
-    return "".join(part["text"] for part in parts)
-
-
-@attrs.frozen
-class ResponseForm:
-    """One answer in the form of the Responses API."""
-
-    body: ResponseBody
-    answers: Answers
-    model: str
-
-    @property
-    def id(self) -> str:
-        """The id by which a later request names this answer."""
-        return f"resp_{self.answers.id}"
-
-    @property
-    def _said(self) -> Said:
-        return self.answers.said[0]
-
-    def messages(self, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the conversation with this answer, as a client would send it."""
-        said = self._said
-        message: dict[str, Any] = {"role": "assistant", "content": said.content}
-        if said.calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_text(call)}}
-                for call in said.calls
-            ]
-        return [*before, message]
-
-    def whole(self) -> dict[str, Any]:
-        """Return the response."""
-        cut = self._said.finish_reason == "length" and not self._said.calls
-        status = "incomplete" if cut else "completed"
-        return {**self._head(status), "output": self._items(), "usage": self._usage()}
-
-    def events(self) -> Iterator[dict[str, Any]]:
-        """Yield the events of a streamed response, each with its type and number."""
-        for number, event in enumerate(self._events()):
-            yield {**event, "sequence_number": number}
-
-    def _events(self) -> Iterator[dict[str, Any]]:
-        head = {**self._head("in_progress"), "output": [], "usage": None}
-        yield {"type": "response.created", "response": head}
-        yield {"type": "response.in_progress", "response": head}
-        for place, item in enumerate(self._items()):
-            at: dict[str, Any] = {"output_index": place, "item_id": item["id"]}
-            shown = {**item, "status": "in_progress"}
-            if item["type"] == "message":
-                part = item["content"][0]
-                empty = {**part, "text": "", "logprobs": []}
-                yield {"type": "response.output_item.added", "output_index": place, "item": {**shown, "content": []}}
-                yield {"type": "response.content_part.added", **at, "content_index": 0, "part": empty}
-                text = {**at, "content_index": 0, "logprobs": []}
-                yield {"type": "response.output_text.delta", **text, "delta": part["text"]}
-                yield {"type": "response.output_text.done", **text, "text": part["text"]}
-                yield {"type": "response.content_part.done", **at, "content_index": 0, "part": part}
-            elif item["type"] == "function_call":
-                call = {"arguments": item["arguments"]}
-                yield {"type": "response.output_item.added", "output_index": place, "item": {**shown, "arguments": ""}}
-                yield {"type": "response.function_call_arguments.delta", **at, "delta": item["arguments"]}
-                yield {"type": "response.function_call_arguments.done", **at, **call, "name": item["name"]}
-            else:
-                yield {"type": "response.output_item.added", "output_index": place, "item": shown}
-            yield {"type": "response.output_item.done", "output_index": place, "item": item}
-        whole = self.whole()
-        yield {"type": f"response.{whole['status']}", "response": whole}
-
-    def _items(self) -> list[dict[str, Any]]:
-        said, id = self._said, self.answers.id
-        items: list[dict[str, Any]] = []
-        if said.reasoning:
-            content = [{"type": "reasoning_text", "text": said.reasoning}]
-            items.append({"type": "reasoning", "id": f"rs_{id}", "summary": [], "content": content})
-        if said.content or not said.calls:
-            part = {"type": "output_text", "text": said.content, "annotations": [], "logprobs": []}
-            message = {"type": "message", "id": f"msg_{id}", "role": "assistant", "status": "completed"}
-            items.append({**message, "content": [part]})
-        for place, call in enumerate(said.calls):
-            item = {"type": "function_call", "id": f"fc_{id}_{place}", "call_id": call.id, "status": "completed"}
-            items.append({**item, "name": call.name, "arguments": arguments_text(call)})
-        return items
-
-    def _usage(self) -> dict[str, Any]:
-        prompt, completion = self.answers.prompt_tokens, self.answers.completion_tokens
-        return {
-            "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": completion,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": prompt + completion,
-        }
-
-    def _head(self, status: str) -> dict[str, Any]:
-        body = self.body
-        return {
-            "id": self.id,
-            "object": "response",
-            "created_at": self.answers.created,
-            "status": status,
-            "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "model": self.model,
-            "parallel_tool_calls": True if body.parallel_tool_calls is None else body.parallel_tool_calls,
-            "previous_response_id": body.previous_response_id,
-            "temperature": body.temperature,
-            "tool_choice": body.tool_choice or "auto",
-            "tools": json.loads(json.dumps(body.tools or [])),
-            "top_p": body.top_p,
-            "metadata": {},
-        }

@@ -19,14 +19,16 @@ from aiohttp import web
 
 from jackfield.abc.agent import AgentContext, AgentWorkerContext
 from jackfield.errors import ConfigError
-from jackfield_agent_gateway.asking import Answers, Ask
+from jackfield_agent_gateway.asking import Ask
 from jackfield_agent_gateway.chats import Form, TextBody, ToolChatBody
 from jackfield_agent_gateway.recording import Recording
-from jackfield_agent_gateway.responses import ResponseBody, ResponseForm
+from jackfield_agent_gateway.responses import AskingResponseBody
 from jackfield_agent_gateway.rollouts import Rollout, Rollouts, unknown_key
 from jackfield_agent_gateway.settings import GatewayConfig
 from jackfield_openai.bodies import read_body
-from jackfield_openai.text import ClientError, refused
+from jackfield_openai.responses import ResponseForm
+from jackfield_openai.said import Answers
+from jackfield_openai.text import ClientError, refused, shown_format
 from jackfield_openai.web import (
     Handler,
     WebServer,
@@ -37,20 +39,12 @@ from jackfield_openai.web import (
     same_key,
     send_event,
 )
-from jackfield_tool_calls import Format, format_of
+from jackfield_tool_calls import Format
 
 HEADER = "X-Jackfield-Rollout"  #: names a rollout where the key does not
 _RETRIES = "x-stainless-retry-count"  #: of OpenAI's clients
 _PORTS = 64  #: ports above the first one that further workers try
 _ROLLOUT = "/v1/rollouts/{name:.+}"
-#: A conversation in which a chat template shows its format of tool calls.
-_TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
-_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-_CALLING = (
-    {"role": "user", "content": "q"},
-    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-    {"role": "tool", "content": "1", "tool_call_id": "abcdefghi", "name": "f"},
-)
 _READING_SECONDS = 30.0  #: time for a client to read an answer
 
 
@@ -158,7 +152,7 @@ class Gateway:
             return await self._streamed(request, events, end=b"data: [DONE]\n\n")
 
     async def _response(self, request: web.Request) -> web.StreamResponse:
-        body = read_body(ResponseBody, await self._read(request))
+        body = read_body(AskingResponseBody, await self._read(request))
         async with self._rollout(request) as rollout:
             responses = rollout.responses  # those of this attempt of the program
             ask, messages = body.ask(responses, _is_retry(request))
@@ -343,11 +337,7 @@ def _format(config: GatewayConfig, tokenizer: Any) -> Format | None:
         return None
     if config.format != "auto":
         return config.format
-    try:
-        shown = tokenizer.decode(tokenizer.encode_chat(_CALLING, tools=[_TOOL]), False)
-    except Exception:  # a template raises any type for messages that do not fit it
-        return None
-    return format_of(shown)
+    return shown_format(tokenizer)
 
 
 def _append_line(path: Path, text: str) -> None:

@@ -7,7 +7,7 @@ import json
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import attrs
 import xxhash
@@ -31,11 +31,13 @@ from jackfield.abc.rollout import (
 )
 from jackfield.errors import JackfieldError, PluginError, RolloutError, WeightsError
 from jackfield.sdk.receiver import check_base
+from jackfield_huggingface.shaping import Likeliest, PromptToken, ShapedChunk, ShapedRequest, ShapedResult, shaping_of
 
 MEMORY = ("weights", "kv_cache")  #: tags of the memory that sleep frees (:class:`~jackfield.abc.rollout.WakeUpRequest`)
 _GRACE_SECONDS = 10.0  #: time for an engine to notice that a transfer is over
 
 _Reason: TypeAlias = Literal["stop", "length", "abort"]
+C = TypeVar("C", bound=GenerateChunk)
 
 
 @attrs.define(eq=False)
@@ -51,22 +53,27 @@ class Running:
     log_probs: list[float] = attrs.Factory(list)
     weight_versions: list[int] = attrs.Factory(list)
     routed_experts: Any = None  #: of the result (:class:`~jackfield.abc.rollout.GenerateResult`)
+    likeliest: list[Likeliest] = attrs.Factory(list)  #: for each token, if the request asks for it
+    prompt: tuple[PromptToken, ...] = ()  #: of the prompt's tokens, likewise
     finish_reason: _Reason | None = None
     reading: asyncio.Task[None] | None = None  #: task that reads the engine's responses
 
-    def append(self, token_ids: list[int], log_probs: list[float], version: int) -> None:
+    def append(
+        self, token_ids: list[int], log_probs: list[float], version: int, likeliest: Sequence[Likeliest] = ()
+    ) -> None:
         """Append tokens that weights of ``version`` generated."""
         self.token_ids += token_ids
+        self.likeliest += likeliest
         self.log_probs += log_probs
         self.weight_versions += [version] * len(token_ids)
         if self.stream is not None and token_ids:
-            self.stream.put_nowait(GenerateChunk(**self._fields(-len(token_ids), None)))
+            self.stream.put_nowait(self._made(GenerateChunk, ShapedChunk, len(self.token_ids) - len(token_ids), None))
 
     def end(self, reason: _Reason) -> None:
         """End the request, which has all its tokens."""
         self.finish_reason = reason
         if self.stream is not None:
-            self.stream.put_nowait(GenerateChunk(**self._fields(len(self.token_ids), reason)))
+            self.stream.put_nowait(self._made(GenerateChunk, ShapedChunk, len(self.token_ids), reason))
             self.stream.put_nowait(None)
         if not self.ended.done():
             self.ended.set_result(None)
@@ -81,12 +88,18 @@ class Running:
 
     def result(self) -> GenerateResult:
         """Return the result of ``generate``."""
-        return GenerateResult(**self._fields(0, self.finish_reason), routed_experts=self.routed_experts)
+        experts = self.routed_experts
+        return self._made(GenerateResult, ShapedResult, 0, self.finish_reason, routed_experts=experts)
 
-    def _fields(self, first: int, reason: _Reason | None) -> dict[str, Any]:
-        lists = ("token_ids", "log_probs", "weight_versions")
-        tokens = {name: tuple(getattr(self, name)[first:]) for name in lists}
-        return {"request_id": self.request.request_id, **tokens, "finish_reason": reason}
+    def _made(self, plain: type[C], shaped: type[C], first: int, reason: _Reason | None, **more: Any) -> C:
+        names: tuple[str, ...] = ("token_ids", "log_probs", "weight_versions")
+        if not isinstance(self.request, ShapedRequest):
+            shaped = plain
+        else:
+            names = (*names, "likeliest")
+            more["prompt"] = self.prompt if first == 0 else ()
+        tokens = {name: tuple(getattr(self, name)[first:]) for name in names}
+        return shaped(request_id=self.request.request_id, finish_reason=reason, **tokens, **more)
 
 
 def mixed(*numbers: int) -> int:
@@ -103,6 +116,7 @@ class RelayServer(BaseRolloutServer):
 
     engine_name: ClassVar[str] = "the engine"  #: name in error messages
     takes_arrays: ClassVar[bool] = False  #: whether requests may have ``multi_modal_data``
+    shaping: frozenset[str] = frozenset()  #: fields of :class:`~jackfield_huggingface.shaping.Shaping` that it applies
     update_kinds: tuple[str, ...] = ("full",)  #: of :class:`~jackfield.abc.rollout.UpdateWeightsRequest`, supported
 
     def __init__(self, config: Any, context: RolloutContext) -> None:
@@ -141,6 +155,11 @@ class RelayServer(BaseRolloutServer):
     @abstractmethod
     async def _load(self, request: UpdateWeightsRequest, received: Any) -> Sequence[WorkerReceipt]:
         """Load new weights into the stopped engine and drop what was computed with the old ones."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Return the largest number of tokens of a prompt and its answer; 0: not known before the start."""
+        return self._max_model_len
 
     def _refuse(self, request: GenerateRequest) -> None:
         """Raise if the engine does not support a valid request."""
@@ -194,6 +213,12 @@ class RelayServer(BaseRolloutServer):
         if len(prompt) >= self._max_model_len:
             expected = f"fewer than max_model_len = {self._max_model_len}"
             raise refusal(f"a prompt of {len(prompt)} tokens", expected, "rollout.context-length")
+        shaping = shaping_of(request)
+        if unserved := shaping.wanted - self.shaping:
+            message = f"{self.engine_name} does not serve {', '.join(sorted(unserved))} here"
+            raise PluginError(message, code="plugin.capability", where=min(unserved))
+        if strange := [token for token in shaping.logit_bias if not 0 <= token < self._vocabulary]:
+            raise refusal(f"a logit_bias of token {strange[0]}", f"ids from 0 to {self._vocabulary - 1}")
         if request.multi_modal_data and not self.takes_arrays:
             raise refusal(f"multi_modal_data: {', '.join(request.multi_modal_data)}", "text alone")
         try:

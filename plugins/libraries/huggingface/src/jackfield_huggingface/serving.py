@@ -32,6 +32,7 @@ from jackfield.errors import ConfigError, JackfieldError, PluginError, WeightsEr
 from jackfield.sdk.receiver import WeightReceiver, reopen_receiver
 from jackfield_huggingface.names import shapes_of
 from jackfield_huggingface.relay import MEMORY, RelayServer, Running
+from jackfield_huggingface.shaping import shaping_of
 
 if TYPE_CHECKING:
     import torch
@@ -299,6 +300,9 @@ class SleepingServer(RelayServer):
         return WakeUpResult(awake=tuple(tag for tag in MEMORY if tag in self._awake))
 
 
+_WHOLE = frozenset({"frequency_penalty", "presence_penalty", "grammar"})  #: count or follow the answer's own tokens
+
+
 class FolderServer(SleepingServer):
     """A replica whose engine reads new weights from a folder, with any number of workers.
 
@@ -332,6 +336,11 @@ class FolderServer(SleepingServer):
         budget = min(request.sampling.max_new_tokens, self._max_model_len - len(request.prompt_ids))
         while True:
             await self._flows.wait()
+            if running.token_ids and (kept := shaping_of(request).wanted & _WHOLE):
+                message = (
+                    f"an update interrupted a request with {', '.join(sorted(kept))}, which needs one whole answer"
+                )
+                raise self._error(message, "rollout.stale", where=request.request_id, fix="send it again")
             interruptions, left = self._interruptions, budget - len(running.token_ids)
             if not left:
                 self._end(running, "length")  # it was interrupted after its last token

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jackfield_openai.address import Address
 from jackfield_openai.settings import EndpointConfig
 
-__all__ = ["EndpointConfig"]
+__all__ = ["Address", "EndpointConfig"]

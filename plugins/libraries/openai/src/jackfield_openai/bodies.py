@@ -1,28 +1,31 @@
-"""Bodies of clients' requests, converted to requests of the rollout contract, and answers in OpenAI's form.
+"""Bodies of clients' requests, converted to requests of the rollout contract.
 
-Beside OpenAI's fields there are the usual extensions: ``top_k``, ``min_p``, ``ignore_eos``, ``stop_token_ids``,
-``return_token_ids``, and a prompt of token ids. A field that is not supported is refused, unless its value has no
-effect.
+Beside OpenAI's fields there are those of vLLM: sampling (``top_k``, ``min_p``, ``repetition_penalty``, ``min_tokens``),
+``chat_template_kwargs``, ``structured_outputs``, ``return_token_ids``, a prompt of token ids. A field that is not
+supported is refused, unless its value has no effect. A null is the same as no field.
 """
 
 from __future__ import annotations
 
-import time
-import uuid
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import attrs
-from attrs.validators import ge, le
+from attrs.validators import ge, gt, le
 
-from jackfield.abc.rollout import GenerateChunk, SamplingParams
+from jackfield.abc.rollout import SamplingParams
 from jackfield.errors import RolloutError
 from jackfield.sdk import option, structure
-from jackfield_openai.text import ClientError, ServedTokenizer, TextStream, check_message, refused
+from jackfield_huggingface.shaping import Grammar, Shaping
+from jackfield_openai.grammars import read_grammar
+from jackfield_openai.messages import read_messages
+from jackfield_openai.text import ClientError, ServedTokenizer, refused
+from jackfield_openai.tools import ToolUse, read_tool_use
 
 _COMPLETION_TOKENS = 16  #: OpenAI's default of completions
-_UNBOUNDED = 2**31 - 1  #: the server ends at the model's length
+UNBOUNDED = 2**31 - 1  #: the server ends at the model's length
 _MOST_CHOICES = 128  #: OpenAI's, as are the next two
 _MOST_STOPS = 4
 _HOTTEST = 2.0
@@ -30,30 +33,46 @@ _TINY = 1e-9  #: keeps the likeliest token alone
 _INT64 = 2**63
 
 #: Fields that have no effect on the answer.
-_NOTES = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier"})
+_NOTES = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier", "request_id"})
 
 #: Fields that are not supported, with their values that have no effect.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (None, []),
+    "bad_words": (None, []),
     "best_of": (None, 1),
-    "echo": (None, False),
-    "frequency_penalty": (None, 0),
+    "detokenize": (None, True),
     "function_call": (None, "none"),
     "functions": (None, []),
-    "logit_bias": (None, {}),
+    "include_reasoning": (None, True),
+    "include_stop_str_in_output": (None, False),
+    "length_penalty": (None, 1),
     "modalities": (None, ["text"]),
-    "parallel_tool_calls": (None, True, False),
     "prediction": (None,),
-    "presence_penalty": (None, 0),
-    "reasoning_effort": (None,),
-    "repetition_penalty": (None, 1),
-    "response_format": (None, {"type": "text"}),
+    "priority": (None, 0),
+    "skip_special_tokens": (None, True),
+    "spaces_between_special_tokens": (None, True),
     "suffix": (None, ""),
-    "tool_choice": (None, "none", "auto"),
-    "tools": (None, []),
-    "top_logprobs": (None, 0),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": (None, False),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
 }
+_FLOATS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+_PENALTY = 2.0  #: the largest, as OpenAI's
+_BIAS = 100.0
+_TOP = 20  #: the most tokens to tell in a place
 
-B = TypeVar("B", bound="Body")
+
+class Readable(Protocol):
+    """What :func:`read_body` makes of JSON: a class of attrs."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]]  #: see :data:`NEUTRAL`
+
+    def check(self) -> None:
+        """Refuse fields that do not go together."""
+
+
+B = TypeVar("B", bound=Readable)
 
 
 @attrs.frozen(kw_only=True)
@@ -61,6 +80,7 @@ class StreamOptions:
     """The options of a streamed answer."""
 
     include_usage: bool = False
+    include_obfuscation: bool = False  #: never added
 
 
 @attrs.frozen(kw_only=True)
@@ -71,8 +91,16 @@ class Body(ABC):
     n: int | None = option(None, validator=[ge(1), le(_MOST_CHOICES)])
     temperature: float | None = option(None, validator=[ge(0), le(_HOTTEST)])
     top_p: float | None = option(None, validator=[ge(0), le(1)])
-    top_k: int | None = option(None, validator=[ge(-1), le(_UNBOUNDED)])
+    top_k: int | None = option(None, validator=[ge(-1), le(UNBOUNDED)])
     min_p: float | None = option(None, validator=[ge(0), le(1)])
+    frequency_penalty: float | None = option(None, validator=[ge(-_PENALTY), le(_PENALTY)])
+    presence_penalty: float | None = option(None, validator=[ge(-_PENALTY), le(_PENALTY)])
+    repetition_penalty: float | None = option(None, validator=[gt(0), le(_PENALTY)])
+    logit_bias: Mapping[str, float] | None = None
+    min_tokens: int | None = option(None, validator=[ge(0), le(UNBOUNDED)])
+    prompt_logprobs: int | None = option(None, validator=[ge(0), le(_TOP)])
+    response_format: Mapping[str, Any] | None = None
+    structured_outputs: Mapping[str, Any] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -80,6 +108,7 @@ class Body(ABC):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None  #: token ids and weight versions beside the text
+    return_tokens_as_token_ids: bool | None = None  #: ``token_id:7`` in place of texts of tokens
     minimum_weight_version: int | None = option(None, validator=ge(0))
 
     chat: ClassVar[bool] = False
@@ -103,6 +132,7 @@ class Body(ABC):
         if self.stream_options is not None and not self.stream:
             raise refused("stream_options", "nothing, where stream is not true", self.stream_options)
         self.sampling(0)
+        self.shaping()
 
     @property
     @abstractmethod
@@ -118,6 +148,36 @@ class Body(ABC):
     @abstractmethod
     def prompt_count(self) -> int:
         """Return the number of prompts."""
+
+    @property
+    def top_log_probs(self) -> int:
+        """Return how many of the likeliest tokens the answer has for each token."""
+        return 0
+
+    @property
+    def echoes(self) -> bool:
+        """Return whether the answer begins with the prompt."""
+        return False
+
+    def grammar(self) -> Grammar | None:
+        """Return what a whole answer has to match."""
+        return read_grammar(self.response_format, self.structured_outputs)
+
+    def shaping(self) -> Shaping:
+        """Return what is asked beyond the rollout contract."""
+        least = self.min_tokens or 0
+        if least > self.most_tokens:
+            raise refused("min_tokens", f"at most max_tokens = {self.most_tokens}", least)
+        return Shaping(
+            frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            logit_bias=_bias(self.logit_bias),
+            min_tokens=least,
+            grammar=self.grammar(),
+            top_log_probs=max(self.top_log_probs, self.prompt_logprobs or 0),
+            prompt_log_probs=self.prompt_logprobs is not None or (self.echoes and self.wants_log_probs),
+        )
 
     @abstractmethod
     def prompts(self, tokenizer: ServedTokenizer) -> list[tuple[int, ...]]:
@@ -149,18 +209,33 @@ class CompletionBody(Body):
     """The body of ``/v1/completions``."""
 
     prompt: Any
-    max_tokens: int | None = option(None, validator=[ge(1), le(_UNBOUNDED)])
-    logprobs: int | None = None
+    max_tokens: int | None = option(None, validator=[ge(0), le(UNBOUNDED)])
+    logprobs: int | None = option(None, validator=[ge(0), le(_TOP)])
+    echo: bool | None = None
+    add_special_tokens: bool | None = None  #: those with which the tokenizer begins a text; true, if not given
 
     @property
     def wants_log_probs(self) -> bool:
-        if self.logprobs not in (None, 0):
-            raise refused("logprobs", "0 (the drawn tokens' own) or null", self.logprobs)
         return self.logprobs is not None
 
     @property
+    def top_log_probs(self) -> int:
+        return self.logprobs or 0
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
+    @property
+    def only_prompt(self) -> bool:
+        """Return whether the answer has no tokens of its own."""
+        return self.max_tokens == 0
+
+    @property
     def most_tokens(self) -> int:
-        return _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        if self.only_prompt and not self.echoes:
+            raise refused("max_tokens", "at least 1; or 0 with echo", 0)
+        return _COMPLETION_TOKENS if self.max_tokens is None else max(self.max_tokens, 1)
 
     @property
     def _prompts(self) -> list[Any]:
@@ -178,10 +253,9 @@ class CompletionBody(Body):
     def prompts(self, tokenizer: ServedTokenizer) -> list[tuple[int, ...]]:
         return [self._tokens(each, tokenizer) for each in self._prompts]
 
-    @staticmethod
-    def _tokens(prompt: Any, tokenizer: ServedTokenizer) -> tuple[int, ...]:
+    def _tokens(self, prompt: Any, tokenizer: ServedTokenizer) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            return tokenizer.encode_text(prompt)
+            return tokenizer.encode_text(prompt, self.add_special_tokens is not False)
         if isinstance(prompt, list) and all(type(token) is int for token in prompt):
             return tuple(prompt)
         raise refused("prompt", "a text, token ids, or a list of either", prompt)
@@ -192,9 +266,17 @@ class ChatBody(Body):
     """The body of ``/v1/chat/completions``."""
 
     messages: list[Any]
-    max_tokens: int | None = option(None, validator=[ge(1), le(_UNBOUNDED)])
-    max_completion_tokens: int | None = option(None, validator=[ge(1), le(_UNBOUNDED)])
+    max_tokens: int | None = option(None, validator=[ge(1), le(UNBOUNDED)])
+    max_completion_tokens: int | None = option(None, validator=[ge(1), le(UNBOUNDED)])
     logprobs: bool | None = None
+    top_logprobs: int | None = option(None, validator=[ge(0), le(_TOP)])
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None  #: for the chat template, as are the next ones
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     chat: ClassVar[bool] = True
 
@@ -203,9 +285,27 @@ class ChatBody(Body):
         return bool(self.logprobs)
 
     @property
+    def top_log_probs(self) -> int:
+        if self.top_logprobs and not self.logprobs:
+            raise refused("top_logprobs", "nothing, where logprobs is not true", self.top_logprobs)
+        return self.top_logprobs or 0
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """Return the tools, and how they may be called."""
+        return read_tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    def grammar(self) -> Grammar | None:
+        found, use = super().grammar(), self.tool_use
+        if found is not None and use.parses:
+            what = "nothing beside tools that may be called: an answer cannot be both"
+            raise refused("response_format", what, found.text, "unsupported_parameter")
+        return found if use.forced is None else Grammar("json", json.dumps(use.forced))
+
+    @property
     def most_tokens(self) -> int:
         given = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        return _UNBOUNDED if given is None else given
+        return UNBOUNDED if given is None else given
 
     @property
     def prompt_count(self) -> int:
@@ -213,16 +313,29 @@ class ChatBody(Body):
 
     def prompts(self, tokenizer: ServedTokenizer) -> list[tuple[int, ...]]:
         """Return the rendered conversation as the only prompt; raise if OpenAI's rules or the template refuse it."""
-        if not self.messages:
-            raise refused("messages", "at least one message", self.messages)
-        for place, message in enumerate(self.messages):
-            check_message(message, f"messages[{place}]")
-        messages = [_plain(message) for message in self.messages]
+        messages, tools = read_messages(self.messages), self.tool_use.tools
         try:
-            return [tokenizer.encode_chat(messages)]
+            return [tokenizer.encode_chat(messages, tools, **self._template)]
         except Exception as error:  # a template raises any type for messages that do not fit it
             text = f"the chat template does not take the messages: {error}"
             raise ClientError(text, "invalid_value", "messages") from error
+
+    @property
+    def _template(self) -> dict[str, Any]:
+        """Return the settings of the chat template."""
+        goes_on = bool(self.continue_final_message)
+        if goes_on and self.add_generation_prompt:
+            raise refused("continue_final_message", "nothing, where add_generation_prompt is true", True)
+        found = {**(self.chat_template_kwargs or {})}
+        for name in found.keys() & {"tools", "tokenize", "return_dict", "chat_template", "conversation"}:
+            raise refused(f"chat_template_kwargs.{name}", "a setting of the template", found[name])
+        if self.reasoning_effort is not None:
+            found["reasoning_effort"] = self.reasoning_effort
+        if goes_on:
+            found |= {"continue_final_message": True, "add_generation_prompt": False}
+        elif self.add_generation_prompt is not None:
+            found["add_generation_prompt"] = self.add_generation_prompt
+        return found
 
 
 def read_body(cls: type[B], data: Any) -> B:
@@ -232,8 +345,13 @@ def read_body(cls: type[B], data: Any) -> B:
     for name, neutral in cls.neutral.items():
         if name in data and data[name] not in neutral:
             raise refused(name, f"nothing, or {neutral[-1]!r}: it is not served", data[name], "unsupported_parameter")
-    given = {name: value for name, value in data.items() if name not in _NOTES and name not in cls.neutral}
-    for name in ("temperature", "top_p", "min_p"):  # a configuration's numbers may be texts, as YAML reads 1e-3
+    needed = {each.name for each in attrs.fields(cast(Any, cls)) if each.default is attrs.NOTHING}
+    given = {
+        name: value
+        for name, value in data.items()
+        if name not in _NOTES and name not in cls.neutral and (value is not None or name in needed)
+    }
+    for name in _FLOATS:  # a configuration's numbers may be texts, as YAML reads 1e-3
         if isinstance(given.get(name), str):
             raise refused(name, "a number", given[name], "invalid_type")
     body = structure(cls, given, error=RolloutError)
@@ -241,112 +359,10 @@ def read_body(cls: type[B], data: Any) -> B:
     return body
 
 
-def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Join the text parts of a message; templates need one text."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return dict(message)
-    return {**message, "content": "".join(part["text"] for part in content)}
-
-
-class Choice:
-    """One of the texts that a request asks for."""
-
-    def __init__(self, index: int, prompt: tuple[int, ...], body: Body, tokenizer: ServedTokenizer) -> None:
-        self.index = index
-        self.prompt = prompt
-        self.sampling = body.sampling(index)
-        self.minimum_weight_version = body.minimum_weight_version
-        self.chunks: list[GenerateChunk] = []
-        self._body = body
-        self._tells_log_probs = body.wants_log_probs
-        self._tokenizer = tokenizer
-        self._text = TextStream(tokenizer.decode, body.stop_strings)
-        self._offset = 0
-
-    @property
-    def completion_tokens(self) -> int:
-        """Return the number of tokens that have come."""
-        return sum(len(chunk.token_ids) for chunk in self.chunks)
-
-    def piece(self, chunk: GenerateChunk) -> dict[str, Any]:
-        """Return a streamed choice with the content of a chunk."""
-        self.chunks.append(chunk)
-        text = self._text.feed(chunk.token_ids)
-        if chunk.finish_reason is not None:
-            text += self._text.finish()
-        return self._choice("delta", text, [chunk])
-
-    def whole(self) -> dict[str, Any]:
-        """Return the complete choice."""
-        text = "".join(self._text.feed(chunk.token_ids) for chunk in self.chunks) + self._text.finish()
-        return self._choice("message", text, self.chunks)
-
-    def _choice(self, chat_key: str, text: str, chunks: Sequence[GenerateChunk]) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": self.index, "finish_reason": chunks[-1].finish_reason}
-        if self._body.chat:
-            choice[chat_key] = {"role": "assistant", "content": text}
-        else:
-            choice["text"] = text
-        choice["logprobs"] = self._log_probs(chunks) if self._tells_log_probs else None
-        if self._body.return_token_ids:
-            choice["token_ids"] = [token for chunk in chunks for token in chunk.token_ids]
-            choice["weight_versions"] = [version for chunk in chunks for version in chunk.weight_versions]
-            if len(chunks) == len(self.chunks):
-                choice["prompt_token_ids"] = list(self.prompt)
-        return choice
-
-    def _log_probs(self, chunks: Sequence[GenerateChunk]) -> dict[str, Any]:
-        drawn = [pair for chunk in chunks for pair in zip(chunk.token_ids, chunk.log_probs, strict=True)]
-        texts = [self._tokenizer.decode([token]) for token, _ in drawn]
-        if self._body.chat:
-            content = [
-                {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, (_, value) in zip(texts, drawn, strict=True)
-            ]
-            return {"content": content, "refusal": None}
-        offsets = []
-        for text in texts:
-            offsets.append(self._offset)
-            self._offset += len(text)
-        return {
-            "tokens": texts,
-            "token_logprobs": [value for _, value in drawn],
-            "top_logprobs": None,
-            "text_offset": offsets,
-        }
-
-
-@attrs.frozen
-class Answer:
-    """The data that all choices of a request share."""
-
-    body: Body
-    model: str
-    choices: list[Choice]
-    id: str = attrs.field(factory=lambda: uuid.uuid4().hex)
-    created: int = attrs.field(factory=lambda: int(time.time()))
-
-    @property
-    def public_id(self) -> str:
-        """Return the id that clients see."""
-        return f"{'chatcmpl' if self.body.chat else 'cmpl'}-{self.id}"
-
-    def whole(self) -> dict[str, Any]:
-        """Return the body of an answer that is not streamed."""
-        return {**self._head(""), "choices": [choice.whole() for choice in self.choices], "usage": self.usage()}
-
-    def event(self, choices: list[dict[str, Any]], usage: bool = False) -> dict[str, Any]:
-        """Return one event of a stream."""
-        event = {**self._head(".chunk" if self.body.chat else ""), "choices": choices}
-        return {**event, "usage": self.usage()} if usage else event
-
-    def usage(self) -> dict[str, int]:
-        """Count prompt and answer tokens; a prompt counts once for all of its answers."""
-        prompt = sum(len(choice.prompt) for choice in self.choices) // self.body.choices
-        completion = sum(choice.completion_tokens for choice in self.choices)
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-    def _head(self, suffix: str) -> dict[str, Any]:
-        kind = "chat.completion" if self.body.chat else "text_completion"
-        return {"id": self.public_id, "object": kind + suffix, "created": self.created, "model": self.model}
+def _bias(given: Mapping[str, float] | None) -> dict[int, float]:
+    found = {}
+    for name, value in (given or {}).items():
+        if not name.isdecimal() or not -_BIAS <= value <= _BIAS:
+            raise refused("logit_bias", f"token ids with numbers from -{_BIAS:g} to {_BIAS:g}", {name: value})
+        found[int(name)] = float(value)
+    return found

@@ -22,7 +22,8 @@ import attrs
 
 from jackfield.errors import ConfigError, RolloutError
 from jackfield.sdk import structure
-from jackfield_openai.bodies import Answer, ChatBody, Choice
+from jackfield_openai.answers import Answer, Choice
+from jackfield_openai.bodies import ChatBody
 
 _ANSWERS, _REWARDS = "answers-*.jsonl", "rewards-*.jsonl"
 _CLOSE_SECONDS = 10.0  #: for the rest to be written at the end

@@ -1,8 +1,9 @@
 """The web server: routes, keys, deadlines, errors and metrics around a rollout server.
 
-``POST /v1/completions`` and ``/v1/chat/completions`` (whole or streamed), ``GET /v1/models``, ``/health`` and, for
-Prometheus, ``/metrics``. A client that leaves ends its requests. With ``openai.collect`` answers are kept as samples,
-and ``POST /v1/feedback`` takes users' rewards.
+``POST /v1/completions``, ``/v1/chat/completions`` and ``/v1/responses`` (whole or streamed), ``/tokenize`` and
+``/detokenize``, ``GET /tokenizer_info``, ``/v1/models``, ``/health`` and, for Prometheus, ``/metrics``. A client that
+leaves ends its requests. With ``openai.collect`` answers are kept as samples, and ``POST /v1/feedback`` takes users'
+rewards.
 """
 
 from __future__ import annotations
@@ -10,19 +11,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any
 
 import attrs
 from aiohttp import web
 
-from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest
+from jackfield.abc.rollout import BaseRolloutServer
 from jackfield.errors import RolloutError
-from jackfield_openai.bodies import Answer, Body, ChatBody, Choice, CompletionBody, read_body
+from jackfield_openai.answers import Answer, Choice
+from jackfield_openai.bodies import Body, ChatBody, CompletionBody, read_body
 from jackfield_openai.collecting import Collector
 from jackfield_openai.metrics import Metrics
+from jackfield_openai.responses import ResponseBody, ResponseForm
+from jackfield_openai.said import Answers
 from jackfield_openai.settings import EndpointConfig
 from jackfield_openai.text import ClientError, ServedTokenizer, refused
+from jackfield_openai.tokenizing import DetokenizeBody, TokenizeChatBody, TokenizeTextBody, detokenized, tokenized
 from jackfield_openai.web import (
     Handler,
     WebServer,
@@ -35,8 +41,12 @@ from jackfield_openai.web import (
     same_key,
     send_event,
 )
+from jackfield_tool_calls import Format
 
 _READING_SECONDS = 30.0  #: time for a client to read an answer, after the deadline for generating it
+_KEPT_RESPONSES = 1000  #: conversations that a later response may continue
+#: What clients call what a server may be unable to do.
+_NAMES = {"grammar": "response_format", "top_log_probs": "top_logprobs", "prompt_log_probs": "prompt_logprobs"}
 _OPEN = frozenset({"/health"})  #: without a key: load balancers ask
 
 
@@ -57,6 +67,7 @@ class OpenAIEndpoint:
         self._collector = None if folder is None else Collector(folder, server.context.replica, lines)
         self._encoding = asyncio.Lock()  #: one text at a time, on a thread
         self._requests = 0
+        self._responses: OrderedDict[str, list[dict[str, Any]]] = OrderedDict()
 
     async def start(self) -> str:
         """Start to listen; return the base URL, which ends in ``/v1``.
@@ -75,8 +86,13 @@ class OpenAIEndpoint:
             [
                 web.post("/v1/completions", functools.partial(self._answer, cls=CompletionBody)),
                 web.post("/v1/chat/completions", functools.partial(self._answer, cls=ChatBody)),
+                web.post("/v1/responses", self._respond),
                 web.post("/v1/feedback", self._feedback),
+                web.post("/tokenize", self._tokenize),
+                web.post("/detokenize", self._detokenize),
+                web.get("/tokenizer_info", self._tell_tokenizer),
                 web.get("/v1/models", self._models),
+                web.get("/v1/models/{name:.+}", self._models),
                 web.get("/health", self._health),
                 web.get("/metrics", self._tell_metrics),
             ]
@@ -94,8 +110,21 @@ class OpenAIEndpoint:
             await self._collector.close()
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        model = {"id": self._name, "object": "model", "created": 0, "owned_by": "jackfield"}
-        return web.json_response({"object": "list", "data": [model]})
+        name = request.match_info.get("name")
+        if name is not None:
+            self._check_model(name)
+        model = {"id": name or self._name, "object": "model", "created": 0, "owned_by": "jackfield"}
+        model |= {"root": self._context.model.path, "max_model_len": self._max_model_len}
+        return web.json_response(model if name else {"object": "list", "data": [model]})
+
+    def _check_model(self, name: str | None) -> None:
+        if self._config.model_name is not None and name not in (None, self._name):
+            message = f"the model {str(name)[:200]!r} does not exist; this is {self._name!r}"
+            raise ClientError(message, "model_not_found", "model", 404)
+
+    @property
+    def _max_model_len(self) -> int | None:
+        return getattr(self._server, "max_model_len", None) or None
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         report = await self._server.health()
@@ -107,26 +136,100 @@ class OpenAIEndpoint:
         )
 
     async def _answer(self, request: web.Request, cls: type[Body]) -> web.StreamResponse:
-        body = read_body(cls, await self._read(request))
-        if self._config.model_name is not None and body.model != self._name:
-            message = f"the model {str(body.model)[:200]!r} does not exist; this is {self._name!r}"
-            raise ClientError(message, "model_not_found", "model", 404)
-        if body.prompt_count * body.choices > self._config.max_choices:
-            count = f"{body.prompt_count} prompts x {body.choices}"
-            raise refused("n", f"at most {self._config.max_choices} answers (prompts x n)", count)
-        assert self._tokenizer is not None
-        tokenizer = self._tokenizer
-        async with self._encoding:  # a long text takes seconds; others are answered meanwhile
-            encoded = await asyncio.to_thread(body.prompts, tokenizer)
-        prompts = [prompt for prompt in encoded for _ in range(body.choices)]
-        choices = [Choice(index, prompt, body, tokenizer) for index, prompt in enumerate(prompts)]
-        answer = Answer(body, body.model or self._name, choices)
-        whole = self._streamed(request, answer) if body.stream else self._collected(request, answer)
+        answer = await self._prepared(read_body(cls, await self._read(request)))
+        whole = self._streamed(request, answer) if answer.body.stream else self._collected(request, answer)
+        return await self._told(answer, whole)
+
+    async def _told(self, answer: Answer, whole: Coroutine[Any, Any, web.StreamResponse]) -> web.StreamResponse:
+        """Send an answer under its deadline, and keep it."""
         reading = f"a client to read {answer.id}"
         done = await self._context.clock.wait_for(whole, self._config.request_seconds + _READING_SECONDS, reading)
         if self._collector is not None:
             self._collector.keep(answer)
         return done
+
+    async def _prepared(self, body: Body) -> Answer:
+        """Return the choices of a request, still to be generated; ``ClientError`` if they cannot be."""
+        self._check_model(body.model)
+        if body.prompt_count * body.choices > self._config.max_choices:
+            count = f"{body.prompt_count} prompts x {body.choices}"
+            raise refused("n", f"at most {self._config.max_choices} answers (prompts x n)", count)
+        assert self._tokenizer is not None
+        tokenizer, format = self._tokenizer, None
+        self._check_served(body)
+        async with self._encoding:  # a long text takes seconds; others are answered meanwhile
+            if isinstance(body, ChatBody) and body.tool_use.parses:
+                format = await asyncio.to_thread(self._format, body)
+            encoded = await asyncio.to_thread(body.prompts, tokenizer)
+        prompts = [prompt for prompt in encoded for _ in range(body.choices)]
+        choices = [Choice(index, prompt, body, tokenizer, format) for index, prompt in enumerate(prompts)]
+        return Answer(body, body.model or self._name, choices)
+
+    def _check_served(self, body: Body) -> None:
+        """Refuse what this kind of server cannot do."""
+        served: frozenset[str] = getattr(self._server, "shaping", frozenset())
+        for name in sorted(body.shaping().wanted - served):
+            where = _NAMES.get(name, name)
+            if name == "grammar" and isinstance(body, ChatBody) and body.tool_use.forced is not None:
+                where = "tool_choice"
+            message = f"{where} is not served by this server"
+            if name == "grammar":
+                message += ": it cannot make answers match a grammar"
+            raise ClientError(message, "unsupported_parameter", where)
+
+    def _format(self, body: ChatBody) -> Format | None:
+        assert self._tokenizer is not None
+        chosen = self._config.tool_format
+        found = self._tokenizer.tool_format if chosen == "auto" else chosen
+        if found is None and body.tool_use.forced is None:
+            message = "the model's chat template shows no known format of tool calls; openai.tool_format can name one"
+            raise ClientError(message, "unsupported_parameter", "tools")
+        return found
+
+    async def _respond(self, request: web.Request) -> web.StreamResponse:
+        body = read_body(ResponseBody, await self._read(request))
+        messages = body.messages(self._responses)
+        answer = await self._prepared(body.chat_body(messages))
+
+        async def whole() -> web.StreamResponse:
+            await self._generate(answer, self._collect)
+            answers = Answers(said=[choice.said() for choice in answer.choices], id=answer.id, created=answer.created)
+            form = ResponseForm(body, answers, answer.model)
+            if body.store is not False:
+                self._responses[form.id] = form.messages(messages)
+                if len(self._responses) > _KEPT_RESPONSES:
+                    self._responses.popitem(last=False)
+            if not body.stream:
+                return web.json_response(form.whole())
+            response = _event_stream()
+            await response.prepare(request)
+            for event in form.events():
+                await send_event(response, event, event["type"])
+            await response.write_eof()
+            return response
+
+        return await self._told(answer, whole())
+
+    async def _tokenize(self, request: web.Request) -> web.StreamResponse:
+        data = await self._read(request)
+        is_chat = isinstance(data, Mapping) and "messages" in data
+        body = read_body(TokenizeChatBody, data) if is_chat else read_body(TokenizeTextBody, data)
+        self._check_model(body.model)
+        assert self._tokenizer is not None
+        async with self._encoding:
+            found = await asyncio.to_thread(tokenized, body, self._tokenizer)
+        return web.json_response({**found, "max_model_len": self._max_model_len})
+
+    async def _tell_tokenizer(self, request: web.Request) -> web.StreamResponse:
+        assert self._tokenizer is not None
+        return web.json_response(self._tokenizer.info)
+
+    async def _detokenize(self, request: web.Request) -> web.StreamResponse:
+        body = read_body(DetokenizeBody, await self._read(request))
+        self._check_model(body.model)
+        assert self._tokenizer is not None
+        async with self._encoding:
+            return web.json_response({"prompt": await asyncio.to_thread(detokenized, body, self._tokenizer)})
 
     async def _feedback(self, request: web.Request) -> web.StreamResponse:
         if self._collector is None:
@@ -157,9 +260,9 @@ class OpenAIEndpoint:
 
     async def _collect(self, choice: Choice) -> None:
         with self._metrics.request(len(choice.prompt)) as done:
-            result = await self._server.generate(self._request(choice))
+            result = await self._server.generate(choice.request(self._request_id()))
             done(result.finish_reason, len(result.token_ids))
-        choice.chunks.append(result)
+        choice.add(result)
 
     async def _streamed(self, request: web.Request, answer: Answer) -> web.StreamResponse:
         pieces: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
@@ -175,7 +278,7 @@ class OpenAIEndpoint:
             first = await pieces.get()
             if first is None:
                 await following  # raises before anything is sent, so that the status shows it
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+            response = _event_stream()
             await response.prepare(request)
             piece = first
             while piece is not None:
@@ -193,20 +296,16 @@ class OpenAIEndpoint:
 
     async def _follow(self, pieces: asyncio.Queue[dict[str, Any] | None], choice: Choice) -> None:
         with self._metrics.request(len(choice.prompt)) as done:
-            chunks = self._server.generate_stream(self._request(choice))
+            chunks = self._server.generate_stream(choice.request(self._request_id()))
             async with contextlib.aclosing(chunks):  # type: ignore[type-var]
                 async for chunk in chunks:
-                    pieces.put_nowait(choice.piece(chunk))
+                    for piece in choice.pieces(chunk):
+                        pieces.put_nowait(piece)
             done(choice.chunks[-1].finish_reason or "abort", choice.completion_tokens)
 
-    def _request(self, choice: Choice) -> GenerateRequest:
+    def _request_id(self) -> str:
         self._requests += 1
-        return GenerateRequest(
-            request_id=f"openai/{self._requests}",
-            prompt_ids=choice.prompt,
-            sampling=choice.sampling,
-            minimum_weight_version=choice.minimum_weight_version,
-        )
+        return f"openai/{self._requests}"
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -226,6 +325,10 @@ async def _cancelled_at_end(task: asyncio.Task[None]) -> AsyncIterator[asyncio.T
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+def _event_stream() -> web.StreamResponse:
+    return web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
 
 
 def _load_tokenizer(path: str, model: Any) -> ServedTokenizer:

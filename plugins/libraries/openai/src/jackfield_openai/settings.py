@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import attrs
 from attrs.validators import ge, gt, le
 
 from jackfield.sdk import option
+from jackfield_tool_calls import Format
 
 
 @attrs.frozen(kw_only=True)
@@ -21,6 +24,9 @@ class EndpointConfig:
     max_connections: int = option(512, "at a time; further ones are answered with 503", ge(1))
     idle_seconds: float = option(
         30.0, "a connection is closed that has sent no whole header for so long, at first or after an answer", gt(0.0)
+    )
+    tool_format: Literal["auto"] | Format = option(
+        "auto", "of tool calls in the model's answers, by the name of its family; auto: as its chat template shows them"
     )
     collect: str | None = option(None, "folder in which answers are kept as samples, with users' rewards; null: none")
     collect_lines: int = option(10_000, "lines that may wait for the disk; further ones are dropped and counted", ge(1))

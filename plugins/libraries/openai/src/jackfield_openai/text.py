@@ -1,13 +1,13 @@
-"""Tokenise text, detokenise streams, and check chat messages by OpenAI's rules.
-
-Each role has its fields; ``content`` is a text or a list of text parts. Only an assistant's content may be null or
-missing, if it calls tools. Servers of the field add ``reasoning_content`` and ``reasoning`` to assistant messages.
-"""
+"""Tokenise text, detokenise streams, and the errors of clients."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from jackfield_openai.tokens import TokenTexts
+from jackfield_tool_calls import Format, format_of
 
 _UNFINISHED = "\ufffd"  # a character whose bytes are incomplete
 
@@ -22,20 +22,62 @@ class ServedTokenizer:
             path, trust_remote_code=trust_remote_code, local_files_only=True
         )
 
-    def encode_text(self, text: str) -> tuple[int, ...]:
+        self.texts = TokenTexts(self._tokenizer, self.decode)
+
+    def encode_text(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the tokens of a bare text, including the tokenizer's initial ones."""
-        return tuple(self._tokenizer.encode(text))
+        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Return a conversation's tokens, up to where the model answers; raise what the template raises."""
-        found = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
-        return tuple(found)
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **settings: Any
+    ) -> tuple[int, ...]:
+        """Return a conversation's tokens, up to where the model answers; raise what the template raises.
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, without special ones."""
-        return str(
-            self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
+        ``settings`` are the template's own, and those of the library (``continue_final_message``).
+        """
+        chosen = {"add_generation_prompt": True, **settings, "tools": list(tools) or None, "return_dict": False}
+        return tuple(self._tokenizer.apply_chat_template(list(messages), **chosen))
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of tokens, as a rule without special ones."""
+        settings = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(list(token_ids), **settings))
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, with special ones."""
+        return self.decode(token_ids, skip_special_tokens=False)
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """Return what clients with a remote tokenizer ask of it: its special tokens, and its chat template."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
+        return {"tokenizer_class": type(self._tokenizer).__name__} | {
+            name: getattr(self._tokenizer, name, None) for name in names
+        }
+
+    @functools.cached_property
+    def tool_format(self) -> Format | None:
+        """Return the format in which the chat template shows tool calls; None: none that is known."""
+        return shown_format(self)
+
+
+#: A conversation in which a chat template shows its format of tool calls.
+_TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
+_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+_CALLING = (
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "content": "1", "tool_call_id": "abcdefghi", "name": "f"},
+)
+
+
+def shown_format(tokenizer: Any) -> Format | None:
+    """Return the format of tool calls that a tokenizer's chat template shows; None: none that is known."""
+    try:
+        shown = tokenizer.decode(tokenizer.encode_chat(_CALLING, tools=[_TOOL]), False)
+    except Exception:  # a template raises any type for messages that do not fit it
+        return None
+    return format_of(shown)
 
 
 class TextStream:
@@ -104,93 +146,3 @@ class ClientError(Exception):
 def refused(name: str, expected: str, found: Any, code: str = _INVALID) -> ClientError:
     """Return the error of a bad field of a body."""
     return ClientError(f"{name} cannot be served: expected {expected}; found {repr(found)[:200]}", code, name)
-
-
-_CALLS = ("tool_calls", "function_call")
-#: Fields beside role, content and name, by role.
-_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "developer": (),
-    "system": (),
-    "user": (),
-    "assistant": (*_CALLS, "refusal", "audio", "reasoning_content", "reasoning"),
-    "tool": ("tool_call_id",),
-    "function": (),
-}
-#: Fields that a role has to have.
-_NEEDED: Mapping[str, tuple[str, ...]] = {"tool": ("tool_call_id",), "function": ("name",)}
-
-
-def check_message(message: Any, path: str) -> None:
-    """Refuse a message that OpenAI refuses; ``ClientError`` names the field, as ``messages[0].content``."""
-    if not isinstance(message, Mapping):
-        raise refused(path, "an object", message, "invalid_type")
-    role = _text(message, "role", path)
-    if role not in _FIELDS:
-        raise refused(f"{path}.role", "one of " + ", ".join(_FIELDS), role)
-    for name in message.keys() - {"role", "content", "name", *_FIELDS[role]}:
-        raise ClientError(f"a message of the role {role} has no {name!r}", "unknown_parameter", f"{path}.{name}")
-    for name in _NEEDED.get(role, ()):
-        _text(message, name, path)
-    if message.get("name") is not None:
-        _text(message, "name", path)
-    for number, call in enumerate(_listed(message, "tool_calls", path)):
-        _check_call(call, f"{path}.tool_calls[{number}]")
-    if message.get("content") is None and any(message.get(name) for name in _CALLS):
-        return
-    _check_content(message, role, f"{path}.content")
-
-
-def _check_content(message: Mapping[str, Any], role: str, path: str) -> None:
-    if "content" not in message:
-        raise _missing(path)
-    content = message["content"]
-    if isinstance(content, str):
-        return
-    if not isinstance(content, list):
-        raise refused(path, "a text, or a list of text parts", content, "invalid_type")
-    if not content:
-        raise refused(path, "one part at least", content)
-    for number, part in enumerate(content):
-        place = f"{path}[{number}]"
-        if not isinstance(part, Mapping):
-            raise refused(place, "an object", part, "invalid_type")
-        if _text(part, "type", place) != "text":
-            raise refused(f"{place}.type", "text: nothing else is served", part["type"])
-        _text(part, "text", place)
-
-
-def _check_call(call: Any, path: str) -> None:
-    if not isinstance(call, Mapping):
-        raise refused(path, "an object", call, "invalid_type")
-    _text(call, "id", path)
-    if _text(call, "type", path) != "function":
-        raise refused(f"{path}.type", "function", call["type"])
-    function = call.get("function")
-    if not isinstance(function, Mapping):
-        raise _missing(f"{path}.function") if function is None else refused(f"{path}.function", "an object", function)
-    for name in ("name", "arguments"):
-        _text(function, name, f"{path}.function")
-
-
-def _text(value: Mapping[str, Any], name: str, path: str) -> str:
-    if name not in value:
-        raise _missing(f"{path}.{name}")
-    found = value[name]
-    if not isinstance(found, str):
-        raise refused(f"{path}.{name}", "a text", found, "invalid_type")
-    return found
-
-
-def _listed(value: Mapping[str, Any], name: str, path: str) -> list[Any]:
-    found = value.get(name)
-    if found is None:
-        return []
-    if not isinstance(found, list):
-        raise refused(f"{path}.{name}", "a list", found, "invalid_type")
-    if not found:
-        raise refused(f"{path}.{name}", "one call at least", found)
-    return found
-
-
-def _missing(path: str) -> ClientError:
-    return ClientError(f"{path} is missing", "missing_required_parameter", path)

@@ -23,6 +23,8 @@ from jackfield.clock import Clock
 from jackfield.errors import PluginError, RolloutError, WeightsError
 from jackfield_huggingface.relay import Running, mixed
 from jackfield_huggingface.serving import FolderServer, WeightFolder, memory_share, visible_gpus
+from jackfield_huggingface.shaping import PENALTIES, shaping_of
+from jackfield_openai import Address
 from jackfield_rollout_sglang.config import Config
 
 _POLL_SECONDS = 0.5  #: between two checks whether a starting server answers
@@ -211,7 +213,7 @@ def generate_body(running: Running, left: int, adapter: str | None, experts: boo
     returns those of each token.
     """
     request = running.request
-    sampling = request.sampling
+    sampling, shaping = request.sampling, shaping_of(request)
     greedy = sampling.temperature == 0
     body: dict[str, Any] = {
         "rid": running.name,
@@ -234,6 +236,14 @@ def generate_body(running: Running, left: int, adapter: str | None, experts: boo
     }
     if _asks_for_mask(sampling):
         body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "selected"}
+    own = body["sampling_params"]
+    own |= {name: getattr(shaping, name) for name in PENALTIES if name in shaping.wanted}
+    if shaping.min_tokens:
+        own["min_new_tokens"] = max(shaping.min_tokens - len(running.token_ids), 0)
+    if shaping.logit_bias:
+        own["logit_bias"] = {str(token): bias for token, bias in shaping.logit_bias.items()}
+    if shaping.grammar is not None:
+        own["json_schema" if shaping.grammar.kind == "json" else "regex"] = shaping.grammar.text
     if adapter is not None:
         body["lora_path"] = adapter
     if experts:
@@ -280,10 +290,13 @@ class SglangServer(FolderServer):
 
     config: Config
     engine_name = "SGLang"
+    #: its likeliest tokens are not of the distribution that is drawn from
+    shaping = frozenset({*PENALTIES, "logit_bias", "min_tokens", "grammar"})
     update_kinds = ("full", "adapter")
 
     def __init__(self, config: Config, context: RolloutContext) -> None:
         super().__init__(config, context)
+        self._address = Address()
         self._sglang: SglangProcess | None = None
         self._adapter: str | None = None
         self._experts: Any = None  #: with router_replay, the layers that have some
@@ -301,7 +314,8 @@ class SglangServer(FolderServer):
         port = free_port(self.context.host)
         self._sglang = SglangProcess(self._clock, self.context.host, port)
         await self._open(self._sglang, launch_arguments(self.config, self.context, port))
-        return ServerInfo(replica=self.context.replica)  # SGLang's workers read the weights that this process receives
+        url = await self._address.open(self, self.config.openai)  # workers read the weights that this process receives
+        return ServerInfo(replica=self.context.replica, openai_base_url=url)
 
     def _require_sglang(self) -> None:
         if find_spec("sglang") is None:
@@ -314,6 +328,7 @@ class SglangServer(FolderServer):
     async def stop(self) -> None:
         """Stop SGLang; every unfinished request fails with ``rollout.stopped``."""
         self._stopped = True
+        await self._address.close()
         await self._fail_all()
         if self._sglang is not None:
             await self._sglang.close()

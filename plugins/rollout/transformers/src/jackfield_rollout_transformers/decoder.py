@@ -20,12 +20,14 @@ from jackfield.abc.rollout import GenerateRequest
 from jackfield.errors import RolloutError
 from jackfield_huggingface.images import Images
 from jackfield_huggingface.relay import Running
+from jackfield_huggingface.shaping import Likeliest
 from jackfield_rollout_transformers.cache import BatchCache
 from jackfield_rollout_transformers.config import Config
 from jackfield_rollout_transformers.direct import DirectDecode, supports
 from jackfield_rollout_transformers.model import LoadedModel
 from jackfield_rollout_transformers.row_cache import RowCache, RowModel
 from jackfield_rollout_transformers.sampling import LAST_TOKEN, OFFSET, POSITION, RowTable, draw, modes_of
+from jackfield_rollout_transformers.shaping import Shaper, of_prompt, shape_rows
 
 
 @attrs.define(eq=False)
@@ -39,6 +41,7 @@ class Sequence:
     images: Images | None = None  #: of the prompt
     digest: str = ""  #: of the images; equal ones are computed once
     offset: int = 0  #: of the positions of its tokens behind them
+    shaper: Shaper | None = None  #: of a request that an endpoint made
     modes: Counter[str] = attrs.field(init=False)
     done: asyncio.Future[None] = attrs.field(init=False, factory=lambda: asyncio.get_running_loop().create_future())
     cache: RowCache | None = None  #: of its own, where the batch has no cache for the model
@@ -46,6 +49,7 @@ class Sequence:
     length: int = 0  #: number of its tokens in the KV cache
     token_ids: list[int] = attrs.Factory(list)
     log_probs: list[float] = attrs.Factory(list)
+    likeliest: list[Likeliest] = attrs.Factory(list)  #: for each token, if it is asked for
     experts: list[Tensor] = attrs.Factory(list)  #: of its tokens in turn, int16 ``[tokens, layers, experts]``
     finish_reason: Literal["stop", "length"] | None = None
     error: RolloutError | None = None  #: why it cannot be generated
@@ -73,7 +77,8 @@ class Sequence:
         """Add a generated token; return whether it was the last."""
         self.token_ids.append(token)
         self.log_probs.append(log_prob)
-        if token in self.stop_ids or (self.stop_strings is not None and self.stop_strings.completed(self.token_ids)):
+        may_end = self.shaper is None or len(self.token_ids) >= self.shaper.shaping.min_tokens
+        if token in self.stop_ids or (may_end and self.stop_strings and self.stop_strings.completed(self.token_ids)):
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self.limit:
             self.finish_reason = "length"
@@ -93,7 +98,7 @@ class Sequence:
         """Give the caller the tokens since the last call, which weights of ``version`` generated."""
         known = len(self.running.token_ids)
         if known < len(self.token_ids):
-            self.running.append(self.token_ids[known:], self.log_probs[known:], version)
+            self.running.append(self.token_ids[known:], self.log_probs[known:], version, self.likeliest[known:])
 
     def routed_experts(self) -> Any:
         """Return the experts of all tokens but the last, int16 ``[tokens, layers, experts]``; None: not known."""
@@ -334,6 +339,7 @@ class Decoder:
                 sequence.note_experts(taken[starts[prompt] : starts[prompt] + len(sequence.context)])
         for sequence in prompts.sequences:
             sequence.length = len(sequence.context)
+            self._tell_prompt(sequence)
         table = RowTable.build(
             [(one.request.sampling, one.running.seed, one.length, len(one.token_ids)) for one in prompts.sequences],
             self._device,
@@ -343,6 +349,17 @@ class Decoder:
         finished = self._sample(logits.index_select(0, source), table, prompts.sequences, modes)
         self._table.write(rows, table)
         return finished
+
+    def _tell_prompt(self, sequence: Sequence) -> None:
+        """Compute the log-probs of a prompt in a pass of its own, if its request asks for them."""
+        shaper, prompt = sequence.shaper, sequence.request.prompt_ids
+        if shaper is None or not shaper.tells_prompt or sequence.running.prompt:
+            return
+        given = torch.tensor([prompt[:-1]], device=self._device)
+        logits = self._model.module(input_ids=given, use_cache=False).logits[0]
+        if self._model.routers is not None:
+            self._model.routers.taken()  # they are those of the other pass
+        sequence.running.prompt = of_prompt(logits, prompt, shaper.shaping.top_log_probs)
 
     def _prefill_batch(self, prompts: _Prompts, rows: Tensor, source: Tensor) -> tuple[Tensor, int]:
         """Return the logits ``[U, V]`` after each prompt, and the padded length."""
@@ -363,6 +380,7 @@ class Decoder:
         return output.logits[:, -1], width
 
     def _sample(self, logits: Tensor, table: RowTable, rows: list[Sequence], modes: Counter[str]) -> list[Sequence]:
+        logits = shape_rows(logits, [(one.shaper, one.token_ids, one.likeliest) for one in rows])
         tokens, log_probs = draw(logits, table, modes)
         table.advance(tokens)
         values = log_probs.tolist()

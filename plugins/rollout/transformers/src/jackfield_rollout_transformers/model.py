@@ -246,19 +246,24 @@ def load_model(config: Config, context: RolloutContext) -> LoadedModel:
 
 def load_decode(path: str, trust_remote_code: bool = False) -> Callable[[list[int]], str]:
     """Load the tokenizer's ``ids -> text`` (special tokens shown), which finds stop strings; it must exist."""
+    tokenizer = load_tokenizer(path, trust_remote_code)
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
+    """Load the tokenizer of a model folder; ``rollout.request`` if it has none."""
     try:
         # without its files the library creates an empty tokenizer, which decodes everything to an empty text
         if not any(name.startswith(_TOKENIZER_FILES) or name.endswith(".model") for name in os.listdir(path)):
             raise FileNotFoundError(f"{path} holds no tokenizer files")
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:
         raise RolloutError(
-            f"stop strings need the model's tokenizer: {error}",
+            f"stop strings and grammars need the model's tokenizer: {error}",
             code="rollout.request",
             where=path,
             fix="save the tokenizer into the model folder, or use stop_token_ids",
         ) from error
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def unusable(path: str, expected: str, found: str, *, unsupported: bool = False) -> RolloutError:

@@ -162,7 +162,16 @@ def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _draw_filtered(scaled: Tensor, table: RowTable, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw after top-k, then top-p of the rest, then min-p; the most probable token always stays."""
+    order, kept = filter_rows(scaled, table)
+    rank = _invert(kept, uniform)
+    return _pick(order, rank), _pick(kept, rank).log()
+
+
+def filter_rows(scaled: Tensor, table: RowTable) -> tuple[Tensor, Tensor]:
+    """Apply top-k, then top-p of the rest, then min-p to logits ``[B, V]`` divided by the temperature.
+
+    The most probable token always stays. Returns tokens, the likeliest first, and their probabilities, ``[B, V]``.
+    """
     ordered, order = scaled.sort(stable=True, dim=-1, descending=True)
     ranks = torch.arange(ordered.shape[1], device=ordered.device)
     top_k = table.integers[:, TOP_K, None]
@@ -173,6 +182,4 @@ def _draw_filtered(scaled: Tensor, table: RowTable, uniform: Tensor) -> tuple[Te
     dropped = (before >= top_p) & (top_p < 1)
     dropped |= ordered < ordered[:, :1] + table.floats[:, MIN_P, None].log()
     dropped[:, 0] = False
-    kept = ordered.masked_fill(dropped, -math.inf).softmax(-1)
-    rank = _invert(kept, uniform)
-    return _pick(order, rank), _pick(kept, rank).log()
+    return order, ordered.masked_fill(dropped, -math.inf).softmax(-1)

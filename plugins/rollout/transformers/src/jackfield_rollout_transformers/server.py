@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import attrs
 import numpy as np
@@ -36,15 +37,15 @@ from jackfield.sdk.receiver import WeightReceiver, reopen_receiver
 from jackfield.sdk.slices import SliceReceiver, reopen_slice_receiver
 from jackfield_huggingface.relay import MEMORY, Running
 from jackfield_huggingface.serving import SleepingServer
+from jackfield_huggingface.shaping import ShapedRequest
+from jackfield_openai import Address
 from jackfield_rollout_transformers.config import Config
 from jackfield_rollout_transformers.decode_loop import DecodeLoop
 from jackfield_rollout_transformers.decoder import Decoder, Sequence, StopStrings
-from jackfield_rollout_transformers.model import LoadedModel, load_decode, load_model
+from jackfield_rollout_transformers.model import LoadedModel, load_decode, load_model, load_tokenizer
 from jackfield_rollout_transformers.self_check import check_decoding, check_requests
+from jackfield_rollout_transformers.shaping import SERVED, Grammars, Shaper
 from jackfield_rollout_transformers.weights import AdapterUpdate, FullUpdate, ModelWeights
-
-if TYPE_CHECKING:
-    from jackfield_openai.endpoint import OpenAIEndpoint
 
 _LARGE_BYTES = 1 << 23  # a tensor from this size on is copied on the worker thread
 
@@ -56,6 +57,7 @@ class TransformersServer(SleepingServer):
     engine_name = "the decode loop"
     takes_arrays = True
     update_kinds = ("full", "adapter", "delta")
+    shaping = SERVED
 
     def __init__(self, config: Config, context: RolloutContext) -> None:
         super().__init__(config, context)
@@ -67,9 +69,10 @@ class TransformersServer(SleepingServer):
         self._updating: asyncio.Task[Any] | None = None
         self._receiver: WeightReceiver | None = None  #: of the last update, which keeps connections and buffers
         self._slice_receiver: SliceReceiver | None = None  #: likewise, of the last update to which every rank sent
-        self._endpoint: OpenAIEndpoint | None = None
+        self._address = Address()
         self._decode_text: Callable[[list[int]], str] | None = None
         self._pieces: dict[int, str] = {}
+        self._grammars: Grammars | None = None
         self._model: LoadedModel
         self._weights: ModelWeights
 
@@ -88,28 +91,19 @@ class TransformersServer(SleepingServer):
                 raise self._error("the server was stopped while it started", "rollout.stopped")
             serving = self._loop.serve(lambda: self._stopped, self._fail)
             self._task = asyncio.create_task(serving, name=f"rollout-{self.context.replica}")
-            url = await self._listen()
+            url = await self._address.open(self, self.config.openai)
         except BaseException:
             await self.stop()
             raise
         layouts = (self._weights.layout(),)
         return ServerInfo(replica=self.context.replica, workers=1, openai_base_url=url, weight_layouts=layouts)
 
-    async def _listen(self) -> str | None:
-        if self.config.openai is None:
-            return None
-        from jackfield_openai.endpoint import OpenAIEndpoint  # imports a web server, which few replicas need
-
-        self._endpoint = OpenAIEndpoint(self, self.config.openai)
-        return await self._endpoint.start()
-
     async def stop(self) -> None:
         """Stop the decode loop and the worker thread; unfinished requests fail with ``rollout.stopped``."""
         self._stopped = True
         await self._fail_all()
         self._loop.work.set()
-        if self._endpoint is not None:
-            await self._endpoint.close()
+        await self._address.close()
         if self._updating is not None:
             self._updating.cancel()
         task, self._task, self._receiver, self._slice_receiver = self._task, None, None, None
@@ -165,6 +159,8 @@ class TransformersServer(SleepingServer):
             self._decode_text = await asyncio.to_thread(load_decode, spec.path, spec.trust_remote_code)
         sequence = self._sequences[request.request_id] = self._make_sequence(running)
         try:
+            if isinstance(request, ShapedRequest):
+                sequence.shaper = await asyncio.to_thread(self._make_shaper, request, sequence.stop_ids)
             await self._loop.generate(sequence)
         finally:
             if self._sequences.get(request.request_id) is sequence:
@@ -185,6 +181,16 @@ class TransformersServer(SleepingServer):
             seen["digest"] = _digest(arrays)
             seen["offset"] = self._model.images.offset(seen["images"])
         return Sequence(running, limit, own.union(sampling.stop_token_ids), stop_strings, **seen)
+
+    def _make_shaper(self, request: ShapedRequest, end_ids: frozenset[int]) -> Shaper:
+        grammar, matcher = request.shaping.grammar, None
+        if grammar is not None:
+            spec = self.context.model
+            load = functools.partial(load_tokenizer, spec.path, spec.trust_remote_code)
+            if self._grammars is None:
+                self._grammars = Grammars(load, self._vocabulary, self._model.end_ids)
+            matcher = self._grammars.matcher(grammar)
+        return Shaper(request, end_ids, matcher)
 
     def _made(self, sequence: Sequence) -> None:
         if sequence.done.done():  # its caller has left

@@ -10,6 +10,7 @@ from attrs.validators import and_, ge, gt, le
 
 from jackfield.sdk import option
 from jackfield_huggingface.serving import without
+from jackfield_openai import EndpointConfig
 
 #: Arguments of TensorRT-LLM's LLM that this plugin sets itself, with the setting to use for each.
 _OURS = {
@@ -38,6 +39,7 @@ class Config:
         "/dev/shm", "an existing folder, in memory if it can be: new weights pass through files there"
     )
     start_seconds: float = option(900.0, "for TensorRT-LLM to load the model", gt(0.0))
+    openai: EndpointConfig | None = option(None, "listen at an OpenAI-compatible address; null: no address")
     arguments: Mapping[str, Any] = option(
         factory=dict,
         help="further arguments of TensorRT-LLM's LLM, as it names them",

@@ -12,6 +12,8 @@ from jackfield.abc.rollout import GenerateRequest, RolloutContext, ServerInfo, U
 from jackfield.errors import PluginError, RolloutError
 from jackfield_huggingface.relay import Running, mixed
 from jackfield_huggingface.serving import FolderServer, WeightFolder, environment, visible_gpus
+from jackfield_huggingface.shaping import PENALTIES, shaping_of
+from jackfield_openai import Address
 from jackfield_rollout_trtllm.config import Config
 
 EXTENSION = "jackfield_rollout_trtllm.worker.WorkerExtension"
@@ -78,11 +80,15 @@ def check_sampling(request: GenerateRequest) -> None:
     )
 
 
-def sampling_arguments(request: GenerateRequest, left: int, seed: int) -> dict[str, Any]:
-    """Return the ``SamplingParams`` arguments for a request's remaining ``left`` tokens, drawn by ``seed``."""
-    sampling = request.sampling
+def sampling_arguments(request: GenerateRequest, left: int, seed: int, done: int = 0) -> dict[str, Any]:
+    """Return the ``SamplingParams`` arguments for ``left`` tokens after the ``done`` first, drawn by ``seed``."""
+    sampling, shaping = request.sampling, shaping_of(request)
     greedy = sampling.temperature == 0
+    own: dict[str, Any] = {name: getattr(shaping, name) for name in PENALTIES if name in shaping.wanted}
+    if shaping.min_tokens > done:
+        own["min_tokens"] = shaping.min_tokens - done
     return {
+        **own,
         "max_tokens": left,
         "temperature": 1.0 if greedy else sampling.temperature,
         "top_k": 1 if greedy else None,
@@ -135,10 +141,12 @@ class TrtllmServer(FolderServer):
 
     config: Config
     engine_name = "TensorRT-LLM"
+    shaping = frozenset({*PENALTIES, "min_tokens"})
     level_1 = ("kv_cache",)
 
     def __init__(self, config: Config, context: RolloutContext) -> None:
         super().__init__(config, context)
+        self._address = Address()
         self._llm: Any = None
         self._answers: set[Any] = set()  #: of requests that run in TensorRT-LLM
         self._idle = asyncio.Event()  #: set while nothing runs there
@@ -152,7 +160,9 @@ class TrtllmServer(FolderServer):
             self._llm = self._make()
             self._weight_folder = WeightFolder(self.context, self.config.weight_folder)
             await self._set_up(seconds, who)
-        return ServerInfo(replica=self.context.replica)  # its workers read the weights that this process receives
+        url = await self._address.open(self, self.config.openai)
+        # its workers read the weights that this process receives
+        return ServerInfo(replica=self.context.replica, openai_base_url=url)
 
     async def _set_up(self, seconds: float, who: str) -> None:
         try:
@@ -175,6 +185,7 @@ class TrtllmServer(FolderServer):
     async def stop(self) -> None:
         """Stop TensorRT-LLM; every unfinished request fails with ``rollout.stopped``."""
         self._stopped = True
+        await self._address.close()
         await self._fail_all()
         llm, self._llm = self._llm, None
         if llm is not None:
@@ -188,7 +199,8 @@ class TrtllmServer(FolderServer):
 
     async def _part(self, running: Running, left: int) -> bool:
         version, known, interruptions = self._version, 0, self._interruptions
-        arguments = sampling_arguments(running.request, left, running.seed + len(running.token_ids))
+        done = len(running.token_ids)
+        arguments = sampling_arguments(running.request, left, running.seed + done, done)
         answer = self._llm.generate_async(
             [*running.request.prompt_ids, *running.token_ids], self._sampling_params(arguments), streaming=True
         )

@@ -10,6 +10,7 @@ from attrs.validators import and_, ge, gt, le
 
 from jackfield.sdk import option
 from jackfield_huggingface.serving import without
+from jackfield_openai import EndpointConfig
 
 #: Arguments of vLLM's engine that this plugin sets itself, with the setting to use for each.
 _OURS = {
@@ -44,6 +45,7 @@ class Config:
     )
     prefix_caching: bool = option(True, "keep what prompts have in common; forgotten at every update of weights")
     eager: bool = option(False, "no compilation and no CUDA graphs: starts sooner, generates more slowly")
+    openai: EndpointConfig | None = option(None, "listen at an OpenAI-compatible address; null: no address")
     engine: Mapping[str, Any] = option(
         factory=dict,
         help="further arguments of vLLM's engine (AsyncEngineArgs), as vLLM names them",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -20,6 +21,8 @@ from jackfield.abc.rollout import (
 from jackfield.errors import PluginError, WeightsError, rebuilt_error
 from jackfield_huggingface.relay import Running, mixed
 from jackfield_huggingface.serving import SleepingServer, environment, memory_share, visible_gpus
+from jackfield_huggingface.shaping import FIELDS, Likeliest, shaping_of
+from jackfield_openai import Address
 from jackfield_rollout_vllm.config import Config
 
 _HOTTEST = 2.0  #: highest temperature that vLLM accepts; our logits processor does the rest
@@ -27,8 +30,9 @@ _HOTTEST = 2.0  #: highest temperature that vLLM accepts; our logits processor d
 
 def vllm_arguments(request: GenerateRequest, seed: int, max_model_len: int) -> dict[str, Any]:
     """Return the arguments of vLLM's ``SamplingParams`` for a request."""
-    sampling = request.sampling
+    sampling, shaping = request.sampling, shaping_of(request)
     greedy = sampling.temperature == 0
+    changed = bool(shaping.wanted - {"top_log_probs", "prompt_log_probs", "grammar"})
     heat = min(sampling.temperature, _HOTTEST)
     return {
         "temperature": heat,
@@ -39,17 +43,29 @@ def vllm_arguments(request: GenerateRequest, seed: int, max_model_len: int) -> d
         "ignore_eos": sampling.ignore_eos,
         "detokenize": bool(sampling.stop),
         "skip_special_tokens": False,
-        "logprobs": 0,  # only of the drawn token
+        "logprobs": shaping.top_log_probs,  # 0: only of the drawn token
+        "prompt_logprobs": shaping.top_log_probs if shaping.prompt_log_probs else None,
+        "frequency_penalty": shaping.frequency_penalty,
+        "presence_penalty": shaping.presence_penalty,
+        "repetition_penalty": shaping.repetition_penalty,
+        "logit_bias": dict(shaping.logit_bias) or None,
+        "min_tokens": shaping.min_tokens,
         "extra_args": {
             "jackfield": {
                 "top_k": 0 if greedy else sampling.top_k,
                 "top_p": 1.0 if greedy else sampling.top_p,
                 "min_p": 0.0 if greedy else sampling.min_p,
                 "divisor": 1.0 if greedy else sampling.temperature / heat,
-                "raw": greedy or sampling.log_probs == "raw",
+                "raw": (greedy and not changed) or sampling.log_probs == "raw",
             }
         },
     }
+
+
+def likeliest_of(entries: Mapping[int, Any], count: int) -> Likeliest:
+    """Return the ``count`` likeliest of vLLM's log-probs of a place, by token id."""
+    ordered = sorted(entries.items(), key=lambda item: item[1].rank)[:count]
+    return tuple((token, entry.logprob) for token, entry in ordered if math.isfinite(entry.logprob))
 
 
 _CPU_CACHE_BYTES = 1 << 30
@@ -63,9 +79,11 @@ class VllmServer(SleepingServer):
     config: Config
 
     engine_name = "vLLM"
+    shaping = FIELDS
 
     def __init__(self, config: Config, context: RolloutContext) -> None:
         super().__init__(config, context)
+        self._address = Address()
         self._engine: Any = None
         self._experts: Any = None  #: with router_replay, the layers that have some
         # an adapter is merged into whole weights
@@ -83,7 +101,8 @@ class VllmServer(SleepingServer):
         described = self._engine.model_config
         self._vocabulary = described.get_vocab_size()
         self._max_model_len = min(self.context.max_model_len or described.max_model_len, described.max_model_len)
-        return ServerInfo(replica=self.context.replica, workers=self.config.tensor_parallel)
+        url = await self._address.open(self, self.config.openai)
+        return ServerInfo(replica=self.context.replica, workers=self.config.tensor_parallel, openai_base_url=url)
 
     async def _open_engine(self) -> Any:
         try:
@@ -141,6 +160,7 @@ class VllmServer(SleepingServer):
     async def stop(self) -> None:
         """Stop vLLM's processes; every unfinished request fails with ``rollout.stopped``."""
         self._stopped = True
+        await self._address.close()
         engine, self._engine = self._engine, None
         await self._fail_all()
         if engine is not None:
@@ -156,9 +176,14 @@ class VllmServer(SleepingServer):
 
     async def _read(self, running: Running) -> None:
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         arguments = vllm_arguments(running.request, running.seed, self._max_model_len)
+        shaping, prompt = shaping_of(running.request), running.request.prompt_ids
+        count = shaping.top_log_probs
+        if (grammar := shaping.grammar) is not None:
+            asked: dict[str, Any] = {grammar.kind: grammar.text, "disable_any_whitespace": grammar.kind == "json"}
+            arguments["structured_outputs"] = StructuredOutputsParams(**asked)
         answers = self._engine.generate(
             {"prompt_token_ids": list(running.request.prompt_ids)},
             SamplingParams(output_kind=RequestOutputKind.DELTA, **arguments),
@@ -168,7 +193,12 @@ class VllmServer(SleepingServer):
             part = answer.outputs[0]
             tokens = list(part.token_ids)
             log_probs = [each[token].logprob for token, each in zip(tokens, part.logprobs or (), strict=True)]
-            running.append(tokens, log_probs, self._version)
+            if shaping.prompt_log_probs and answer.prompt_logprobs and not running.prompt:
+                pairs = zip(prompt[1:], answer.prompt_logprobs[1:], strict=True)
+                found = ((each[token], likeliest_of(each, count)) for token, each in pairs)
+                running.prompt = tuple((own.logprob, own.rank, top) for own, top in found)
+            top = [likeliest_of(each, count) for each in part.logprobs or ()] if count else []
+            running.append(tokens, log_probs, self._version, top)
             if part.finish_reason is not None:
                 if self._experts is not None:
                     known = len(running.request.prompt_ids) + len(running.token_ids) - 1
