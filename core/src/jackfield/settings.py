@@ -143,7 +143,12 @@ class _Reader:
                 allowed = f"{_type_name(field.type)} {range_of(field.validator)}".strip()
                 expected = caught.expected if isinstance(caught, JackfieldError) else allowed
                 raise self.wrong(value, f"{path}.{name}".lstrip("."), expected, caught) from caught
-        return cls(**{fields[name].alias: value for name, value in values.items()})
+        try:
+            return cls(**{fields[name].alias: value for name, value in values.items()})
+        except ConfigError as error:
+            if path and error.where and not str(error.where).startswith(path):  # it is a place within the instance
+                error.where = f"{path}.{error.where}"
+            raise
 
     def sequence(self, kind: Any, members: Sequence[Any], value: Any, path: str) -> Any:
         if isinstance(value, str | bytes | Mapping):  # unlike in Python, a text is not a sequence of texts here
