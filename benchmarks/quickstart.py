@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import Any
 
 QUICKSTART = Path(__file__).resolve().parent.parent / "examples" / "quickstart" / "quickstart.py"
-QUICK = ("--warmup", "schedule.steps=40", "--warmup", "optimizer.total_steps=40", "schedule.steps=4", "evaluation.tasks=40")
+QUICK = (
+    "--warmup",
+    "schedule.steps=40",
+    "--warmup",
+    "optimizer.total_steps=40",
+    "schedule.steps=4",
+    "evaluation.tasks=40",
+)
 
 
 def main() -> None:

@@ -178,7 +178,7 @@ def make_interpreters() -> None:
 
 
 def make_environment(name: str, requirements: Path, *alone: str, lies_over: bool = True) -> None:
-    """Make an environment, which may lie over ``.venv``, unless it is there; ``alone`` comes without what it requires."""
+    """Make an environment unless it is there, over ``.venv`` or not; ``alone`` comes without what it requires."""
     place = ROOT / "environments" / name
     stamp = _digest(requirements.read_text(encoding="utf-8"), CONSTRAINTS.read_text(encoding="utf-8"), sys.version)
     if _stamps().get(name) == stamp and place.exists():

@@ -69,13 +69,13 @@ def ray_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def ray_cluster(ray_environment: dict[str, str]) -> Iterator[str]:
     """A cluster on this machine that runs join; its address."""
     folder = tempfile.mkdtemp(prefix="jackfield")  # the path of a socket is short
-    port = 20_000 + secrets.randbelow(10_000)
+    port = 20_000 + 2 * secrets.randbelow(5_000)  # the next one is of Ray's clients; no ephemeral port is in this range
     command = [
         Path(sys.executable).with_name("ray"), "start", "--head", "--block", "--num-cpus=2",
         "--include-dashboard=false", "--disable-usage-stats",
         "--node-ip-address=127.0.0.2", f"--port={port}", "--object-store-memory=200000000",
         f"--temp-dir={folder}", "--no-monitor", "--include-log-monitor=false",
-        f"--ray-client-server-port={port + 10_000}",
+        f"--ray-client-server-port={port + 1}",
     ]  # fmt: skip
     head = subprocess.Popen(
         command,

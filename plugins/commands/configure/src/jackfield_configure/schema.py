@@ -16,7 +16,7 @@ import attrs
 
 from jackfield.algorithms import names
 from jackfield.algorithms.settings import AlgorithmSettings, KLSettings
-from jackfield.compose.checks import register_any
+from jackfield.compose.parts import register_any
 from jackfield.config.sections import PluginSection, RunConfig
 from jackfield.errors import JackfieldError
 from jackfield.plugins import HookManager, Registry
