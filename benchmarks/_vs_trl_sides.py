@@ -106,7 +106,7 @@ def jackfield_config(settings: Settings) -> dict[str, Any]:
         "cluster": {"threads": settings.threads, "micro_batch_tokens": 4096},
         "checkpoint": {"every": 0, "at_end": False, "resume": False},
         "reward": {"name": "function", "path": f"{TASK}:compute_score"},
-        "observe": dict.fromkeys(("tensorboard", "sample_table", "timeline", "curve", "progress"), False),
+        "observe": {"report_to": [], **dict.fromkeys(("sample_table", "timeline", "curve", "progress"), False)},
         **settings.overrides,
     }
 

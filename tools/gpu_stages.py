@@ -170,7 +170,7 @@ def grpo(plan: Plan) -> dict[str, Any]:
         "cluster": {"device": plan.device, "micro_batch_tokens": 16384},
         "checkpoint": {"every": 0, "at_end": False, "resume": False},
         "reward": {"name": "function", "path": f"{task}:compute_score"},
-        "observe": dict.fromkeys(("tensorboard", "sample_table", "timeline", "curve", "progress"), False),
+        "observe": {"report_to": [], **dict.fromkeys(("sample_table", "timeline", "curve", "progress"), False)},
     }
     run(make_config(settings), hooks=[Times()])
     seconds = statistics.median(after - before for before, after in itertools.pairwise(ends))
