@@ -78,7 +78,7 @@ def really_run(work: Workload, plan: Plan, window: tuple[int, int], scale: float
         **dict.fromkeys(("engine", "rollout", "reward"), own),
     }
     values["data"] |= {"train": str(folder / "tasks.jsonl")}
-    ends = Ends(Stop(5.0), last)
+    ends = Ends(Stop(60.0), last)
     with (folder / "output.txt").open("w") as output, contextlib.redirect_stderr(output):
         run(make_config(values, ()), hooks=[ends], registry=plugins.registry(), stop=ends.stop)
     return (ends.at[last - 1] - ends.at[first - 1]) / (last - first)
