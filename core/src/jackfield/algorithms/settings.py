@@ -52,6 +52,12 @@ class KLSettings:
         "report the KL to the initial model also where it is no penalty: one more forward pass per batch, without LoRA "
         "of a second model",
     )
+    initial_responses: int = option(
+        8,
+        "responses of the initial model on which every step reports how far the policy has moved from it "
+        "(policy/initial_kl); 0: none",
+        ge(0),
+    )
     target: float | None = option(
         None, "KL per token that an adaptive controller steers the coefficient to; null: constant", gt(0.0)
     )

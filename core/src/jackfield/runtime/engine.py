@@ -104,6 +104,12 @@ class EngineRank:
             return None
         return [row.tolist() for row in output.log_probs.unbind()]
 
+    async def tokens(self, batch: BatchMeta) -> list[list[list[int]]]:
+        """Return ids of prompt and response, and the mask, of each sample as plain values."""
+        columns = await self._values.read(batch, _SAMPLE)
+        rows = [to_nested(columns[name]).unbind() for name in _SAMPLE]
+        return [[each.int().tolist() for each in row] for row in zip(*rows, strict=True)]
+
     async def update(
         self, loss: LossSpec, batch: BatchMeta | None = None, comparison: Comparison | None = None
     ) -> tuple[dict[str, float], Distances]:
@@ -210,6 +216,11 @@ class EngineGroup:
         """Return log-probs of responses after one prompt; every rank computes all of them."""
         results = await self._all("to score a few tokens", lambda rank, _: rank.score(prompt_ids, responses))
         return next(result for result in results if result is not None)
+
+    async def tokens(self, batch: BatchMeta) -> list[list[list[int]]]:
+        """Return ids of prompt and response, and the mask, of each sample, as the first rank reads them."""
+        name = f"the {self._role} engine, rank 0, to read {len(batch)} samples"
+        return await self._clock.wait_for(self._ranks[0].tokens(batch), self._seconds, name)
 
     async def update(
         self, batch: BatchMeta, loss: LossSpec, comparison: Comparison | None = None

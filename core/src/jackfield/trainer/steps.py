@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from math import floor
+from math import floor, isfinite
 from typing import Any
 
 import attrs
 
+from jackfield.abc.engine import OptimizerSpec
 from jackfield.config.sections import MixConfig, ReplayConfig
+from jackfield.errors import RunError
 from jackfield.queue.meta import BatchMeta, Reuse, SamplerSpec
 from jackfield.runtime.samples import TRAIN, oldest_version, trained
 from jackfield.trainer.role import Role
@@ -175,3 +177,16 @@ def further_groups(ratio: float, step: int, own: int) -> int:
 
 def _consumer(partition: str) -> str:
     return CONSUMER if partition == TRAIN else f"{CONSUMER}/{partition}"
+
+
+def finite(update: Mapping[str, float], loss: str, step: Step, optimizer: OptimizerSpec) -> Mapping[str, float]:
+    """Refuse an update whose loss or gradient norm is not finite, or leave these out if it was to be skipped."""
+    skips = optimizer.on_nonfinite == "skip"
+    if skips and not isfinite(update["grad_norm"]):
+        return {name: value for name, value in update.items() if isfinite(value)} | {"updates_skipped": 1.0}
+    for name in (loss, "grad_norm"):
+        if not isfinite(update[name]):
+            details = {"where": f"step {step.number + 1}", "expected": "a finite number", "found": update[name]}
+            fix = "lower optimizer.lr or optimizer.clip_grad, or look at the rewards"
+            raise RunError(f"{name} is {update[name]}", code="run.not-finite", fix=fix, **details)
+    return {**update, "updates_skipped": 0.0} if skips else update

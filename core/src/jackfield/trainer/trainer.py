@@ -6,16 +6,15 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from math import inf, isfinite
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from jackfield.abc.engine import OptimizerSpec
 from jackfield.algorithms import LossSpec
 from jackfield.algorithms.losses import VALUE_LOSS
-from jackfield.errors import QueueError, RunError
+from jackfield.errors import QueueError
 from jackfield.plugins.hooks import SamplesFailed, SamplesRecorded, StepEnded, WeightsSynced
 from jackfield.queue.meta import BatchMeta
 from jackfield.queue.sample_files import ImportedSamples
@@ -26,10 +25,11 @@ from jackfield.runtime.tags import said_metrics
 from jackfield.runtime.workers import is_lost
 from jackfield.trainer.checkpoint import Checkpoint, Checkpointer
 from jackfield.trainer.evaluation import Evaluator
+from jackfield.trainer.initial_kl import InitialKL
 from jackfield.trainer.limits import Limits
 from jackfield.trainer.random_state import random_state
 from jackfield.trainer.role import Role
-from jackfield.trainer.steps import Step, StepSource, mean_metrics
+from jackfield.trainer.steps import Step, StepSource, finite, mean_metrics
 from jackfield.trainer.weights import LogProbCheck, publish
 
 _SHARED = ("aggregation", "length_norm")  #: options of the policy loss that also apply to the critic's
@@ -50,6 +50,7 @@ class Trainer:
     checkpoints: Checkpointer = attrs.field(init=False)
     source: StepSource = attrs.field(init=False)
     limits: Limits = attrs.field(init=False)
+    initial_kl: InitialKL = attrs.field(init=False)
     kl_coefficient: float = attrs.field(init=False)  #: of the KL penalty, in the loss or in the reward
     _synced: WeightsSynced | None = attrs.field(default=None, init=False)  #: report of the newest published version
     _published: int = attrs.field(default=0, init=False)  #: the weight version that the replicas serve
@@ -60,7 +61,7 @@ class Trainer:
         trained = {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}
         self.log_prob_check, self.evaluator = LogProbCheck(role=role), Evaluator(role=role)
         self.checkpoints = Checkpointer(role=role, engines=trained if role.engines else {})
-        self.limits = Limits(role=role)
+        self.limits, self.initial_kl = Limits(role=role), InitialKL(role=role, actor=self.actor)
         self.source, self.kl_coefficient = StepSource(role=role), role.config.algorithm.kl.coefficient
 
     async def begin(self, checkpoint: Checkpoint | None = None, imported: Sequence[ImportedSamples] = ()) -> int:
@@ -86,6 +87,7 @@ class Trainer:
                 restored, first_step = await self.checkpoints.load(checkpoint), checkpoint.step
             self.kl_coefficient = restored["kl_coefficient"]
             self.limits.restore(restored.get("used", {}))
+            self.initial_kl.kept = restored.get("initial_kl", [])
             self.limits.check(first_step, self.limits.used)  # they may be lower now
             self._published = role.updated = first_step if role.engines else 0
             if self.sync is not None and first_step:
@@ -223,17 +225,19 @@ class Trainer:
                     mine = own(part)
                     loss = LossSpec(name=VALUE_LOSS, options=options, global_counts=global_counts(mine.tags))
                     update, _ = await self.critic.update(mine, loss)
-                    finite = _finite(update, "value/loss", step, self.role.config.critic.optimizer)
-                    named = {name if "/" in name else f"critic/{name}": value for name, value in finite.items()}
+                    found = finite(update, "value/loss", step, self.role.config.critic.optimizer)
+                    named = {name if "/" in name else f"critic/{name}": value for name, value in found.items()}
                     step.updates[key] = named
 
     async def update_actor(self, step: Step) -> None:
         """Run the policy's optimizer steps on the batch, once the critic's warm-up is over."""
+        await self.initial_kl.keep(step)
         async with self.role.measure("update_actor", "trainer", step.number):
             if self.critic is None or step.number >= self.role.config.critic.warmup_steps:
                 for key, part in self._open_updates("actor", step):
                     step.updates[key] = await self._actor_step(part, step, first=key == ("actor", 0))
         if step.is_whole:
+            await self.initial_kl.measure(step)
             self._end_updates(step)
 
     def _end_updates(self, step: Step) -> None:
@@ -295,7 +299,8 @@ class Trainer:
             await self.checkpoints.finish()
 
     def _state(self) -> dict[str, Any]:
-        return {"kl_coefficient": self.kl_coefficient, "used": self.limits.used}
+        own = {"kl_coefficient": self.kl_coefficient, "used": self.limits.used}
+        return {**own, "initial_kl": self.initial_kl.kept}
 
     async def checkpoint_before(self, step: Step) -> int:
         """Write a checkpoint of the state before a step. Return the number of completed steps.
@@ -346,7 +351,7 @@ class Trainer:
         update, found = await self.actor.update(part, loss, comparison)
         if comparison is not None:
             check.judge(found, part, step.number)
-        return _finite(update, "policy/loss", step, self.role.config.optimizer)
+        return finite(update, "policy/loss", step, self.role.config.optimizer)
 
     def _measured(self, step: Step) -> dict[str, float]:
         """Return metrics of the step's batch, stages and throughput."""
@@ -382,16 +387,3 @@ class Trainer:
                 name = f"samples/{'replayed' if lease.partition == TRAIN else lease.partition}"
                 measured[name] = measured.get(name, 0.0) + 1.0
         return measured
-
-
-def _finite(update: Mapping[str, float], loss: str, step: Step, optimizer: OptimizerSpec) -> Mapping[str, float]:
-    """Refuse an update whose loss or gradient norm is not finite, or leave these out if it was to be skipped."""
-    skips = optimizer.on_nonfinite == "skip"
-    if skips and not isfinite(update["grad_norm"]):
-        return {name: value for name, value in update.items() if isfinite(value)} | {"updates_skipped": 1.0}
-    for name in (loss, "grad_norm"):
-        if not isfinite(update[name]):
-            details = {"where": f"step {step.number + 1}", "expected": "a finite number", "found": update[name]}
-            fix = "lower optimizer.lr or optimizer.clip_grad, or look at the rewards"
-            raise RunError(f"{name} is {update[name]}", code="run.not-finite", fix=fix, **details)
-    return {**update, "updates_skipped": 0.0} if skips else update
