@@ -131,6 +131,7 @@ def role_of(samples: int, steps: int, name: RoleName = "all", clock: Clock | Non
         "reward_service": {"retries": 0, "keep": False},
         "checkpoint": {"every": 0, "at_end": False},
         "log_prob_check": {"every": 0, "probe_tokens": 0},
+        "algorithm": {"kl": {"initial_responses": 0}},
         "deadlines": dict.fromkeys(("batch", "rollout", "reward", "engine"), SECONDS),
         "observe": {"samples_per_step": 0},
     }

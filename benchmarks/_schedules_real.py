@@ -52,6 +52,7 @@ def settings(work: Workload, plan: Plan, steps: int) -> dict[str, Any]:
     if work.tail:  # stragglers count as rollouts in flight for so many batches
         schedule["rollouts_in_flight"] = work.groups * work.rollouts * (2 + int(work.tail / work.generate))
     algorithm: dict[str, Any] = {"name": plan.algorithm, "mini_batches": work.mini_batches}
+    algorithm["kl"] = {"initial_responses": 0}
     return {
         "seed": SEED,
         "data": {"groups_per_batch": work.groups, "rollouts_per_group": work.rollouts},

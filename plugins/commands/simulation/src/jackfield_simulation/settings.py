@@ -96,4 +96,6 @@ class SimulationSettings:
     def config(self, folder: str) -> RunConfig:
         """Return the configuration of the run in a folder."""
         off = {name: {**self.run.get(name, {}), **section} for name, section in _OFF.items()}
+        algorithm = self.run.get("algorithm", {})
+        off["algorithm"] = {**algorithm, "kl": {**algorithm.get("kl", {}), "initial_responses": 0}}
         return make_config({"model": {"path": "none"}, **self.run, **off, "folder": folder})
