@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -120,9 +121,10 @@ def test_a_run_whose_groups_never_have_enough_rollouts_ends_with_what_the_agent_
     small_run: Run, failing: Callable[[str], str]
 ) -> None:
     """The error names the exception and its line."""
-    with pytest.raises(JackfieldError, match=r"ConnectionError: the shop is closed \(.*failing\.py:10\)") as caught:
+    with pytest.raises(JackfieldError) as caught:
         small_run("never", failing("range(1000)"), "data.minimum_rows=3", "schedule.max_retries=1")
     assert "queue.batch-failed" == caught.value.code
+    assert re.search(r"ConnectionError: the shop is closed \(.*failing\.py:10\)", caught.value.message)
     assert "was made again 1 times" in caught.value.message
 
 

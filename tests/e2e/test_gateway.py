@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ import pytest
 
 from jackfield.queue import read_ledger
 from jackfield_commands import CommandServer
+from jackfield_huggingface.relay import RelayServer
 
-from .conftest import ROOT, metrics
+from .conftest import ROOT, Run, metrics
 from .test_modes import steps
 
 pytestmark = pytest.mark.timeout(300)
@@ -87,6 +89,54 @@ def test_agents_of_a_library_are_trained_by_changing_their_base_url(
         assert 0.0 <= line["reward/mean"] <= 1.0
         assert line["agent/letters/mean"] > 0
         assert line["agent/sequences/mean"] == 1.0
+
+
+STREAMING = """
+import openai
+from jackfield_huggingface.relay import RelayServer
+
+async def solve(task, base_url, api_key):
+    text, chunks = "", 0
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        messages = [{"role": "user", "content": task["question"]}]
+        async for chunk in await client.chat.completions.create(model="policy", messages=messages, stream=True):
+            if not chunks:
+                RelayServer.heard.release()
+            chunks += 1
+            text += chunk.choices[0].delta.content or ""
+    return {"reward": float(len(text) % 2), "metrics": {"chunks": chunks}}
+"""
+
+
+def test_streaming_programs_hear_the_first_token_before_the_last_is_generated(
+    small_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer's last token is held back until a client has heard a first one, and is trained on as it was said."""
+    generate_stream, streams = RelayServer.generate_stream, list[str]()
+
+    async def held(self: Any, request: Any) -> AsyncIterator[Any]:
+        count = 0
+        async with contextlib.aclosing(generate_stream(self, request)) as chunks:
+            async for chunk in chunks:
+                if count and chunk.finish_reason is not None:
+                    streams.append(request.request_id)
+                    await RelayServer.heard.acquire()  # type: ignore[attr-defined]
+                yield chunk
+                count += 1
+
+    monkeypatch.setattr(RelayServer, "generate_stream", held)
+    monkeypatch.setattr(RelayServer, "heard", asyncio.Semaphore(0), raising=False)
+    (tmp_path / "streaming.py").write_text(STREAMING)
+    program = f"program: {{call: '{tmp_path / 'streaming.py'}:solve', process: false}}"
+    _, lines = small_run(
+        "streamed", f"agent={{name: gateway, {program}}}", "schedule.steps=2", "log_prob_check.every=1"
+    )
+    found = steps(lines)
+    assert [16.0, 16.0] == [line["samples"] for line in found]
+    assert len(streams) > 16
+    for line in found:
+        assert line["agent/chunks/mean"] > 3
+        assert line["log_prob_check/rollout/max"] < 1e-3
 
 
 @pytest.mark.timeout(900)

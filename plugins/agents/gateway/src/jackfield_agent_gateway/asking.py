@@ -28,6 +28,7 @@ class Ask:
     stop_token_ids: tuple[int, ...] = ()
     sampling: Mapping[str, Any] = attrs.field(factory=dict)  #: of the client
     is_retry: bool = False  #: the client says that it has sent this before
+    streams: bool = False  #: the client hears the answer as it comes
     keys: list[str] = attrs.field(init=False)  #: digests of the conversation after each message
     key: str = attrs.field(init=False)  #: digest of the whole request
 
@@ -69,13 +70,20 @@ class Said:
         return message
 
 
+@attrs.frozen
+class Head:
+    """What all forms of an answer begin with."""
+
+    id: str = attrs.field(factory=lambda: uuid.uuid4().hex)
+    created: int = attrs.field(factory=lambda: int(time.time()))
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class Answers:
     """The recorded answers to one request, which its repeats get, too."""
 
     said: Sequence[Said]
-    id: str = attrs.field(factory=lambda: uuid.uuid4().hex)
-    created: int = attrs.field(factory=lambda: int(time.time()))
+    head: Head
 
     @property
     def prompt_tokens(self) -> int:

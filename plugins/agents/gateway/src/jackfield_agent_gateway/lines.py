@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import xxhash
 
 from jackfield.abc.agent import AgentContext, AgentSequence, Relation
-from jackfield.abc.rollout import GenerateRequest, GenerateResult
+from jackfield.abc.rollout import GenerateChunk, GenerateRequest, GenerateResult
 from jackfield.sdk.sequences import Answer, SequenceBuilder, sequences_of
 
 
@@ -77,6 +77,7 @@ class Line:
         self.at: Node | None = None  #: where it ends, if nothing follows it
         self.text = ""  #: prompt and answers of completions
         self.override: Mapping[str, Any] = {}  #: sampling parameters of the next request
+        self.hear: Callable[[GenerateChunk], None] | None = None  #: hears the tokens of the next answer as they come
         self.result: GenerateResult | None = None
         self.prompt_ids: tuple[int, ...] = ()
         self._made = self._begun = 0
@@ -123,7 +124,11 @@ class Line:
             changes["seed"] = xxhash.xxh3_64_intdigest(text.encode()) >> 1
         if changes:
             request = attrs.evolve(request, sampling=attrs.evolve(request.sampling, **changes))
-        result = await self._context.generate(request)
+        self.prompt_ids, stream = request.prompt_ids, self._context.stream
+        if self.hear is None or stream is None:
+            result = await self._context.generate(request)
+        else:
+            result = await stream(request, self.hear)
         if self.tokenizer.begun > self._begun:  # the template renders earlier turns otherwise
             self._begun = self.tokenizer.begun
             self.history.append(Tokens(parent=self.history[-1], relation="template"))
@@ -131,7 +136,7 @@ class Line:
         tokens.ids, tokens.inputs = (*request.prompt_ids, *result.token_ids), request.multi_modal_data
         tokens.is_answered |= bool(result.token_ids)
         self._made += len(result.token_ids)
-        self.result, self.prompt_ids = result, request.prompt_ids
+        self.result = result
         return result
 
 
