@@ -64,6 +64,19 @@ class ChatTokenizer(Protocol):
         These are NumPy arrays by name, such as ``pixel_values``; without images, there are none.
         """
 
+    def encode_multi_modal_turn(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        answer: Mapping[str, Any] | None = None,
+        closed: bool = True,
+    ) -> tuple[tuple[int, ...], Mapping[str, Any]]:
+        """Return the tokens of :meth:`encode_turn`, and the arrays of the images of these messages (since 1.1)."""
+
+    def placeholders(self) -> tuple[int, ...]:
+        """Return the tokens in whose places models see images (since 1.1)."""
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of tokens."""
 

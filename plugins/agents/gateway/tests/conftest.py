@@ -147,7 +147,7 @@ class Served:
         context = AgentContext(
             generate=self.model,
             stream=self.model.stream if self.streams else None,
-            tokenizer=self.tokenizer,
+            tokenizer=self.tokenizer,  # of the rollout
             shared=self.shared,
             folder=lambda: folder,
             event=lambda name, **fields: self.events.append((name, fields)),

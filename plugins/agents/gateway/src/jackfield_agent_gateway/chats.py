@@ -34,11 +34,11 @@ class ToolChatBody(ChatBody):
         name: values for name, values in NEUTRAL.items() if name not in _SERVED
     }
 
-    def ask(self, is_retry: bool) -> Ask:
-        """Return what is asked of the model."""
+    def ask(self, is_retry: bool, images: bool = False) -> Ask:
+        """Return what is asked of the model, which may see images or not."""
         most = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         return Ask(
-            messages=read_messages(self.messages),
+            messages=read_messages(self.messages, images),
             tools=read_tools(self.tools),
             calls_tools=calls_tools(self.tool_choice),
             max_tokens=most,
@@ -50,7 +50,7 @@ class ToolChatBody(ChatBody):
 class TextBody(CompletionBody):
     """The body of ``/v1/completions`` with one prompt."""
 
-    def ask(self, is_retry: bool) -> Ask:
+    def ask(self, is_retry: bool, images: bool = False) -> Ask:
         """Return what is asked of the model."""
         prompt = self.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):

@@ -33,6 +33,7 @@ class Node:
     length: int  #: of the tokens up to here
     made: int  #: tokens that the model has generated on the way
     answer: Answer
+    inputs: Mapping[str, Any]  #: arrays of the images up to here
 
 
 class GivenTokens:
@@ -96,7 +97,7 @@ class Line:
         """Make the builder: of messages, or of given tokens, or of what a node of another line has."""
         sampling, inputs = dict(self._sampling), dict[str, Any]()
         if node is not None:
-            given, inputs = node.tokens.ids[: node.length], dict(node.tokens.inputs)
+            given, inputs = node.tokens.ids[: node.length], dict(node.inputs)
             self.history[-1].ids, self._made = tuple(given), node.made
             if "max_new_tokens" in sampling:
                 sampling["max_new_tokens"] = max(0, sampling["max_new_tokens"] - node.made)
@@ -113,7 +114,7 @@ class Line:
         """Return the node after the answer that has just come."""
         tokens, answer = self.history[-1], self.builder.answer
         assert answer is not None
-        self.at = Node(self, tokens, len(tokens.ids), self._made, answer)
+        self.at = Node(self, tokens, len(tokens.ids), self._made, answer, tokens.inputs)
         return self.at
 
     async def _generate(self, request: GenerateRequest) -> GenerateResult:

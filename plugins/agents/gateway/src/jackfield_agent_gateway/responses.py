@@ -77,11 +77,13 @@ class ResponseBody(Body):
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         return [*system, *before, *_messages(items)]
 
-    def ask(self, known: Mapping[str, list[dict[str, Any]]], is_retry: bool) -> tuple[Ask, list[dict[str, Any]]]:
+    def ask(
+        self, known: Mapping[str, list[dict[str, Any]]], is_retry: bool, images: bool = False
+    ) -> tuple[Ask, list[dict[str, Any]]]:
         """Return what is asked of the model, and the conversation."""
         messages = self.messages(known)
         ask = Ask(
-            messages=read_messages(messages),
+            messages=read_messages(messages, images),
             tools=read_tools([_tool(tool, place) for place, tool in enumerate(self.tools or ())]),
             calls_tools=calls_tools(self.tool_choice),
             max_tokens=self.max_output_tokens,
@@ -110,7 +112,7 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
             continue
         if kind == "function_call_output":
             output = item.get("output")
-            content = output if isinstance(output, str) else _text(output, f"{path}.output")
+            content = output if isinstance(output, str) else _content(output, f"{path}.output")
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
             continue
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
@@ -122,20 +124,26 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
             calls.append({"id": item.get("call_id"), "type": "function", "function": call})
         elif kind == "message":
             given = item.get("content")
-            content = given if isinstance(given, str) else _text(given, f"{path}.content")
+            content = given if isinstance(given, str) else _content(given, f"{path}.content")
             messages.append({"role": item.get("role"), "content": content})
         else:
             raise refused(f"{path}.type", "message, function_call, function_call_output or reasoning", kind)
     return messages
 
 
-def _text(parts: Any, path: str) -> str:
+def _content(parts: Any, path: str) -> Any:
+    """Return the parts of an item as those of a message: one text, or texts and images."""
     if not isinstance(parts, list):
         raise refused(path, "a text, or a list of text parts", parts, "invalid_type")
+    found: list[dict[str, Any]] = []
     for place, part in enumerate(parts):
-        if not isinstance(part, Mapping) or part.get("type") not in _TEXTS or not isinstance(part.get("text"), str):
-            raise refused(f"{path}[{place}]", "a text part: nothing else is served", part)
-    return "".join(part["text"] for part in parts)
+        if isinstance(part, Mapping) and part.get("type") == "input_image":
+            found.append({"type": "image_url", "image_url": {"url": part.get("image_url")}})
+        elif isinstance(part, Mapping) and part.get("type") in _TEXTS and isinstance(part.get("text"), str):
+            found.append({"type": "text", "text": part["text"]})
+        else:
+            raise refused(f"{path}[{place}]", "a part with text or an image", part)
+    return found
 
 
 @attrs.define

@@ -58,8 +58,8 @@ _READING_SECONDS = 30.0  #: time for a client to read an answer
 class Gateway:
     """The server of one worker and its open rollouts."""
 
-    def __init__(self, config: GatewayConfig, context: AgentWorkerContext) -> None:
-        self._config, self._context = config, context
+    def __init__(self, config: GatewayConfig, context: AgentWorkerContext, images: bool = False) -> None:
+        self._config, self._context, self._images = config, context, images
         self._numbers = itertools.count()
         self._rollouts = Rollouts(context.clock)
         self._web: WebServer | None = None
@@ -151,7 +151,7 @@ class Gateway:
     async def _answered(self, request: web.Request, cls: type[ToolChatBody] | type[TextBody]) -> web.StreamResponse:
         body = read_body(cls, await self._read(request))
         async with self._rollout(request) as rollout:
-            ask = body.ask(_is_retry(request))
+            ask = body.ask(_is_retry(request), self._images)
             form = Form(body, body.model or self._config.model_name, self._context.tokenizer.decode)
             if not body.stream:
                 return web.json_response(form.whole(await self._answers(rollout, ask)))
@@ -161,7 +161,7 @@ class Gateway:
         body = read_body(ResponseBody, await self._read(request))
         async with self._rollout(request) as rollout:
             responses = rollout.responses  # those of this attempt of the program
-            ask, messages = body.ask(responses, _is_retry(request))
+            ask, messages = body.ask(responses, _is_retry(request), self._images)
             form = ResponseForm(body, body.model or self._config.model_name)
 
             def end(answers: Answers) -> Iterator[dict[str, Any]]:
