@@ -170,10 +170,8 @@ def joined_experts(first: Any, second: Any) -> Any:
     return np.concatenate([first, second[len(first) :]])
 
 
-def _whole(request: GenerateRequest, chunks: Sequence[GenerateChunk]) -> GenerateResult | None:
-    """Return what came of a request, also if its replica has died before the end; None: nothing."""
-    if not chunks:
-        return None
+def _whole(request: GenerateRequest, chunks: Sequence[GenerateChunk]) -> GenerateResult:
+    """Return what came of a request, also if its replica has died before the end."""
     lists: dict[str, Any] = {name: tuple(one for each in chunks for one in getattr(each, name)) for name in _LISTS}
     ended = bool(lists["token_ids"]) and lists["token_ids"][-1] in request.sampling.stop_token_ids
     reason = chunks[-1].finish_reason or ("stop" if ended else "abort")
@@ -209,8 +207,7 @@ class Router:
     ) -> Callable[..., Awaitable[GenerateResult]]:
         """Return a function that generates for one rollout, on one replica for its cache.
 
-        ``asks`` is called with the sampling parameters of each request. The function takes a request and, if its tokens
-        are streamed, a function that hears them; it hears none twice.
+        ``asks`` is called with the sampling parameters of each request. A second argument hears each token as it comes.
 
         A request that a server aborts, for training, an update or a removal, continues on any replica with its tokens
         and the rest of its budget, and its parts are joined. If the replica dies, the request continues with the tokens
@@ -223,14 +220,21 @@ class Router:
         async def generate(request: GenerateRequest, hear: Hear | None = None) -> GenerateResult:
             nonlocal chosen
             asks(request.sampling)
+            chunks = list[GenerateChunk]()
+
+            def heard(chunk: GenerateChunk) -> None:
+                chunks.append(chunk)
+                cast(Hear, hear)(chunk)
+
             old, none = set[Replica](), dict[str, Any].fromkeys(_LISTS, ())
             done = GenerateResult(request_id=request.request_id, finish_reason="abort", **none)
             while done.finish_reason == "abort":
                 while not self._replicas:
                     await self._clock.wait_for(self._changed.wait(), _WAIT_SECONDS, "a rollout replica that serves")
-                chosen, part, chunks = self._chosen(chosen, old), None, list[GenerateChunk]()
+                chosen, part = self._chosen(chosen, old), None
+                chunks.clear()
                 try:
-                    part = await self._generate(chosen, _rest(request, done), hear, chunks)
+                    part = await self._generate(chosen, _rest(request, done), None if hear is None else heard)
                 except JackfieldError as error:
                     if error.code in LOST:
                         if not self._is_removed(chosen):
@@ -241,7 +245,7 @@ class Router:
                         old.add(chosen)
                         if old.issuperset(self._replicas.values()):
                             raise
-                part = part or _whole(request, chunks)
+                part = _whole(request, chunks) if chunks else part
                 done = done if part is None else self._joined(request, done, part)
             return done
 
@@ -300,16 +304,9 @@ class Router:
         await asyncio.gather(*late, return_exceptions=True)
         return len(late)
 
-    async def _generate(
-        self, replica: Replica, request: GenerateRequest, hear: Hear | None, chunks: list[GenerateChunk]
-    ) -> GenerateResult | None:
-        """Generate on a replica; return None if the tokens are in ``chunks``, or its removal aborted the request."""
-
-        def heard(chunk: GenerateChunk) -> None:
-            chunks.append(chunk)
-            cast(Hear, hear)(chunk)
-
-        generating = replica.generate(request, None if hear is None else heard)
+    async def _generate(self, replica: Replica, request: GenerateRequest, hear: Hear | None) -> GenerateResult | None:
+        """Generate on a replica; return None if the tokens were heard, or its removal aborted the request."""
+        generating = replica.generate(request, hear)
         task, running = asyncio.create_task(generating, name=request.request_id), self._running[replica]
         running.add(task)
         try:

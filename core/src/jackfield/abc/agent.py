@@ -65,12 +65,7 @@ class ChatTokenizer(Protocol):
         """
 
     def encode_multi_modal_turn(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        answer: Mapping[str, Any] | None = None,
-        closed: bool = True,
+        self, messages: Sequence[Mapping[str, Any]], **how: Any
     ) -> tuple[tuple[int, ...], Mapping[str, Any]]:
         """Return the tokens of :meth:`encode_turn`, and the arrays of the images of these messages (since 1.1)."""
 

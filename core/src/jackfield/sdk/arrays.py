@@ -57,8 +57,7 @@ def joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> Mapping[str, 
 
     sizes = [{name: array.shape[1:] for name, array in each.items()} for each in (first, second)]
     if sizes[0] != sizes[1]:
-        what, expected, found = "images do not fit those before them", str(sizes[0]), str(sizes[1])
-        raise DataError(what, code="data.image", expected=expected, found=found)
+        raise DataError("images do not fit those before", code="data.image", expected=sizes[0], found=sizes[1])
     return {name: np.concatenate([array, second[name]]) for name, array in first.items()}
 
 

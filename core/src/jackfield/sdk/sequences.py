@@ -165,7 +165,7 @@ class SequenceBuilder:
         if self._parts[-1].finish_reason == "abort":
             return False
         said = dict(answer) if answer is not None else {"role": "assistant", "content": self._text}
-        encode: Encode = functools.partial(self._inserted, said)
+        encode: Encode = lambda shown: self._turn_of(said, shown)[0]  # noqa: E731
         room, forks = self.room - 1, False  # one token is for the model
         try:
             made = encode(given)
@@ -177,7 +177,8 @@ class SequenceBuilder:
             made = encode(given)
         shown, inserted = fit(given, made, room, encode, cuts=self._on_overflow == "truncate")
         inputs = {} if forks or not _has_parts(shown) else self._turn_of(said, shown)[1]
-        if inputs and self._has_placeholders():  # the model would see the images in the places of its own tokens
+        # behind its own placeholder, the model would see images in that place
+        if inputs and not self._said(self._parts[-1]).isdisjoint(self.context.tokenizer.placeholders()):
             self.context.metric("placeholders_said", 1)
             return False
         if cut := len(made) - len(inserted):
@@ -246,7 +247,7 @@ class SequenceBuilder:
         how: Any = {"name": made._name, "step_id": part.step_id}
         how["finish_reason"] = part.finish_reason if turn is None else "stop"
         made._parts = [Part(prompt, point.inputs, parent=part, relation="branch", **how)]
-        made._spoken = {*self._spoken, *itertools.compress(part.response_ids, part.mask)}
+        made._spoken = self._said(part)
         return made
 
     def sub_agent(self, messages: Messages, *, name: str, tools: Messages = ()) -> SequenceBuilder:
@@ -311,10 +312,6 @@ class SequenceBuilder:
         self._parts = [*self._parts, self._begin(self._parts[-1], relation)]
         self._since, self._turn, self.answer, self._thoughtful = len(self.messages), [], None, {}
 
-    def _inserted(self, said: Mapping[str, Any], messages: Messages) -> tuple[int, ...]:
-        """Return the tokens between the answer and the next one."""
-        return self._turn_of(said, messages)[0]
-
     def _turn_of(self, said: Mapping[str, Any], messages: Messages) -> tuple[tuple[int, ...], Mapping[str, Any]]:
         """Return the tokens between the answer and the next one, and the arrays of their images."""
         last = self.answer.token_ids[-1:] if self.answer is not None and self.answer.closed else ()
@@ -332,12 +329,8 @@ class SequenceBuilder:
         token_ids, inputs = made if seen else (made, {})
         return (token_ids[1:] if not closed and last and token_ids[:1] == last else token_ids), inputs
 
-    def _has_placeholders(self) -> bool:
-        """Return whether the model itself has generated a token in whose place it would see an image."""
-        part = self._parts[-1]
-        return not {*self._spoken, *itertools.compress(part.response_ids, part.mask)}.isdisjoint(
-            self.context.tokenizer.placeholders()
-        )
+    def _said(self, part: Part) -> set[int]:
+        return {*self._spoken, *itertools.compress(part.response_ids, part.mask)}
 
     def _with_thought(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the answer; if it has no thought, with the last one in the sequence, which a template may drop."""
