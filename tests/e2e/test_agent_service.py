@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from jackfield.errors import JackfieldError
+from jackfield.queue import read_ledger
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.timeout(180), pytest.mark.needs("module:jackfield_agent_workflow")]
@@ -32,6 +35,21 @@ class Compared(Workflow):
             raise ConnectionError("the first time")
         self.metric("before_tokens", before.tokens)
         self.metric("untrained", len(untrained.text))
+        self.reward(float(len(reply.text) % 2))
+"""
+
+#: Rollouts with these numbers fail, counted as they begin.
+FAILING = """
+from jackfield_agent_workflow import Workflow
+
+class Failing(Workflow):
+    begun, failing = 0, FAILED
+
+    async def run(self, task):
+        number, Failing.begun = self.begun, self.begun + 1
+        if number in self.failing:
+            raise ConnectionError("the shop is closed")
+        reply = await self.model.chat(task.messages)
         self.reward(float(len(reply.text) % 2))
 """
 
@@ -63,6 +81,51 @@ def test_agents_ask_frozen_models_and_the_policy_and_failed_rollouts_are_run_aga
     ends = [json.loads(line) for line in (result.folder / "samples" / "train.jsonl").read_text().splitlines()]
     assert {0, 1, 2, 3} >= {each["tags"]["rollout"] for each in ends}
     assert 0 < sum(line.get("dropped/rollouts", 0.0) for line in found) <= 2 * 4 * 2
+
+
+@pytest.fixture
+def failing(tmp_path: Path) -> Callable[[Any], str]:
+    """The agent whose rollouts with these numbers fail, in the order in which they begin."""
+
+    def agent(failed: str) -> str:
+        (tmp_path / "failing.py").write_text(FAILING.replace("FAILED", failed))
+        return f"agent={{name: workflow, workflow: '{tmp_path / 'failing.py'}:Failing'}}"
+
+    return agent
+
+
+def kept(folder: Path) -> list[Counter[str]]:
+    """The number of samples that the trainer has taken, by group, for each step."""
+    entries = [each for each in read_ledger(folder) if each["event"] == "ack" and each["consumer"] == "trainer"]
+    return [Counter(key.rsplit("/", 3)[0] for key in entry["keys"]) for entry in entries]
+
+
+def test_groups_that_have_lost_rollouts_go_on_with_those_that_are_enough(
+    small_run: Run, failing: Callable[[str], str]
+) -> None:
+    """One rollout of each group of four raises: the steps have the other three, and nothing is made again."""
+    result, lines = small_run("partial", failing("range(0, 32, 4)"), "data.minimum_rows=3", "schedule.steps=2")
+    assert [[3, 3, 3, 3]] * 2 == [list(each.values()) for each in kept(result.folder)]
+    assert [(12.0, 12, 0.0)] * 2 == [
+        (line["samples"], line["generated/samples"], line["groups/retries"]) for line in steps(lines)
+    ]
+
+
+def test_a_group_with_too_few_rollouts_is_made_again(small_run: Run, failing: Callable[[str], str]) -> None:
+    result, lines = small_run("again", failing("{0, 1, 4}"), "data.minimum_rows=3", "schedule.steps=1")
+    assert [[3, 4, 4, 4]] == [sorted(each.values()) for each in kept(result.folder)]
+    assert [1.0] == [line["groups/retries"] for line in steps(lines)]
+
+
+def test_a_run_whose_groups_never_have_enough_rollouts_ends_with_what_the_agent_raised(
+    small_run: Run, failing: Callable[[str], str]
+) -> None:
+    """The error names the exception and its line."""
+    with pytest.raises(JackfieldError) as caught:
+        small_run("never", failing("range(1000)"), "data.minimum_rows=3", "schedule.max_retries=1")
+    assert "queue.batch-failed" == caught.value.code
+    assert re.search(r"ConnectionError: the shop is closed \(.*failing\.py:10\)", caught.value.message)
+    assert "was made again 1 times" in caught.value.message
 
 
 def test_in_a_cluster_each_agent_worker_serves_the_frozen_model(

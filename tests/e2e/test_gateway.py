@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+import zipfile
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 
 from jackfield.queue import read_ledger
-from jackfield_commands import CommandServer
+from jackfield_commands import Command, CommandServer
+from jackfield_huggingface.relay import RelayServer
 
-from .conftest import ROOT, metrics
+from .conftest import ROOT, Run, metrics
 from .test_modes import steps
 
 pytestmark = pytest.mark.timeout(300)
@@ -33,7 +38,7 @@ def post(url: str, key: str, body: Any) -> Any:
         return json.load(response)
 
 
-async def run_agents(address: str, count: int) -> int:
+async def run_agents(address: str, count: int, key: str = "any") -> int:
     """Solve tasks with an agent of the library openai-agents, until the run gives no more; return how many."""
     agents = pytest.importorskip("agents")
     agents.set_tracing_disabled(True)
@@ -42,7 +47,7 @@ async def run_agents(address: str, count: int) -> int:
         done = 0
         while True:
             try:
-                given = await asyncio.to_thread(post, f"{address}/rollouts", "any", {})
+                given = await asyncio.to_thread(post, f"{address}/rollouts", key, {})
             except (urllib.error.URLError, ConnectionError):  # the run has ended
                 return done
             async with openai.AsyncOpenAI(base_url=given["base_url"], api_key=given["key"], max_retries=0) as client:
@@ -57,33 +62,125 @@ async def run_agents(address: str, count: int) -> int:
     return sum(await asyncio.gather(*(work() for _ in range(count))))
 
 
+def listening(command: Command) -> str:
+    """Return the address at which the gateway listens, once it does."""
+    while "gateway: " not in command.out:
+        assert command.running, command.out + command.error
+        time.sleep(0.01)
+    return command.out.partition("gateway: ")[2].split()[0]
+
+
+def check_trained(folder: Path, samples: int) -> None:
+    """Check that the trainer has taken so many samples, each once."""
+    entries = [entry for entry in read_ledger(folder) if entry["event"] == "ack" and entry["consumer"] == "trainer"]
+    trained = [key for entry in entries for key in entry["keys"]]
+    assert len(trained) == len(set(trained)) == samples
+
+
 def test_agents_of_a_library_are_trained_by_changing_their_base_url(
     jackfield: CommandServer, quickstart_settings: Settings, tmp_path: Path
 ) -> None:
     """Two steps of a real run whose rollouts are agents elsewhere: each sample is acknowledged once."""
     small = ("data.groups_per_batch=2", "data.rollouts_per_group=4", "schedule.steps=2", "log_prob_check.every=1")
     command = jackfield.start("gateway", *quickstart_settings("agents", *small))
-    while "gateway: " not in command.out:
-        assert command.running, command.out + command.error
-        time.sleep(0.01)
-    address = command.out.partition("gateway: ")[2].split()[0]
+    address = listening(command)
     assert f"{address}\n" == (tmp_path / "agents" / "gateway.txt").read_text()
     done = asyncio.run(run_agents(address, 4))
     assert 0 == command.wait().code, command.out + command.error
     lines = steps(metrics(tmp_path / "agents"))
     assert [1, 2] == [line["step"] for line in lines]
-    trained = [
-        key
-        for entry in read_ledger(tmp_path / "agents")
-        if entry["event"] == "ack" and entry["consumer"] == "trainer"
-        for key in entry["keys"]
-    ]
-    assert len(trained) == len(set(trained)) == 16
+    check_trained(tmp_path / "agents", 16)
     assert done >= 16
     for line in lines:
         assert 0.0 <= line["reward/mean"] <= 1.0
         assert line["agent/letters/mean"] > 0
         assert line["agent/sequences/mean"] == 1.0
+
+
+@pytest.fixture
+def plain_server(tmp_path: Path) -> Path:
+    """The folder of a rollout server of a third party, built for ABI 1.0, that has no address of its own."""
+    [wheel] = (ROOT / "tests" / "conformance" / "kept").glob("jackfield_rollout_plain-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    return tmp_path / "site"
+
+
+def own_address() -> str:
+    """Return an address of this machine that is not loopback."""
+    found = [each for listed in psutil.net_if_addrs().values() for each in listed if each.family == socket.AF_INET]
+    addresses = [each.address for each in found if not each.address.startswith("127.")]
+    return addresses[0] if addresses else pytest.skip("this machine has no network interface but loopback")
+
+
+def test_beyond_loopback_programs_need_the_key_and_another_server_gets_an_address(
+    jackfield: CommandServer, quickstart_settings: Settings, plain_server: Path, tmp_path: Path
+) -> None:
+    """The gateway listens where other machines reach it; the rollout server knows nothing of it."""
+    host, variables = own_address(), {"GATEWAY_KEY": "secret", "PYTHONPATH": str(plain_server)}
+    small = ("data.groups_per_batch=2", "data.rollouts_per_group=2", "schedule.steps=1", "rollout={name: plain}")
+    settings = quickstart_settings("beyond", *small, "agent={name: gateway, api_key_env: GATEWAY_KEY}")
+    command = jackfield.start("gateway", *settings, "--host", host, environment=variables)
+    address = listening(command)
+    assert address.startswith(f"http://{host}:")
+    messages: Any = [{"role": "user", "content": "1+1"}]
+    for key in ("none", "none/group/1", "secre/group/1"):
+        client = openai.OpenAI(base_url=address, api_key=key, max_retries=0)
+        with client, pytest.raises(openai.AuthenticationError):
+            client.chat.completions.create(model="policy", messages=messages)
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            post(f"{address}/rollouts", key, {})
+    assert asyncio.run(run_agents(address, 4, "secret")) >= 4
+    assert 0 == command.wait().code, command.out + command.error
+    check_trained(tmp_path / "beyond", 4)
+
+
+STREAMING = """
+import openai
+from jackfield_huggingface.relay import RelayServer
+
+async def solve(task, base_url, api_key):
+    text, chunks = "", 0
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        messages = [{"role": "user", "content": task["question"]}]
+        async for chunk in await client.chat.completions.create(model="policy", messages=messages, stream=True):
+            if not chunks:
+                RelayServer.heard.release()
+            chunks += 1
+            text += chunk.choices[0].delta.content or ""
+    return {"reward": float(len(text) % 2), "metrics": {"chunks": chunks}}
+"""
+
+
+def test_streaming_programs_hear_the_first_token_before_the_last_is_generated(
+    small_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer's last token is held back until a client has heard a first one, and is trained on as it was said."""
+    generate_stream, streams = RelayServer.generate_stream, list[str]()
+
+    async def held(self: Any, request: Any) -> AsyncIterator[Any]:
+        count = 0
+        async with contextlib.aclosing(generate_stream(self, request)) as chunks:
+            async for chunk in chunks:
+                if count and chunk.finish_reason is not None:
+                    streams.append(request.request_id)
+                    await RelayServer.heard.acquire()  # type: ignore[attr-defined]
+                yield chunk
+                count += 1
+
+    monkeypatch.setattr(RelayServer, "generate_stream", held)
+    monkeypatch.setattr(RelayServer, "heard", asyncio.Semaphore(0), raising=False)
+    (tmp_path / "streaming.py").write_text(STREAMING)
+    program = f"program: {{call: '{tmp_path / 'streaming.py'}:solve', process: false}}"
+    _, lines = small_run(
+        "streamed", f"agent={{name: gateway, {program}}}", "schedule.steps=2", "log_prob_check.every=1"
+    )
+    found = steps(lines)
+    assert [16.0, 16.0] == [line["samples"] for line in found]
+    assert len(streams) > 16
+    for line in found:
+        assert line["agent/chunks/mean"] > 3
+        assert line["log_prob_check/rollout/max"] < 1e-3
 
 
 @pytest.mark.timeout(900)

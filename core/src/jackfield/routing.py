@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from functools import cached_property
 from typing import Any, Literal, cast
 
@@ -15,6 +15,7 @@ import xxhash
 from jackfield.abc.rollout import (
     AbortRequest,
     BaseRolloutServer,
+    GenerateChunk,
     GenerateRequest,
     GenerateResult,
     HealthReport,
@@ -24,6 +25,7 @@ from jackfield.abc.rollout import (
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, RolloutError, RpcError, WorkerLost, described
 
+Hear = Callable[[GenerateChunk], None]  #: gets the tokens of a request as they come
 State = Literal["starting", "serving", "draining", "restarting", "unhealthy"]
 
 LOST = ("rollout.stopped", "worker.died")  #: codes of errors which mean that a replica has died
@@ -117,13 +119,18 @@ class Replica:
         message = f"{self.name} {how}"
         return RolloutError(message, code="rollout.stopped", where=where, expected=expected, found=found, fix=fix)
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate one sample.
+    async def generate(self, request: GenerateRequest, hear: Hear | None = None) -> GenerateResult | None:
+        """Generate one sample, and return it; or have it heard as it comes, and return None.
 
         Raise ``rollout.stopped`` if the replica has died; ``rollout.request`` if the request cannot go to its process.
         """
         try:
-            return await self.server.generate(request)
+            if hear is None:
+                return await self.server.generate(request)
+            async with aclosing(cast(Any, self.server.generate_stream(request))) as chunks:
+                async for chunk in chunks:
+                    hear(chunk)
+            return None
         except Exception as error:
             if isinstance(error, RpcError) and error.code == "rpc.value":
                 details: Any = {"expected": "plain values, and integers of 64 bits", "found": error.found}
@@ -163,6 +170,14 @@ def joined_experts(first: Any, second: Any) -> Any:
     return np.concatenate([first, second[len(first) :]])
 
 
+def _whole(request: GenerateRequest, chunks: Sequence[GenerateChunk]) -> GenerateResult:
+    """Return what came of a request, also if its replica has died before the end."""
+    lists: dict[str, Any] = {name: tuple(one for each in chunks for one in getattr(each, name)) for name in _LISTS}
+    ended = bool(lists["token_ids"]) and lists["token_ids"][-1] in request.sampling.stop_token_ids
+    reason = chunks[-1].finish_reason or ("stop" if ended else "abort")
+    return GenerateResult(request_id=request.request_id, finish_reason=reason, **lists)
+
+
 def _rest(request: GenerateRequest, done: GenerateResult) -> GenerateRequest:
     """Return the request for what is left of one: with its tokens so far, fewer to generate, and a seed for them."""
     sampling, count = request.sampling, len(done.token_ids)
@@ -182,36 +197,44 @@ class Router:
     _replicas: dict[int, Replica] = attrs.field(factory=dict, init=False)  #: requests wait while this is empty
     _updating: Sequence[int] = attrs.field(default=(), init=False)  #: get new requests only if no other can serve
     #: requests by replica, also by those that were removed
-    _running: defaultdict[Replica, set[asyncio.Task[GenerateResult]]] = attrs.field(
+    _running: defaultdict[Replica, set[asyncio.Task[GenerateResult | None]]] = attrs.field(
         factory=lambda: defaultdict(set), init=False
     )
     _changed: asyncio.Event = attrs.field(factory=asyncio.Event, init=False)
 
     def of_one_rollout(
         self, asks: Callable[[SamplingParams], None] = lambda _: None
-    ) -> Callable[[GenerateRequest], Awaitable[GenerateResult]]:
+    ) -> Callable[..., Awaitable[GenerateResult]]:
         """Return a function that generates for one rollout, on one replica for its cache.
 
-        ``asks`` is called with the sampling parameters of each request.
+        ``asks`` is called with the sampling parameters of each request. A second argument hears each token as it comes.
 
         A request that a server aborts, for training, an update or a removal, continues on any replica with its tokens
         and the rest of its budget, and its parts are joined. If the replica dies, the request continues with the tokens
-        of its complete parts. If a weight update fails and the request with it, the request is repeated after the next
-        update; one that needs newer weights goes to a replica that has them. Other errors are raised.
+        of its complete parts, and with all that was heard. If a weight update fails and the request with it, the
+        request is repeated after the next update; one that needs newer weights goes to a replica that has them. Other
+        errors are raised.
         """
         chosen: Replica | None = None
 
-        async def generate(request: GenerateRequest) -> GenerateResult:
+        async def generate(request: GenerateRequest, hear: Hear | None = None) -> GenerateResult:
             nonlocal chosen
             asks(request.sampling)
+            chunks = list[GenerateChunk]()
+
+            def heard(chunk: GenerateChunk) -> None:
+                chunks.append(chunk)
+                cast(Hear, hear)(chunk)
+
             old, none = set[Replica](), dict[str, Any].fromkeys(_LISTS, ())
             done = GenerateResult(request_id=request.request_id, finish_reason="abort", **none)
             while done.finish_reason == "abort":
                 while not self._replicas:
                     await self._clock.wait_for(self._changed.wait(), _WAIT_SECONDS, "a rollout replica that serves")
-                chosen = self._chosen(chosen, old)
+                chosen, part = self._chosen(chosen, old), None
+                chunks.clear()
                 try:
-                    part = await self._generate(chosen, _rest(request, done))
+                    part = await self._generate(chosen, _rest(request, done), None if hear is None else heard)
                 except JackfieldError as error:
                     if error.code in LOST:
                         if not self._is_removed(chosen):
@@ -222,8 +245,8 @@ class Router:
                         old.add(chosen)
                         if old.issuperset(self._replicas.values()):
                             raise
-                else:
-                    done = done if part is None else self._joined(request, done, part)
+                part = _whole(request, chunks) if chunks else part
+                done = done if part is None else self._joined(request, done, part)
             return done
 
         return generate
@@ -281,9 +304,10 @@ class Router:
         await asyncio.gather(*late, return_exceptions=True)
         return len(late)
 
-    async def _generate(self, replica: Replica, request: GenerateRequest) -> GenerateResult | None:
-        """Generate on a replica; return None if its removal aborted the request."""
-        task, running = asyncio.create_task(replica.generate(request), name=request.request_id), self._running[replica]
+    async def _generate(self, replica: Replica, request: GenerateRequest, hear: Hear | None) -> GenerateResult | None:
+        """Generate on a replica; return None if the tokens were heard, or its removal aborted the request."""
+        generating = replica.generate(request, hear)
+        task, running = asyncio.create_task(generating, name=request.request_id), self._running[replica]
         running.add(task)
         try:
             return await task

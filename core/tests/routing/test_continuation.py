@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import attrs
@@ -13,6 +13,7 @@ import pytest
 from jackfield.abc.rollout import (
     AbortRequest,
     AbortResult,
+    GenerateChunk,
     GenerateRequest,
     GenerateResult,
     HealthReport,
@@ -36,21 +37,28 @@ class Server:
         self.routes = False  #: whether results have the experts of each token
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
+        chunks = [chunk async for chunk in self.generate_stream(request)]
+        names = ("token_ids", "log_probs", "weight_versions")
+        values: Any = {name: tuple(one for each in chunks for one in getattr(each, name)) for name in names}
+        if self.routes:  # the number of a token's expert is the version
+            count = len(request.prompt_ids) + len(values["token_ids"]) - 1
+            values["routed_experts"] = np.full((count, 1, 1), self.version, dtype=np.int16)
+        return GenerateResult(request_id=request.request_id, finish_reason=self.reason, **values)
+
+    async def generate_stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
         self.asked.append(request)
         if (request.minimum_weight_version or 0) > self.version:
             raise RolloutError("it needs newer weights", code="rollout.stale")
-        first, count, versions = len(request.prompt_ids), 0, list[int]()
+        first, count = len(request.prompt_ids), 0
         while count < request.sampling.max_new_tokens and (self.reason == "length" or not count):
             await self.clock.sleep(1.0)
             if self.failure is not None:
                 raise self.failure
-            versions.append(self.version)
+            values: Any = {"token_ids": (first + count,), "log_probs": (-float(first + count),)}
+            yield GenerateChunk(request_id=request.request_id, weight_versions=(self.version,), **values)
             count += 1
-        ids = tuple(range(first, first + count))
-        values: Any = {"log_probs": tuple(-float(token) for token in ids), "weight_versions": tuple(versions)}
-        if self.routes:  # the number of a token's expert is the version
-            values["routed_experts"] = np.full((first + count - 1, 1, 1), self.version, dtype=np.int16)
-        return GenerateResult(request_id=request.request_id, token_ids=ids, finish_reason=self.reason, **values)
+        nothing: Any = dict.fromkeys(("token_ids", "log_probs", "weight_versions"), ())
+        yield GenerateChunk(request_id=request.request_id, finish_reason=self.reason, **nothing)
 
     async def abort(self, request: AbortRequest) -> AbortResult:
         assert ("one",) == request.request_ids
@@ -239,6 +247,53 @@ def test_a_request_whose_replica_dies_keeps_its_complete_parts() -> None:
         check(await result, 0, 0, 0, 5, 5, 5, 5, 5, 5, 5)
 
     world.run(test)
+
+
+def stream(*versions: int, dies: int | None = None) -> tuple[World, GenerateResult, list[int]]:
+    """Stream the request from replicas of these versions, the first of which dies after some tokens."""
+    world, heard = World(*versions), list[int]()
+
+    def hear(chunk: GenerateChunk) -> None:
+        heard.extend(chunk.token_ids)
+        if dies is not None and len(heard) >= dies:
+            world.servers[0].failure = WorkerLost("gone")
+
+    async def test() -> None:
+        results.append(await world.router.of_one_rollout()(REQUEST, hear))
+
+    results = list[GenerateResult]()
+    world.run(test)
+    return world, results[0], heard
+
+
+def test_a_request_is_heard_while_it_is_generated() -> None:
+    """Each token is heard once, and those that a replica has said before it died are kept."""
+    _, whole, heard = stream(0)
+    check(whole, *(0,) * 10)
+    assert heard == list(whole.token_ids)
+    world, whole, heard = stream(0, 5, dies=4)
+    check(whole, 0, 0, 0, 0, 5, 5, 5, 5, 5, 5)
+    assert heard == list(whole.token_ids)
+    assert [(0,), (0, 1, 2, 3, 4)] == [each.prompt_ids for server in world.servers for each in server.asked]
+
+
+def test_a_replica_that_dies_after_the_last_token_has_completed_its_request() -> None:
+    world, whole, heard = stream(0, 5, dies=10)
+    check(whole, *(0,) * 10)
+    assert (10, 0) == (len(heard), len(world.servers[1].asked))
+
+
+def test_a_request_that_is_heard_goes_on_after_an_interruption() -> None:
+    world, heard = World(), list[int]()
+
+    async def test() -> None:
+        hear: Any = lambda chunk: heard.extend(chunk.token_ids)  # noqa: E731
+        result = asyncio.ensure_future(world.router.of_one_rollout()(REQUEST, hear))
+        await world.interrupt(2.5)
+        check(await result, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1)
+
+    world.run(test)
+    assert list(range(1, 11)) == heard
 
 
 def test_replicas_with_an_update_get_no_new_requests_while_another_serves() -> None:

@@ -323,17 +323,22 @@ def test_a_server_that_is_not_running_refuses(elsewhere: Elsewhere) -> None:
     ("prompt", "found"), [((3,), "ended with exit status 7; it printed:"), ((4,), "was killed by SIGKILL")]
 )
 def test_a_process_that_dies_is_named(elsewhere: Elsewhere, prompt: tuple[int, ...], found: str) -> None:
-    """Pending calls raise how it ended and its last output, and its child processes end."""
+    """Pending calls and streams raise how it ended and its last output, and its child processes end."""
 
     async def use(server: RolloutProcess) -> None:
         child = (await server.health()).waiting
+        stream: Any = server.generate_stream(request(8, 9))
+        assert [8, 9] == [(await anext(stream)).token_ids[0] for _ in range(2)]
         call = asyncio.create_task(server.generate(request(*prompt)))
         if prompt == (4,):
             await server.health()
             os.kill(server.pid, signal.SIGKILL)
         with pytest.raises(RolloutError) as caught:
             await call
-        assert ("rollout.stopped", "replica 3") == (caught.value.code, caught.value.where)
+        with pytest.raises(RolloutError) as broken:
+            await anext(stream)
+        for error in (caught.value, broken.value):
+            assert ("rollout.stopped", "replica 3") == (error.code, error.where)
         assert str(caught.value.found).startswith(f"process {server.pid} on")
         assert found in str(caught.value.found)
         assert ("last words" in str(caught.value.found)) == (prompt == (3,))

@@ -549,11 +549,11 @@ def test_bad_settings_are_refused_before_the_model_is_asked(how: Mapping[str, An
 
 @in_loop
 async def test_images_are_not_dropped_silently() -> None:
-    """The inputs of an appended image have no place in a sequence that has begun."""
+    """A template that does not show the parts of a message refuses them."""
     image = {"role": "user", "content": [{"type": "text", "text": "See"}]}
     talk = Talk("It is so." + END)
     await talk.builder.generate()
-    with refused("data.not-append-only"):
+    with refused("data.malformed"):
         talk.builder.append_turn([image])
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, NoReturn, Protocol
 import attrs
 
 from jackfield.abc.reward import Generate, HttpClient, read_secret
-from jackfield.abc.rollout import GenerateRequest, GenerateResult
+from jackfield.abc.rollout import GenerateChunk, GenerateRequest, GenerateResult
 from jackfield.clock import Clock
 from jackfield.errors import AgentError
 
@@ -63,6 +63,14 @@ class ChatTokenizer(Protocol):
 
         These are NumPy arrays by name, such as ``pixel_values``; without images, there are none.
         """
+
+    def encode_multi_modal_turn(
+        self, messages: Sequence[Mapping[str, Any]], **how: Any
+    ) -> tuple[tuple[int, ...], Mapping[str, Any]]:
+        """Return the tokens of :meth:`encode_turn`, and the arrays of the images of these messages (since 1.1)."""
+
+    def placeholders(self) -> tuple[int, ...]:
+        """Return the tokens in whose places models see images (since 1.1)."""
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of tokens."""
@@ -146,6 +154,8 @@ class AgentContext:
     request_prefix: str = ""  #: prefix that makes request ids unique
     max_prompt_tokens: int | None = None
     # Since 1.1:
+    #: generates as ``generate`` does, and calls a function with the tokens as they come; None: they come at the end
+    stream: Callable[[GenerateRequest, Callable[[GenerateChunk], None]], Awaitable[GenerateResult]] | None = None
     cuts_prompts: bool = False  #: the last tokens of a prompt that is too long are used, instead of an error
     max_model_len: int | None = None  #: most tokens of a sequence, prompt and response together
     shared: Any = None  #: what :meth:`AgentLoopBase.start` returned in this worker

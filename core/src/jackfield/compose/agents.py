@@ -137,6 +137,7 @@ def agent_host(
     host = AgentHost(
         make=partial(cls, settings),
         generator=router.of_one_rollout,
+        streams=not config.model.router_replay,  # streamed tokens come without their experts
         context=context,
         settings=config.agent_service,
         life=(cls, settings) if manifest.abi != "1.0" else None,

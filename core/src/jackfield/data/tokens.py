@@ -226,7 +226,20 @@ class HuggingFaceChatTokenizer:
         """
         if not has_parts(messages):
             return self.encode_chat(messages, tools=tools), {}
-        return self._prompts.encode(messages, tools, lambda shown: self._render(shown, True, tools))  # type: ignore[no-any-return]
+        return self._seen(self.encode_chat(self._prompts.shown(messages), tools=tools), messages)
+
+    def encode_multi_modal_turn(self, messages: _Messages, **how: Any) -> tuple[tuple[int, ...], Mapping[str, Any]]:
+        """Return what :meth:`encode_turn` does, placeholders expanded, and the arrays of the messages' pictures."""
+        if not has_parts(messages):
+            return self.encode_turn(messages, **how), {}
+        return self._seen(self.encode_turn(self._prompts.shown(messages), **how), messages)
+
+    def placeholders(self) -> tuple[int, ...]:
+        """Return the token in whose places the model sees pictures."""
+        return (int(self.tokenizer.convert_tokens_to_ids(self._prompts.image_token)),)
+
+    def _seen(self, token_ids: tuple[int, ...], messages: _Messages) -> tuple[tuple[int, ...], Mapping[str, Any]]:
+        return self._prompts.expanded(token_ids, self.placeholders()[0], messages)  # type: ignore[no-any-return]
 
     @functools.cached_property
     def _prompts(self) -> Any:
@@ -318,6 +331,9 @@ class HuggingFaceChatTokenizer:
     def _safe(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message; if it is a tool's result, names of special tokens in it are marked as plain text."""
         content = message.get("content")
+        if message.get("role") not in _NOT_TOOLS and isinstance(content, list):
+            plain = [{**part, "text": self._plain(part["text"])} if "text" in part else part for part in content]
+            return {**message, "content": plain}
         if message.get("role") in _NOT_TOOLS or not isinstance(content, str):
             return dict(message)
         return {**message, "content": self._plain(content)}

@@ -25,7 +25,7 @@ from jackfield.abc.agent import (
     AgentWorkerContext,
     Relation,
 )
-from jackfield.abc.rollout import GenerateRequest, GenerateResult, SamplingParams
+from jackfield.abc.rollout import GenerateChunk, GenerateRequest, GenerateResult, SamplingParams
 from jackfield.config.agent_service import AgentServiceConfig
 from jackfield.data.encoding import tokenizer_of
 from jackfield.data.formats import Task
@@ -37,7 +37,7 @@ _WORD = re.compile(r"[a-z_]*")
 _FINISH_SECONDS = 10.0  #: for a loop to end what it has opened
 _LATELY, _ENOUGH = 256, 16  #: rollouts by which the usual duration is known, at most and at least
 
-Generator = Callable[[GenerateRequest], Awaitable[GenerateResult]]
+Generator = Callable[..., Awaitable[GenerateResult]]  #: of a request, and of what hears its tokens as they come
 
 
 async def no_model(request: GenerateRequest) -> GenerateResult:
@@ -92,6 +92,7 @@ class AgentHost:
     make: Callable[[AgentContext], AgentLoopBase]
     #: returns what generates for one rollout; its argument is called with each request's sampling parameters
     generator: Callable[[Callable[[SamplingParams], None]], Generator] = lambda asks: no_model
+    streams: bool = False  #: whether that function takes what hears tokens as they come
     #: what the contexts of all rollouts have in common
     context: AgentContext = attrs.field(factory=lambda: AgentContext(generate=no_model, tokenizer=cast(Any, None)))
     settings: AgentServiceConfig = attrs.field(factory=AgentServiceConfig)
@@ -168,6 +169,7 @@ class AgentHost:
             self.context,
             tokenizer=tokenizer_of(self.context.tokenizer, notes.task),
             generate=generate,
+            stream=generate if self.streams else None,
             shared=self._shared,
             seed=int(sampling.get("seed") or 0),
             deadline=notes.began + seconds,
@@ -213,15 +215,17 @@ class AgentHost:
         task.add_done_callback(self._cleaning.discard)
         await asyncio.shield(task)
 
-    async def _generate(self, notes: Rollout, generate: Generator, request: GenerateRequest) -> GenerateResult:
+    async def _generate(
+        self, notes: Rollout, generate: Generator, request: GenerateRequest, *hear: Callable[[GenerateChunk], None]
+    ) -> GenerateResult:
         """Have a request answered under the deadline of a turn, and note it."""
         clock, seconds = self.context.clock, self.settings.turn_seconds
         since = clock.time()
         if seconds is None:
-            result = await generate(request)
+            result = await generate(request, *hear)
         else:
             who = f"answer {len(notes.asked) + 1} of the model on task {notes.task.id}"
-            result = await clock.wait_for(generate(request), seconds, who)
+            result = await clock.wait_for(generate(request, *hear), seconds, who)
         notes.tokens += len(result.token_ids)
         notes.routes.note(request, result)
         took = {"seconds": round(clock.time() - since, 6), "tokens": len(result.token_ids)}

@@ -19,9 +19,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias, cast
@@ -29,7 +29,7 @@ from typing import Any, Literal, TypeAlias, cast
 import attrs
 import psutil
 
-from jackfield.abc.rollout import BaseRolloutServer, GenerateRequest, GenerateResult
+from jackfield.abc.rollout import BaseRolloutServer, GenerateChunk, GenerateRequest, GenerateResult
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, JackfieldError, PluginError, RolloutError, WorkerLost
 from jackfield.imports import collection_paused, own_process
@@ -210,17 +210,28 @@ def rollout_service(server: BaseRolloutServer, number: int) -> Service:
     """Return a replica's service; the process exits if a failed request finds it unhealthy."""
     replica = Replica(server, number=number)
 
-    async def generate(request: GenerateRequest) -> GenerateResult:
+    @asynccontextmanager
+    async def exits() -> AsyncIterator[None]:
         try:
-            return await replica.generate(request)
+            yield
         except Exception as error:
-            if replica.lost.done():
-                print(error, file=sys.stderr, flush=True)
+            if await replica.is_lost(error):
+                print(replica.lost.result(), file=sys.stderr, flush=True)
                 os._exit(1)
             raise
 
+    async def generate(request: GenerateRequest) -> GenerateResult:
+        async with exits():
+            return await server.generate(request)
+
+    async def generate_stream(request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        async with exits(), aclosing(cast(Any, server.generate_stream(request))) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
     methods = {method.name: getattr(server, method.name) for method in ROLLOUT}
-    return Service(target=SimpleNamespace(**methods | {"generate": generate}), contract=ROLLOUT)
+    methods |= {"generate": generate, "generate_stream": generate_stream}
+    return Service(target=SimpleNamespace(**methods), contract=ROLLOUT)
 
 
 def use_process(replica: Replica, connection: Connection, place: Literal["process", "cluster"], seconds: float) -> None:

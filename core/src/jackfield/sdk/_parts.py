@@ -8,6 +8,7 @@ from typing import Any, Literal
 import attrs
 
 from jackfield.abc.agent import AgentSequence, Relation
+from jackfield.sdk.arrays import joined
 
 
 @attrs.frozen(kw_only=True)
@@ -30,7 +31,7 @@ class Part:
     """One token sequence that grows."""
 
     prompt_ids: tuple[int, ...]
-    inputs: Mapping[str, Any]
+    inputs: Mapping[str, Any]  #: arrays of all images
     parent: Part | None = None
     relation: Relation | None = None
     response_ids: list[int] = attrs.field(factory=list)
@@ -39,12 +40,14 @@ class Part:
     versions: list[int] = attrs.field(factory=list)
     rewards: dict[int, float] = attrs.field(factory=dict)  #: by index of a response token
     end: int = 0  #: the number of response tokens up to the model's last one
+    seen: Mapping[str, Any] = attrs.field(factory=dict)  #: arrays of the images up to there
     finish_reason: str = "stop"
     name: str = ""
     step_id: int = 0
 
-    def insert(self, token_ids: Sequence[int]) -> None:
-        """Append tokens that the model has not generated."""
+    def insert(self, token_ids: Sequence[int], inputs: Mapping[str, Any] | None = None) -> None:
+        """Append tokens that the model has not generated, and the arrays of their images."""
+        self.inputs = joined(self.inputs, inputs or {})
         count = len(token_ids)
         self.response_ids += token_ids
         self.mask += [0] * count
@@ -62,7 +65,7 @@ class Part:
             response_log_probs=tuple(self.log_probs[:end]),
             weight_versions=tuple(self.versions[:end]),
             token_rewards=None if rewards is None else tuple(rewards),
-            multi_modal_inputs=self.inputs,
+            multi_modal_inputs=self.seen,
             finish_reason=self.finish_reason,
             parent=parent,
             relation=None if parent is None else self.relation,
@@ -76,6 +79,7 @@ class Point:
     """The state of a conversation after an answer."""
 
     part: Part
+    inputs: Mapping[str, Any]
     end: int  #: number of its response tokens
     messages: list[dict[str, Any]]
     count: int  #: number of messages

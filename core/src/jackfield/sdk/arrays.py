@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from jackfield.errors import AgentError, QueueError
+from jackfield.errors import AgentError, DataError, QueueError
 from jackfield.sdk.cells import Cell
 
 if TYPE_CHECKING:
@@ -44,6 +44,21 @@ def pack(arrays: Mapping[str, Any]) -> bytes:
         expected = f"at most {MAXIMUM_ARRAYS} arrays and {MAXIMUM_BYTES >> 20} MiB"
         raise _refusal("the arrays are too large", expected, f"{len(arrays)} arrays, {size} bytes")
     return bytes(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
+
+
+def joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arrays of both, the second one's behind the first one's along their first dimension.
+
+    Raise ``data.image`` if both have arrays of other names or sizes.
+    """
+    if not first or not second:
+        return first or second
+    import numpy as np
+
+    sizes = [{name: array.shape[1:] for name, array in each.items()} for each in (first, second)]
+    if sizes[0] != sizes[1]:
+        raise DataError("images do not fit those before", code="data.image", expected=sizes[0], found=sizes[1])
+    return {name: np.concatenate([array, second[name]]) for name, array in first.items()}
 
 
 def cell(arrays: Mapping[str, Any]) -> Cell:

@@ -78,6 +78,7 @@ class SequenceBuilder:
         self._since = len(self.messages)  # the first message behind the prompt of the sequence
         self._thoughtful: Mapping[str, Any] = {}  # the model's last message from there on that has a thought
         self._points: list[Point] = []  # one for each answer
+        self._spoken = set[int]()  # tokens of the model in the prompt of a branch
         self._parts = [self._begin()]
 
     # -- what the model says
@@ -137,7 +138,8 @@ class SequenceBuilder:
         part.log_probs += result.log_probs
         part.versions += result.weight_versions
         part.finish_reason = result.finish_reason
-        part.end = len(part.mask) if token_ids else part.end
+        if token_ids:
+            part.end, part.seen = len(part.mask), part.inputs
         self._made += len(token_ids)
         self._turn += token_ids
         self.turns += 1
@@ -163,7 +165,7 @@ class SequenceBuilder:
         if self._parts[-1].finish_reason == "abort":
             return False
         said = dict(answer) if answer is not None else {"role": "assistant", "content": self._text}
-        encode: Encode = functools.partial(self._inserted, said)
+        encode: Encode = lambda shown: self._turn_of(said, shown)[0]  # noqa: E731
         room, forks = self.room - 1, False  # one token is for the model
         try:
             made = encode(given)
@@ -174,6 +176,11 @@ class SequenceBuilder:
             encode = functools.partial(self._rendered, before)
             made = encode(given)
         shown, inserted = fit(given, made, room, encode, cuts=self._on_overflow == "truncate")
+        inputs = {} if forks or not _has_parts(shown) else self._turn_of(said, shown)[1]
+        # behind its own placeholder, the model would see images in that place
+        if inputs and not self._said(self._parts[-1]).isdisjoint(self.context.tokenizer.placeholders()):
+            self.context.metric("placeholders_said", 1)
+            return False
         if cut := len(made) - len(inserted):
             self.context.metric("cut_tokens", cut if shown or not forks else len(made) - room)
         if not shown:
@@ -184,7 +191,7 @@ class SequenceBuilder:
             self.context.metric("template_forks", 1)
             self._go_on("template")
         else:
-            self._parts[-1].insert(inserted)
+            self._parts[-1].insert(inserted, inputs)
             self.answer, self._turn = None, []
         return self.may_continue
 
@@ -239,7 +246,8 @@ class SequenceBuilder:
         prompt = (*part.prompt_ids, *part.response_ids[: point.end])
         how: Any = {"name": made._name, "step_id": part.step_id}
         how["finish_reason"] = part.finish_reason if turn is None else "stop"
-        made._parts = [Part(prompt, part.inputs, parent=part, relation="branch", **how)]
+        made._parts = [Part(prompt, point.inputs, parent=part, relation="branch", **how)]
+        made._spoken = self._said(part)
         return made
 
     def sub_agent(self, messages: Messages, *, name: str, tools: Messages = ()) -> SequenceBuilder:
@@ -261,9 +269,9 @@ class SequenceBuilder:
     # -- inside
 
     def _point(self) -> Point:
-        part, turn = self._parts[-1], tuple(self._turn)
-        count = len(self.messages)
-        return Point(part, len(part.response_ids), self.messages, count, self.answer, self._made, turn, self._text)
+        part, turn, count = self._parts[-1], tuple(self._turn), len(self.messages)
+        so_far = part, part.inputs, len(part.response_ids), self.messages, count
+        return Point(*so_far, self.answer, self._made, turn, self._text)
 
     def _misuse(self, what: str, expected: str, found: str | None = None, **more: Any) -> JackfieldError:
         where = None if self._task is None else f"task {self._task}"
@@ -279,7 +287,7 @@ class SequenceBuilder:
 
     def _prompt(self, messages: Messages) -> tuple[tuple[int, ...], Mapping[str, Any]]:
         tools: Any = {"tools": self._tools} if self._tools else {}
-        if any(isinstance(each.get("content"), list) for each in messages):
+        if _has_parts(messages):
             return self.context.tokenizer.encode_multi_modal(messages, **tools)
         return self.context.tokenizer.encode_chat(messages, **tools), {}
 
@@ -304,22 +312,25 @@ class SequenceBuilder:
         self._parts = [*self._parts, self._begin(self._parts[-1], relation)]
         self._since, self._turn, self.answer, self._thoughtful = len(self.messages), [], None, {}
 
-    def _inserted(self, said: Mapping[str, Any], messages: Messages) -> tuple[int, ...]:
-        """Return the tokens between the answer and the next one."""
-        if any(isinstance(each.get("content"), list) for each in messages):
-            how: Any = {"kind": DataError, "code": _CHANGED, "fix": "set on_template_change to fork"}
-            raise self._misuse("images cannot be appended to a sequence", "text", **how)
+    def _turn_of(self, said: Mapping[str, Any], messages: Messages) -> tuple[tuple[int, ...], Mapping[str, Any]]:
+        """Return the tokens between the answer and the next one, and the arrays of their images."""
         last = self.answer.token_ids[-1:] if self.answer is not None and self.answer.closed else ()
         # another end token than the template's may be the header of the next turn, or of a turn that does not follow
         closed = bool(last) and last == tuple(self.context.tokenizer.end_token_ids[:1])
-        encode = functools.partial(self.context.tokenizer.encode_turn, messages, tools=self._tools, closed=closed)
+        tokenizer, seen = self.context.tokenizer, _has_parts(messages)
+        encode: Any = tokenizer.encode_multi_modal_turn if seen else tokenizer.encode_turn
+        encode = functools.partial(encode, messages, tools=self._tools, closed=closed)
         try:
-            token_ids = encode(answer=self._with_thought(said))
+            made = encode(answer=self._with_thought(said))
         except JackfieldError as error:
             if error.code != _CHANGED or self._on_template_change != "keep":
                 raise
-            token_ids = encode()
-        return token_ids[1:] if not closed and last and token_ids[:1] == last else token_ids
+            made = encode()
+        token_ids, inputs = made if seen else (made, {})
+        return (token_ids[1:] if not closed and last and token_ids[:1] == last else token_ids), inputs
+
+    def _said(self, part: Part) -> set[int]:
+        return {*self._spoken, *itertools.compress(part.response_ids, part.mask)}
 
     def _with_thought(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the answer; if it has no thought, with the last one in the sequence, which a template may drop."""
@@ -357,6 +368,10 @@ def sequences_of(builders: Iterable[SequenceBuilder]) -> tuple[AgentSequence, ..
     for part in parts.values():
         number_of(part)
     return tuple(made.values())
+
+
+def _has_parts(messages: Messages) -> bool:
+    return any(isinstance(each.get("content"), list) for each in messages)
 
 
 def _checked(sampling: Mapping[str, Any]) -> dict[str, Any]:

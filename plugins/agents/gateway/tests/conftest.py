@@ -14,8 +14,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from jackfield.abc.agent import AgentContext, AgentLoopOutput, AgentSequence, AgentWorkerContext
-from jackfield.abc.rollout import GenerateRequest, GenerateResult
+from jackfield.abc.rollout import GenerateChunk, GenerateRequest, GenerateResult
 from jackfield.data.tokens import HuggingFaceChatTokenizer
+from jackfield.errors import RolloutError
 from jackfield.sdk import structure
 from jackfield_agent_gateway.agent import GatewayAgent
 from jackfield_agent_gateway.programs import Shared
@@ -68,6 +69,8 @@ class Model:
     cancelled: int = 0
     next: Callable[[], str] | None = None  #: the next answer, instead of the script
     closes: bool = True  #: whether answers end with the end token
+    hold: asyncio.Event | None = None  #: streamed answers wait for it before their last token
+    breaks: bool = False  #: the next streamed answer fails before its last token
 
     async def __call__(self, request: GenerateRequest) -> GenerateResult:
         self.asked.append(request)
@@ -100,6 +103,25 @@ class Model:
             finish_reason="length" if len(cut) < len(ids) and not request.sampling.stop else "stop",
         )
 
+    async def stream(self, request: GenerateRequest, hear: Callable[[GenerateChunk], None]) -> GenerateResult:
+        """Say the answer token by token."""
+        made = await self(request)
+        for place, (token, number, version) in enumerate(
+            zip(made.token_ids, made.log_probs, made.weight_versions, strict=True)
+        ):
+            if place + 1 == len(made.token_ids):
+                if self.breaks:
+                    self.breaks = False
+                    self.said.pop()
+                    self.answered.pop()
+                    raise RolloutError("it has broken", code="rollout.failed")
+                if self.hold is not None:
+                    await self.hold.wait()
+            shared: Any = {"token_ids": (token,), "log_probs": (number,), "weight_versions": (version,)}
+            hear(GenerateChunk(request_id=request.request_id, **shared))
+            await asyncio.sleep(0)
+        return made
+
 
 @attrs.define(eq=False)
 class Served:
@@ -111,6 +133,7 @@ class Served:
     tokenizer: HuggingFaceChatTokenizer
     folder: Path
     options: Mapping[str, Any]
+    streams: bool = True  #: whether the model's server streams
     events: list[tuple[str, dict[str, Any]]] = attrs.field(factory=list)
 
     @property
@@ -123,7 +146,8 @@ class Served:
         folder.mkdir()
         context = AgentContext(
             generate=self.model,
-            tokenizer=self.tokenizer,
+            stream=self.model.stream if self.streams else None,
+            tokenizer=self.tokenizer,  # of the rollout
             shared=self.shared,
             folder=lambda: folder,
             event=lambda name, **fields: self.events.append((name, fields)),

@@ -1,4 +1,4 @@
-"""The plugin keeps its contract: the certificate run of ``jackfield plugins check gateway``."""
+"""Both plugins keep their contract: the certificate runs of ``jackfield plugins check``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from jackfield_conformance import certify
 
 
 @pytest.mark.timeout(180)
-def test_the_plugin_is_certified() -> None:
+@pytest.mark.parametrize("name", ["gateway", "gateway_images"])
+def test_the_plugin_is_certified(name: str) -> None:
     """Every check of the base tier, and of what the manifest declares, passes."""
-    assert "full" == certify("agent:gateway").level
+    assert "full" == certify(f"agent:{name}").level

@@ -60,7 +60,7 @@ def test_a_stream_has_the_events_that_the_client_adds_up(serve: Any) -> None:
             }
             texts = [event.delta for event in events if event.type == "response.output_text.delta"]
             arguments = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
-            assert (["I add."], ['{"a": 1}']) == (texts, arguments)
+            assert ("I add.", ['{"a": 1}']) == ("".join(texts), arguments)
             assert ("response.created", "response.completed") == (events[0].type, events[-1].type)
             assert 1 == len(served.model.asked)
 

@@ -10,9 +10,9 @@ import attrs
 import pytest
 
 from jackfield.abc.agent import AgentContext, AgentLoopOutput, ToolCall, ToolResult
-from jackfield.errors import ConfigError
+from jackfield.errors import ConfigError, DataError
 from jackfield.sdk import structure
-from jackfield_agent_tool.agent import ToolAgent
+from jackfield_agent_tool.agent import ToolAgent, ToolImagesAgent
 from jackfield_agent_tool.formats import detect
 from jackfield_agent_tool.settings import Config
 from jackfield_conformance.support.agent_model import Letters, Model
@@ -45,12 +45,13 @@ def play(
     tools: Tools | None = None,
     sampling: Mapping[str, Any] = LONG,
     context: Any = None,
+    cls: type[ToolAgent] = ToolAgent,
     **config: Any,
 ) -> tuple[AgentLoopOutput, Model, list[str]]:
     """Run a rollout; return its output, the model, and the prompts as texts."""
     model = Model(answers, tokenizer=Letters())
     given = AgentContext(generate=model, tokenizer=model.tokenizer, tools=tools or Tools(), **(context or {}))
-    agent = ToolAgent(structure(Config, {"format": "hermes", **config}), given)
+    agent = cls(structure(Config, {"format": "hermes", **config}), given)
     output = asyncio.run(agent.run(sampling, messages=[{"role": "user", "content": "2+3?"}], task_id="t"))
     return output, model, [model.tokenizer.decode(request.prompt_ids) for request in model.requests]
 
@@ -277,3 +278,38 @@ def test_a_template_without_calls_needs_a_format() -> None:
     context = AgentContext(generate=model, tokenizer=tokenizer)
     output = asyncio.run(ToolAgent(Config(), context).run(LONG, messages=[{"role": "user", "content": "?"}]))
     assert "answered" == output.end_reason, "without tools no format is needed"
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+async def drawn(call: ToolCall) -> ToolResult:
+    return ToolResult(text="Look:", images=(IMAGE,))
+
+
+def test_a_model_that_sees_gets_the_images_of_tools() -> None:
+    """They are in the turn of the result, and their arrays in the request after it and in the sequence."""
+    output, model, prompts = play([ADD, "5"], Tools(drawn), cls=ToolImagesAgent)
+    shown = [{"role": "tool", "content": [{"type": "text", "text": "Look:"}, IMAGE]}]
+    expected = model.tokenizer.encode_multi_modal(shown)[1]["pixel_values"].tolist()
+    first, second = model.requests
+    assert {} == first.multi_modal_data
+    assert expected == second.multi_modal_data["pixel_values"].tolist()
+    assert expected == output.sequences[0].multi_modal_inputs["pixel_values"].tolist()
+    assert "Look:" in prompts[1]
+
+
+def test_a_model_that_does_not_see_reads_that_there_are_images() -> None:
+    output, _, prompts = play([ADD, "5"], Tools(drawn))
+    assert "[1 images cannot be shown]" in prompts[1]
+    assert {} == output.sequences[0].multi_modal_inputs
+
+
+def test_an_image_of_a_tool_that_cannot_be_read_is_told_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Letters, messages: Any, **how: Any) -> Any:
+        raise DataError("a picture cannot be read", code="data.image")
+
+    monkeypatch.setattr(Letters, "encode_multi_modal_turn", refuse)
+    output, _, prompts = play([ADD, "5"], Tools(drawn), cls=ToolImagesAgent)
+    assert "Look:\n[the images cannot be shown: a picture cannot be read]" in prompts[1]
+    assert "answered" == output.end_reason

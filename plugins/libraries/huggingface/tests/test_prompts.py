@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
 import io
 import json
 import shutil
@@ -22,22 +21,8 @@ from jackfield.data.tokens import HuggingFaceChatTokenizer
 from jackfield.errors import DataError
 from jackfield_huggingface import prompts
 
-EXAMPLE = Path(__file__).resolve().parents[4] / "examples" / "vision" / "make_task.py"
 QUESTION = {"type": "text", "text": "Which colour ?"}
 PLACES = 4
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the example's model: pictures of 16 pixels in four pieces."""
-    spec = importlib.util.spec_from_file_location("jackfield_example_vision", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    folder = tmp_path_factory.mktemp("model")
-    module.make_model(folder, 0)
-    return folder
 
 
 @pytest.fixture

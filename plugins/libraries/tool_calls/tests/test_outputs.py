@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jackfield_tool_calls import FORMATS, Format, parse
+from jackfield_tool_calls import FORMATS, Format, begins_thought, certain, parse, split_reasoning
 
 BAR, BLANK = "\uff5c", "\u2581"
 SCHEMAS = [
@@ -276,3 +276,43 @@ def test_plain_values_are_read_again_with_their_types(name: Format, calls: list[
     ]
     found = parse(write(name, calls), name, tools=tools)
     assert calls == [(call.name, dict(call.arguments)) for call in found.calls]
+
+
+#: Pieces of which answers are put together: calls, reasoning, ends of turns, and text that begins like them.
+PIECES = [
+    *("Well, ", "a < b", " \n", "[1]", "{", "func", "functools[", "<", "<|", "<tool_call>", "</tool_call>", "[TOOL"),
+    *("<think>", "</think>", "[THINK]", "[/THINK]", "<|im_end|>", "</s>", "<function=f>", "</function>", "no [x"),
+    *(text for _, text, _, _ in GOOD[:8]),
+]
+
+
+@pytest.mark.parametrize("format", [*FORMATS, None])
+@settings(max_examples=60, deadline=None)
+@given(pieces=st.lists(st.sampled_from(PIECES), max_size=6))
+def test_what_is_certain_of_an_answer_stays_true(format: Format | None, pieces: list[str]) -> None:
+    """For each beginning of an answer; but for reasoning that has an end and no beginning."""
+    text = "".join(pieces)
+    begun = text.lstrip().startswith(("<think>", "[THINK]"))
+    assume(begun or not ("</think>" in text or "[/THINK]" in text))
+    assume(not (begun and "</think>" in text and "[/THINK]" in text))
+    if format is None:
+        reasoning, content = split_reasoning(text)
+    else:
+        content, reasoning, _, _ = parse(text, format, tools=SCHEMAS)
+    before = "", ""
+    for end in range(len(text) + 1):
+        now = certain(text[:end], format)
+        assert all(one.startswith(other) for one, other in zip(now, before, strict=True))
+        assert content.startswith(now[0])
+        assert reasoning.startswith(now[1])
+        before = now
+
+
+def test_all_but_a_tail_of_plain_text_is_certain() -> None:
+    for format in (each for each in FORMATS if each != "gpt_oss"):
+        assert ("It is 4 < 5", "") == certain("It is 4 < 5 <to", format)
+        assert ("It is 4.", "so it is") == certain("<think>\nso it is\n</think>\n\nIt is 4. ", format)
+        assert ("", "so it") == certain("so it </thi", format, thinks=True)
+        assert ("4", "so it is") == certain("so it is</think>4<tool_call>{", format, thinks=True)
+    assert begins_thought("<|im_start|>assistant\n<think>\n")
+    assert not begins_thought("<|im_start|>assistant\n<think>\n\n</think>\n")

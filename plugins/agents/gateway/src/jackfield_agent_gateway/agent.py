@@ -19,12 +19,13 @@ class GatewayAgent(AgentLoopBase):
     """A program that speaks OpenAI's API is the agent; its requests become sequences with exact tokens."""
 
     config: GatewayConfig
+    shows_images = False  #: that are parts of messages
     _rollout: Rollout | None = None
 
     @classmethod
     async def start(cls, config: GatewayConfig, context: AgentWorkerContext) -> Shared:
         """Start the server of the worker, and load the program."""
-        gateway, programs = Gateway(config, context), Programs(config.program, context)
+        gateway, programs = Gateway(config, context, cls.shows_images), Programs(config.program, context)
         try:
             await programs.start()
             await gateway.start()
@@ -124,3 +125,9 @@ class GatewayAgent(AgentLoopBase):
             tool_calls=tuple(attrs.asdict(call) for call in recording.calls),
             end_reason=reason,
         )
+
+
+class GatewayImagesAgent(GatewayAgent):
+    """The same agent for a model that sees: messages may have images."""
+
+    shows_images = True

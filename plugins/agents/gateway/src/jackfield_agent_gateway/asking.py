@@ -24,6 +24,7 @@ class Ask:
     stop_token_ids: tuple[int, ...] = ()
     sampling: Mapping[str, Any] = attrs.field(factory=dict)  #: of the client
     is_retry: bool = False  #: the client says that it has sent this before
+    streams: bool = False  #: the client hears the answer as it comes
     keys: list[str] = attrs.field(init=False)  #: digests of the conversation after each message
     key: str = attrs.field(init=False)  #: digest of the whole request
 

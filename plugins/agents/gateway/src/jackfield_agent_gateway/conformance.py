@@ -42,3 +42,16 @@ def program(folder: Path) -> dict[str, Any]:
             task("What is four and four?", "8", "Ten.", others=["What is five and five?"], reward=1.0),
         ],
     }
+
+
+def images(folder: Path) -> dict[str, Any]:
+    """Return the same tasks, those of one conversation about an image, which the suite's tokenizer does not open."""
+    made = program(folder)
+    for task in made["tasks"]:
+        if "others" in task["fields"]:
+            continue
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+        *before, last = task["fields"]["messages"]
+        content = [image, {"type": "text", "text": last["content"]}]
+        task["fields"]["messages"] = [*before, {**last, "content": content}]
+    return made

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import xxhash
 
 from jackfield.abc.agent import AgentContext, AgentSequence, Relation
-from jackfield.abc.rollout import GenerateRequest, GenerateResult
+from jackfield.abc.rollout import GenerateChunk, GenerateRequest, GenerateResult
 from jackfield.sdk.sequences import Answer, SequenceBuilder, sequences_of
 
 
@@ -33,6 +33,7 @@ class Node:
     length: int  #: of the tokens up to here
     made: int  #: tokens that the model has generated on the way
     answer: Answer
+    inputs: Mapping[str, Any]  #: arrays of the images up to here
 
 
 class GivenTokens:
@@ -77,6 +78,7 @@ class Line:
         self.at: Node | None = None  #: where it ends, if nothing follows it
         self.text = ""  #: prompt and answers of completions
         self.override: Mapping[str, Any] = {}  #: sampling parameters of the next request
+        self.hear: Callable[[GenerateChunk], None] | None = None  #: hears the tokens of the next answer as they come
         self.result: GenerateResult | None = None
         self.prompt_ids: tuple[int, ...] = ()
         self._made = self._begun = 0
@@ -95,7 +97,7 @@ class Line:
         """Make the builder: of messages, or of given tokens, or of what a node of another line has."""
         sampling, inputs = dict(self._sampling), dict[str, Any]()
         if node is not None:
-            given, inputs = node.tokens.ids[: node.length], dict(node.tokens.inputs)
+            given, inputs = node.tokens.ids[: node.length], dict(node.inputs)
             self.history[-1].ids, self._made = tuple(given), node.made
             if "max_new_tokens" in sampling:
                 sampling["max_new_tokens"] = max(0, sampling["max_new_tokens"] - node.made)
@@ -112,7 +114,7 @@ class Line:
         """Return the node after the answer that has just come."""
         tokens, answer = self.history[-1], self.builder.answer
         assert answer is not None
-        self.at = Node(self, tokens, len(tokens.ids), self._made, answer)
+        self.at = Node(self, tokens, len(tokens.ids), self._made, answer, tokens.inputs)
         return self.at
 
     async def _generate(self, request: GenerateRequest) -> GenerateResult:
@@ -123,7 +125,11 @@ class Line:
             changes["seed"] = xxhash.xxh3_64_intdigest(text.encode()) >> 1
         if changes:
             request = attrs.evolve(request, sampling=attrs.evolve(request.sampling, **changes))
-        result = await self._context.generate(request)
+        self.prompt_ids, stream = request.prompt_ids, self._context.stream
+        if self.hear is None or stream is None:
+            result = await self._context.generate(request)
+        else:
+            result = await stream(request, self.hear)
         if self.tokenizer.begun > self._begun:  # the template renders earlier turns otherwise
             self._begun = self.tokenizer.begun
             self.history.append(Tokens(parent=self.history[-1], relation="template"))
@@ -131,7 +137,7 @@ class Line:
         tokens.ids, tokens.inputs = (*request.prompt_ids, *result.token_ids), request.multi_modal_data
         tokens.is_answered |= bool(result.token_ids)
         self._made += len(result.token_ids)
-        self.result, self.prompt_ids = result, request.prompt_ids
+        self.result = result
         return result
 
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import attrs
 import xxhash
 
 from jackfield.abc.agent import AgentContext, AgentSequence, Relation, ToolCall
+from jackfield.abc.rollout import GenerateChunk
 from jackfield.errors import DataError
 from jackfield.sdk.sequences import Answer
 from jackfield_agent_gateway.asking import Ask
 from jackfield_agent_gateway.history import after
 from jackfield_agent_gateway.lines import Line, Node, Tokens, joined
 from jackfield_agent_gateway.settings import GatewayConfig
-from jackfield_openai.said import Answers, Said
+from jackfield_agent_gateway.speech import Listener, Piece, Speech
+from jackfield_openai.said import Answers, Head, Said
 from jackfield_openai.text import ClientError
 from jackfield_tool_calls import Format, parse, split_reasoning
 
@@ -31,6 +34,16 @@ class _Record:
     lines: list[Line]
     said: dict[int, Said] = attrs.field(factory=dict)  #: by choice; what a retry need not generate again
     task: asyncio.Task[Answers] | None = None
+    head: Head = attrs.field(factory=Head)
+    speeches: dict[int, Speech] = attrs.field(factory=dict)  #: by choice; what clients have heard of the running task
+    pieces: list[Piece] = attrs.field(factory=list)
+    listeners: list[Listener] = attrs.field(factory=list)
+
+    def clear(self, _: object = None) -> None:
+        """Forget what was heard."""
+        self.speeches.clear()
+        self.pieces.clear()
+        self.listeners.clear()
 
 
 class Recording:
@@ -54,8 +67,10 @@ class Recording:
         self.is_full = False  #: a request was refused because no token was left for its answer
         self.is_aborted = False  #: the server has ended an answer: the model is not asked again
 
-    async def answer(self, ask: Ask) -> Answers:
+    async def answer(self, ask: Ask, listener: Listener | None = None) -> Answers:
         """Return the answers to a request: new ones, or those that an equal request got or is about to get.
+
+        A ``listener`` gets the pieces of those that are under way, if the request that has begun them streams.
 
         A caller that is cancelled leaves the request running: its repeat finds it. ``ClientError`` is the client's
         mistake; errors of the model's server are raised, and a repeat generates what is missing.
@@ -70,9 +85,16 @@ class Recording:
         else:
             self.repeats += 1
         if record.task is None or _has_failed(record.task):
+            record.clear()
             record.task = asyncio.create_task(self._run(ask, record))
             self._running.add(record.task)
             record.task.add_done_callback(self._note_end)
+            record.task.add_done_callback(record.clear)
+        if listener is not None:
+            listener.head = record.head
+            for piece in record.pieces:
+                listener.pieces.put_nowait(piece)
+            record.listeners.append(listener)
         return await asyncio.shield(record.task)
 
     def restarted(self) -> Recording:
@@ -106,18 +128,19 @@ class Recording:
             async with asyncio.TaskGroup() as tasks:
                 for number in missing:
                     tasks.create_task(self._choice(ask, record, number))
-        return Answers(said=[record.said[number] for number in range(len(record.lines))])
+        return Answers(said=[record.said[number] for number in range(len(record.lines))], head=record.head)
 
     async def _choice(self, ask: Ask, record: _Record, number: int) -> None:
         line = record.lines[number]
         line.override = self._config.overrides(ask.sampling)
         if ask.stop_token_ids:
             line.override = {**line.override, "stop_token_ids": self._stops(ask)}
+        line.hear = partial(self._hear, ask, record, number) if ask.streams else None
         answer = await line.builder.generate(stop=ask.stop, max_new_tokens=ask.max_tokens)
         if answer.finish_reason == "abort":
             self.is_aborted = True
             raise _aborted()
-        said = record.said[number] = self._said(ask, line, answer)
+        said = record.said[number] = self._said(ask, line, answer, record.speeches.get(number))
         self.turns += 1
         self.calls += said.calls
         node = line.arrived()
@@ -131,13 +154,30 @@ class Recording:
         ends = (*self._sampling.get("stop_token_ids", ()), *ask.stop_token_ids, *self._context.tokenizer.end_token_ids)
         return tuple(dict.fromkeys(ends))
 
-    def _said(self, ask: Ask, line: Line, answer: Answer) -> Said:
+    def _hear(self, ask: Ask, record: _Record, number: int, chunk: GenerateChunk) -> None:
+        """Tell listeners what has become certain with the next tokens."""
+        if number not in record.speeches:
+            decode, prompt = self._context.tokenizer.decode, record.lines[number].prompt_ids
+            plain = self._format is None or ask.text is not None
+            record.speeches[number] = Speech(number, decode, prompt, ask.stop, self._calls_format(ask), plain)
+        piece = record.speeches[number].hear(chunk)
+        record.pieces.append(piece)
+        for listener in record.listeners:
+            listener.pieces.put_nowait(piece)
+
+    def _calls_format(self, ask: Ask) -> Format | None:
+        """Return the format of calls in the answers to a request; None: none are looked for."""
+        if ask.text is None and ((ask.tools and ask.calls_tools) or self._format == "gpt_oss"):
+            return self._format
+        return None
+
+    def _said(self, ask: Ask, line: Line, answer: Answer, speech: Speech | None) -> Said:
         assert line.result is not None
         content, reasoning, calls = answer.text, "", list[ToolCall]()
         if self._format is not None and ask.text is None:
-            if (ask.tools and ask.calls_tools) or self._format == "gpt_oss":
+            if (format := self._calls_format(ask)) is not None:
                 raw = self._context.tokenizer.decode(answer.token_ids, False)
-                parsed = parse(raw, self._format, tools=ask.tools)
+                parsed = parse(raw, format, tools=ask.tools)
                 for problem in parsed.problems:
                     self._context.event("bad_tool_call", problem=problem)
                 if parsed.calls or not parsed.problems:  # or else the program sees what the model wrote
@@ -147,6 +187,8 @@ class Recording:
         if answer.finish_reason == "stop":
             for stop in ask.stop:
                 content = content.partition(stop)[0]
+        if speech is not None and not speech.fits(content, reasoning):  # it has no form
+            content, reasoning = speech.content, speech.reasoning
         return Said(
             content=content,
             reasoning=reasoning,

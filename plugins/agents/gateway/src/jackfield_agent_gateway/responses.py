@@ -19,13 +19,15 @@ from jackfield_openai.text import refused
 class AskingResponseBody(ResponseBody):
     """The body of ``/v1/responses``."""
 
-    def ask(self, known: Mapping[str, list[dict[str, Any]]], is_retry: bool) -> tuple[Ask, list[dict[str, Any]]]:
+    def ask(
+        self, known: Mapping[str, list[dict[str, Any]]], is_retry: bool, images: bool = False
+    ) -> tuple[Ask, list[dict[str, Any]]]:
         """Return what is asked of the model, and the conversation."""
         if read_grammar(self.text_format) is not None:
             raise refused("text.format", "text: nothing else is served", self.text, "unsupported_parameter")
         messages = self.messages(known)
         ask = Ask(
-            messages=read_messages(messages),
+            messages=read_messages(messages, images),
             tools=read_tools([read_tool(tool, place) for place, tool in enumerate(self.tools or ())]),
             calls_tools=calls_tools(self.tool_choice),
             max_tokens=self.max_output_tokens,

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,16 @@ from aiohttp import web
 
 from jackfield.abc.agent import AgentContext, AgentWorkerContext
 from jackfield.errors import ConfigError
+from jackfield_agent_gateway import streams
 from jackfield_agent_gateway.asking import Ask
 from jackfield_agent_gateway.chats import Form, TextBody, ToolChatBody
 from jackfield_agent_gateway.recording import Recording
 from jackfield_agent_gateway.responses import AskingResponseBody
 from jackfield_agent_gateway.rollouts import Rollout, Rollouts, unknown_key
 from jackfield_agent_gateway.settings import GatewayConfig
+from jackfield_agent_gateway.speech import Listener
 from jackfield_openai.bodies import read_body
-from jackfield_openai.responses import ResponseForm
+from jackfield_openai.responses import ResponseForm, answered, response_id
 from jackfield_openai.said import Answers
 from jackfield_openai.text import ClientError, refused, shown_format
 from jackfield_openai.web import (
@@ -37,7 +39,6 @@ from jackfield_openai.web import (
     error_response,
     read_json,
     same_key,
-    send_event,
 )
 from jackfield_tool_calls import Format
 
@@ -51,8 +52,8 @@ _READING_SECONDS = 30.0  #: time for a client to read an answer
 class Gateway:
     """The server of one worker and its open rollouts."""
 
-    def __init__(self, config: GatewayConfig, context: AgentWorkerContext) -> None:
-        self._config, self._context = config, context
+    def __init__(self, config: GatewayConfig, context: AgentWorkerContext, images: bool = False) -> None:
+        self._config, self._context, self._images = config, context, images
         self._numbers = itertools.count()
         self._rollouts = Rollouts(context.clock)
         self._web: WebServer | None = None
@@ -144,51 +145,53 @@ class Gateway:
     async def _answered(self, request: web.Request, cls: type[ToolChatBody] | type[TextBody]) -> web.StreamResponse:
         body = read_body(cls, await self._read(request))
         async with self._rollout(request) as rollout:
-            answers = await self._answers(rollout, body.ask(_is_retry(request)))
-            form = Form(body, answers, body.model or self._config.model_name, self._context.tokenizer.decode)
+            ask = body.ask(_is_retry(request), self._images)
+            form = Form(body, body.model or self._config.model_name, self._context.tokenizer.decode)
             if not body.stream:
-                return web.json_response(form.whole())
-            events = ((None, event) for event in form.events())
-            return await self._streamed(request, events, end=b"data: [DONE]\n\n")
+                return web.json_response(form.whole(await self._answers(rollout, ask)))
+            return await self._streamed(request, rollout, ask, form.more, form.end, b"data: [DONE]\n\n")
 
     async def _response(self, request: web.Request) -> web.StreamResponse:
         body = read_body(AskingResponseBody, await self._read(request))
         async with self._rollout(request) as rollout:
             responses = rollout.responses  # those of this attempt of the program
-            ask, messages = body.ask(responses, _is_retry(request))
-            answers = await self._answers(rollout, ask)
-            form = ResponseForm(body, answers, body.model or self._config.model_name)
-            responses[form.id] = form.messages(messages)
-            if not body.stream:
-                return web.json_response(form.whole())
-            return await self._streamed(request, ((event["type"], event) for event in form.events()))
+            ask, messages = body.ask(responses, _is_retry(request), self._images)
+            form = ResponseForm(body, body.model or self._config.model_name)
 
-    async def _answers(self, rollout: Rollout, ask: Ask) -> Answers:
+            def end(answers: Answers) -> Iterator[dict[str, Any]]:
+                responses[response_id(answers.head)] = answered(messages, answers)
+                return form.end(answers)
+
+            if body.stream:
+                more = lambda head, piece: form.more(head, piece.content, piece.reasoning)  # noqa: E731
+                return await self._streamed(request, rollout, ask, more, end)
+            answers = await self._answers(rollout, ask)
+            responses[response_id(answers.head)] = answered(messages, answers)
+            return web.json_response(form.whole(answers))
+
+    async def _answers(self, rollout: Rollout, ask: Ask, listener: Listener | None = None) -> Answers:
         """Return the answers to a request, under its deadline."""
         recording, waiting = rollout.recording, f"the model to answer a request of rollout {rollout.name}"
         try:
-            return await self._context.clock.wait_for(recording.answer(ask), self._config.request_seconds, waiting)
+            return await self._context.clock.wait_for(
+                recording.answer(ask, listener), self._config.request_seconds, waiting
+            )
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if recording.is_ended and (task is None or not task.cancelling()):
                 raise _ended() from None
             raise
 
-    async def _streamed(
-        self, request: web.Request, events: Iterable[tuple[str | None, dict[str, Any]]], end: bytes = b""
-    ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-
-        async def send() -> None:
-            await response.prepare(request)
-            for name, event in events:
-                await send_event(response, event, name)
-            if end:
-                await response.write(end)
-            await response.write_eof()
-
-        await self._context.clock.wait_for(send(), _READING_SECONDS, "a client to read a stream")
-        return response
+    async def _streamed(self, request: web.Request, rollout: Rollout, ask: Ask, *events: Any) -> web.StreamResponse:
+        """Answer with events while the model generates; they are those of :func:`streams.send`."""
+        listener, seconds = Listener(), self._config.request_seconds + _READING_SECONDS
+        answering = asyncio.create_task(self._answers(rollout, ask, listener))
+        try:
+            sending = streams.send(request, listener, answering, *events)
+            return await self._context.clock.wait_for(sending, seconds, "a client to read a stream")
+        finally:
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
 
     @contextlib.asynccontextmanager
     async def _rollout(self, request: web.Request) -> AsyncIterator[Rollout]:

@@ -38,6 +38,8 @@ class ToolAgent(AgentLoopBase):
     aborted (``aborted``).
     """
 
+    shows_images = False  #: of the tools' results
+
     def __init__(self, config: Config, context: AgentContext) -> None:
         super().__init__(config, context)
 
@@ -92,10 +94,16 @@ class ToolAgent(AgentLoopBase):
         return "budget"
 
     def _append(self, builder: SequenceBuilder, messages: Sequence[Mapping[str, Any]], said: Said) -> bool:
-        """Append the results. A template may refuse the calls, as Llama 3's does several: then they are plain text."""
+        """Append the results. A template may refuse the calls, as Llama 3's does several: then they are plain text.
+
+        Images that cannot be shown are left out, and the model reads why.
+        """
         try:
             return builder.append_turn(messages, answer=said.message)
         except DataError as error:
+            if error.code == "data.image" and any(isinstance(each["content"], list) for each in messages):
+                why = f"[the images cannot be shown: {error.message}]"
+                return self._append(builder, [_without_images(each, why) for each in messages], said)
             if error.code != "data.malformed" or "tool_calls" not in said.message:
                 raise
             return builder.append_turn(messages, answer=said.plain_message)
@@ -104,7 +112,10 @@ class ToolAgent(AgentLoopBase):
         if isinstance(call, Malformed):
             named = {"name": "unknown", "tool_call_id": "call00000"} if self.config.error_role == "tool" else {}
             return {"role": self.config.error_role, **named, "content": result.text}
-        return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": result.text}
+        content: Any = result.text
+        if result.images and self.shows_images:
+            content = [*([{"type": "text", "text": content}] if content else []), *result.images]
+        return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": content}
 
     # -- calls within an answer
 
@@ -184,10 +195,23 @@ class ToolAgent(AgentLoopBase):
         except Exception as error:  # a tool session returns errors; this one does not
             logging.getLogger("jackfield").warning("the tool %s raised", call.name, exc_info=True)
             return ToolResult(text=f"{call.name} failed: {type(error).__name__}: {error}", is_error=True)
-        if result.images:
+        if result.images and not self.shows_images:
             text = f"{result.text}\n[{len(result.images)} images cannot be shown]".strip()
             return attrs.evolve(result, text=text)
         return result
+
+
+class ToolImagesAgent(ToolAgent):
+    """The same agent for a model that sees: tasks and results of tools may have images."""
+
+    shows_images = True
+
+
+def _without_images(message: Mapping[str, Any], why: str) -> dict[str, Any]:
+    if not isinstance(message["content"], list):
+        return dict(message)
+    texts = [part["text"] for part in message["content"] if part.get("type") == "text"]
+    return {**message, "content": "\n".join([*texts, why])}
 
 
 def _call_in(text: str, mark: InlineCall) -> Call:

@@ -26,3 +26,14 @@ def fixture(folder: Path) -> dict[str, Any]:
             {"name": "far", "description": "Tell how far the sea is", "results": ["The sea is 12 miles away."]},
         ],
     }
+
+
+def images(folder: Path) -> dict[str, Any]:
+    """Return the same tasks about an image, which the suite's tokenizer does not open."""
+    made = fixture(folder)
+    for task in made["tasks"]:
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+        *before, last = task["fields"]["messages"]
+        content = [image, {"type": "text", "text": last["content"]}]
+        task["fields"]["messages"] = [*before, {**last, "content": content}]
+    return made

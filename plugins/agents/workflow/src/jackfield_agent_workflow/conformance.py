@@ -66,3 +66,16 @@ def workflow(folder: Path) -> dict[str, Any]:
     ]
     settings = {"workflow": f"{__name__}:Anything", "environment": environment}
     return {"settings": settings, "tasks": tasks, "tools": [{"name": "lookup"}]}
+
+
+def images(folder: Path) -> dict[str, Any]:
+    """Return the same tasks, those of one agent about an image, which the suite's tokenizer does not open."""
+    made = workflow(folder)
+    for task in made["tasks"]:
+        if task["fields"].get("kind") in ("team", "model"):
+            continue
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+        *before, last = task["fields"]["messages"]
+        content = [image, {"type": "text", "text": last["content"]}]
+        task["fields"]["messages"] = [*before, {**last, "content": content}]
+    return made

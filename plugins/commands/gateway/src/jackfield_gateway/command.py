@@ -56,8 +56,10 @@ def gateway(file: str, overrides: tuple[str, ...], host: str | None, port: int |
 
 def gateway_config(config: RunConfig, host: str | None, port: int | None) -> RunConfig:
     """Return the configuration with the gateway as its agent, in external mode."""
-    given: dict[str, Any] = dict(config.agent.settings) if config.agent.name == "gateway" else {}
+    is_gateway = config.agent.name in ("gateway", "gateway_images")
+    given: dict[str, Any] = dict(config.agent.settings) if is_gateway else {}
     program = given.get("program") or {}
+    name = config.agent.name if is_gateway else "gateway"
     more = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
     kept = {name: value for name, value in program.items() if name not in ("call", "command", "process", "workers")}
     settings = {
@@ -66,7 +68,7 @@ def gateway_config(config: RunConfig, host: str | None, port: int | None) -> Run
         **more,
         "program": {**kept, "external": True},
     }
-    return attrs.evolve(config, agent=attrs.evolve(config.agent, name="gateway", settings=settings))
+    return attrs.evolve(config, agent=attrs.evolve(config.agent, name=name, settings=settings))
 
 
 @contextmanager

@@ -22,19 +22,20 @@ def read_arrays(data: TensorDict) -> list[Arrays]:
 
 
 def images_of(
-    rows: Sequence[Arrays], prompts: Sequence[torch.Tensor], takes: ImageInputs | None
+    rows: Sequence[Arrays], token_ids: Sequence[torch.Tensor], takes: ImageInputs | None
 ) -> list[Images | None]:
     """Return the images of each row, as tensors by name; None for a row without images.
 
-    ``prompts`` are int64 ``[length]``. Inputs that the model does not take are refused (``engine.failed``).
+    ``token_ids`` are int64 ``[length]``, prompt and response: later turns have images, too. Inputs that the model does
+    not take are refused (``engine.failed``).
     """
     found: list[Images | None] = []
-    for row, (given, prompt) in enumerate(zip(rows, prompts, strict=True)):
+    for row, (given, ids) in enumerate(zip(rows, token_ids, strict=True)):
         arrays = {name: array for name, array in given.items() if name != EXPERTS}
         if arrays and takes is None:
             expected = "a model that takes images, such as LLaVA, InternVL or Qwen-VL"
             raise EngineError("the model takes no such images", where=COLUMN, expected=expected, found=sorted(arrays))
-        problem = takes.problem(arrays, prompt.tolist()) if takes is not None else None
+        problem = takes.problem(arrays, ids.tolist()) if takes is not None else None
         if problem is not None:
             expected, there = problem
             raise EngineError(f"images do not fit the model, row {row}", where=COLUMN, expected=expected, found=there)

@@ -99,7 +99,8 @@ class RowBatch:
         self._images, self._routes, self._experts = list[Images | None](), list[torch.Tensor | None](), experts
         if self.size and COLUMN in data.keys():  # noqa: SIM118, it is not a mapping
             arrays = read_arrays(data)
-            self._images = images_of(arrays, rows_of(data["prompt_ids"].cpu()), images)
+            parts = (rows_of(data[name].cpu()) for name in ("prompt_ids", "response_ids"))
+            self._images = images_of(arrays, [torch.cat(both) for both in zip(*parts, strict=True)], images)
             if experts is not None:
                 self._routes = experts.read(arrays, (self.prompts.lengths + self.responses.lengths).tolist())
         # equal prompts may have other images

@@ -10,11 +10,14 @@ import binascii
 import functools
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
+import numpy as np
+
 from jackfield.errors import DataError, PluginError
+from jackfield.sdk.arrays import joined
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -28,6 +31,7 @@ MAXIMUM_PIXELS = 64_000_000  #: of one picture
 MAXIMUM_PICTURES = 64  #: of one conversation
 _IMAGE_KINDS = ("image_url", "image")
 _KEPT = 8  #: conversations; the rollouts of a group share one
+_KEPT_PICTURES = 32
 #: What a processor returns per token: the tokens are returned apart, and models make the others themselves.
 _OF_TOKENS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
 
@@ -37,41 +41,55 @@ class ImagePrompts:
 
     def __init__(self, folder: str | Path, image_folders: Sequence[Path] = ()) -> None:
         self._folder, self._image_folders = str(folder), tuple(each.resolve() for each in image_folders)
-        self._made: dict[str, _Prompt] = {}
+        self._pictures: dict[str, _Prompt] = {}  #: by address or path
+        self._joined: dict[tuple[str, ...], Mapping[str, Any]] = {}  #: the arrays of the pictures of one text
 
-    def encode(self, messages: Messages, tools: Messages, render: Callable[[Messages], str]) -> _Prompt:
-        """Return the tokens of a conversation, its placeholders expanded, and read-only NumPy arrays by name.
+    @property
+    def image_token(self) -> str:
+        """The placeholder, which a chat template shows for each picture."""
+        return str(getattr(self._processor, "image_token", "<image>"))
 
-        ``render`` returns the text of messages whose pictures are parts ``{"type": "image"}``, with the ``tools``.
+    def shown(self, messages: Messages) -> list[dict[str, Any]]:
+        """Return messages for a chat template, whose pictures are parts ``{"type": "image"}``."""
+        return [_without_pictures(message) for message in messages]
+
+    def expanded(self, token_ids: Sequence[int], placeholder: int, messages: Messages) -> _Prompt:
+        """Return the tokens of a text that shows the pictures of messages, each expanded, and read-only NumPy arrays.
+
         Raise ``data.image`` for a picture that cannot be read, and for a processor or a template that does not take it.
         """
-        key = json.dumps([list(messages), list(tools)], default=dict)
-        if key not in self._made:
-            sources = [_source(part) for message in messages for part in _pictures(message)]
-            if len(sources) > MAXIMUM_PICTURES:
-                _refuse("a conversation has too many pictures", f"at most {MAXIMUM_PICTURES}", str(len(sources)))
-            made = self._make(render([_without_pictures(message) for message in messages]), sources)
-            while len(self._made) >= _KEPT:
-                del self._made[next(iter(self._made))]  # the oldest
-            self._made[key] = made
-        return self._made[key]
-
-    def _make(self, text: str, sources: Sequence[str]) -> _Prompt:
-        pictures = [self._read(source) for source in sources]
-        processor = self._processor
-        token = str(getattr(processor, "image_token", "<image>"))
-        if text.count(token) != len(pictures):
-            expected = f"one {token} for each of {len(pictures)} pictures"
+        sources = tuple(_source(part) for message in messages for part in _pictures(message))
+        if len(sources) > MAXIMUM_PICTURES:
+            _refuse("a conversation has too many pictures", f"at most {MAXIMUM_PICTURES}", str(len(sources)))
+        if token_ids.count(placeholder) != len(sources):
+            expected = f"one {self.image_token} for each of {len(sources)} pictures"
             fix = "give a chat_template that shows parts of the type image, and no such text beside them"
-            _refuse("the chat template does not show each picture once", expected, repr(text[-400:]), fix)
+            found = str(token_ids.count(placeholder))
+            _refuse("the chat template does not show each picture once", expected, found, fix)
+        pictures = [self._picture(source) for source in sources]
+        places = iter(pictures)
+        ids = [each for token in token_ids for each in (next(places)[0] if token == placeholder else (token,))]
+        if sources not in self._joined:
+            arrays = functools.reduce(joined, (each for _, each in pictures))
+            for array in arrays.values():
+                array.flags.writeable = False
+            _keep(self._joined, sources, arrays, _KEPT)
+        return tuple(ids), self._joined[sources]
+
+    def _picture(self, source: str) -> _Prompt:
+        """Return the tokens and the arrays of one picture."""
+        if source not in self._pictures:
+            _keep(self._pictures, source, self._make(self._read(source)), _KEPT_PICTURES)
+        return self._pictures[source]
+
+    def _make(self, picture: Image) -> _Prompt:
+        processor = self._processor
         try:
-            made = processor(text=[text], images=pictures, return_tensors="np", add_special_tokens=False)
+            made = processor(text=[self.image_token], images=[picture], return_tensors="np", add_special_tokens=False)
         except Exception as error:  # of any processor
             expected = f"pictures that {type(processor).__name__} takes"
             _refuse("the model's processor refuses a picture", expected, f"{type(error).__name__}: {error}")
-        arrays = {name: value for name, value in made.items() if name not in _OF_TOKENS}
-        for array in arrays.values():
-            array.flags.writeable = False
+        arrays = {name: np.array(value) for name, value in made.items() if name not in _OF_TOKENS}
         return tuple(map(int, made["input_ids"][0])), arrays
 
     @functools.cached_property
@@ -146,6 +164,13 @@ class _WithoutVideos:
         parts = [self.image_token * count + part for count, part in zip(places, rest, strict=True)]
         ids = self._tokenizer("".join((first, *parts)), add_special_tokens=False)["input_ids"]
         return {**arrays, "input_ids": [ids]}
+
+
+def _keep(known: dict[Any, Any], key: Any, value: Any, most: int) -> None:
+    """Note a value, and forget the oldest ones if there are too many."""
+    while len(known) >= most:
+        del known[next(iter(known))]
+    known[key] = value
 
 
 def _pictures(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:

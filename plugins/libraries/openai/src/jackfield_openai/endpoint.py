@@ -24,8 +24,8 @@ from jackfield_openai.answers import Answer, Choice
 from jackfield_openai.bodies import Body, ChatBody, CompletionBody, read_body
 from jackfield_openai.collecting import Collector
 from jackfield_openai.metrics import Metrics
-from jackfield_openai.responses import ResponseBody, ResponseForm
-from jackfield_openai.said import Answers
+from jackfield_openai.responses import ResponseBody, ResponseForm, answered, response_id
+from jackfield_openai.said import Answers, Head
 from jackfield_openai.settings import EndpointConfig
 from jackfield_openai.text import ClientError, ServedTokenizer, refused
 from jackfield_openai.tokenizing import DetokenizeBody, TokenizeChatBody, TokenizeTextBody, detokenized, tokenized
@@ -193,17 +193,18 @@ class OpenAIEndpoint:
 
         async def whole() -> web.StreamResponse:
             await self._generate(answer, self._collect)
-            answers = Answers(said=[choice.said() for choice in answer.choices], id=answer.id, created=answer.created)
-            form = ResponseForm(body, answers, answer.model)
+            head = Head(id=answer.id, created=answer.created)
+            answers = Answers(said=[choice.said() for choice in answer.choices], head=head)
+            form = ResponseForm(body, answer.model)
             if body.store is not False:
-                self._responses[form.id] = form.messages(messages)
+                self._responses[response_id(head)] = answered(messages, answers)
                 if len(self._responses) > _KEPT_RESPONSES:
                     self._responses.popitem(last=False)
             if not body.stream:
-                return web.json_response(form.whole())
+                return web.json_response(form.whole(answers))
             response = _event_stream()
             await response.prepare(request)
-            for event in form.events():
+            for event in form.end(answers):
                 await send_event(response, event, event["type"])
             await response.write_eof()
             return response

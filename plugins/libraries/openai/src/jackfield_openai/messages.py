@@ -16,23 +16,29 @@ _IGNORED = frozenset({"annotations", "refusal", "audio", "function_call", "provi
 _ROLES = {"developer": "system"}  #: roles that chat templates call otherwise
 
 
-def read_messages(messages: Any) -> list[dict[str, Any]]:
-    """Return checked messages in the form for chat templates; ``ClientError`` names what is wrong with one."""
+def read_messages(messages: Any, images: bool = False) -> list[dict[str, Any]]:
+    """Return checked messages in the form for chat templates; ``ClientError`` names what is wrong with one.
+
+    ``images``: their contents may have images, which are ``data:`` addresses.
+    """
     if not isinstance(messages, list) or not messages:
         raise refused("messages", "a list of at least one message", messages)
-    return [_read(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    return [_read(message, f"messages[{place}]", images) for place, message in enumerate(messages)]
 
 
-def _read(message: Any, path: str) -> dict[str, Any]:
+def _read(message: Any, path: str, images: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise refused(path, "an object", message, "invalid_type")
     given = {name: value for name, value in message.items() if value is not None and name not in _IGNORED}
     if given.get("role") == "assistant" and not given.get("tool_calls"):
         given.pop("tool_calls", None)
         given.setdefault("content", "")
-    check_message(given, path)
-    if isinstance(given.get("content"), list):
-        given["content"] = "".join(part["text"] for part in given["content"])
+    seen = _images(given, path) if images and given.get("role") != "assistant" else []
+    parts = given.get("content")
+    others = [part for part in parts or () if part not in seen]
+    check_message({**given, "content": others or ""} if seen else given, path)
+    if isinstance(parts, list):
+        given["content"] = parts if seen else "".join(part["text"] for part in parts)
     given["role"] = _ROLES.get(given["role"], given["role"])
     if "reasoning" in given:
         given.setdefault("reasoning_content", given.pop("reasoning"))
@@ -40,6 +46,22 @@ def _read(message: Any, path: str) -> dict[str, Any]:
         given.setdefault("content", "")
         given["tool_calls"] = [_call(call) for call in given["tool_calls"]]
     return given
+
+
+def _images(message: Mapping[str, Any], path: str) -> list[Any]:
+    """Return the parts of a message that are images; ``ClientError`` for one that is no ``data:`` address."""
+    content = message.get("content")
+    found = []
+    for place, part in enumerate(content if isinstance(content, list) else ()):
+        if not isinstance(part, Mapping) or part.get("type") != "image_url":
+            continue
+        image = part.get("image_url")
+        url = image.get("url") if isinstance(image, Mapping) else image
+        if not isinstance(url, str) or not url.startswith("data:"):
+            expected = "the image itself as data:image/png;base64,…; nothing is downloaded"
+            raise refused(f"{path}.content[{place}].image_url.url", expected, url)
+        found.append(part)
+    return found
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import attrs
 from attrs.validators import ge
 
+from jackfield.abc.agent import ToolCall
 from jackfield.sdk import option
 from jackfield_openai.bodies import UNBOUNDED, Body, ChatBody
-from jackfield_openai.said import Answers, Said, arguments_text
+from jackfield_openai.said import Answers, Head, arguments_text
 from jackfield_openai.text import ClientError, ServedTokenizer, refused
 
 _TEXTS = ("input_text", "output_text", "text")
@@ -122,7 +123,7 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
             continue
         if kind == "function_call_output":
             output = item.get("output")
-            content = output if isinstance(output, str) else _text(output, f"{path}.output")
+            content = output if isinstance(output, str) else _content(output, f"{path}.output")
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
             continue
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
@@ -134,119 +135,130 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
             calls.append({"id": item.get("call_id"), "type": "function", "function": call})
         elif kind == "message":
             given = item.get("content")
-            content = given if isinstance(given, str) else _text(given, f"{path}.content")
+            content = given if isinstance(given, str) else _content(given, f"{path}.content")
             messages.append({"role": item.get("role"), "content": content})
         else:
             raise refused(f"{path}.type", "message, function_call, function_call_output or reasoning", kind)
     return messages
 
 
-def _text(parts: Any, path: str) -> str:
+def _content(parts: Any, path: str) -> Any:
+    """Return the parts of an item as those of a message: one text, or texts and images."""
     if not isinstance(parts, list):
         raise refused(path, "a text, or a list of text parts", parts, "invalid_type")
+    found: list[dict[str, Any]] = []
     for place, part in enumerate(parts):
-        if not isinstance(part, Mapping) or part.get("type") not in _TEXTS or not isinstance(part.get("text"), str):
-            raise refused(f"{path}[{place}]", "a text part: nothing else is served", part)
-    return "".join(part["text"] for part in parts)
+        if isinstance(part, Mapping) and part.get("type") == "input_image":
+            found.append({"type": "image_url", "image_url": {"url": part.get("image_url")}})
+        elif isinstance(part, Mapping) and part.get("type") in _TEXTS and isinstance(part.get("text"), str):
+            found.append({"type": "text", "text": part["text"]})
+        else:
+            raise refused(f"{path}[{place}]", "a part with text or an image", part)
+    return found
 
 
-@attrs.frozen
+@attrs.define
 class ResponseForm:
-    """One answer in the form of the Responses API."""
+    """One answer in the form of the Responses API, for one client."""
 
     body: ResponseBody
-    answers: Answers
     model: str
+    _number: int = attrs.field(default=0, init=False)  #: of the next event
+    _content: str = attrs.field(default="", init=False)  #: what the client has got
+    _reasoning: str = attrs.field(default="", init=False)
+    _place: int = attrs.field(default=0, init=False)  #: of the next item
 
-    @property
-    def id(self) -> str:
-        """The id by which a later request names this answer."""
-        return f"resp_{self.answers.id}"
-
-    @property
-    def _said(self) -> Said:
-        return self.answers.said[0]
-
-    def messages(self, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the conversation with this answer, as a client would send it."""
-        said = self._said
-        message: dict[str, Any] = {"role": "assistant", "content": said.content}
-        if said.calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_text(call)}}
-                for call in said.calls
-            ]
-        return [*before, message]
-
-    def whole(self) -> dict[str, Any]:
+    def whole(self, answers: Answers) -> dict[str, Any]:
         """Return the response."""
-        cut = self._said.finish_reason == "length" and not self._said.calls
+        said = answers.said[0]
+        cut = said.finish_reason == "length" and not said.calls
         status = "incomplete" if cut else "completed"
-        return {**self._head(status), "output": self._items(), "usage": self._usage()}
+        items = _items(answers.head, said.content, said.reasoning, said.calls)
+        return {**self._head(answers.head, status), "output": items, "usage": _usage(answers)}
 
-    def events(self) -> Iterator[dict[str, Any]]:
-        """Yield the events of a streamed response, each with its type and number."""
-        for number, event in enumerate(self._events()):
-            yield {**event, "sequence_number": number}
+    def more(self, head: Head, content: str, reasoning: str) -> Iterator[dict[str, Any]]:
+        """Yield the events of more of an answer that is under way: its text, when the reasoning is complete."""
+        self._reasoning += reasoning
+        yield from self._numbered(self._text(head, content))
 
-    def _events(self) -> Iterator[dict[str, Any]]:
-        head = {**self._head("in_progress"), "output": [], "usage": None}
-        yield {"type": "response.created", "response": head}
-        yield {"type": "response.in_progress", "response": head}
-        for place, item in enumerate(self._items()):
-            at: dict[str, Any] = {"output_index": place, "item_id": item["id"]}
-            shown = {**item, "status": "in_progress"}
-            if item["type"] == "message":
-                part = item["content"][0]
-                empty = {**part, "text": "", "logprobs": []}
-                yield {"type": "response.output_item.added", "output_index": place, "item": {**shown, "content": []}}
-                yield {"type": "response.content_part.added", **at, "content_index": 0, "part": empty}
-                text = {**at, "content_index": 0, "logprobs": []}
-                yield {"type": "response.output_text.delta", **text, "delta": part["text"]}
-                yield {"type": "response.output_text.done", **text, "text": part["text"]}
-                yield {"type": "response.content_part.done", **at, "content_index": 0, "part": part}
-            elif item["type"] == "function_call":
-                call = {"arguments": item["arguments"]}
-                yield {"type": "response.output_item.added", "output_index": place, "item": {**shown, "arguments": ""}}
-                yield {"type": "response.function_call_arguments.delta", **at, "delta": item["arguments"]}
-                yield {"type": "response.function_call_arguments.done", **at, **call, "name": item["name"]}
-            else:
-                yield {"type": "response.output_item.added", "output_index": place, "item": shown}
-            yield {"type": "response.output_item.done", "output_index": place, "item": item}
-        whole = self.whole()
+    def end(self, answers: Answers) -> Iterator[dict[str, Any]]:
+        """Yield the events of what is left of an answer, each with its type and number."""
+        yield from self._numbered(self._rest(answers))
+
+    def _numbered(self, events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for event in events:
+            yield {**event, "sequence_number": self._number}
+            self._number += 1
+
+    def _begin(self, head: Head) -> Iterator[dict[str, Any]]:
+        if self._number == 0:
+            shown = {**self._head(head, "in_progress"), "output": [], "usage": None}
+            yield {"type": "response.created", "response": shown}
+            yield {"type": "response.in_progress", "response": shown}
+
+    def _text(self, head: Head, content: str) -> Iterator[dict[str, Any]]:
+        """Yield the events of more text, with those of the items before it and of its beginning."""
+        yield from self._begin(head)
+        if not content:
+            return
+        *before, message = _items(head, content, self._reasoning, ())
+        if not self._content:
+            for item in before:
+                yield from self._item(item)
+            shown = {**message, "status": "in_progress", "content": []}
+            yield {"type": "response.output_item.added", "output_index": self._place, "item": shown}
+            empty = {**message["content"][0], "text": "", "logprobs": []}
+            yield {"type": "response.content_part.added", **self._at(message), "content_index": 0, "part": empty}
+        self._content += content
+        text = {**self._at(message), "content_index": 0, "logprobs": []}
+        yield {"type": "response.output_text.delta", **text, "delta": content}
+
+    def _rest(self, answers: Answers) -> Iterator[dict[str, Any]]:
+        said, head = answers.said[0], answers.head
+        self._reasoning = said.reasoning
+        yield from self._text(head, said.content[len(self._content) :])
+        for item in _items(head, said.content, said.reasoning, said.calls)[self._place :]:
+            if item["type"] != "message":
+                yield from self._item(item)
+                continue
+            part = item["content"][0]
+            at = {**self._at(item), "content_index": 0}
+            if not said.content:  # nothing has begun it
+                shown = {**item, "status": "in_progress", "content": []}
+                yield {"type": "response.output_item.added", "output_index": self._place, "item": shown}
+                yield {"type": "response.content_part.added", **at, "part": part}
+            yield {"type": "response.output_text.done", **at, "logprobs": [], "text": part["text"]}
+            yield {"type": "response.content_part.done", **at, "part": part}
+            yield self._done(item)
+        whole = self.whole(answers)
         yield {"type": f"response.{whole['status']}", "response": whole}
 
-    def _items(self) -> list[dict[str, Any]]:
-        said, id = self._said, self.answers.id
-        items: list[dict[str, Any]] = []
-        if said.reasoning:
-            content = [{"type": "reasoning_text", "text": said.reasoning}]
-            items.append({"type": "reasoning", "id": f"rs_{id}", "summary": [], "content": content})
-        if said.content or not said.calls:
-            part = {"type": "output_text", "text": said.content, "annotations": [], "logprobs": []}
-            message = {"type": "message", "id": f"msg_{id}", "role": "assistant", "status": "completed"}
-            items.append({**message, "content": [part]})
-        for place, call in enumerate(said.calls):
-            item = {"type": "function_call", "id": f"fc_{id}_{place}", "call_id": call.id, "status": "completed"}
-            items.append({**item, "name": call.name, "arguments": arguments_text(call)})
-        return items
+    def _item(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the events of a call or of reasoning."""
+        shown = {**item, "status": "in_progress"}
+        added = {"type": "response.output_item.added", "output_index": self._place}
+        if item["type"] == "function_call":
+            at, call = self._at(item), {"arguments": item["arguments"]}
+            yield {**added, "item": {**shown, "arguments": ""}}
+            yield {"type": "response.function_call_arguments.delta", **at, "delta": item["arguments"]}
+            yield {"type": "response.function_call_arguments.done", **at, **call, "name": item["name"]}
+        else:
+            yield {**added, "item": shown}
+        yield self._done(item)
 
-    def _usage(self) -> dict[str, Any]:
-        prompt, completion = self.answers.prompt_tokens, self.answers.completion_tokens
-        return {
-            "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": completion,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": prompt + completion,
-        }
+    def _done(self, item: dict[str, Any]) -> dict[str, Any]:
+        self._place += 1
+        return {"type": "response.output_item.done", "output_index": self._place - 1, "item": item}
 
-    def _head(self, status: str) -> dict[str, Any]:
+    def _at(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        return {"output_index": self._place, "item_id": item["id"]}
+
+    def _head(self, head: Head, status: str) -> dict[str, Any]:
         body = self.body
         return {
-            "id": self.id,
+            "id": response_id(head),
             "object": "response",
-            "created_at": self.answers.created,
+            "created_at": head.created,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
@@ -261,3 +273,46 @@ class ResponseForm:
             "top_p": body.top_p,
             "metadata": {},
         }
+
+
+def response_id(head: Head) -> str:
+    """Return the id by which a later request names an answer."""
+    return f"resp_{head.id}"
+
+
+def answered(before: list[dict[str, Any]], answers: Answers) -> list[dict[str, Any]]:
+    """Return a conversation with its answer, as a client would send it."""
+    said = answers.said[0]
+    message: dict[str, Any] = {"role": "assistant", "content": said.content}
+    if said.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_text(call)}}
+            for call in said.calls
+        ]
+    return [*before, message]
+
+
+def _items(head: Head, content: str, reasoning: str, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = []
+    if reasoning:
+        text = [{"type": "reasoning_text", "text": reasoning}]
+        items.append({"type": "reasoning", "id": f"rs_{head.id}", "summary": [], "content": text})
+    if content or not calls:
+        part = {"type": "output_text", "text": content, "annotations": [], "logprobs": []}
+        message = {"type": "message", "id": f"msg_{head.id}", "role": "assistant", "status": "completed"}
+        items.append({**message, "content": [part]})
+    for place, call in enumerate(calls):
+        item = {"type": "function_call", "id": f"fc_{head.id}_{place}", "call_id": call.id, "status": "completed"}
+        items.append({**item, "name": call.name, "arguments": arguments_text(call)})
+    return items
+
+
+def _usage(answers: Answers) -> dict[str, Any]:
+    prompt, completion = answers.prompt_tokens, answers.completion_tokens
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": completion,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + completion,
+    }

@@ -40,13 +40,20 @@ class Said:
         return message
 
 
+@attrs.frozen
+class Head:
+    """What all forms of an answer begin with."""
+
+    id: str = attrs.field(factory=lambda: uuid.uuid4().hex)
+    created: int = attrs.field(factory=lambda: int(time.time()))
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class Answers:
     """The recorded answers to one request, which its repeats get, too."""
 
     said: Sequence[Said]
-    id: str = attrs.field(factory=lambda: uuid.uuid4().hex)
-    created: int = attrs.field(factory=lambda: int(time.time()))
+    head: Head
 
     @property
     def prompt_tokens(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from jackfield.abc.agent import ToolCall
 from jackfield_tool_calls import _json_calls, _marked_calls, _python_calls
+from jackfield_tool_calls._certain import THOUGHTS
 from jackfield_tool_calls._found import Found, Schemas, parameters_of
 
 Format = Literal["hermes", "qwen", "llama3", "mistral", "deepseek", "glm", "gpt_oss", "phi", "xml", "pythonic"]
@@ -46,9 +47,6 @@ _ENDS = (
     "</s>",
 )
 _AT_END = re.compile(rf"(?:\s*(?:{'|'.join(map(re.escape, _ENDS))}))+\s*\Z")
-
-#: Marks of reasoning: before and after it.
-_THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 #: What a chat template of each format contains, the most particular first.
 _SIGNS: tuple[tuple[str, Format], ...] = (
@@ -97,7 +95,7 @@ def format_of(template: str) -> Format | None:
 
 def split_reasoning(text: str) -> tuple[str, str]:
     """Return the reasoning at the beginning of a text, and what follows it; the text itself if there is none."""
-    for opening, closing in _THOUGHTS:
+    for opening, closing in THOUGHTS:
         begin, end = text.find(opening), text.find(closing)
         if end >= 0 and (begin < 0 or begin > end):  # the prompt has begun it
             return text[:end].strip(), text[end + len(closing) :].lstrip()

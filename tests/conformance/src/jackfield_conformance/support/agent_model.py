@@ -88,6 +88,12 @@ class Letters:
 
         return tokens, {"pixel_values": np.array(rows, np.float32)}
 
+    def encode_multi_modal_turn(self, messages: _Messages, **how: Any) -> tuple[tuple[int, ...], Mapping[str, Any]]:
+        return self.encode_turn(messages, **how), self.encode_multi_modal(messages)[1]
+
+    def placeholders(self) -> tuple[int, ...]:
+        return ()
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(map(self._text, token_ids))
 
