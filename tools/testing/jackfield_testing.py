@@ -75,6 +75,7 @@ SMOLLM2 = ROOT / "environments" / "smollm2"
 
 #: Tools that CI has installed by the time the tests run. Python packages are named ``module:NAME``.
 TOOLS: dict[str, Callable[[], bool]] = {
+    "agents": lambda: agents_python() is not None,
     "cc": lambda: shutil.which("cc") is not None,
     "flock": lambda: shutil.which("flock") is not None,
     "git": lambda: shutil.which("git") is not None,
@@ -87,6 +88,11 @@ TOOLS: dict[str, Callable[[], bool]] = {
     "veomni": lambda: veomni_python() is not None,
     "vllm": lambda: vllm_python() is not None,
 }
+
+
+def agents_python() -> Path | None:
+    """The interpreter that has verifiers and OpenEnv: ``JACKFIELD_AGENTS_PYTHON``, or that of ``make interpreters``."""
+    return _python("agents")
 
 
 def veomni_python() -> Path | None:
