@@ -33,7 +33,7 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("arguments", "gain", "least"),
     [
-        (("schedule.steps=10",), 0.1, 0.0),
+        (("schedule.steps=10",), 0.2, 0.0),
         pytest.param((), 0.4, 0.9, marks=pytest.mark.nightly),
     ],
     ids=["short", "whole"],
@@ -41,7 +41,10 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 def test_a_model_learns_errands_over_several_turns(
     tmp_path: Path, arguments: tuple[str, ...], gain: float, least: float
 ) -> None:
-    """The share of errands that are done rises, in houses that were not trained on. Steps are samples with rewards."""
+    """The share of errands that are done rises, in houses that were not trained on. Steps are samples with rewards.
+
+    The short form leads from 0.35 to 0.73 with seed 1; other seeds are not measured.
+    """
     example("household_game", tmp_path / "game", *arguments)
     done = evaluations(tmp_path / "game" / "gigpo", "agent/won/mean")
     assert done[-1] >= max(least, done[0] + gain), done

@@ -142,9 +142,9 @@ async def test_openenv_plays_on_a_server(address: str) -> None:
         assert ("found", 1.0, True) == (second.text, second.reward, second.terminated)
         await episode.reset(seed=7)
         assert ("lower", 0.0, False) == ((step := await episode.step("8")).text, step.reward, step.ended)
-        with pytest.raises(AgentError, match="raised") as caught:
+        with pytest.raises(AgentError) as caught:
             await episode.step("a word")
-        assert "a word" in str(caught.value)
+        assert "agent.environment" == caught.value.code
 
 
 @in_loop
