@@ -46,7 +46,7 @@ benchmark-transfer-queue: ## install TransferQueue into an environment of its ow
 	python3 -m venv .venv-transfer-queue
 	.venv-transfer-queue/bin/python -m pip install --quiet --requirement benchmarks/requirements-transfer-queue.txt
 
-interpreters: develop ## make the environments in which tests run vLLM, trackers and clients, and read SGLang's types: minutes, 8 GB
+interpreters: develop ## make the environments in which tests run what does not install beside Jackfield: minutes, 9 GB
 	@python3 tools/environment.py interpreters
 
 gpu: ## conformance, weights, a GRPO run and speed on a machine with CUDA; nothing is installed (docs/guides/gpu.md)

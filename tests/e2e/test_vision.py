@@ -55,7 +55,7 @@ def test_pictures_of_later_turns_reach_server_and_engine(tmp_path: Path) -> None
         *(f"folder={tmp_path / 'run'}", f"model.path={made / 'model'}", f"data.train={made / 'problems.jsonl'}"),
         *("data.eval=null", "evaluation.every=0", "data.groups_per_batch=4", "data.rollouts_per_group=4"),
         *("schedule.steps=3", "log_prob_check.every=1", "sampling.max_new_tokens=6", "observe.progress=false"),
-        *("observe.curve=false", "observe.tensorboard=false"),
+        *("observe.curve=false", "observe.report_to=[]"),
         f"agent={{name: workflow_images, workflow: '{tmp_path / 'turns.py'}:TwoTurns'}}",
     ]
     assert 3 == run(load_config(VISION / "grpo.yaml", settings)).steps
@@ -67,15 +67,17 @@ def test_pictures_of_later_turns_reach_server_and_engine(tmp_path: Path) -> None
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("steps", "score"), [(30, 0.4), pytest.param(120, 0.9, marks=pytest.mark.nightly)], ids=["short", "whole"]
+    ("steps", "score"), [(24, 0.4), pytest.param(120, 0.9, marks=pytest.mark.nightly)], ids=["short", "whole"]
 )
 def test_a_model_learns_from_pixels(jackfield: CommandServer, tmp_path: Path, steps: int, score: float) -> None:
     """The score on pictures that it has never seen rises far above 0.25, which is the most for a model that is blind.
 
+    The short form leads from 0.00 to 0.61 with seed 2, and to 0.66 with seed 3; with seed 1, 30 steps lead to 0.64.
+
     The log-probs of server and engine are compared on the way, with the images.
     """
     folder = tmp_path / "vision"
-    given = [f"schedule.steps={steps}", "evaluation.every=30", "observe.samples_per_step=4"]
+    given = [f"schedule.steps={steps}", f"evaluation.every={min(steps, 30)}", "observe.samples_per_step=4"]
     evaluations = vision(jackfield, folder, *given)
     assert evaluations[0]["score"] < 0.2
     assert max(each["score"] for each in evaluations) >= score, evaluations

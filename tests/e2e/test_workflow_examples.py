@@ -34,7 +34,7 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("arguments", "gain", "least"),
     [
-        (("schedule.steps=10",), 0.1, 0.0),
+        (("schedule.steps=10",), 0.2, 0.0),
         pytest.param((), 0.4, 0.9, marks=pytest.mark.nightly),
     ],
     ids=["short", "whole"],
@@ -42,7 +42,10 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 def test_a_model_learns_errands_over_several_turns(
     jackfield: CommandServer, tmp_path: Path, arguments: tuple[str, ...], gain: float, least: float
 ) -> None:
-    """The share of errands that are done rises, in houses that were not trained on. Steps are samples with rewards."""
+    """The share of errands that are done rises, in houses that were not trained on. Steps are samples with rewards.
+
+    The short form leads from 0.35 to 0.73 with seed 1; other seeds are not measured.
+    """
     example(jackfield, "household_game", tmp_path / "game", *arguments)
     done = evaluations(tmp_path / "game" / "gigpo", "agent/won/mean")
     assert done[-1] >= max(least, done[0] + gain), done
@@ -55,7 +58,7 @@ def test_a_model_learns_errands_over_several_turns(
 @pytest.mark.parametrize(
     ("arguments", "gain", "least"),
     [
-        (("schedule.steps=10",), 0.05, 0.0),
+        (("schedule.steps=10",), 0.15, 0.0),
         pytest.param((), 0.3, 0.8, marks=pytest.mark.nightly),
     ],
     ids=["short", "whole"],
@@ -63,7 +66,11 @@ def test_a_model_learns_errands_over_several_turns(
 def test_two_agents_learn_to_work_together(
     jackfield: CommandServer, tmp_path: Path, arguments: tuple[str, ...], gain: float, least: float
 ) -> None:
-    """The share of right answers rises; each rollout has two sequences, with one reward."""
+    """The share of right answers rises; each rollout has two sequences, with one reward.
+
+    The short form shows that with seed 1 alone: 10 steps lead from 0.48 to 0.78 with it, but from 0.35 to 0.31 with
+    seed 2, and from 0.35 to 0.54 with seed 3.
+    """
     example(jackfield, "two_agents", tmp_path / "team", *arguments)
     right = evaluations(tmp_path / "team" / "grpo", "score")
     assert right[-1] >= max(least, right[0] + gain), right

@@ -168,8 +168,8 @@ def test_a_machine_without_room_says_what_it_leaves_out(
     monkeypatch.delenv(ci.LEFT_OUT)
     (result,) = ci.run([ci.Stage("interpreters", "", ci._interpreters)])
     assert result.passed
-    assert result.left_out.startswith("vllm, veomni, torchao, sglang, trackers, clients: ")
-    assert "vllm veomni torchao sglang trackers clients" == os.environ[ci.LEFT_OUT]
+    assert result.left_out.startswith("vllm, veomni, torchao, sglang, trackers, clients, agents: ")
+    assert "vllm veomni torchao sglang trackers clients agents" == os.environ[ci.LEFT_OUT]
     assert "interpreters left out" in capsys.readouterr().out
 
 

@@ -78,6 +78,7 @@ TRACKERS = ROOT / "environments" / "trackers"
 
 #: Tools that CI has installed by the time the tests run. Python packages are named ``module:NAME``.
 TOOLS: dict[str, Callable[[], bool]] = {
+    "agents": lambda: agents_python() is not None,
     "cc": lambda: shutil.which("cc") is not None,
     "clients": lambda: clients_python() is not None,
     "flock": lambda: shutil.which("flock") is not None,
@@ -97,6 +98,11 @@ TOOLS: dict[str, Callable[[], bool]] = {
 def clients_python() -> Path | None:
     """The interpreter of clients of OpenAI's API: ``JACKFIELD_CLIENTS_PYTHON``, or that of ``make interpreters``."""
     return _python("clients")
+
+
+def agents_python() -> Path | None:
+    """The interpreter that has verifiers and OpenEnv: ``JACKFIELD_AGENTS_PYTHON``, or that of ``make interpreters``."""
+    return _python("agents")
 
 
 def veomni_python() -> Path | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,49 +130,6 @@ async def test_textworld() -> None:
             step = await episode.step(action)
             won = won or (step.terminated and step.reward > 0 and step.info["won"])
         assert won, "one command is enough"
-
-
-STUB = '''
-"""The client of openenv-core 0.3.0, as far as the adapter uses it."""
-
-class Result:
-    def __init__(self, observation, reward, done):
-        self.observation, self.reward, self.done = observation, reward, done
-
-class GenericEnvClient:
-    def __init__(self, base_url):
-        self.url = base_url
-
-    def sync(self):
-        return self
-
-    def connect(self):
-        return self
-
-    def reset(self, seed=None):
-        return Result({"text": f"{self.url} {seed}"}, None, False)
-
-    def step(self, action):
-        return Result({"text": repr(sorted(action.items()))}, 2, True)
-
-    def close(self):
-        pass
-'''
-
-
-@in_loop
-async def test_openenv_speaks_to_a_server(tmp_path: Path) -> None:
-    """A stub stands for the client, which does not install beside Jackfield; by hand, 0.3.0 was tried."""
-    (tmp_path / "openenv").mkdir()
-    (tmp_path / "openenv" / "__init__.py").touch()
-    (tmp_path / "openenv" / "core.py").write_text(STUB)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(tmp_path))
-        settings: Any = {"url": "http://there", "observation": "text", "settings": {"kind": "say"}}
-        async with playing("openenv", **settings) as episode:
-            assert "http://there 4" == (await episode.reset(seed=4)).text
-            step = await episode.step("hello")
-            assert ("[('kind', 'say'), ('message', 'hello')]", 2.0, True) == (step.text, step.reward, step.terminated)
 
 
 @in_loop

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import attrs
-from attrs.validators import ge, gt, min_len
+from attrs.validators import ge, gt, min_len, optional
 
 from jackfield.errors import ConfigError
 from jackfield.sdk import option
@@ -86,7 +86,7 @@ class EnvironmentConfig:
     retries: int = option(
         1, "How often a `reset` that failed is tried again with another object; a `step` never is.", ge(0)
     )
-    memory_bytes: int | None = option(4 * 2**30, "Address space of one process; null: unlimited.", gt(0))
+    memory_bytes: int | None = option(4 * 2**30, "Address space of one process; null: unlimited.", optional(gt(0)))
     python: str | None = option(
         None, "Interpreter of the processes, which needs nothing of Jackfield; null: the one of the worker."
     )

@@ -25,6 +25,7 @@ _ENTRY = re.compile(r"(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
 _FIELD = re.compile(r":param\s+(?:\S+\s+)?(\w+):\s*(.*)")
 _CALL = "__call__"
 _EMPTY = (list, dict, set, bytearray)
+_HOLDERS = (dict, list, tuple, Mapping)  #: what may hold keys; the quick tests first
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -145,8 +146,8 @@ def _unknown(value: Any, content: Mapping[str, Any], path: str) -> str | None:
         for number, each in enumerate(value):
             of_item = first[number] if number < len(first) else further
             inside.append((each, of_item, f"{path.removesuffix('.')}[{number}]."))
-    found = [_unknown(each, part, place) for each, part, place in inside if isinstance(part, Mapping)]
-    return next(filter(None, found), None)
+    holders = [each for each in inside if isinstance(each[0], _HOLDERS) and isinstance(each[1], Mapping)]
+    return next(filter(None, (_unknown(*each) for each in holders)), None)
 
 
 def _field(parameter: inspect.Parameter, hint: Any, text: str | None) -> tuple[Any, ...]:
