@@ -47,6 +47,10 @@ def test_without_a_terminal_nothing_is_asked(tmp_path: Path) -> None:
     done = init("--model", "m")
     assert 2 == done.exit_code
     assert "give --algorithm, --data" in done.stderr
+    assert (2, True) == (
+        (empty := init("--algorithm", "grpo", "--model", "", "--data", "d")).exit_code,
+        not empty.stdout,
+    )
     assert [] == list(tmp_path.iterdir())
 
 
