@@ -83,9 +83,39 @@ def test_a_reward_is_tried_before_anything_is_generated(small_run: Run, verl: Pa
     reward = f"reward={{name: function, path: '{verl.parent / 'rewards.py'}:column'}}"
     with pytest.raises(JackfieldError) as caught:
         small_run("column", f"data.train={verl}", "data.prompt_overflow=filter", "data.max_prompt_tokens=100", reward)
-    assert "reward.function" == caught.value.code
+    assert "reward.first-task" == caught.value.code
     assert "needs the column 'difficulty'" in str(caught.value.found)
     assert not [*tmp_path.glob("column/samples/*")]
+
+
+def test_the_same_columns_are_recognised_when_a_reward_is_tried(verl: Path, tmp_path: Path) -> None:
+    """verl's and TRL's records with a response, and one that fits no layout."""
+    file = tmp_path / "tried.yaml"
+    file.write_text("reward: {name: rules, method: exact, pattern: null, ground_truth_pattern: null}")
+    record = parquet.read_table(verl).to_pylist()[0]
+    trl = {"prompt": "What is 3 + 4?", "answer": "7", "completion": "7"}
+    for number, (line, options) in enumerate(
+        [({**record, "response": record["reward_model"]["ground_truth"]}, ()), (trl, ("--response", "completion"))]
+    ):
+        (data := tmp_path / f"{number}.jsonl").write_text(json.dumps(line))
+        done = CliRunner().invoke(main, ["rewards", "try", str(file), str(data), "--json", *options])
+        assert (0, 1.0) == (done.exit_code, json.loads(done.stdout)[0]["score"]), done.output
+    (data := tmp_path / "odd.jsonl").write_text('{"text": "7", "response": "7"}')
+    done = CliRunner().invoke(main, ["rewards", "try", str(file), str(data)])
+    assert (1, True) == (done.exit_code, "[data.format]" in done.stderr), done.output
+
+
+def test_rules_that_do_not_fit_the_data_end_a_run_before_it_generates(
+    small_run: Run, verl: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(JackfieldError) as caught:  # GSM8K's pattern, alone and as a part of a mixture
+        small_run("rules", f"data.train={verl}", "data.prompt_overflow=filter", "reward={name: rules}")
+    assert ("reward.first-task", True) == (caught.value.code, "ground_truth_pattern" in str(caught.value.found))
+    parts = f"reward=[{{name: rules}}, {{name: function, path: '{verl.parent / 'rewards.py'}:compute_score'}}]"
+    with pytest.raises(JackfieldError) as caught:
+        small_run("rules", f"data.train={verl}", "data.prompt_overflow=filter", parts)
+    assert "reward.first-task" == caught.value.code
+    assert not [*tmp_path.glob("rules/samples/*")]
 
 
 def test_weights_of_sets_hold_over_a_resume(small_run: Run, made: Path, tmp_path: Path) -> None:

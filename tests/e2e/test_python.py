@@ -257,6 +257,18 @@ def test_what_is_wrong_is_refused_with_what_to_write(made: Path, tmp_path: Path)
         ({"learning_rate": 1e-5}, "config.unknown-key", ["learning_rate", "**{'optimizer.lr': ...}"]),
         ({"max_new_tokens": 5}, "config.unknown-key", ["sampling.max_new_tokens"]),
         ({"reward_funcs": reward}, "config.unknown-key", ["write reward"]),
+        ({"stepz": 3}, "config.unknown-key", ["did you mean 'steps'"]),
+        *(
+            ({name: 1}, "config.unknown-key", [name, f"write {where}"])
+            for name, where in (
+                ("max_prompt_length", "**{'data.max_prompt_tokens': ...}"),
+                ("num_iterations", "**{'algorithm.epochs': ...}"),
+                ("epsilon_high", "**{'algorithm.loss.options.clip_high': ...}"),
+                ("per_device_train_batch_size", "**{'data.groups_per_batch': ...}"),
+                ("callbacks", "run(hooks=[...])"),
+                ("use_vllm", "**{'rollout.name': ...}"),
+            )
+        ),
         ({"optimizer": {"lrr": 1.0}}, "config.unknown-key", ["optimizer.lrr", "did you mean 'lr'"]),
         ({"optimizer": {"lr": 1.0}, "optimizer.lr": 2.0}, "config.invalid-value", ["given twice"]),
         ({"optimizer.lr": "fast"}, "config.wrong-type", ["optimizer.lr"]),
@@ -265,10 +277,13 @@ def test_what_is_wrong_is_refused_with_what_to_write(made: Path, tmp_path: Path)
         ({"reward": []}, "config.wrong-type", ["no reward in the list"]),
         ({"train": datasets.DatasetDict(train=datasets.Dataset.from_list(PROBLEMS))}, "data.malformed", ["split"]),
         ({"train": []}, "data.malformed", ["no records"]),
+        ({"train": iter(PROBLEMS)}, "data.malformed", ["list(it)"]),
         ({"reward": lambda text: 1.0, "cluster.name": "ray"}, "config.invalid-value", ["cluster.name", "lambda"]),
     ):
         with refused(code, *names):
             GRPO(**{**options, "train": PROBLEMS, **given})
+    with refused("config.invalid-value", "no effect on given answers", "give eval"):
+        SFT(model=str(made / "model"), train=PROBLEMS, reward=reward)
     with refused("data.malformed", "train[1]", "type set"):
         GRPO(train=[PROBLEMS[0], {"question": "q", "answer": {1}}], reward=reward, **options).run()
     with refused("reward.function", "solution", "has no value"):

@@ -108,13 +108,36 @@ def test_generation_under_way_is_not_awaited(
     (tmp_path / "hold").touch()
     until((tmp_path / "held").exists, command)
     command.send(signal.SIGTERM)
-    assert_ended(folder, command.wait(120), signal.SIGTERM)
+    ended = command.wait(120)
+    assert_ended(folder, ended, signal.SIGTERM)
     assert [len(steps_of(folder))] == checkpoints(folder)
+    assert f"ending now, with a checkpoint of {checkpoints(folder)[0]} steps" in ended.error
     (tmp_path / "hold").unlink()
     finished = jackfield("run", *settings)
     assert 0 == finished.code, finished.error
     assert steps_of(tmp_path / "whole") == steps_of(folder)
     assert weights(tmp_path / "whole") == weights(folder)
+
+
+def test_a_signal_before_the_first_step_says_that_nothing_is_saved(
+    jackfield: CommandServer, quickstart_settings: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """The first rewards never come; then the same command begins again."""
+    (tmp_path / "first.py").write_text(
+        "import asyncio\n"
+        "async def compute_score(solution_str):\n"
+        f"    open({str(tmp_path / 'asked')!r}, 'w').close()\n"
+        "    await asyncio.Event().wait()\n"
+    )
+    reward = f"reward={{name: function, path: '{tmp_path / 'first.py'}:compute_score', try_first: false}}"
+    command = jackfield.start("run", *quickstart_settings("early", "schedule.steps=4", reward))
+    until((tmp_path / "asked").exists, command)
+    command.send(signal.SIGINT)
+    ended = command.wait(60)
+    assert_ended(tmp_path / "early", ended, signal.SIGINT)
+    assert "ending now, before the first step" in ended.error
+    assert "stopped after 0 steps; the same command begins again" in ended.out
+    assert [] == checkpoints(tmp_path / "early")
 
 
 def test_what_reaches_no_boundary_in_time_ends_without_a_checkpoint(

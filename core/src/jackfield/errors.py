@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import os
+import re
 import sysconfig
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,11 +47,12 @@ class JackfieldError(Exception):
         super().__init__(message)
 
     def __str__(self) -> str:
-        shown = self.where is None or (isinstance(self.where, str) and self.where in self.message)
+        place = re.escape(self.where) if isinstance(self.where, str) else ""
+        shown = self.where is None or (place and re.search(rf"(?<!\w){place}(?!\w)", self.message))
         head = self.message if shown else f"{self.message} at {self.where}"
         details = ((name, getattr(self, name)) for name in _DETAILS[1:])
-        lines = [f"  {name}: {value}" for name, value in details if value is not None]
-        return "\n".join([f"[{self.code}] {head}", *lines])
+        lines = [f"{name}: {value}".replace("\n", "\n    ") for name, value in details if value is not None]
+        return "\n  ".join([f"[{self.code}] {head}", *lines])
 
     def __reduce__(self) -> tuple[Any, ...]:
         details: dict[str, Any] = {name: getattr(self, name) for name in ("code", *_DETAILS)}
@@ -65,8 +67,9 @@ class JackfieldError(Exception):
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Return a hint at the known name that is closest to a wrong one; empty if none is close."""
-    close = difflib.get_close_matches(str(name), known, n=1)
-    return f" (did you mean '{close[0]}'?)" if close else ""
+    lower = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(str(name).lower(), lower, n=1)
+    return f" (did you mean '{lower[close[0]]}'?)" if close else ""
 
 
 def some(names: Sequence[str], most: int = 4) -> str:

@@ -197,4 +197,6 @@ def _type_name(cls: Any) -> str:
         return "one of " + ", ".join(repr(choice) for choice in typing.get_args(cls))
     if typing.get_origin(cls) in (Union, types.UnionType):
         return " | ".join("None" if one is type(None) else _type_name(one) for one in typing.get_args(cls))
+    if typing.get_origin(cls) is tuple and typing.get_args(cls)[-1] is Ellipsis:
+        return f"a list of {_type_name(typing.get_args(cls)[0])}"
     return cls.__name__ if isinstance(cls, type) and not typing.get_args(cls) else re.sub(r"\w+\.(?=\w)", "", str(cls))

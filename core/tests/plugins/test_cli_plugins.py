@@ -171,6 +171,7 @@ def test_a_plugin_without_its_engine_is_optional_unless_it_is_named(site, monkey
     (metadata,) = site.folder.glob("dist_fake_torn*/METADATA")
     metadata.write_text(metadata.read_text() + "Requires-Dist: Quite_Absent>=2\n")
     site.install("old", extra='[env]\nrequires = ["attrs<1"]')
+    site.install("pinned", extra='[env]\nrequires = ["quite-absent>=2", "attrs<1"]')  # the engine's own pins
     monkeypatch.setenv("PYTHONPATH", site.environment()["PYTHONPATH"])
     monkeypatch.syspath_prepend(site.folder)
     found = {record.name: record for record in discover().records("reward")}
@@ -181,7 +182,7 @@ def test_a_plugin_without_its_engine_is_optional_unless_it_is_named(site, monkey
         done = CliRunner().invoke(main, ["plugins", "doctor", "--json", *(shown if named else ())])
         return done.exit_code, [plugin["status"] for plugin in json.loads(done.stdout)["plugins"]]
 
-    assert (0, ["optional"]) == doctor("absent")
+    assert (0, ["optional", "optional"]) == doctor("absent", "pinned")
     assert (1, ["problem"]) == doctor("absent", named=True)
     assert (1, ["problem", "problem"]) == doctor("torn", "old")
 

@@ -164,7 +164,9 @@ def run(file: str, overrides: tuple[str, ...], address: str | None, role: Any) -
     elif role == "reward":
         click.echo(f"{result.steps} groups rewarded; see {result.folder}")
     elif result.stopped:
-        click.echo(f"stopped after {result.steps} steps; the same command goes on")
+        click.echo(
+            f"stopped after {result.steps} steps; the same command {'goes on' if result.steps else 'begins again'}"
+        )
         sys.exit(stop.code)
     else:
         if result.finished_before:

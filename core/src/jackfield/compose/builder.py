@@ -54,7 +54,7 @@ class Stop:
     def __init__(self, grace: float) -> None:
         self._grace = grace
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._until = ""
+        self._until: Callable[[], str] | None = None
         self.begun = False  #: whether everything has started, so that closing may take the whole grace period
         self.code: int | None = None  #: exit code of the first signal: 128 + its number
         self.requested: asyncio.Event  #: of the work that is under way; set by the first signal
@@ -71,13 +71,13 @@ class Stop:
                 signal.signal(number, handler)
 
     @contextmanager
-    def boundary(self, until: str) -> Iterator[None]:
-        """Declare that the enclosed code ends soon after a signal, at the boundary ``until``."""
+    def boundary(self, until: Callable[[], str]) -> Iterator[None]:
+        """Declare that the enclosed code ends soon after a signal, at the boundary that ``until`` describes."""
         self.begun, self._until = True, until
         try:
             yield
         finally:
-            self._until = ""
+            self._until = None
 
     async def bounded(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work``; a signal cancels it (``CancelledError``), inside a :meth:`boundary` only after some time."""
@@ -102,7 +102,7 @@ class Stop:
         if self.code is not None:
             _end_now(number)
         self.code = 128 + number
-        how = f"ending {self._until}, within {self._grace:g} s" if self._until else "ending"
+        how = f"ending {self._until()}, within {self._grace:g} s" if self._until else "ending"
         os.write(2, f"{signal.Signals(number).name}: {how}; a second signal ends at once\n".encode())
         timer = threading.Timer(self._grace if self.begun else min(self._grace, _STARTING_SECONDS), _end_now, [number])
         timer.daemon = True
@@ -110,6 +110,13 @@ class Stop:
         if self._loop is None:
             raise SystemExit(self.code)  # no work is running
         self._loop.call_soon_threadsafe(self.requested.set)
+
+
+def _boundary(pausable: int | None) -> str:
+    """Return in words where a stop takes effect: at once, with so many steps done, or after a step (None)."""
+    if pausable is None:
+        return "after this step, with a checkpoint"
+    return f"now, with a checkpoint of {pausable} steps" if pausable else "now, before the first step"
 
 
 def _end_now(number: int) -> NoReturn:
@@ -197,7 +204,7 @@ class RunBuilder:
         if role.name == "all" and config.mode != "train":
             self.run_loops(Explorer(role=role, name="explorer-0").run)
         self.run_loops(*(samples.keep for samples in mixed))
-        with self.stop.boundary("with a checkpoint after this step"):
+        with self.stop.boundary(lambda: _boundary(trainer.pausable)):
             steps = await trainer.run(first_step)
             if steps == role.schedule.steps:
                 model, partial = folder / "model", folder / "model.partial"

@@ -44,7 +44,12 @@ def has_arrays(config: RunConfig, registry: Registry) -> bool:
 
 def has_images(config: RunConfig, registry: Registry) -> bool:
     """Return whether the agent has the capability ``multi_modal``."""
-    level = registry.resolve(config.agent.name, "agent").usable().capabilities.get("multi_modal")
+    return agent_has(config, registry, "multi_modal")
+
+
+def agent_has(config: RunConfig, registry: Registry, capability: str) -> bool:
+    """Return whether the agent declares a capability."""
+    level = registry.resolve(config.agent.name, "agent").usable().capabilities.get(capability)
     return level is not None and level != "unsupported"
 
 

@@ -29,7 +29,7 @@ from jackfield.compose.devices import local_device, placement_request, uses_gpus
 from jackfield.compose.engines import engine_context
 from jackfield.compose.libraries import archives, example
 from jackfield.compose.parts import register_any, register_installed
-from jackfield.compose.resolve import has_arrays, load_tokenizer
+from jackfield.compose.resolve import agent_has, has_arrays, load_tokenizer
 from jackfield.compose.rewards import make_reward, run_id, share_of
 from jackfield.compose.tasks import check_tokens, prompts, read_tasks
 from jackfield.compose.worker import KINDS as WORKER_KINDS
@@ -267,7 +267,7 @@ class WorkerFactory:
             models = Models(config, self.registry, self.clock, self.router, tokenizer, prefix, RewardError)
             stack.push_async_callback(models.close)
             context = attrs.evolve(context, generate=models)
-        if number == 0:
+        if number == 0 and not agent_has(config, self.registry, "environment_reward"):  # it may score what that leaves
             context = attrs.evolve(context, example=example(config))
         settings = share_of(settings, cluster.ray.reward_workers if cluster.name == "ray" else 1)
         agent = make_reward(self.registry, config.reward.name, config.reward.settings, settings, context)

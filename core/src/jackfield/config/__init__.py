@@ -86,7 +86,10 @@ def _read(file: str | Path) -> Any:
         values = yaml.load(Path(file).read_text(encoding="utf-8"), _Loader)
         return {} if values is None else values
     except FileNotFoundError as error:
-        raise refused("the configuration file does not exist", fix="check the path") from error
+        fix = (
+            "the file comes first, and key=value after it" if "=" in str(file) else f"check the path from {Path.cwd()}"
+        )
+        raise refused("the configuration file does not exist", fix=fix) from error
     except (yaml.YAMLError, RecursionError, ValueError, OSError) as error:  # UnicodeDecodeError is a ValueError
         raise refused("the configuration file cannot be read as YAML", found=error) from error
 

@@ -17,7 +17,6 @@ import msgspec
 import xxhash
 
 from jackfield.data.formats import Task, TaskFormat, naming, refusal
-from jackfield.errors import DataError
 
 #: Lines in this many first bytes of a file are parsed when the file is opened, later ones when they are used.
 CHECKED_BYTES = 64 * 2**20
@@ -58,8 +57,8 @@ class TaskSet(Sequence[Task]):
         self.digest = self._scan()  #: of the file's bytes, which a resumed run compares
         self._length = len(self._lines) if limit is None else min(limit, len(self._lines))
         if not self._length:
-            expected = "one JSON object per line"
-            raise DataError("there are no tasks", code="data.empty", where=str(file), expected=expected)
+            found, fix = "no records", "check that the file was written to its end"
+            raise refusal("there are no tasks", "one record or more", found, fix, "data.empty", str(file))
         #: the numbers of the tasks that are checked when the file is opened
         self.checked: Sequence[int] = range(min(self._length, sum(offset < CHECKED_BYTES for offset in self._offsets)))
         seen: dict[str, str] = {}

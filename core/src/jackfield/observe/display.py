@@ -127,7 +127,9 @@ class ProgressDisplay(Observer):
         self.close()
         done = f"{event.steps} {event.counted} in {_duration(self.seconds())}"
         if event.stopped:
-            self.report(f"run stopped after {done}; the same command goes on")
+            saved = max((int(path.name[5:]) for path in self.folder.glob("checkpoints/step_????????")), default=0)
+            again = f"goes on after step {saved}" if saved else "begins again"
+            self.report(f"run stopped after {done}; the same command {again}")
         elif event.error is None:
             self.report(f"run ended well: {done}")
         else:

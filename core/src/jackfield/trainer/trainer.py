@@ -53,6 +53,7 @@ class Trainer:
     initial_kl: InitialKL = attrs.field(init=False)
     kl_coefficient: float = attrs.field(init=False)  #: of the KL penalty, in the loss or in the reward
     _synced: WeightsSynced | None = attrs.field(default=None, init=False)  #: report of the newest published version
+    pausable: int | None = attrs.field(default=0, init=False)  #: the completed steps, while a stop takes effect at once
     _published: int = attrs.field(default=0, init=False)  #: the weight version that the replicas serve
 
     def __attrs_post_init__(self) -> None:
@@ -174,6 +175,7 @@ class Trainer:
             leasing = asyncio.ensure_future(self.source.lease(step, index))
             if not (step.updates or (schedule.explores and step.number % schedule.sync_interval)):
                 stopped: asyncio.Future[Any] = asyncio.ensure_future(self.stop.wait())
+                self.pausable = step.number
                 try:
                     await asyncio.wait({leasing, stopped}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
@@ -183,6 +185,7 @@ class Trainer:
                         await asyncio.wait({leasing})
                 if self.stop.is_set():
                     return False
+                self.pausable = None
             step.take(await leasing, index)
         return True
 

@@ -47,13 +47,18 @@ def test_without_a_terminal_nothing_is_asked(tmp_path: Path) -> None:
     done = init("--model", "m")
     assert 2 == done.exit_code
     assert "give --algorithm, --data" in done.stderr
+    assert (2, True) == (
+        (empty := init("--algorithm", "grpo", "--model", "", "--data", "d")).exit_code,
+        not empty.stdout,
+    )
     assert [] == list(tmp_path.iterdir())
 
 
 def test_an_unknown_algorithm_is_refused(tmp_path: Path) -> None:
-    done = init("--algorithm", "grpoo", "--model", "m", "--data", "d.jsonl")
-    assert 1 == done.exit_code
-    assert "did you mean 'grpo'" in done.stderr
+    for name in ("grpoo", "GRPO"):
+        done = init("--algorithm", name, "--model", "m", "--data", "d.jsonl")
+        assert 1 == done.exit_code
+        assert "did you mean 'grpo'" in done.stderr
     assert [] == list(tmp_path.iterdir())
 
 

@@ -199,5 +199,5 @@ def test_a_function_is_tried_on_the_first_task(tmp_path: Path, function: str, re
         return
     with pytest.raises(RewardError) as caught:
         asyncio.run(start())
-    assert ("reward.function", f"{file}:f") == (caught.value.code, caught.value.where)
+    assert ("reward.first-task", f"{file}:f") == (caught.value.code, caught.value.where)
     assert "first task" in caught.value.message

@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -335,18 +335,24 @@ def _tell(interpreters: dict[str, dict[str, Any]], found: Introduction, echo: Ca
         echo(textwrap.indent(str(problem), "    "))
 
 
-def _lacks_engine(record: PluginRecord, problems: Iterable[JackfieldError]) -> bool:
-    """Return whether all that a plugin lacks is what installing it does not install, such as vLLM itself."""
+def _lacks_engine(record: PluginRecord, problems: Sequence[JackfieldError]) -> bool:
+    """Return whether what a plugin lacks is what installing it does not install, such as vLLM itself.
+
+    Other requirements may have another version then: an engine that is not there cannot have brought its own.
+    """
     lines = map(Requirement, metadata.requires(record.distribution) or ())
     comes_along = {canonicalize_name(line.name) for line in lines if not line.marker or line.marker.evaluate()}
     for problem in problems:
         needed = re.match(r"(?:the module )?([\w.-]+)", str(problem.expected))
-        absent = str(problem.found).startswith(("not installed", "not there"))
-        if problem.code != "plugin.requirement" or not absent or needed is None:
+        if problem.code != "plugin.requirement" or needed is None:
             return False
-        if canonicalize_name(needed[1]) in comes_along:
+        if _is_absent(problem) and canonicalize_name(needed[1]) in comes_along:
             return False
-    return True
+    return any(map(_is_absent, problems))
+
+
+def _is_absent(problem: JackfieldError) -> bool:
+    return str(problem.found).startswith(("not installed", "not there"))
 
 
 def _report(
@@ -364,7 +370,9 @@ def _report(
         status = "optional"
     tried = f", {found.seconds:.1f} s" if found else ""
     echo(f"{_MARKS[status]} {record.label}, ABI {record.abi or '-'}{tried}")
-    notes = [f"not installed: {problem.expected}" for problem in problems] if status == "optional" else problems
+    notes: Iterable[Any] = problems
+    if status == "optional":
+        notes = [f"not installed: {problem.expected}" for problem in problems if _is_absent(problem)]
     for note in [*map(str, notes), *([stale] if stale else [])]:
         echo(textwrap.indent(note, "    "))
     return {

@@ -41,7 +41,7 @@ def init(file: Path, algorithm: str | None, model: str | None, data: str | None)
         fix = "name another file, or move this one away"
         raise ConfigError("the file is there already", where=str(file), expected="a new file", fix=fix)
     given = {"algorithm": algorithm, "model": model, "data": data}
-    missing = [f"--{name}" for name, value in given.items() if value is None]
+    missing = [f"--{name}" for name, value in given.items() if not value]
     if missing and not sys.stdin.isatty():
         raise click.UsageError(f"without a terminal, nothing is asked: give {', '.join(missing)}")
     answers = {

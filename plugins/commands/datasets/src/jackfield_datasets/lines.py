@@ -75,7 +75,9 @@ def rows_of(given: DataSet) -> Iterator[Row]:
     if not path.exists() and suffix not in READERS and looks_like_a_name(given.path):
         return rows_of_hub(given.path, given.config, given.split)
     expected = f"a file ending with {', '.join(READERS)}, a folder of save_to_disk, or org/name of the Hub"
-    found, fix = "a file with another ending" if path.exists() else "nothing", f"check the path from {Path.cwd()}"
+    found, fix = "nothing", f"check the path from {Path.cwd()}"
+    if path.exists():
+        found, fix = "a file with another ending", "convert it; if it has one JSON object per line, name it .jsonl"
     raise refusal("the set of tasks cannot be read", expected, found, fix, "data.missing", given.path)
 
 

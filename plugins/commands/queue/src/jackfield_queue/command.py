@@ -159,7 +159,7 @@ def serve(file: str, overrides: tuple[str, ...]) -> None:
 
     async def main() -> None:
         """Serve until a signal arrives."""
-        with stop.boundary("with what is under way"):
+        with stop.boundary(lambda: "with what is under way"):
             async with serve_queue(config) as (server, address):
                 click.echo(f"the queue is served; {address} says where")
                 await stop.requested.wait()

@@ -47,7 +47,7 @@ def serve(file: Path, as_json: bool) -> None:
 
     async def main() -> None:
         """Serve until a signal arrives."""
-        with stop.boundary("with the scores that are under way given up"):
+        with stop.boundary(lambda: "with the scores that are under way given up"):
             async with serving(config) as (server, address):
                 names = list(config.rewards)
                 place = {"host": server.address.host, "port": server.address.port, "process": os.getpid()}
@@ -84,8 +84,8 @@ def status(address: Path, as_json: bool) -> None:
 def try_(file: Path, data: Path, rows: int, field: str | None, as_json: bool) -> None:
     """Score the first lines of DATA (.jsonl) with the reward of FILE, a run's configuration.
 
-    The lines have the fields of the run's tasks (data.format) and a response. If a line gets no score, the exit code
-    is 1.
+    The lines have the fields of the run's tasks, recognised as in a run or named in data.format, and a response. If a
+    line gets no score, the exit code is 1.
     """
     from jackfield_rewards.trying import score_lines
 

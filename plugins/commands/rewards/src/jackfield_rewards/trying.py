@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import attrs
 
 from jackfield.abc.reward import ResponsePart, RewardContext, ScoreRequest, ScoreResult
 from jackfield.clock import Clock
+from jackfield.compose.libraries import recognised
 from jackfield.compose.rewards import make_reward
 from jackfield.data.formats import Task, TaskFormat, plain_text
 from jackfield.errors import DataError, JackfieldError
@@ -110,19 +111,37 @@ class _Deadlines:
 
 
 def _requests(data: Path, rows: int, field: str | None, form: TaskFormat, seconds: float) -> list[ScoreRequest]:
-    requests = []
+    records = dict[int, Any]()
     with data.open(encoding="utf-8") as lines:
         for number, line in islice(((n, each) for n, each in enumerate(lines, 1) if each.strip()), rows):
-            try:
-                requests.append(_request(json.loads(line), number, data, field, form, seconds))
-            except JackfieldError as error:
-                error.where = f"{data}:{number}"
-                raise
-            except ValueError as error:
-                raise DataError("a line is not JSON", where=f"{data}:{number}", found=error) from error
-    if not requests:
+            with _naming(f"{data}:{number}"):
+                records[number] = json.loads(line)
+    if not records:
         raise DataError("the file has no lines to score", where=str(data))
+    responses = {*_FIELDS, field}
+    tasks = [
+        {name: value for name, value in each.items() if name not in responses} if isinstance(each, dict) else each
+        for each in records.values()
+    ]
+    with _naming(str(data)):
+        form = recognised(tasks, form)
+    requests = []
+    for number, record in records.items():
+        with _naming(f"{data}:{number}"):
+            requests.append(_request(record, number, data, field, form, seconds))
     return requests
+
+
+@contextmanager
+def _naming(place: str) -> Iterator[None]:
+    """Name the place of an error in the data."""
+    try:
+        yield
+    except JackfieldError as error:
+        error.where = place
+        raise
+    except ValueError as error:
+        raise DataError("a line is not JSON", where=place, expected="a JSON object", found=error) from error
 
 
 def _request(record: Any, number: int, data: Path, field: str | None, form: TaskFormat, seconds: float) -> ScoreRequest:

@@ -236,7 +236,7 @@ class ServeBuilder(RunBuilder):
                 raise ConfigError(what, where="rollout.openai", expected="settings of the address", fix=fix)
             self.say(address)
         self.run_loops(weights.follow)
-        with self.stop.boundary("without further answers"):
+        with self.stop.boundary(lambda: "without further answers"):
             await self.stop.requested.wait()
         return 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,13 @@ class Records:
 
     def first(self) -> Mapping[str, Any]:
         """Return the first record; ``data.malformed`` if there is none, or it is not a dict."""
-        iterable = isinstance(self.records, Iterable) and not isinstance(self.records, Mapping)
+        iterable = isinstance(self.records, Iterable) and not isinstance(self.records, Iterator | Mapping)
         first = next(iter(self.records), None) if iterable else None
         if isinstance(first, Mapping):
             return first
         expected = "a path, a datasets.Dataset, or a list of dicts"
-        fix = "choose a split (data['train']), or convert it (a DataFrame: frame.to_dict('records'))"
+        fix = "choose a split (data['train']), or convert it (a DataFrame: frame.to_dict('records'), a generator: "
+        fix += "list(it))"
         what, found = "the data has no records", repr(self.records)[:200]
         raise DataError(what, where=self.which, expected=expected, found=found, fix=fix)
 

@@ -23,26 +23,53 @@ from jackfield.compose import run
 from jackfield.compose.builder import Stop
 from jackfield.config import RunConfig, explain, make_config
 from jackfield.config.data import DataSet
-from jackfield.errors import ConfigError
+from jackfield.errors import ConfigError, did_you_mean
 from jackfield.files import replace_file
 from jackfield_training.records import Records
 from jackfield_training.result import Result
 
 #: What TRL's names are here, where no setting ends with the same name.
 _TRL = {
+    "adam_beta1": "optimizer.betas",
+    "adam_beta2": "optimizer.betas",
     "args": "settings as keywords",
     "beta": "algorithm.kl.coefficient",
+    "bf16": "engine.mixed_precision",
+    "callbacks": "run(hooks=[...])",
+    "chat_template_kwargs": "data.template_options",
+    "delta": "algorithm.loss.options.clip_dual",
+    "disable_dropout": "model.dropout",
+    "epsilon": "algorithm.loss.options.clip_low",
+    "epsilon_high": "algorithm.loss.options.clip_high",
     "eval_dataset": "eval",
+    "eval_steps": "evaluation.every",
+    "gradient_accumulation_steps": "data.groups_per_batch",
     "learning_rate": "optimizer.lr",
+    "log_completions": "observe.sample_table",
+    "loss_type": "algorithm.aggregation",
+    "lr_scheduler_type": "optimizer.scheduler",
     "max_completion_length": "sampling.max_new_tokens",
+    "max_grad_norm": "optimizer.clip_grad",
+    "max_prompt_length": "data.max_prompt_tokens",
     "max_steps": "steps",
     "num_generations": "data.rollouts_per_group",
+    "num_iterations": "algorithm.epochs",
     "output_dir": "folder",
+    "peft_config": "model.lora",
+    "per_device_train_batch_size": "data.groups_per_batch",
+    "resume_from_checkpoint": "checkpoint.resume",
     "reward_funcs": "reward",
     "reward_weights": "reward=[(function, weight), ...]",
+    "run_name": "name",
     "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "scale_rewards": "algorithm.advantages.name",
+    "steps_per_generation": "algorithm.mini_batches",
     "train_dataset": "train",
+    "use_vllm": "rollout.name",
 }
+
+_SECTIONS = tuple(f"{field.name}." for field in attrs.fields(RunConfig))
 
 #: Above a file with a reward that only the program has.
 _COMMENT = """\
@@ -102,7 +129,17 @@ class Training:
         except ConfigError as error:
             if error.code == "config.unknown-key" and error.found in settings:
                 error.fix = _where_it_is(str(error.found)) or error.fix
+                if not (known := did_you_mean(error.found, ("model", "train", "eval", "reward", "steps"))):
+                    raise
+                error.message = error.message.partition(" (did")[0] + known
             raise
+        if (
+            reward is not None
+            and self.config.mode == "offline"
+            and not (self.config.data.eval or self.config.evaluation.sets)
+        ):
+            what, fix = "a reward has no effect on given answers, and there are no tasks to evaluate", "give eval"
+            raise ConfigError(what, where="reward", expected="none, or eval", fix=f"leave it out, or {fix}")
         if self._objects and self.config.cluster.name != "inline":
             what = (
                 f"the reward {next(iter(self._objects))} is an object of this process, which other workers do not have"
@@ -186,7 +223,7 @@ class _Interrupt(Stop):
 
     def _received(self, number: int, _: FrameType | None) -> None:
         again, self.code = self.code is not None, 128 + number
-        how = "at once" if again or not self._until else f"{self._until}; a second signal stops at once"
+        how = "at once" if again or not self._until else f"{self._until()}; a second signal stops at once"
         os.write(2, f"stopping {how}\n".encode())
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self.abandon if again else self.requested.set)
@@ -242,7 +279,7 @@ def _where_it_is(name: str) -> str | None:
     """Say where a setting is that was given without its section, or under the name that it has in TRL."""
     known = [path for path, *_ in explain(RunConfig(model=ModelSpec(path="")))]
     paths = [_TRL[name]] if name in _TRL else [path for path in known if path.endswith(f".{name}")]
-    ways = [f"**{{'{path}': ...}}" if path in known else path for path in paths]
+    ways = [f"**{{'{path}': ...}}" if path.startswith(_SECTIONS) else path for path in paths]
     return f"write {' or '.join(ways)}" if ways else None
 
 

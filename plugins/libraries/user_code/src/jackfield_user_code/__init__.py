@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from jackfield_user_code._worker import describe, is_async
 from jackfield_user_code.held import HeldWorker, hold
-from jackfield_user_code.reward import WorkerReward
+from jackfield_user_code.reward import WorkerReward, try_first
 from jackfield_user_code.workers import UserCodePool, WorkerLimits, WorkerResult
 
-__all__ = ["HeldWorker", "UserCodePool", "WorkerLimits", "WorkerResult", "WorkerReward", "describe", "hold", "is_async"]
+__all__ = [
+    "HeldWorker",
+    "UserCodePool",
+    "WorkerLimits",
+    "WorkerResult",
+    "WorkerReward",
+    "describe",
+    "hold",
+    "is_async",
+    "try_first",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jackfield.abc.reward import RewardAgent, RewardContext
+from jackfield.errors import RewardError
 from jackfield_user_code.workers import UserCodePool, WorkerLimits
 
 
@@ -40,3 +41,23 @@ class WorkerReward(RewardAgent):
     async def close(self) -> None:
         """Kill the worker processes."""
         await self._pool.close()
+
+
+async def try_first(agent: RewardAgent, where: str) -> None:
+    """Score the first task's own answer, twice if it fails, or raise ``reward.first-task``; one that is late is not.
+
+    Without ``try_first`` of the agent's config, or without a task in its context, do nothing.
+    """
+    example, error = agent.context.example if agent.config.try_first else None, None
+    for _ in range(0 if example is None else 2):
+        assert example is not None
+        results = (
+            await agent.score_group([example, example]) if agent.compares else [await agent.compute_score(example)]
+        )
+        error = next((each.error for each in results if each.status == "failed"), None)
+        if error is None:
+            return
+    if error is not None:
+        fix = "correct the reward's settings or code, or the data; reward.try_first: false starts without this check"
+        details = {"where": where, "expected": "a score of the task's own answer", "found": error}
+        raise RewardError("the reward cannot score the first task", code="reward.first-task", fix=fix, **details)

@@ -18,7 +18,7 @@ from attrs.validators import gt, le, optional
 from jackfield.abc.reward import RewardContext, ScoreRequest, ScoreResult
 from jackfield.errors import ConfigError, PluginError, RewardError, RunError
 from jackfield.sdk import option
-from jackfield_user_code import WorkerResult, WorkerReward
+from jackfield_user_code import WorkerResult, WorkerReward, try_first
 
 _ADAPTER = Path(__file__).with_name("_adapter.py")
 _GROUP = "jackfield.reward_functions"  #: entry points
@@ -119,23 +119,7 @@ class FunctionReward(WorkerReward):
             own = {"extra_info": _own_extra_info, "ground_truth": _own_ground_truth}
             self._getters |= {name: get for name, get in own.items() if name in self._getters}
         self._started = True
-        if self.config.try_first and (example := self.context.example) is not None:
-            await self._try(example)
-
-    async def _try(self, example: ScoreRequest) -> None:
-        """Score the first task's own answer, twice if it fails, or refuse the function; one that is late is not."""
-        error: str | None = None
-        for _ in range(2):
-            if self.compares:
-                results = list(await self.score_group([example, example]))
-            else:
-                results = [await self.compute_score(example)]
-            error = next((each.error for each in results if each.status == "failed"), None)
-            if error is None:
-                return
-        fix = "correct the function; reward.try_first: false starts without this check"
-        details = {"where": self.config.path, "expected": "a score of the task's own answer", "found": error}
-        raise RewardError("the reward cannot score the first task", code="reward.function", fix=fix, **details)
+        await try_first(self, self.config.path)
 
     async def compute_score(self, request: ScoreRequest) -> ScoreResult:
         """Score one sample, when a process is free. ``extra_info`` is passed as JSON."""

@@ -80,6 +80,9 @@ class Config:
     )
     workers: int = option(1, "Worker processes for math, and for slow patterns.", [gt(0), le(4096)])
     memory_bytes: int = option(4 * 2**30, "Address space of a worker process.", gt(0))
+    try_first: bool = option(
+        True, "Score the first task's own answer before anything is generated, and refuse a task that has no score."
+    )
 
     def __attrs_post_init__(self) -> None:
         if self.remove is not None and self.method != "exact":

@@ -7,7 +7,7 @@ import attrs
 from jackfield.abc.reward import RewardContext, ScoreRequest, ScoreResult
 from jackfield.errors import RewardError
 from jackfield_reward_rules.judge import Config, Judge
-from jackfield_user_code import WorkerResult, WorkerReward
+from jackfield_user_code import WorkerResult, WorkerReward, try_first
 
 #: A pattern that takes longer on one text runs in a worker process, where it cannot block the event loop.
 INLINE_SECONDS = 0.02
@@ -35,9 +35,18 @@ class RulesReward(WorkerReward):
         self._judge = None if config.method == "math" else Judge(**settings)
 
     async def start(self) -> None:
-        """Start the worker process if the method needs it; ``worker.start`` without math-verify."""
+        """Start the worker process if the method needs it, and try the first task (``reward.first-task``).
+
+        Raise ``worker.start`` without math-verify.
+        """
         if self._judge is None:
             await super().start()
+        example, data = self.context.example, "data.format.answer_key"
+        if self.config.try_first and example is not None and not example.ground_truth.strip():
+            fix = f"name the field with the ground truth in {data}, or choose a reward that needs none"
+            details = {"where": data, "expected": "a text or a number to compare answers with", "found": "none"}
+            raise RewardError("the first task has no ground truth", code="reward.first-task", fix=fix, **details)
+        await try_first(self, "reward")
 
     async def compute_score(self, request: ScoreRequest) -> ScoreResult:
         """Score one response."""

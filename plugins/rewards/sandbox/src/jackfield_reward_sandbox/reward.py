@@ -20,7 +20,7 @@ from jackfield_reward_sandbox.cases import extract, field
 from jackfield_reward_sandbox.settings import Config
 from jackfield_sandbox import box
 from jackfield_sandbox.box import LEVELS, remove_tree
-from jackfield_user_code import UserCodePool, WorkerLimits
+from jackfield_user_code import UserCodePool, WorkerLimits, try_first
 
 _SHARE = 0.8  #: of a deadline that the tests may take
 _PROBE_SECONDS = 120.0
@@ -64,7 +64,10 @@ class SandboxReward(RewardAgent):
         return f"{_digest()}-{self.config.python or platform.python_version()}-{self.level}"
 
     async def start(self) -> None:
-        """Find the level of isolation that this machine allows; ``reward.isolation`` if it is less than asked for."""
+        """Find the level of isolation that this machine allows; ``reward.isolation`` if it is less than asked for.
+
+        Then try the tests of the first task (``reward.first-task``).
+        """
         await self._pool.start()
         if self.level is not None:
             return
@@ -85,6 +88,7 @@ class SandboxReward(RewardAgent):
         weak = LEVELS.index(self.level) < LEVELS.index("filters")  # the network is open, for one
         level = logging.WARNING if weak else logging.INFO
         logging.getLogger("jackfield").log(level, "the sandbox runs code with isolation %s%s", self.level, why)
+        await try_first(self, "reward")
 
     async def close(self) -> None:
         """Kill the worker processes, and all that they started."""

@@ -61,6 +61,9 @@ class Config:
     processes: int = option(16, "Processes and threads of the code at a time.", [ge(1), le(4096)])
     output_bytes: int = option(2**20, "Output of a test; more ends it.", [ge(1024), le(2**24)])
     workers: int = option(2, "Responses that are tested at a time.", [gt(0), le(4096)])
+    try_first: bool = option(
+        True, "Test the first task's own answer before anything is generated, and refuse tests that cannot be run."
+    )
 
     def __attrs_post_init__(self) -> None:
         if self.tolerance is not None and self.compare != "float":
