@@ -19,3 +19,6 @@ def test_sphinx_builds_every_page_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert 0 == done.returncode, done.stdout + done.stderr
     assert (tmp_path / "html" / "index.html").is_file()
+    api = tmp_path / "html" / "reference" / "api"
+    for module, name in (("jackfield", "GRPO"), ("jackfield.abc.reward", "RewardAgent"), ("jackfield.sdk.rpc", "Rpc")):
+        assert f'id="{module}.{name}"' in (api / f"{module}.html").read_text(encoding="utf-8")
