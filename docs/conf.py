@@ -9,7 +9,6 @@ from pathlib import Path
 import jackfield
 
 DOCS = Path(__file__).resolve().parent
-PACKAGES = ("jackfield", "jackfield_training", "jackfield_huggingface")  #: of the API reference
 
 project = "Jackfield"
 author = "the Jackfield developers"
@@ -34,7 +33,7 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
 
-def public_modules(package: str) -> list[str]:
+def public_modules(package: str = "jackfield") -> list[str]:
     """The modules of the API reference.
 
     A package stands for what it exports; only some packages that export nothing of their submodules, and those whose
@@ -59,7 +58,7 @@ def write_api_pages() -> None:
     """Write ``reference/api/MODULE.rst`` where it is not what it should be; remove pages of modules that are gone."""
     folder = DOCS / "reference" / "api"
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = {f"{name}.rst": page(name) for name in (name for package in PACKAGES for name in public_modules(package))}
+    wanted = {f"{name}.rst": page(name) for name in (*public_modules(), *public_modules("jackfield_huggingface"))}
     for file in folder.glob("*.rst"):
         if file.name not in wanted:
             file.unlink()

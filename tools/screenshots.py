@@ -75,12 +75,13 @@ class Shots:
         (self._folder / "runs" / "quickstart").symlink_to(QUICKSTART)
         resources = {"metadata": {"path": str(self._folder)}}
         nbclient.NotebookClient(notebook, timeout=SECONDS, resources=resources).execute()
-        for output in (output for cell in notebook.cells for output in cell.get("outputs", ())):
-            output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)  # its scripts are elsewhere
+        widget = "application/vnd.jupyter.widget-view+json"  # the bar, whose scripts are elsewhere
+        for cell in (cell for cell in notebook.cells if cell.cell_type == "code"):
+            cell.outputs = [output for output in cell.outputs if widget not in output.get("data", {})]
         html, _ = HTMLExporter(exclude_input_prompt=True, exclude_output_prompt=True).from_notebook_node(notebook)
         page = self._folder / "notebook.html"
         page.write_text(html, encoding="utf-8")
-        self._page("notebook", page, 900, 1300)
+        self._page("notebook", page, 900, 1210)
 
     def _terminal(self, name: str, shown: str, folder: Path = ROOT, until: str = "") -> None:
         """Save the screen of a command at its end, or when a line matches ``until``; then end the command."""
