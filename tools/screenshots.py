@@ -23,6 +23,7 @@ import tempfile
 import termios
 import threading
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,8 @@ class Shots:
         self._terminal("data_show", "jackfield data show demonstrations.jsonl --model model -n 3", QUICKSTART / "made")
 
     def doctor(self) -> None:
-        """Show what the doctor says of all plugins."""
-        self._terminal("doctor", "jackfield plugins doctor --deadline 300")
+        """Show what the doctor says of rollout servers, of which not all have their engine."""
+        self._terminal("doctor", "jackfield plugins doctor --kind rollout --deadline 300")
 
     def trace(self) -> None:
         """Show the page of a rollout."""
@@ -159,11 +160,10 @@ def _row(screen: Any, number: int) -> Any:
     from rich.text import Text
 
     text = Text()
-    for column in range(screen.columns):
-        cell = screen.buffer[number][column]
-        fore, back = (_colour(each) for each in (cell.fg, cell.bg))
-        reverse = bool(cell.reverse)
-        text.append(cell.data, Style(color=fore, bgcolor=back, bold=cell.bold, italic=cell.italics, reverse=reverse))
+    cells = [screen.buffer[number][column] for column in range(screen.columns)]
+    for look, alike in groupby(cells, lambda cell: cell._replace(data="")):
+        style = Style(color=_colour(look.fg), bgcolor=_colour(look.bg), bold=look.bold, reverse=look.reverse)
+        text.append("".join(cell.data for cell in alike), style)
     text.rstrip()
     return text
 
