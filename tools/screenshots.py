@@ -63,7 +63,7 @@ class Shots:
         lines = map(json.loads, (run / "samples" / "train.jsonl").read_text(encoding="utf-8").splitlines())
         key = next(line["key"] for line in lines if line["step"] == 1 and line["reward"] > 0)
         self._run([str(SCRIPTS / "jackfield"), "trace", str(run.relative_to(ROOT)), key, "--html", str(page)])
-        self._page("trace", page, 1000, 620)
+        self._page("trace", page, 1000, 540)
 
     def notebook(self) -> None:
         """Show the notebook of the examples, executed."""
@@ -163,7 +163,7 @@ def _row(screen: Any, number: int) -> Any:
     cells = [screen.buffer[number][column] for column in range(screen.columns)]
     for look, alike in groupby(cells, lambda cell: cell._replace(data="")):
         style = Style(color=_colour(look.fg), bgcolor=_colour(look.bg), bold=look.bold, reverse=look.reverse)
-        text.append("".join(cell.data for cell in alike), style)
+        text.append("".join(cell.data for cell in alike).replace(str(ROOT), "~/jackfield"), style)
     text.rstrip()
     return text
 
