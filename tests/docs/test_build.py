@@ -11,9 +11,9 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs"
 #: Pages of the API reference, and what is on them.
 API = {
-    "jackfield": "jackfield_training.trainings.GRPO",
+    "jackfield": "jackfield.GRPO",
     "jackfield.abc.reward": "jackfield.abc.reward.RewardAgent",
-    "jackfield.compose": "jackfield.compose.run.run",
+    "jackfield.compose": "jackfield.compose.run",
 }
 
 
