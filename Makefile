@@ -1,5 +1,5 @@
 # The two commands of the README, and a few for those who work on Jackfield.
-.PHONY: quickstart real-model test nightly wheels develop check format docs constraints references benchmark-peers benchmark-transfer-queue interpreters gpu gpu-wheels clean
+.PHONY: quickstart real-model test nightly wheels develop check format docs constraints references screenshots benchmark-peers benchmark-transfer-queue interpreters gpu gpu-wheels clean
 
 PYTHON = .venv/bin/python
 
@@ -38,6 +38,10 @@ constraints: develop ## write the versions that are installed to constraints.txt
 
 references: develop ## write the pages of the documentation that are generated
 	@for tool in tools/*_reference.py; do $(PYTHON) $$tool || exit 1; done
+
+screenshots: develop ## make the screenshots of the documentation again; needs Debian's chromium, and what make quickstart has left
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt --requirement tools/screenshots-requirements.txt
+	$(PYTHON) tools/screenshots.py
 
 benchmark-peers: develop ## install what benchmarks compare with into .venv
 	$(PYTHON) -m pip install --quiet --constraint constraints.txt --requirement benchmarks/requirements.txt

@@ -1,8 +1,9 @@
-"""GRPO from Python, on the quickstart's tiny model and problems."""
+"""GRPO from Python, on the quickstart's fine-tuned model and its problems."""
 
 from jackfield import GRPO
 
-MADE = "runs/quickstart/made"  # `make quickstart` creates it
+QUICKSTART = "runs/quickstart"  # `make quickstart` creates it
+SETTINGS = {"data.groups_per_batch": 8, "data.rollouts_per_group": 4, "optimizer.lr": 5e-4}
 
 
 def reward(completions: list, answer: list, **columns: list) -> list[float]:
@@ -13,7 +14,7 @@ def reward(completions: list, answer: list, **columns: list) -> list[float]:
 
 
 if __name__ == "__main__":
-    small = {"data": {"groups_per_batch": 8, "rollouts_per_group": 4}, "sampling": {"max_new_tokens": 12}}
-    training = GRPO(model=f"{MADE}/model", train=f"{MADE}/problems.jsonl", reward=reward, steps=4, **small)
+    model, problems = f"{QUICKSTART}/warmup/model", f"{QUICKSTART}/made/problems.jsonl"
+    training = GRPO(model=model, train=problems, reward=reward, steps=4, **SETTINGS, **{"sampling.max_new_tokens": 12})
     result = training.run()
     print(result.save("runs/trained"))

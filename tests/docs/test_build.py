@@ -9,6 +9,12 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
+#: Pages of the API reference, and what is on them.
+API = {
+    "jackfield": "jackfield.GRPO",
+    "jackfield.abc.reward": "jackfield.abc.reward.RewardAgent",
+    "jackfield.compose": "jackfield.compose.run",
+}
 
 
 @pytest.mark.timeout(300)
@@ -19,3 +25,6 @@ def test_sphinx_builds_every_page_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert 0 == done.returncode, done.stdout + done.stderr
     assert (tmp_path / "html" / "index.html").is_file()
+    api = tmp_path / "html" / "reference" / "api"
+    for module, name in API.items():
+        assert f'id="{name}"' in (api / f"{module}.html").read_text(encoding="utf-8")

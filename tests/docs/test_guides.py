@@ -221,6 +221,7 @@ def test_a_schedule_is_planned_as_the_guide_shows(monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(REPOSITORY)
     (shown,) = [block.values[0] for block in blocks("console") if block.values[0].startswith("$ jackfield plan")]
     command = shlex.split(shown.splitlines()[0].removeprefix("$ jackfield"))
+    assert "examples/guides/stage_times.json" in command
     ended = CliRunner().invoke(main, [*command, "--steps", "4", "--json"])
     assert 0 == ended.exit_code, ended.output
     found = json.loads(ended.output)

@@ -28,6 +28,21 @@ def leaves(command: click.Command, path: tuple[str, ...]) -> list[tuple[tuple[st
     return [leaf for name, inner in found if inner is not None for leaf in leaves(inner, (*path, name))]
 
 
+def test_the_readme_and_the_landing_page_say_the_same() -> None:
+    """The pitch, the code, which a test runs, and the curve."""
+    index, readme = read("index.md"), (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    pitch = re.findall(r"\A# Jackfield\n\n(.*?)\n\n", readme, re.S)
+    assert pitch == re.findall(r"\A# Jackfield\n\n(.*?)\n\n", index, re.S)
+    code = (DOCS.parent / "examples" / "python" / "six_lines.py").read_text(encoding="utf-8")
+    assert f"```python\n{code}```" in readme
+    assert "../examples/python/six_lines.py" in index
+    for picture in ("images/quickstart_three_seeds.png",):
+        assert f"](docs/{picture})" in readme
+        assert f"{{image}} {picture}" in index
+    claims = [re.findall(r"^This is `make quickstart`.*?in 30 steps", text, re.M | re.S) for text in (index, readme)]
+    assert claims[0] == claims[1] != []
+
+
 def test_every_command_and_option_is_documented() -> None:
     text = read("reference/cli.md")
     for path, command in leaves(main, ("jackfield",)):

@@ -68,6 +68,15 @@ def test_a_service_scores_a_run(address: str, model_folder: Path, tasks: Path, t
 
 
 @pytest.mark.timeout(120)
+def test_how_a_reward_is_called_is_a_section(model_folder: Path, tasks: Path, tmp_path: Path) -> None:
+    """The guide's file calls the guide's reward, and keeps the scores."""
+    more = [f"reward.path={GUIDES / 'my_reward.py'}:compute_score", f"reward_service.cache={tmp_path / 'cache'}"]
+    found = steps("reward_service.yaml", tmp_path / "run", model_folder, tasks, "evaluation.every=0", *more)
+    assert all(0 < step["reward/words/mean"] <= 4 for step in found)
+    assert (tmp_path / "cache" / "scores.sqlite").is_file()
+
+
+@pytest.mark.timeout(120)
 def test_a_served_model_is_a_judge(model_folder: Path, tmp_path: Path) -> None:
     """The model knows nothing, so its answer cannot be read, twice; the requests are those that the address takes."""
     folder = shutil.copytree(model_folder, tmp_path / "model")

@@ -52,8 +52,9 @@ def python(folder: Path, *words: str, code: int | None = 0, **environment: str) 
 @pytest.fixture
 def quickstart(made: Path, tmp_path: Path) -> Path:
     """A working folder with what `make quickstart` creates."""
-    (tmp_path / "runs" / "quickstart").mkdir(parents=True)
-    (tmp_path / "runs" / "quickstart" / "made").symlink_to(made)
+    for name in ("made", "warmup"):  # the second as if it had learned nothing
+        (tmp_path / "runs" / "quickstart" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "runs" / "quickstart" / name).symlink_to(made)
     return tmp_path
 
 
@@ -85,7 +86,8 @@ def stopping(completions, **columns):
     return [float(len(str(each)) % 3) for each in completions]
 
 training = GRPO(
-    model=f"{MADE}/model", train=f"{MADE}/problems.jsonl", reward=stopping, steps=3, folder="runs/stopped",
+    model=f"{QUICKSTART}/warmup/model", train=f"{QUICKSTART}/made/problems.jsonl", reward=stopping,
+    steps=3, folder="runs/stopped",
     data={"groups_per_batch": 2, "rollouts_per_group": 4}, sampling={"max_new_tokens": 4},
 )
 try:

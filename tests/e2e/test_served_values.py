@@ -15,6 +15,7 @@ from .test_modes import GRADED
 
 pytestmark = pytest.mark.timeout(300)
 
+GUIDE = QUICKSTART.parent / "guides" / "distributed.yaml"  #: what the guide shows
 STEPS, GROUPS, RUNS = 2, 2, 2
 SAMPLES = STEPS * GROUPS * RUNS
 
@@ -36,7 +37,7 @@ def seen(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     processes: dict[str, subprocess.Popen[str]] = {}
     try:
         for name, words in roles.items():
-            told = command(folder / f"traffic-{name}", *words, str(QUICKSTART / "grpo.yaml"), *settings)
+            told = command(folder / f"traffic-{name}", *words, str(GUIDE), *settings)
             process = subprocess.Popen(
                 told, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
             )
