@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import subprocess
@@ -66,6 +67,8 @@ class ByteServer(ScriptedServer):
                 prompt=prompt,
                 finish_reason=("stop" if tokens[-1] == END else "length") if last else None,
             )
+            if self.script.hangs:
+                await asyncio.Event().wait()
 
 
 @pytest.fixture
@@ -254,6 +257,31 @@ async def test_responses(say: Byte) -> None:
         assert ("function_call", "weather") == (item.type, item.name)
         with pytest.raises(openai.BadRequestError, match="nothing else is served"):
             await client.responses.create(model="policy", input="x", tools=[{"type": "web_search"}])
+
+
+@in_loop
+async def test_responses_are_streamed_while_the_model_generates(say: Byte) -> None:
+    """The first text comes from a model that never says the rest; one that has called a tool gets the same items."""
+    async with say("fine") as (client, script):
+        script.hangs = True
+        async with await client.responses.create(model="policy", input="x", stream=True) as events:
+            kinds = []
+            async for event in events:
+                kinds.append(event.type)
+                if event.type == "response.output_text.delta":
+                    break
+        assert "fi" == event.delta
+        assert ["response.created", "response.in_progress", "response.output_item.added"] == kinds[:3]
+    async with say(f"Let me see. {CALL}") as (client, _):
+        tool: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS}
+        whole = await client.responses.create(model="policy", input="x", tools=[tool])
+        streamed = await client.responses.create(model="policy", input="x", tools=[tool], stream=True)
+        *_, last = [event async for event in streamed]
+        assert "response.completed" == last.type
+        assert [(item.type, item.status) for item in whole.output] == [
+            (item.type, item.status) for item in last.response.output
+        ]
+        assert whole.output_text == last.response.output_text == "Let me see."
 
 
 def test_settings_import_no_web_server() -> None:

@@ -12,8 +12,8 @@ import asyncio
 import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 import attrs
 from aiohttp import web
@@ -48,6 +48,7 @@ _KEPT_RESPONSES = 1000  #: conversations that a later response may continue
 #: What clients call what a server may be unable to do.
 _NAMES = {"grammar": "response_format", "top_log_probs": "top_logprobs", "prompt_log_probs": "prompt_logprobs"}
 _OPEN = frozenset({"/health"})  #: without a key: load balancers ask
+Events: TypeAlias = Iterable[dict[str, Any]]  #: of a stream
 
 
 class OpenAIEndpoint:
@@ -137,8 +138,13 @@ class OpenAIEndpoint:
 
     async def _answer(self, request: web.Request, cls: type[Body]) -> web.StreamResponse:
         answer = await self._prepared(read_body(cls, await self._read(request)))
-        whole = self._streamed(request, answer) if answer.body.stream else self._collected(request, answer)
-        return await self._told(answer, whole)
+        if not answer.body.stream:
+            return await self._told(answer, self._collected(request, answer))
+        options = answer.body.stream_options
+        usage = options is not None and options.include_usage
+        more = lambda piece: [answer.event([piece])]  # noqa: E731
+        end = lambda: [answer.event([], usage=True)] if usage else []  # noqa: E731
+        return await self._told(answer, self._streamed(request, answer, more, end, b"data: [DONE]\n\n"))
 
     async def _told(self, answer: Answer, whole: Coroutine[Any, Any, web.StreamResponse]) -> web.StreamResponse:
         """Send an answer under its deadline, and keep it."""
@@ -190,26 +196,26 @@ class OpenAIEndpoint:
         body = read_body(ResponseBody, await self._read(request))
         messages = body.messages(self._responses)
         answer = await self._prepared(body.chat_body(messages))
+        form, head = ResponseForm(body, answer.model), Head(id=answer.id, created=answer.created)
 
-        async def whole() -> web.StreamResponse:
-            await self._generate(answer, self._collect)
-            head = Head(id=answer.id, created=answer.created)
-            answers = Answers(said=[choice.said() for choice in answer.choices], head=head)
-            form = ResponseForm(body, answer.model)
+        def answers() -> Answers:
+            found = Answers(said=[choice.said() for choice in answer.choices], head=head)
             if body.store is not False:
-                self._responses[response_id(head)] = answered(messages, answers)
+                self._responses[response_id(head)] = answered(messages, found)
                 if len(self._responses) > _KEPT_RESPONSES:
                     self._responses.popitem(last=False)
-            if not body.stream:
-                return web.json_response(form.whole(answers))
-            response = _event_stream()
-            await response.prepare(request)
-            for event in form.end(answers):
-                await send_event(response, event, event["type"])
-            await response.write_eof()
-            return response
+            return found
 
-        return await self._told(answer, whole())
+        def more(piece: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+            delta = piece["delta"]
+            return form.more(head, delta.get("content") or "", delta.get("reasoning_content", ""))
+
+        async def collected() -> web.StreamResponse:
+            await self._generate(answer, self._collect)
+            return web.json_response(form.whole(answers()))
+
+        whole = self._streamed(request, answer, more, lambda: form.end(answers())) if body.stream else collected()
+        return await self._told(answer, whole)
 
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
         data = await self._read(request)
@@ -265,9 +271,16 @@ class OpenAIEndpoint:
             done(result.finish_reason, len(result.token_ids))
         choice.add(result)
 
-    async def _streamed(self, request: web.Request, answer: Answer) -> web.StreamResponse:
+    async def _streamed(
+        self,
+        request: web.Request,
+        answer: Answer,
+        more: Callable[[Mapping[str, Any]], Events],
+        end: Callable[[], Events],
+        done: bytes = b"",
+    ) -> web.StreamResponse:
+        """Send the events of each piece of a choice as it comes, those of the end, and the bytes ``done``."""
         pieces: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        usage = answer.body.stream_options is not None and answer.body.stream_options.include_usage
 
         async def follow() -> None:
             try:
@@ -276,20 +289,18 @@ class OpenAIEndpoint:
                 pieces.put_nowait(None)
 
         async with _cancelled_at_end(asyncio.create_task(follow())) as following:
-            first = await pieces.get()
-            if first is None:
+            piece = await pieces.get()
+            if piece is None:
                 await following  # raises before anything is sent, so that the status shows it
             response = _event_stream()
             await response.prepare(request)
-            piece = first
             while piece is not None:
-                await send_event(response, answer.event([piece]))
+                await _send_events(response, more(piece))
                 piece = await pieces.get()
             try:
                 await following
-                if usage:
-                    await send_event(response, answer.event([], usage=True))
-                await response.write(b"data: [DONE]\n\n")
+                await _send_events(response, end())
+                await response.write(done)
             except Exception as error:  # the status has been sent: the last event reports the error
                 await send_event(response, error_body(first_error(error))[0])
         await response.write_eof()
@@ -326,6 +337,11 @@ async def _cancelled_at_end(task: asyncio.Task[None]) -> AsyncIterator[asyncio.T
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def _send_events(response: web.StreamResponse, events: Events) -> None:
+    for event in events:
+        await send_event(response, event, event.get("type"))
 
 
 def _event_stream() -> web.StreamResponse:
