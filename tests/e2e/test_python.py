@@ -17,7 +17,9 @@ import datasets
 import nbclient
 import nbformat
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 import jackfield
 from jackfield import DAPO, DPO, GRPO, PPO, RLOO, SFT, Result, Training
@@ -322,9 +324,10 @@ def test_all_end_tokens_of_the_generation_config_end_a_response(made: Path, tmp_
     assert 1 == step["response_tokens/max"]
 
 
-def test_an_adapter_is_refused_with_how_to_merge_it(made: Path, tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(made / "model")}))
-    with refused("engine.model", "adapter without its base model", "merge_and_unload"):
+def test_an_adapter_without_its_base_model_is_refused(made: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(made / "none")}))
+    (tmp_path / "adapter_model.safetensors").touch()
+    with refused("engine.model", "its base model", made / "none"):
         GRPO(model=tmp_path, train=PROBLEMS, reward=reward, folder=tmp_path / "run", **SMALL).run(quiet=True)
 
 
@@ -370,6 +373,21 @@ def test_transformers_and_peft_load_what_was_saved(
     ]
     assert answers[0] == answers[1] != ""
     assert "peft" in (trained["adapter"] / "README.md").read_text()
+
+
+@pytest.mark.timeout(180)
+def test_a_saved_adapter_is_a_model_for_the_next_run(
+    made: Path, trained: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is merged into its base model, all of whose weights the run trains."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "cache"))
+    options = {**SMALL, "steps": 2, "train": made / "demonstrations.jsonl", "optimizer.lr": 1e-3, "sampling": {}}
+    result = SFT(model=trained["adapter"], folder=tmp_path / "run", **options).run(quiet=True)
+    [merged] = (tmp_path / "cache" / "jackfield" / "merged").iterdir()
+    before, after = (load_file(folder / "model.safetensors") for folder in (merged, result.model))
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert all(torch.allclose(before[name].float(), after[name].float(), atol=0.05) for name in before)
 
 
 @pytest.mark.needs("vllm")

@@ -210,10 +210,7 @@ def read_model(config: RunConfig) -> Mapping[str, Any]:
         fix = f"check the path; the working folder is {Path.cwd()}"
         if (folder / "adapter_config.json").is_file():
             what, found = "the model's folder holds an adapter without its base model", "adapter_config.json"
-            fix = (
-                "merge them: AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(NEW),"
-            )
-            fix += " and AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW); or train model.lora on the base"
+            fix = "pip install jackfield-huggingface peft, with which a run merges the two; or merge them elsewhere"
         raise refused(what, where="model.path", expected=expected, found=found, fix=fix) from error
     pickles = [file.name for pattern in _PICKLES for file in sorted(folder.glob(pattern))]
     if pickles and not any(folder.glob("*.safetensors")):

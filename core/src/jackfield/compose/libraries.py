@@ -77,15 +77,17 @@ def _library(name: str, what: str, module: str = "") -> Any:
 
 
 def with_model_folders(config: RunConfig) -> RunConfig:
-    """Return the configuration with models of the Hub replaced by their folders in the cache; they may be downloaded.
+    """Return the configuration with folders for models of the Hub, which may be downloaded, and for adapters, merged.
 
     Raise ``engine.model`` if one is neither a folder nor to be had.
     """
 
     def folder(path: str) -> str:
-        if not Path(path).exists():
-            with suppress(PluginError):  # without the library, a missing folder is what there is to say
-                return str(hub().model_folder(path))
+        with suppress(PluginError):  # without the library, a missing folder is what there is to say
+            found = path if Path(path).exists() else str(hub().model_folder(path))
+            if Path(found, "adapter_config.json").is_file() and not Path(found, "config.json").is_file():
+                return str(_library("jackfield-huggingface", "an adapter as the model", ".merged").merged_folder(found))
+            return found
         return path
 
     model = attrs.evolve(config.model, path=folder(config.model.path))

@@ -1,0 +1,93 @@
+"""Adapters as models: an adapter's folder is merged into its base model, once, in Hugging Face's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+from jackfield.errors import EngineError, PluginError
+from jackfield_huggingface.hub import model_folder
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def merged_folder(folder: str) -> str:
+    """Return the folder of the model that results from an adapter and its base model.
+
+    The base is the one that ``adapter_config.json`` names: a folder, or a model of the Hub. The result is kept under
+    ``HF_HOME/jackfield/merged`` and made again only if the adapter or its base has changed. Raise ``engine.model`` if
+    the adapter cannot be merged or its base is not to be had, and ``plugin.requirement`` without peft.
+    """
+    from huggingface_hub import constants
+
+    try:
+        described = json.loads(Path(folder, CONFIG).read_text(encoding="utf-8"))
+        base, revision = str(described["base_model_name_or_path"]), described.get("revision")
+    except (ValueError, KeyError) as error:
+        raise _refused(folder, f"{CONFIG} with base_model_name_or_path", f"{type(error).__name__}: {error}") from error
+    if not Path(folder, WEIGHTS).is_file():
+        raise _refused(folder, f"its weights in {WEIGHTS}", "none")
+    if (task := described.get("task_type") or "CAUSAL_LM") != "CAUSAL_LM":
+        raise _refused(folder, "an adapter with task_type CAUSAL_LM", task)
+    whole = Path(base).is_dir() or revision is None
+    base = model_folder(base if whole else f"{base}@{revision}")
+    if not Path(base, "config.json").is_file():
+        raise _refused(folder, "its base model, in a folder or on the Hub", f"base_model_name_or_path {base}")
+    place = Path(constants.HF_HOME, "jackfield", "merged", _digest(Path(folder), Path(base)))
+    if not place.is_dir():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=place.parent))
+        try:
+            _merge(folder, base, made)
+            if not place.is_dir():  # another process may have made it meanwhile
+                made.rename(place)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+    return str(place)
+
+
+def _merge(folder: str, base: str, made: Path) -> None:
+    try:
+        from peft import PeftModel
+    except ModuleNotFoundError as error:
+        what, fix = "a model that is an adapter needs peft", "pip install peft, or merge the adapter elsewhere"
+        raise PluginError(what, code="plugin.requirement", where="model.path", fix=fix) from error
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    own = Path(folder, "tokenizer_config.json").is_file()
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder if own else base)
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    if own and len(tokenizer) > model.get_input_embeddings().num_embeddings:  # it was trained with added tokens
+        model.resize_token_embeddings(len(tokenizer))
+    try:
+        with warnings.catch_warnings():  # peft reads what transformers calls by another name now
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+            merged = PeftModel.from_pretrained(model, folder).merge_and_unload(safe_merge=True)
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise _refused(folder, f"an adapter of {base}", f"{type(error).__name__}: {error}") from error
+    merged.save_pretrained(made)
+    tokenizer.save_pretrained(made)
+
+
+def _digest(adapter: Path, base: Path) -> str:
+    """Return a digest of an adapter, and of what its base model's files look like."""
+    found = hashlib.sha256(str(base.resolve()).encode())
+    for name in (CONFIG, WEIGHTS):
+        found.update((adapter / name).read_bytes())
+    for file in sorted([*base.glob("*.safetensors"), base / "config.json"]):
+        seen = file.stat()
+        found.update(f"{file.name} {seen.st_size} {seen.st_mtime_ns}".encode())
+    return found.hexdigest()[:32]
+
+
+def _refused(folder: str, expected: str, found: object) -> EngineError:
+    fix = "correct the adapter's folder, or merge it into its base model elsewhere and give the whole model"
+    what = "the adapter cannot be merged into its base model"
+    return EngineError(
+        what, code="engine.model", where=f"model.path, {folder}", expected=expected, found=found, fix=fix
+    )

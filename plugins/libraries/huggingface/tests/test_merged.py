@@ -1,0 +1,98 @@
+"""An adapter is merged into its base model once, and gives the adapter's own log-probs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jackfield_chat_model import save_chat_model
+from jackfield_huggingface.merged import merged_folder
+from jackfield_testing import refused
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft reads it
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of merged models."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
+    return tmp_path / "jackfield" / "merged"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer."""
+    folder = tmp_path_factory.mktemp("base")
+    save_chat_model(str(folder))
+    return folder
+
+
+@pytest.fixture
+def adapter(base: Path, tmp_path: Path) -> Path:
+    """An adapter whose every factor is random."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def logits(model: Any) -> Any:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([[5, 6, 7, 8]])).logits
+
+
+def test_the_merged_model_is_the_adapter_on_its_base(base: Path, adapter: Path, cache: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    found = merged_folder(str(adapter))
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    before = logits(plain).clone()
+    expected = logits(PeftModel.from_pretrained(plain, adapter))
+    assert (expected - before).abs().max() > 0.01, "the adapter changes something"
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(found)), expected, rtol=1e-4, atol=1e-5)
+    assert AutoTokenizer.from_pretrained(found).chat_template == AutoTokenizer.from_pretrained(base).chat_template
+    assert [Path(found)] == list(cache.iterdir()), "nothing else is left"
+
+
+def test_it_is_made_again_only_for_another_adapter_or_base(adapter: Path, cache: Path) -> None:
+    first = merged_folder(str(adapter))
+    made = Path(first, "model.safetensors").stat().st_mtime_ns
+    assert first == merged_folder(str(adapter))
+    assert made == Path(first, "model.safetensors").stat().st_mtime_ns
+    described = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**described, "lora_alpha": 2 * described["lora_alpha"]}))
+    assert first != merged_folder(str(adapter))
+    assert 2 == len(list(cache.iterdir()))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"base_model_name_or_path": "/no/such/folder"}, "/no/such/folder"),
+        ({"task_type": "SEQ_CLS"}, "SEQ_CLS"),
+        ({"target_modules": ["no_such_layer"]}, "no_such_layer"),
+        (None, "adapter_model.safetensors"),
+    ],
+    ids=["base", "task", "layers", "weights"],
+)
+def test_an_adapter_that_cannot_be_merged_is_refused(
+    adapter: Path, tmp_path: Path, cache: Path, change: dict[str, Any] | None, named: str
+) -> None:
+    other = Path(shutil.copytree(adapter, tmp_path / "other"))
+    if change is None:
+        (other / "adapter_model.safetensors").unlink()
+    else:
+        described = json.loads((other / "adapter_config.json").read_text())
+        (other / "adapter_config.json").write_text(json.dumps({**described, **change}))
+    with refused("engine.model", named, "fix"):
+        merged_folder(str(other))
+    assert not cache.exists() or not list(cache.iterdir())
