@@ -7,9 +7,9 @@ quickstart: ## install the first plugins and watch a language model get better a
 	@python3 tools/environment.py quickstart
 	$(PYTHON) examples/quickstart/quickstart.py $(ARGS)
 
-real-model: ## SFT, then GRPO with LoRA: SmolLM2-135M on GSM8K; GSM8K=folder with train.jsonl and test.jsonl
+real-model: ## SFT, then GRPO with LoRA: SmolLM2-135M on GSM8K, which is downloaded, or lies in the folder GSM8K=…
 	@python3 tools/environment.py quickstart
-	$(PYTHON) examples/real_model/real_model.py --data $(GSM8K) $(ARGS)
+	$(PYTHON) examples/real_model/real_model.py $(if $(GSM8K),--data $(GSM8K)) $(ARGS)
 
 test: ## everything that CI runs
 	@bash .ci/run

@@ -6,14 +6,43 @@ is a note in angle brackets, ``<<48/2=24>>``, which GSM8K has for a calculator; 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import urllib.request
 from pathlib import Path
 
 import click
 
 HELD_OUT = 128  #: problems of the test set that an evaluation answers
+#: GSM8K (MIT), and the SHA-256 of its files.
+SOURCE = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data"
+FILES = {
+    "train.jsonl": "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465",
+    "test.jsonl": "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14",
+}
+DOWNLOAD_SECONDS = 60.0
 NOTES = re.compile(r"<<.*?>>")
+
+
+def get_data(folder: Path) -> None:
+    """Download GSM8K's files into a folder (5 MB), unless they are there; refuse files that are not the known ones."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, digest in FILES.items():
+        file, address = folder / name, f"{SOURCE}/{name}"
+        if file.is_file():
+            continue
+        try:
+            with urllib.request.urlopen(address, timeout=DOWNLOAD_SECONDS) as answer:
+                content: bytes = answer.read()
+        except OSError as error:
+            raise click.ClickException(
+                f"{address} cannot be read: {error}\nfix: give --data a folder with {name}"
+            ) from error
+        if (found := hashlib.sha256(content).hexdigest()) != digest:
+            fix = f"fix: give --data a folder with the {name} that you trust"
+            raise click.ClickException(f"{address} has changed: its SHA-256 is {found}, not {digest}\n{fix}")
+        file.write_bytes(content)
 
 
 def make_task(data: Path, folder: Path, calculations: int) -> None:

@@ -1,6 +1,6 @@
 """Train a real language model on real problems on a CPU: supervised fine-tuning, then GRPO with a LoRA adapter.
 
-    python examples/real_model/real_model.py --data FOLDER [--gpu] [--calculations N] [--folder F] [key.path=value ...]
+    python examples/real_model/real_model.py [--data FOLDER] [--gpu] [--calculations N] [--folder F] [key.path=value]
 
 The same command goes on where it was stopped. Overrides go to both runs. With ``--gpu``, the model is Qwen3-0.6B from
 its hub and vLLM answers; that needs one GPU.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 from get_model import get_model
-from make_task import make_task
+from make_task import get_data, make_task
 
 from jackfield.compose import run
 from jackfield.config import load_config
@@ -27,12 +27,12 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 @click.command()
-@click.option("--data", required=True, type=click.Path(path_type=Path), help="Folder with GSM8K's JSONL files.")
+@click.option("--data", type=click.Path(path_type=Path), help="Folder with GSM8K's files; else they are downloaded.")
 @click.option("--folder", default="runs/real_model", show_default=True, type=click.Path(path_type=Path))
 @click.option("--calculations", default=2, show_default=True, help="Use problems of at most these many calculations.")
 @click.option("--gpu", is_flag=True, help="Qwen3-0.6B and vLLM, on one GPU.")
 @click.argument("overrides", nargs=-1)
-def main(data: Path, folder: Path, calculations: int, gpu: bool, overrides: tuple[str, ...]) -> None:
+def main(data: Path | None, folder: Path, calculations: int, gpu: bool, overrides: tuple[str, ...]) -> None:
     """Run the example; OVERRIDES such as schedule.steps=20 change both runs."""
     started, made = time.monotonic(), folder / "made"
     form = "gpu_{}.yaml" if gpu else "{}.yaml"
@@ -40,6 +40,8 @@ def main(data: Path, folder: Path, calculations: int, gpu: bool, overrides: tupl
     first = [f"folder={folder / 'sft'}", *files, *overrides]
     second = [f"folder={folder / 'grpo'}", f"model.path={folder / 'sft' / 'model'}", *files, *overrides]
     try:
+        if data is None:
+            get_data(data := folder / "gsm8k")
         make_task(data, made, calculations)
         if not gpu:
             get_model(made / "model")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
 
 from jackfield.config import load_config
@@ -48,6 +52,40 @@ def test_two_steps_of_each(jackfield: CommandServer, tmp_path: Path, shared_data
     assert all(line["log_prob_check/rollout/max"] < 0.1 for line in trained if "log_prob_check/rollout/max" in line)
     adapter = json.loads((tmp_path / "grpo" / "model" / "adapter_config.json").read_text())
     assert 16 == adapter["r"]
+
+
+@pytest.fixture
+def make_task(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The example's module."""
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    spec = importlib.util.spec_from_file_location("jackfield_example_gsm8k", EXAMPLE / "make_task.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_data_is_downloaded_once_and_checked(
+    make_task: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, data = tmp_path / "source", tmp_path / "data"
+    source.mkdir()
+    monkeypatch.setattr(make_task, "SOURCE", source.as_uri())
+    files = {"train.jsonl": b"one", "test.jsonl": b"two"}
+    monkeypatch.setattr(make_task, "FILES", {name: sha256(text).hexdigest() for name, text in files.items()})
+    with pytest.raises(click.ClickException, match="cannot be read"):
+        make_task.get_data(data)
+    for name, text in files.items():
+        (source / name).write_bytes(text)
+    make_task.get_data(data)
+    assert files == {file.name: file.read_bytes() for file in data.iterdir()}
+    (source / "test.jsonl").write_bytes(b"three")
+    make_task.get_data(data)  # they are there
+    (data / "test.jsonl").unlink()
+    with pytest.raises(click.ClickException, match="has changed"):
+        make_task.get_data(data)
+    assert ["train.jsonl"] == [file.name for file in data.iterdir()]
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLE.glob("*.yaml")), ids=lambda file: file.stem)
