@@ -120,6 +120,9 @@ def test_kl_and_entropy_are_reported_without_a_penalty(small_run: Run) -> None:
     assert divergences[-1] > 1e-6
     assert [line["policy/loss"] for line in steps(plain)] == [line["policy/loss"] for line in steps(lines)]
     assert all(0 < line["policy/entropy_estimate"] < 20 for line in steps(plain))
+    moved = [line["policy/initial_kl"] for line in steps(plain)]
+    assert [line["policy/initial_kl"] for line in steps(lines)] == moved
+    assert 0 < moved[0] < moved[-1]
 
 
 def test_lora_reaches_the_rollout_server(small_run: Run) -> None:

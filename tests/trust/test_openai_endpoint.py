@@ -171,13 +171,13 @@ WRONG: dict[str, list[Any]] = {
     "stop": ["", [""], ["a"] * 5, 5, ["x" * 5000]],
     "stop_token_ids": [[-1], [2**40], [True], ["a"], [1] * 5000],
     "logprobs": [-1, 10**9, True],
-    "logit_bias": [{"5": 1e308}, {"5": -100}, {"x": 1}],
+    "logit_bias": [{"5": 1e308}, {"5": -101}, {"x": 1}],
     "frequency_penalty": [1e308, -3],
     "presence_penalty": [2.1],
     "best_of": [10**9],
     "minimum_weight_version": [-1, 2**80],
     "stream_options": [{"include_usage": True}],
-    "model": ["another", None, 5],
+    "model": ["another", 5],
     "prompt": [[], [[]], [-1], [10**30], [64], [True], {"a": 1}, 5, None, ["a"] * 65, [[5]] * 65],
     "tools": [[{"type": "function"}]],
     "temprature": [1],
@@ -250,19 +250,19 @@ WRONG_MESSAGES: list[tuple[Any, str, str]] = [
     ({"role": "user", "content": "a", "colour": 1}, ".colour", "unknown_parameter"),
     ({"role": "user", "content": "a", "name": 5}, ".name", "invalid_type"),
     ({"role": "system", "content": None}, ".content", "invalid_type"),
-    ({"role": "assistant", "content": None}, ".content", "invalid_type"),
-    ({"role": "assistant", "content": None, "tool_calls": []}, ".tool_calls", "invalid_value"),
     ({"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, ".tool_calls[0].type", "missing_required"),
     ({"role": "tool", "content": "5"}, ".tool_call_id", "missing_required_parameter"),
 ]
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
-#: What OpenAI takes.
+#: What OpenAI takes, and answers that clients send back as they got them from servers of the field: with nulls.
 RIGHT_MESSAGES: list[dict[str, Any]] = [
     {"role": "developer", "content": "a"},
     {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "tom"},
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
     {"role": "assistant", "tool_calls": [CALL]},
     {"role": "assistant", "content": "a", "refusal": None},
+    {"role": "assistant", "content": None},
+    {"role": "assistant", "content": None, "tool_calls": []},
     {"role": "tool", "content": "5", "tool_call_id": "1"},
 ]
 
@@ -316,7 +316,7 @@ def test_codes_are_those_of_the_guide(served: Served) -> None:
     """Each code that a wrong request gets is in the table, and messages speak of the client's parameters."""
     guide = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "openai_clients.md").read_text()
     bodies = [{"prompt": [5], "model": "policy", field: value} for field in WRONG for value in WRONG[field]]
-    for body in [*bodies, {"prompt": [5]}, {"prompt": [5], "model": "policy", "max_tokens": "1"}]:
+    for body in [*bodies, {"prompt": [5], "model": "policy", "max_tokens": "1"}]:
         _, answer = served.post(None, raw=json.dumps(body).encode())
         error = answer["error"]
         assert f"`{error['code']}`" in guide, answer

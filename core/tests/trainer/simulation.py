@@ -103,6 +103,7 @@ class FakeActor:
     def __init__(self, queue: TransferQueue, clock: Clock, seconds: float, overflows: tuple[int, ...]) -> None:
         self.queue, self.clock, self.seconds, self.overflows = queue, clock, seconds, overflows
         self.updates: list[tuple[BatchMeta, LossSpec]] = []
+        self.kept: Sequence[str] = ()  #: samples of the initial model
         self.advantages: list[list[float]] = []
         self.passes: list[tuple[float, str, BatchMeta]] = []  #: with the time at their end
         self.ended_at: list[float] = []  #: by update
@@ -116,17 +117,14 @@ class FakeActor:
         written = await Values(self.queue.backend).write(batch, {column: column_from_rows(rows)})
         await self.queue.add_columns(batch, written)
 
-    async def tokens(self, batch: BatchMeta) -> list[list[list[int]]]:
-        """A prompt for each group; the last token of a response is not the model's."""
-        return [
-            [[len(group)] * tags["prompt_tokens"], [7] * (count := tags["response_tokens"]), [1] * (count - 1) + [0]]
-            for group, tags in zip(batch.groups, batch.tags, strict=True)
-        ]
+    async def keep_initial(self, batch: BatchMeta, count: int) -> None:
+        """Note the samples, before any update."""
+        assert not self.updates
+        self.kept = batch.keys[:count]
 
-    async def score(self, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Each update moves the log-probs of the model's tokens by -0.1, and the last one's much further."""
-        moved = float(len(self.updates))
-        return [[-1.0 - 0.1 * moved] * (len(each) - 1) + [-9.0 * moved] for each in responses]
+    async def initial_kl(self) -> float | None:
+        """Each update moves the policy by 0.1."""
+        return 0.1 * len(self.updates) if self.kept else None
 
     async def update(self, batch: BatchMeta, loss: LossSpec, comparison: object = None) -> tuple[Any, Any]:
         columns = await Values(self.queue.backend).read(batch, ("advantages",))

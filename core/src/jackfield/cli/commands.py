@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+from click.shell_completion import CompletionItem
 
 from jackfield.errors import ConfigError, JackfieldError, PluginError
 
@@ -39,6 +40,14 @@ class LazyGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*self.commands, *self.lazy})
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Offer the commands without importing them."""
+        helps = {name: command.get_short_help_str() for name, command in self.commands.items()}
+        offered = {**{name: text for name, (_, text) in self.lazy.items()}, **helps}
+        names = [name for name in sorted(offered) if name.startswith(incomplete)]
+        found = [CompletionItem(name, help=offered[name]) for name in names]
+        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in self.lazy and cmd_name not in self.commands:

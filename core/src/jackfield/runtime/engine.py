@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import json
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import attrs
@@ -14,6 +17,7 @@ from jackfield.abc.engine import BaseEngine, EngineLayout, EngineOutput, LoadChe
 from jackfield.algorithms import LossSpec, resolve_loss
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, EngineError, WorkerLost
+from jackfield.files import replace_file
 from jackfield.queue import TransferQueue, Values
 from jackfield.queue.meta import BatchMeta, Written
 from jackfield.runtime.comparison import Comparison, Distances, distances
@@ -31,6 +35,7 @@ T = TypeVar("T")
 Output: TypeAlias = Literal["log_probs", "values"]
 
 _SAMPLE = ("prompt_ids", "response_ids", "response_mask")
+_INITIAL = "initial-{}.json"  #: in a checkpoint, the samples of the initial model that a data-parallel rank keeps
 
 
 @attrs.define(eq=False)
@@ -44,6 +49,7 @@ class EngineRank:
     _arrays: bool = attrs.field(default=False, kw_only=True)  #: whether samples have inputs beside tokens
     sender: WeightSender | None = attrs.field(default=None, kw_only=True)  #: None: this rank publishes no weights
     _work: tuple[BatchMeta, Comparison | None, TensorDict] = attrs.field(init=False)  #: what :meth:`read` read last
+    _initial: list[list[list[Any]]] = attrs.field(factory=list, init=False)  #: prompt, response, mask, log-probs
 
     @property
     def _sample(self) -> tuple[str, ...]:
@@ -90,25 +96,43 @@ class EngineRank:
 
     async def score(self, prompt_ids: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[float]] | None:
         """Return log-probs of tokens outside the queue; None if this is not an output rank."""
+        found = await self._scored([(prompt_ids, response) for response in responses])
+        return found if self._engine.layout.is_output_rank else None
+
+    async def keep_initial(self, count: int, batch: BatchMeta | None = None) -> None:
+        """Keep the first ``count`` samples, which the initial model gave, with its log-probs of their responses."""
+        if batch is not None:
+            await self.read(batch, update=False)
+        columns = [self._work[2][name].unbind() for name in _SAMPLE]
+        rows = [[part.int().tolist() for part in row] for row in zip(*columns, strict=True)][:count]
+        self._initial = [[*row, found] for row, found in zip(rows, await self._scored(rows), strict=True)]
+
+    async def initial_kl(self) -> tuple[float, int] | None:
+        """Return the sum of KL estimates over tokens of the kept samples, and their number; None: nothing is known.
+
+        With d the log-prob of a token minus the initial model's, the mean of exp(d) - 1 - d is an unbiased estimate of
+        KL(initial || policy), and never negative (k3 of http://joschu.net/blog/kl-approx.html).
+        """
+        after = await self._scored(self._initial) if self._initial else []
+        if not after or not self._engine.layout.is_output_rank:
+            return None
+        found = list[float]()
+        for (_, _, mask, before), log_probs in zip(self._initial, after, strict=True):
+            moved = [new - old for new, old, is_model in zip(log_probs, before, mask, strict=True) if is_model]
+            found += [math.expm1(min(each, 50.0)) - each for each in moved]
+        return sum(found), len(found)
+
+    async def _scored(self, rows: Sequence[Sequence[Any]]) -> list[list[float]]:
+        """Return log-probs of the responses of rows that begin with prompt and response; empty where not an output."""
         import torch
         from tensordict import TensorDict
 
-        columns = {
-            "prompt_ids": jagged([torch.tensor(prompt_ids) for _ in responses]),
-            "response_ids": jagged([torch.tensor(response) for response in responses]),
-            "response_mask": jagged([torch.ones(len(response), dtype=torch.bool) for response in responses]),
-        }
-        data = TensorDict(columns, batch_size=[len(responses)])
-        output = await self._in_thread(self._forward, data, False)
+        columns = {name: jagged([torch.tensor(row[at]) for row in rows]) for at, name in enumerate(_SAMPLE[:2])}
+        columns["response_mask"] = jagged([torch.ones(len(row[1]), dtype=torch.bool) for row in rows])
+        output = await self._in_thread(self._forward, TensorDict(columns, batch_size=[len(rows)]), False)
         if not self._engine.layout.is_output_rank:
-            return None
+            return [[] for _ in rows]
         return [row.tolist() for row in output.log_probs.unbind()]
-
-    async def tokens(self, batch: BatchMeta) -> list[list[list[int]]]:
-        """Return ids of prompt and response, and the mask, of each sample as plain values."""
-        columns = await self._values.read(batch, _SAMPLE)
-        rows = [to_nested(columns[name]).unbind() for name in _SAMPLE]
-        return [[each.int().tolist() for each in row] for row in zip(*rows, strict=True)]
 
     async def update(
         self, loss: LossSpec, batch: BatchMeta | None = None, comparison: Comparison | None = None
@@ -134,6 +158,10 @@ class EngineRank:
         """Write this rank's part of a checkpoint; in the ``background``, copy it, and :meth:`finish_save` waits."""
         request = SaveCheckpointRequest(folder=folder, format=format, background=background)
         await self._in_thread(self._engine.save_checkpoint, request)
+        if self._initial and format == "native" and self._engine.layout.is_output_rank:
+            file = Path(folder, _INITIAL.format(self._engine.layout.data_parallel_rank))
+            file.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(file, json.dumps(self._initial))
 
     async def finish_save(self) -> None:
         """Wait for the files of checkpoints in the background."""
@@ -142,6 +170,12 @@ class EngineRank:
     async def load(self, folder: str, model_only: bool = False) -> None:
         """Read a native checkpoint, or its model only."""
         await self._in_thread(self._engine.load_checkpoint, LoadCheckpointRequest(folder=folder, model_only=model_only))
+        rank, size = self._engine.layout.data_parallel_rank, self._engine.layout.data_parallel_size
+        files = [Path(folder, _INITIAL.format(at)) for at in range(len(list(Path(folder).glob(_INITIAL.format("*")))))]
+        if files and not model_only:
+            kept = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+            rows = [row for part in kept for row in part]
+            self._initial = kept[rank] if len(kept) == size else rows[rank::size] or rows[:1]  # each rank has some
 
     async def to(self, device: str) -> None:
         """Move everything to ``device``."""
@@ -217,10 +251,16 @@ class EngineGroup:
         results = await self._all("to score a few tokens", lambda rank, _: rank.score(prompt_ids, responses))
         return next(result for result in results if result is not None)
 
-    async def tokens(self, batch: BatchMeta) -> list[list[list[int]]]:
-        """Return ids of prompt and response, and the mask, of each sample, as the first rank reads them."""
-        name = f"the {self._role} engine, rank 0, to read {len(batch)} samples"
-        return await self._clock.wait_for(self._ranks[0].tokens(batch), self._seconds, name)
+    async def keep_initial(self, batch: BatchMeta, count: int) -> None:
+        """Let the ranks keep about ``count`` samples of the initial model, one each at least."""
+        each = max(1, count // self._layouts[0].data_parallel_size)
+        await self._shared("to keep samples of", batch, lambda rank, own: rank.keep_initial(each, own))
+
+    async def initial_kl(self) -> float | None:
+        """Return the KL of the initial model from the weights of now, per token; None if no samples are kept."""
+        found = await self._all("to compare with the initial model", lambda rank, _: rank.initial_kl())
+        told = [each for each in found if each is not None]
+        return sum(value for value, _ in told) / max(1, sum(count for _, count in told)) if told else None
 
     async def update(
         self, batch: BatchMeta, loss: LossSpec, comparison: Comparison | None = None

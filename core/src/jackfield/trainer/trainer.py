@@ -88,7 +88,6 @@ class Trainer:
                 restored, first_step = await self.checkpoints.load(checkpoint), checkpoint.step
             self.kl_coefficient = restored["kl_coefficient"]
             self.limits.restore(restored.get("used", {}))
-            self.initial_kl.kept = restored.get("initial_kl", [])
             self.limits.check(first_step, self.limits.used)  # they may be lower now
             self._published = role.updated = first_step if role.engines else 0
             if self.sync is not None and first_step:
@@ -302,8 +301,7 @@ class Trainer:
             await self.checkpoints.finish()
 
     def _state(self) -> dict[str, Any]:
-        own = {"kl_coefficient": self.kl_coefficient, "used": self.limits.used}
-        return {**own, "initial_kl": self.initial_kl.kept}
+        return {"kl_coefficient": self.kl_coefficient, "used": self.limits.used}
 
     async def checkpoint_before(self, step: Step) -> int:
         """Write a checkpoint of the state before a step. Return the number of completed steps.

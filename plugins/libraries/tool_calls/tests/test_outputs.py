@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from jackfield_tool_calls import FORMATS, Format, begins_thought, certain, parse, split_reasoning
@@ -289,6 +289,8 @@ PIECES = [
 @pytest.mark.parametrize("format", [*FORMATS, None])
 @settings(max_examples=60, deadline=None)
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=6))
+@example(pieces=["[THINK]", "</think>"])
+@example(pieces=["<think>", "<|im_end|>"])
 def test_what_is_certain_of_an_answer_stays_true(format: Format | None, pieces: list[str]) -> None:
     """For each beginning of an answer; but for reasoning that has an end and no beginning."""
     text = "".join(pieces)

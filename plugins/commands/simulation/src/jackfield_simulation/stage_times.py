@@ -136,7 +136,13 @@ def _measured(file: Path, config: RunConfig) -> Times:
     generate = [step["seconds/rollout"] for step in steps]
     passes = [step[f"seconds/{name}"] for step in steps for name in _PASSES if f"seconds/{name}" in step]
     engines = ("update_actor", "update_critic")
-    update = [step[f"seconds/{name}"] / updates for step in steps for name in engines if f"seconds/{name}" in step]
+    after = {"update_actor": "seconds/initial_kl"}  # a pass that follows the updates
+    update = [
+        (step[f"seconds/{name}"] + step.get(after.get(name, ""), 0.0)) / updates
+        for step in steps
+        for name in engines
+        if f"seconds/{name}" in step
+    ]
     return Times(
         generate=lambda stage, batch, *place: generate[batch % len(generate)],  # of a whole batch
         reward=[step.get("waits/trainer/columns", 0.0) for step in steps],

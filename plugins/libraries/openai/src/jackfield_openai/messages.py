@@ -29,13 +29,16 @@ def read_messages(messages: Any, images: bool = False) -> list[dict[str, Any]]:
 def _read(message: Any, path: str, images: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise refused(path, "an object", message, "invalid_type")
-    given = {name: value for name, value in message.items() if value is not None and name not in _IGNORED}
+    kept = ("content",) if message.get("role") != "assistant" else ()  # which only an assistant may leave out
+    given = {
+        name: value for name, value in message.items() if name not in _IGNORED and (value is not None or name in kept)
+    }
     if given.get("role") == "assistant" and not given.get("tool_calls"):
         given.pop("tool_calls", None)
         given.setdefault("content", "")
     seen = _images(given, path) if images and given.get("role") != "assistant" else []
     parts = given.get("content")
-    others = [part for part in parts or () if part not in seen]
+    others = [part for part in parts if part not in seen] if seen and isinstance(parts, list) else []
     check_message({**given, "content": others or ""} if seen else given, path)
     if isinstance(parts, list):
         given["content"] = parts if seen else "".join(part["text"] for part in parts)

@@ -9,11 +9,9 @@ from collections.abc import Sequence
 #: Before and after reasoning.
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
-#: What begins a call, or ends an answer, in any format.
-_MARKS = (
-    *("<tool", "</tool", "<function", "</function", "<invoke", "<|", "<｜", "[TOOL_CALLS]", "functools"),
-    *("<end_of_turn>", "<eos>", "</s>"),
-)
+#: What ends an answer, in any format, and what begins a call.
+_ENDS = ("<|", "<｜", "<end_of_turn>", "<eos>", "</s>")
+_MARKS = (*("<tool", "</tool", "<function", "</function", "<invoke", "[TOOL_CALLS]", "functools"), *_ENDS)
 _FURTHER = {"llama3": ("{",), "pythonic": ("[",)}
 
 
@@ -32,23 +30,23 @@ def certain(text: str, format: str | None, *, thinks: bool = False) -> tuple[str
     """
     if format == "gpt_oss":
         return "", ""
-    reasoning, rest = _thought(text, thinks)
+    reasoning, rest = _thought(text, thinks, () if format is None else _ENDS)
     if format is None or not rest:
         return rest, reasoning
     return _before(rest, (*_MARKS, *_FURTHER.get(format, ()))).strip(), reasoning
 
 
-def _thought(text: str, thinks: bool) -> tuple[str, str]:
-    """Return the certain part of the reasoning, and of what follows it."""
+def _thought(text: str, thinks: bool, ends: Sequence[str]) -> tuple[str, str]:
+    """Return the certain part of the reasoning, which ``ends`` may end, and of what follows it."""
     begun = text.lstrip()
     if any(opening.startswith(begun) for opening, _ in THOUGHTS):
         return "", ""
-    for opening, closing in THOUGHTS:
-        if begun.startswith(opening) or (thinks and closing in text):
-            inside, ended, rest = begun.removeprefix(opening).partition(closing)
-            return (inside if ended else _before(inside, (closing,))).strip(), rest.lstrip()
+    first = [pair for pair in THOUGHTS if begun.startswith(pair[0])]
+    for opening, closing in first or [pair for pair in THOUGHTS if thinks and pair[1] in text]:
+        inside, ended, rest = begun.removeprefix(opening).partition(closing)
+        return (inside if ended else _before(inside, (closing, *ends))).strip(), rest.lstrip()
     if thinks:
-        return _before(begun, tuple(closing for _, closing in THOUGHTS)).strip(), ""
+        return _before(begun, (*(closing for _, closing in THOUGHTS), *ends)).strip(), ""
     return "", text
 
 

@@ -96,10 +96,11 @@ def format_of(template: str) -> Format | None:
 def split_reasoning(text: str) -> tuple[str, str]:
     """Return the reasoning at the beginning of a text, and what follows it; the text itself if there is none."""
     for opening, closing in THOUGHTS:
+        if (begun := text.lstrip()).startswith(opening):
+            inside, _, rest = begun.removeprefix(opening).partition(closing)
+            return inside.strip(), rest.lstrip()
+    for opening, closing in THOUGHTS:
         begin, end = text.find(opening), text.find(closing)
         if end >= 0 and (begin < 0 or begin > end):  # the prompt has begun it
             return text[:end].strip(), text[end + len(closing) :].lstrip()
-        if begin >= 0 and not text[:begin].strip():
-            inside, _, rest = text[begin + len(opening) :].partition(closing)
-            return inside.strip(), rest.lstrip()
     return "", text
