@@ -30,7 +30,6 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 SIZES = {"held_out": 240, "demonstrations": 4000, "problems": 4000}
 SUBTRACTIONS = 0.6  #: share of the problems
-NOISE = (0.05, 0.5)  #: share of the additions, and of the subtractions, that a demonstration gets wrong
 
 
 @click.command()
@@ -68,14 +67,14 @@ def two_agents(seed: int, folder: Path, warmup: tuple[str, ...], overrides: tupl
 
 def make_task(folder: Path, seed: int, sizes: Mapping[str, int] = SIZES) -> None:
     """Write ``held_out.jsonl``, ``problems.jsonl``, ``demonstrations.jsonl`` of both agents, and ``model/``."""
-    from make_task import Difficulty, make_model, make_problems
+    from make_task import EASY, make_model, make_problems
 
-    rng, seen, noisy = random.Random(seed), set[str](), Difficulty(noise=NOISE)
+    rng, seen = random.Random(seed), set[str]()
     folder.mkdir(parents=True, exist_ok=True)
     texts = list[str]()
     for name, size in sizes.items():
         records = list[dict[str, Any]]()
-        for each in make_problems(rng, size, SUBTRACTIONS, seen, name == "demonstrations", noisy):
+        for each in make_problems(rng, size, SUBTRACTIONS, seen, name == "demonstrations", EASY):
             plan, _, answer = each["answer"].partition("\n#### ")
             if name == "demonstrations":
                 records += [{"question": each["question"], "answer": plan}, {"question": plan, "answer": answer}]
