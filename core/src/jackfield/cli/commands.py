@@ -50,6 +50,7 @@ class LazyGroup(click.Group):
         return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command; one of a package that is not installed ends with what to install."""
         if cmd_name in self.lazy and cmd_name not in self.commands:
             package = (name := self.lazy[cmd_name][0]).partition(".")[0]
             try:
