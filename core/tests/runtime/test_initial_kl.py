@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from jackfield.abc.engine import EngineLayout, EngineOutput
+from jackfield.errors import RunError
 from jackfield.queue.meta import BatchMeta
 from jackfield.runtime.engine import EngineRank
 from jackfield.sdk.jagged import jagged
@@ -102,3 +103,15 @@ def test_the_model_alone_is_another_runs_beginning(tmp_path: Path) -> None:
     other = EngineRank(cast(Any, FakeEngine()), cast(Any, None))
     asyncio.run(other.load(str(tmp_path / "actor"), model_only=True))
     assert asyncio.run(other.initial_kl()) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[", "{}", '"a"', "[[1]]", "[[[1], [2], [1]]]", '[[[1], ["a"], [1], [0.5]]]', "[[[1], [2, 3], [1], [0.5]]]"],
+)
+def test_other_contents_are_refused_with_the_files_name(tmp_path: Path, content: str) -> None:
+    (tmp_path / "initial-0.json").write_text(content)
+    with pytest.raises(RunError) as refused:
+        asyncio.run(rank_of(FakeEngine(0, 1)).load(str(tmp_path)))
+    assert "run.checkpoint-damaged" == refused.value.code
+    assert str(tmp_path / "initial-0.json") == refused.value.where

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import json
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,10 +16,10 @@ from jackfield.abc.engine import BaseEngine, EngineLayout, EngineOutput, LoadChe
 from jackfield.algorithms import LossSpec, resolve_loss
 from jackfield.clock import Clock
 from jackfield.errors import DeadlineExceeded, EngineError, WorkerLost
-from jackfield.files import replace_file
 from jackfield.queue import TransferQueue, Values
 from jackfield.queue.meta import BatchMeta, Written
 from jackfield.runtime.comparison import Comparison, Distances, distances
+from jackfield.runtime.initial import InitialSample, read_initial, write_initial
 from jackfield.runtime.profile import begin_trace, end_trace, labelled
 from jackfield.sdk.cells import from_nested, to_nested
 from jackfield.sdk.jagged import jagged
@@ -35,7 +34,6 @@ T = TypeVar("T")
 Output: TypeAlias = Literal["log_probs", "values"]
 
 _SAMPLE = ("prompt_ids", "response_ids", "response_mask")
-_INITIAL = "initial-{}.json"  #: in a checkpoint, the samples of the initial model that a data-parallel rank keeps
 
 
 @attrs.define(eq=False)
@@ -49,7 +47,7 @@ class EngineRank:
     _arrays: bool = attrs.field(default=False, kw_only=True)  #: whether samples have inputs beside tokens
     sender: WeightSender | None = attrs.field(default=None, kw_only=True)  #: None: this rank publishes no weights
     _work: tuple[BatchMeta, Comparison | None, TensorDict] = attrs.field(init=False)  #: what :meth:`read` read last
-    _initial: list[list[list[Any]]] = attrs.field(factory=list, init=False)  #: prompt, response, mask, log-probs
+    _initial: list[InitialSample] = attrs.field(factory=list, init=False)
 
     @property
     def _sample(self) -> tuple[str, ...]:
@@ -105,7 +103,7 @@ class EngineRank:
             await self.read(batch, update=False)
         columns = [self._work[2][name].unbind() for name in _SAMPLE]
         rows = [[part.int().tolist() for part in row] for row in zip(*columns, strict=True)][:count]
-        self._initial = [[*row, found] for row, found in zip(rows, await self._scored(rows), strict=True)]
+        self._initial = [(*row, found) for row, found in zip(rows, await self._scored(rows), strict=True)]
 
     async def initial_kl(self) -> tuple[float, int] | None:
         """Return the sum of KL estimates over tokens of the kept samples, and their number; None: nothing is known.
@@ -159,9 +157,7 @@ class EngineRank:
         request = SaveCheckpointRequest(folder=folder, format=format, background=background)
         await self._in_thread(self._engine.save_checkpoint, request)
         if self._initial and format == "native" and self._engine.layout.is_output_rank:
-            file = Path(folder, _INITIAL.format(self._engine.layout.data_parallel_rank))
-            file.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(file, json.dumps(self._initial))
+            write_initial(Path(folder), self._engine.layout.data_parallel_rank, self._initial)
 
     async def finish_save(self) -> None:
         """Wait for the files of checkpoints in the background."""
@@ -170,12 +166,9 @@ class EngineRank:
     async def load(self, folder: str, model_only: bool = False) -> None:
         """Read a native checkpoint, or its model only."""
         await self._in_thread(self._engine.load_checkpoint, LoadCheckpointRequest(folder=folder, model_only=model_only))
-        rank, size = self._engine.layout.data_parallel_rank, self._engine.layout.data_parallel_size
-        files = [Path(folder, _INITIAL.format(at)) for at in range(len(list(Path(folder).glob(_INITIAL.format("*")))))]
-        if files and not model_only:
-            kept = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-            rows = [row for part in kept for row in part]
-            self._initial = kept[rank] if len(kept) == size else rows[rank::size] or rows[:1]  # each rank has some
+        layout = self._engine.layout
+        if not model_only:
+            self._initial = read_initial(Path(folder), layout.data_parallel_rank, layout.data_parallel_size)
 
     async def to(self, device: str) -> None:
         """Move everything to ``device``."""
