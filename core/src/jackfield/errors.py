@@ -137,6 +137,10 @@ class RewardError(JackfieldError, code="reward.failed"):
     """A reward agent broke its contract or failed."""
 
 
+class OperatorError(JackfieldError, code="operator.failed"):
+    """An operator of a data pipeline broke its contract or failed."""
+
+
 class QueueError(JackfieldError, code="queue.invalid"):
     """The TransferQueue refused a request."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from jackfield.abc.agent import AgentLoopBase
 from jackfield.abc.checkpoint_engine import CheckpointEngine
 from jackfield.abc.engine import BaseEngine
+from jackfield.abc.operator import Operator
 from jackfield.abc.reward import RewardAgent
 from jackfield.abc.rollout import BaseRolloutServer
 from jackfield.abc.transfer_queue import TransferQueueBackend
@@ -23,6 +24,7 @@ __all__ = [
     "BaseEngine",
     "BaseRolloutServer",
     "CheckpointEngine",
+    "Operator",
     "RewardAgent",
     "TransferQueueBackend",
 ]
@@ -35,9 +37,10 @@ CONTRACTS: dict[str, type] = {
     "reward": RewardAgent,
     "transfer_queue": TransferQueueBackend,
     "checkpoint_engine": CheckpointEngine,
+    "operator": Operator,
 }
 
-#: The six kinds of plugin, in the order in which they are listed everywhere.
+#: The seven kinds of plugin, in the order in which they are listed everywhere.
 KINDS: tuple[str, ...] = tuple(CONTRACTS)
 
 #: The version of each kind's contract that this host implements, as ``major.minor``. Packages of hooks have no class:

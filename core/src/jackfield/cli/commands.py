@@ -28,7 +28,7 @@ role_option = click.option(
     help="Only this role of a run whose roles are processes of their own: start `jackfield queue serve` first.",
 )
 _part_option = click.option("--kind", type=click.Choice(_PARTS), help="Only components of this kind.")
-_KINDS = ("engine", "rollout", "agent", "reward", "transfer_queue", "checkpoint_engine", "hooks")
+_KINDS = ("engine", "rollout", "agent", "reward", "transfer_queue", "checkpoint_engine", "operator", "hooks")
 kind_option = click.option("--kind", type=click.Choice(_KINDS), help="Only plugins of this kind.")
 _JSON = "jackfield.json"
 

@@ -28,7 +28,7 @@ from jackfield.abc import ABI_VERSIONS, CONTRACTS
 from jackfield.errors import PluginError
 from jackfield.settings import structure
 
-PluginKind = Literal["engine", "rollout", "agent", "reward", "transfer_queue", "checkpoint_engine", "hooks"]
+PluginKind = Literal["engine", "rollout", "agent", "reward", "transfer_queue", "checkpoint_engine", "operator", "hooks"]
 CapabilityLevel = Literal["full", "partial", "unsupported", "unverified"]
 assert set(PluginKind.__args__) == set(ABI_VERSIONS)  # type: ignore[attr-defined]
 

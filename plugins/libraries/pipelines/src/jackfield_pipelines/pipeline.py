@@ -1,0 +1,161 @@
+"""A pipeline over files: which stages it has, what of them is there already, and running the others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import msgspec
+import xxhash
+
+from jackfield.abc.operator import Operator, OperatorContext
+from jackfield.clock import Clock
+from jackfield.plugins.registry import PluginRecord
+from jackfield.settings import structure
+from jackfield_pipelines.row_sets import KEY, RowSet, RowSetWriter
+from jackfield_pipelines.stages import Limits, OperatorStage, Record, decide, order
+
+
+@attrs.frozen(kw_only=True)
+class Step:
+    """An operator of a pipeline, with its plain settings."""
+
+    record: PluginRecord
+    settings: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The operator's name."""
+        return self.record.name
+
+
+@attrs.define(kw_only=True)
+class FilePipeline:
+    """Applies operators one after the other to a file of JSON lines; each stage leaves a set of rows in ``folder``.
+
+    A set is named by what it was made from: the rows, the operator, its version and settings, and the seed. What is
+    there is used again; a stage that was killed continues.
+    """
+
+    folder: Path
+    steps: Sequence[Step]
+    seed: int = 0
+    clock: Clock = attrs.field(factory=Clock)
+    limits: Limits = attrs.field(factory=Limits)
+    rows: int = 512  #: of a request
+    seconds: float = 600.0  #: deadline of a request
+    context: Callable[[OperatorContext], OperatorContext] = lambda context: context  #: adds the host's services
+    tell: Callable[[RowSet, bool], None] = lambda made, was_there: None  #: gets each stage that is complete
+
+    async def run(self, source: Path, stem: str) -> list[RowSet]:
+        """Run all stages over a file; return their sets, the source's first."""
+        sets = [self._source(source, stem)]
+        for number, step in enumerate(self.steps, 1):
+            sets += await self._step(step, number, sets[-1])
+        return sets
+
+    def _source(self, file: Path, stem: str) -> RowSet:
+        with file.open("rb") as opened:
+            digest = xxhash.xxh3_128()
+            while part := opened.read(1 << 20):
+                digest.update(part)
+        about = {"operator": "source", "file": str(file), "stem": stem, "digest": digest.hexdigest()}
+        return self._made("0-source", about, lambda writer: _copy(file, stem, writer))
+
+    async def _step(self, step: Step, number: int, source: RowSet) -> list[RowSet]:
+        settings, cls = structure(step.record.settings_class, step.settings, step.name), step.record.cls
+        plain = {**attrs.asdict(settings)}
+        later = {name: plain.pop(name) for name in cls.decides_by}  # type: ignore[attr-defined]
+        about: dict[str, Any] = {"operator": step.name, "distribution": step.record.distribution, "settings": plain}
+        about |= {"version": step.record.version, "seed": self.seed, "source": source.digest}
+        place = f"{number}-{step.name}"
+        context = self.context(OperatorContext(clock=self.clock, seed=self.seed, target="tasks"))
+        operator: Operator = step.record.build(step.settings, context, step.name)
+        about["operator_version"] = operator.version
+        found = [await self._processed(place, about, operator, source)]
+        if cls.type == "filter":  # type: ignore[attr-defined]
+            own = {**about, "settings": later, "source": found[-1].digest, "decides": True}
+            before = found[-1]
+            found.append(
+                self._made(f"{place}-kept", own, lambda to: decide(operator, before.records(), to, step.name))
+            )
+        if (selection := operator.selection) is not None:
+            own = {**about, "settings": attrs.asdict(selection), "source": found[-1].digest, "orders": True}
+            ordered = found[-1]
+            found.append(self._made(f"{place}-order", own, lambda to: order(selection, ordered, to, step.name)))
+        return found
+
+    async def _processed(self, place: str, about: Mapping[str, Any], operator: Operator, source: RowSet) -> RowSet:
+        digest = _digest(about)
+        folder = self.folder / f"{place}-{digest[:12]}"
+        if (there := RowSet.open(folder)) is not None:
+            self.tell(there, True)
+            return there
+        stage = OperatorStage(
+            name=str(about["operator"]), operator=operator, clock=self.clock, rows=self.rows, seconds=self.seconds
+        )
+        with contextlib.closing(RowSetWriter(folder)) as writer:
+            async with _started(operator):
+                await stage.run(source.records(), writer, self.limits)
+            made = writer.commit({**about, "digest": digest})
+        self.tell(made, False)
+        return made
+
+    def _made(self, place: str, about: Mapping[str, Any], write: Callable[[RowSetWriter], None]) -> RowSet:
+        """Return a set that is there, or write it at once."""
+        digest = about.get("digest") or _digest(about)
+        folder = self.folder / f"{place}-{digest[:12]}"
+        if (there := RowSet.open(folder)) is not None:
+            self.tell(there, True)
+            return there
+        with contextlib.closing(RowSetWriter(folder)) as writer:
+            write(writer)
+            made = writer.commit({**about, "digest": digest})
+        self.tell(made, False)
+        return made
+
+
+@contextlib.asynccontextmanager
+async def _started(operator: Operator) -> AsyncIterator[None]:
+    await operator.start()
+    try:
+        yield
+    finally:
+        await operator.close()
+
+
+def _digest(about: Mapping[str, Any]) -> str:
+    text = json.dumps(about, sort_keys=True, default=str)
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _copy(file: Path, stem: str, writer: RowSetWriter) -> None:
+    """Write the records of a file of JSON lines with their keys: the file's stem and the line."""
+    decode, part = msgspec.json.Decoder().decode, list[Record]()
+    with file.open("rb") as opened:
+        for number, line in enumerate(opened, 1):
+            if not line.strip():
+                continue
+            key = f"{stem}:{number}"
+            try:
+                record = decode(line)
+                if not isinstance(record, dict):
+                    raise ValueError(f"a JSON object was expected, and this is {type(record).__name__}")
+            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+                why = f"no JSON object: {error}"[:300]
+                writer.append("set_aside.jsonl", [{KEY: key, "why": why, "operator": "source"}])
+                continue
+            part.append({**record, KEY: key})
+            if len(part) == 4096:
+                writer.append("rows.jsonl", part)
+                part = []
+    writer.append("rows.jsonl", part)
+
+
+def iterate(sets: Sequence[RowSet]) -> Iterator[Record]:
+    """Yield the records of the last set."""
+    yield from sets[-1].records()
