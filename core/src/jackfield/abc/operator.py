@@ -25,11 +25,17 @@ class OperatorContext:
     clock: Clock = attrs.field(factory=Clock)
     seed: int = 0  #: of this stage of the pipeline
     target: Target = "tasks"
+    #: names of the columns with ``prompt``, ``answer``, ``response`` and so on, where rows name them otherwise
+    columns: Mapping[str, str] = attrs.field(factory=dict)
     folder: Path | None = None  #: for files of this operator, which are kept until the stage ends; None: there is none
     http: HttpClient = _DEFAULTS.http
     generate: Generate = _DEFAULTS.generate
     #: adds a number to the stage's counter ``NAME``
     count: Callable[[str, float], None] = lambda name, number: None
+
+    def column(self, name: str) -> str:
+        """Return the name of a column of which settings give the usual name."""
+        return self.columns.get(name, name)
 
 
 @attrs.frozen(kw_only=True)

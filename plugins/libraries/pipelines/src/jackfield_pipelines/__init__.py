@@ -1,0 +1,1 @@
+"""Data pipelines: operators over files and experiences, with versions and lineage."""

@@ -1,0 +1,1 @@
+"""Operators on texts and numbers of rows that need no model."""
