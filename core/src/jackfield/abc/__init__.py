@@ -20,6 +20,7 @@ __all__ = [
     "ABI_VERSIONS",
     "CONTRACTS",
     "KINDS",
+    "SECTIONS",
     "AgentLoopBase",
     "BaseEngine",
     "BaseRolloutServer",
@@ -42,6 +43,9 @@ CONTRACTS: dict[str, type] = {
 
 #: The seven kinds of plugin, in the order in which they are listed everywhere.
 KINDS: tuple[str, ...] = tuple(CONTRACTS)
+
+#: The kinds of which a run has one plugin, each with a section of its configuration; it has any number of operators.
+SECTIONS: tuple[str, ...] = tuple(kind for kind in KINDS if kind != "operator")
 
 #: The version of each kind's contract that this host implements, as ``major.minor``. Packages of hooks have no class:
 #: their contract is the names and parameters of hooks, and the parts that they register.

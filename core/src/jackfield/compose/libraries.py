@@ -52,6 +52,11 @@ def describe_tasks(config: RunConfig) -> list[str]:
     return readers().describe(config) if has_readers() else []
 
 
+def pipelines() -> Any:
+    """Return the library jackfield-pipelines."""
+    return _library("jackfield-pipelines", "data.pipeline")
+
+
 def toolboxes() -> Any:
     """Return the library jackfield-tools."""
     return _library("jackfield-tools", "the section tools")

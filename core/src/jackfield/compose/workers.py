@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, cast
 import attrs
 import msgspec
 
-from jackfield.abc import KINDS
+from jackfield.abc import SECTIONS
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
 from jackfield.abc.reward import RewardContext
 from jackfield.abc.rollout import BaseRolloutServer, RolloutContext
@@ -363,7 +363,7 @@ async def make_worker(description: dict[str, Any], stack: AsyncExitStack) -> Map
 
 def load_plugins(worker: Worker, registry: Registry) -> None:
     """Import what a worker needs; the first agent worker checks that data and model fit together."""
-    config, chosen = worker.config, {kind: getattr(worker.config, kind).name for kind in KINDS}
+    config, chosen = worker.config, {kind: getattr(worker.config, kind).name for kind in SECTIONS}
     if config.cluster.threads is not None:
         import torch
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import yaml
 
-from jackfield.abc import KINDS
+from jackfield.abc import SECTIONS
 from jackfield.config.sections import PluginSection, RunConfig
 from jackfield.errors import ConfigError
 from jackfield.settings import structure
@@ -102,7 +102,7 @@ def make_config(values: Any, overrides: Sequence[str] = (), *, served: bool = Fa
         values = _named(values)
         if isinstance(values.get("reward"), list):
             values["reward"] = {"name": "mix", "parts": values["reward"]}
-        for kind in KINDS:
+        for kind in SECTIONS:
             if isinstance(values.get(kind), Mapping):  # a plugin's settings are given next to its name
                 settings = {"name": getattr(attrs.fields(RunConfig), kind).default.name, **values[kind]}
                 values[kind] = {"name": settings.pop("name"), "settings": settings}
@@ -134,7 +134,7 @@ def apply_override(values: Mapping[str, Any], text: str) -> dict[str, Any]:
 
 def _named(values: Mapping[str, Any]) -> dict[str, Any]:
     """Turn sections that are only names, of plugins and the algorithm, into mappings, to which overrides can add."""
-    sections = {*KINDS, "algorithm"}
+    sections = {*SECTIONS, "algorithm"}
     return {
         key: {"name": value} if key in sections and isinstance(value, str) else value for key, value in values.items()
     }
@@ -190,7 +190,7 @@ def as_plain(config: RunConfig) -> dict[str, Any]:
     """Return the resolved configuration as plain values, in the form of a file."""
     lists = lambda _, __, value: list(value) if isinstance(value, tuple) else value  # noqa: E731 - as JSON has them
     values = attrs.asdict(config, value_serializer=lists)
-    for kind in KINDS:
+    for kind in SECTIONS:
         values[kind] = {"name": values[kind]["name"], **values[kind]["settings"]}
     return values
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 import attrs
 from attrs.validators import ge, gt, le
 
+from jackfield.config.pipeline import PipelineConfig
 from jackfield.data.formats import TaskFormat
 from jackfield.errors import ConfigError
 from jackfield.settings import option
@@ -59,6 +60,12 @@ class DataConfig:
     eval: DataPaths | None = option(None, "held-out tasks, as for train")
     format: TaskFormat = option(
         factory=TaskFormat, help="how records become tasks; without keys, the first records say what they are"
+    )
+    pipeline: PipelineConfig = option(factory=PipelineConfig, help="operators that the rows pass")
+    order: Literal["shuffled", "file"] | None = option(
+        None,
+        "order of the training tasks in each epoch: shuffled by the seed, or that of the rows; null: that of the rows "
+        "if an operator of data.pipeline has put them into an order",
     )
     expert: DataPaths | None = option(
         None, "an expert's answers, as for train and in the same format (token ids: mixing.expert)"

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import attrs
 from attrs.validators import and_, deep_mapping, ge, gt, in_, instance_of, le, optional
 
-from jackfield.abc import KINDS
+from jackfield.abc import SECTIONS
 from jackfield.abc.engine import ModelSpec, OptimizerSpec
 from jackfield.abc.rollout import SamplingParams
 from jackfield.algorithms.settings import AlgorithmSettings, CriticSettings
@@ -335,7 +335,7 @@ class RunConfig:
     @property
     def plugins(self) -> dict[str, str]:
         """The name of the run's plugin of each kind."""
-        return {kind: getattr(self, kind).name for kind in KINDS}
+        return {kind: getattr(self, kind).name for kind in SECTIONS}
 
     @property
     def address_file(self) -> Path:

@@ -47,6 +47,7 @@ class TaskSet(Sequence[Task]):
         self._path, self._format, self._name = Path(file), form.resolved(), name or Path(file).stem
         self.answers = answers  #: whether each task has an answer to train on
         self.notes: Sequence[str] = ()  #: what a person should know of the set
+        self.shuffle = True  #: whether each epoch has its own order
         if opened is None and not self._path.is_file():
             found, fix = "a folder" if self._path.is_dir() else "nothing", f"check the path from {Path.cwd()}"
             raise refusal("the task file does not exist", "a JSONL file", found, fix, "data.missing", str(file))
@@ -91,7 +92,7 @@ class TaskSet(Sequence[Task]):
 
     def order(self, seed: int) -> Any:
         """Return the endless order in which the tasks are used, an object like :class:`SeededOrder`."""
-        return SeededOrder(size=len(self), seed=seed)
+        return SeededOrder(size=len(self), seed=seed, shuffle=self.shuffle)
 
     def __getitem__(self, number: Any) -> Any:
         """Return a task by number, or a list of tasks by slice."""

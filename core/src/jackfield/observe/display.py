@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.progress import Progress
 
-_KINDS = ("engine", "rollout", "agent", "reward", "transfer_queue", "checkpoint_engine", "operator")
+_KINDS = ("engine", "rollout", "agent", "reward", "transfer_queue", "checkpoint_engine")
 _QUIET_SECONDS = 10.0  #: without a line, after which one says what the step waits for
 _OUTPUTS = ("metrics.jsonl", "tensorboard", "samples", "trace.json", "learning_curve.png")
 

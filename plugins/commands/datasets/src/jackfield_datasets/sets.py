@@ -41,7 +41,7 @@ class MixedSet(TaskSet):
         self, parts: Sequence[TaskSet], weights: Sequence[float], notes: Sequence[str], kept: array.array[int] | None
     ) -> None:
         self.parts, self.weights, self.notes, self._kept = parts, weights, notes, kept
-        self.answers = parts[0].answers
+        self.answers, self.shuffle = parts[0].answers, True
         digests = [each.digest for each in parts]
         self.digest = digests[0] if len(parts) == 1 else xxhash.xxh3_128_hexdigest("".join(digests).encode())
         self._ends = list(itertools.accumulate(map(len, parts)))
@@ -84,7 +84,9 @@ class MixedSet(TaskSet):
         kept = array.array("Q", (number for number, task in enumerate(self) if fits(task)))
         numbers = kept if self._kept is None else array.array("Q", map(self._kept.__getitem__, kept))
         notes = [*self.notes, f"{len(self) - len(kept)} of {len(self)} {note}"]
-        return MixedSet(self.parts, self.weights, notes, numbers if leaves_out else self._kept)
+        made = MixedSet(self.parts, self.weights, notes, numbers if leaves_out else self._kept)
+        made.shuffle = self.shuffle
+        return made
 
 
 @attrs.frozen(kw_only=True)
@@ -182,6 +184,7 @@ def fitted(
     note, found = f"prompts have more than {limit} tokens and are {done}", dict[str, TaskSet]()
     for name, each in tasks.items():
         mixed = each if isinstance(each, MixedSet) else MixedSet([each], [], each.notes, None)
+        mixed.shuffle = each.shuffle
         found[name] = mixed.fitted(fits, note, leaves_out=leaves_out)
     return found
 

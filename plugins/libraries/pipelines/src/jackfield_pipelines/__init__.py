@@ -1,1 +1,5 @@
 """Data pipelines: operators over files and experiences, with versions and lineage."""
+
+from jackfield_pipelines.tasks import prepare_tasks
+
+__all__ = ["prepare_tasks"]

@@ -1,0 +1,81 @@
+"""The training tasks of a run, after the operators of ``data.pipeline.tasks``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from jackfield.abc.operator import OperatorContext
+from jackfield.config import RunConfig
+from jackfield.config.data import sets_of
+from jackfield.data.formats import TaskFormat
+from jackfield.errors import ConfigError, DataError
+from jackfield.plugins.registry import Registry, installed
+from jackfield.settings import structure
+from jackfield_datasets.lines import first_records, open_lines
+from jackfield_datasets.recognition import recognise
+from jackfield_pipelines.pipeline import FilePipeline, Step
+from jackfield_pipelines.row_sets import ROWS, RowSet
+from jackfield_pipelines.stages import Limits
+
+
+def steps_of(given: Sequence[Mapping[str, Any]], registry: Registry, where: str) -> list[Step]:
+    """Return the operators that settings name; refuse unknown ones and wrong settings with their place."""
+    steps = list[Step]()
+    for number, settings in enumerate(given):
+        place, own = f"{where}[{number}]", dict(settings)
+        if not isinstance(name := own.pop("name", None), str):
+            details = {"where": f"{place}.name", "expected": "the name of an operator", "found": repr(name)}
+            raise ConfigError("an operator has no name", code="config.missing-key", **details)
+        record = registry.load("operator", name)
+        structure(record.settings_class, own, place)
+        steps.append(Step(record=record, settings=own))
+    return steps
+
+
+def prepare_tasks(config: RunConfig) -> tuple[str, TaskFormat, bool]:
+    """Apply the operators to the training tasks, as far as it has not been done; return file, format and order.
+
+    The last is true if an operator has put the rows into an order.
+    """
+    data, settings = config.data, config.data.pipeline
+    sets = sets_of(data.train, "data.train")
+    if len(sets) > 1:
+        raise config.refusal("data.train", "operators pass one set of tasks", "one file or name")
+    steps = steps_of(settings.tasks, installed(), "data.pipeline.tasks")
+    with open_lines(sets[0]) as opened:
+        form = recognise(first_records(opened), sets[0].format or data.format).resolved()
+        source = Path(f"/dev/fd/{opened.fileno()}") if not Path(sets[0].path).suffix == ".jsonl" else Path(sets[0].path)
+        names = {"prompt": form.messages_key or form.prompt_key, "answer": form.answer_key}
+        names |= {"response": form.response_key, "rejected": form.rejected_key}
+        columns = {name: column for name, column in names.items() if column}
+        pipeline = FilePipeline(
+            folder=Path(settings.folder or Path(config.folder, "data")),
+            steps=steps,
+            seed=config.seed,
+            limits=Limits(
+                rows=settings.maximum_rows, seconds=settings.maximum_seconds, set_aside=settings.maximum_set_aside
+            ),
+            rows=settings.rows_per_request,
+            seconds=settings.seconds_per_request,
+            context=lambda context: attrs.evolve(context, columns=columns),
+            tell=_tell,
+        )
+        with ThreadPoolExecutor(1) as thread:  # the caller may be in an event loop
+            found = thread.submit(lambda: asyncio.run(pipeline.run(source, Path(sets[0].path).stem))).result()
+    if not len(found[-1]):
+        details: Any = {"where": "data.pipeline.tasks", "expected": "one row or more"}
+        raise DataError("no task is left after the pipeline", code="data.empty", found="none", **details)
+    return str(found[-1].folder / ROWS), form, any("orders" in each.manifest for each in found)
+
+
+def _tell(made: RowSet, was_there: bool) -> None:
+    if not was_there:
+        counts = ", ".join(f"{int(count)} {name}" for name, count in made.manifest["counts"].items() if count)
+        logging.getLogger("jackfield").info("stage %s of the pipeline: %s", made.folder.name, counts or "no rows")
