@@ -17,6 +17,7 @@ import msgspec
 
 from jackfield.abc import SECTIONS
 from jackfield.abc.checkpoint_engine import CheckpointEngineContext
+from jackfield.abc.operator import OperatorContext
 from jackfield.abc.reward import RewardContext
 from jackfield.abc.rollout import BaseRolloutServer, RolloutContext
 from jackfield.abc.transfer_queue import TransferQueueBackend, TransferQueueContext
@@ -27,7 +28,7 @@ from jackfield.compose.agents import Models, agent_host
 from jackfield.compose.checks import interpreters, prompt_limit
 from jackfield.compose.devices import local_device, placement_request, uses_gpus
 from jackfield.compose.engines import engine_context
-from jackfield.compose.libraries import archives, example
+from jackfield.compose.libraries import archives, example, pipelines
 from jackfield.compose.parts import register_any, register_installed
 from jackfield.compose.resolve import agent_has, has_arrays, load_tokenizer
 from jackfield.compose.rewards import make_reward, run_id, share_of
@@ -278,7 +279,13 @@ class WorkerFactory:
             raise
         keeps = settings.keep or (settings.keep is None and find_spec("jackfield_archive") is not None)
         records = archives().RewardRecords(folder / "scores", f"worker-{number}") if keeps else None
-        given: Any = (records, run, prompts(config))
+        pipeline: Any = None
+        if config.data.pipeline.experiences:
+            folder_of = OperatorContext(clock=self.clock, seed=config.seed, target="experiences")
+            pipeline = pipelines().ExperiencePipeline.of_run(config, self.registry, folder_of)
+            stack.push_async_callback(pipeline.close)
+            await pipeline.start()
+        given: Any = (records, run, prompts(config), pipeline)
         worker = RewardWorker(values, agent, tokenizer, self.clock, config, *given)
         stack.push_async_callback(worker.close)
         return worker

@@ -16,6 +16,9 @@ class PipelineConfig:
     """Operators, each with its ``name`` and settings, in the order in which rows pass them."""
 
     tasks: tuple[Mapping[str, Any], ...] = option((), "operators of the training tasks, which pass before the run")
+    experiences: tuple[Mapping[str, Any], ...] = option(
+        (), "operators of the samples of whole groups, after they were scored and before they are trained on"
+    )
     rows_per_request: int = option(512, "rows that an operator gets at a time", gt(0))
     seconds_per_request: float = option(600.0, "deadline of a request", gt(0.0))
     maximum_rows: int | None = option(None, "most rows that a stage reads; null: all", gt(0))

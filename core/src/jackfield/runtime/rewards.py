@@ -50,6 +50,7 @@ class RewardReport:
     """The scores of whole groups. The values are already in the backend."""
 
     results: dict[str, ScoreResult]  #: by key; empty: the wait goes on
+    removed: dict[str, str] = attrs.field(factory=dict, kw_only=True)  #: by key, why the pipeline does not keep it
     written: Written  #: of the samples with a score, in the same order
     progress: tuple[int, int, int] = (0, 0, 0)  #: of the service: tries that have ended, turns in progress and waiting
 
@@ -67,6 +68,7 @@ class RewardWorker:
     _records: Any = None  #: a ``jackfield_archive.RewardRecords``: what is kept of the scores
     _run: str = ""  #: name of the run in these
     _prompt_of: Callable[[Mapping[str, Any]], Conversation] = lambda record: ()  #: returns the messages of a record
+    _pipeline: Any = None  #: a ``jackfield_pipelines.ExperiencePipeline`` that is started
     #: scores that :meth:`reward` will use, by key, and their group, by the group's key without its retry
     _scores: dict[str, tuple[str, dict[str, asyncio.Task[_Scored]]]] = attrs.field(factory=dict, init=False)
     _service: RewardService = attrs.field(init=False)
@@ -127,14 +129,32 @@ class RewardWorker:
 
     async def _written(self, partition: str, scored: Mapping[str, _Scored]) -> RewardReport:
         """Write the scores of whole groups; return their report."""
+        scored, removed = await self._shaped(scored)
         self._keep(scored)
-        good = {key: result for key, (_, result) in scored.items() if result.status == "ok"}
+        good = {key: one for key, (_, one) in scored.items() if one.status == "ok" and key not in removed}
         written = await self._values.put(partition, list(good), self._columns(list(good.values())))
         if counts := self._service.limits.taken():
             metrics = {name if "/" in name else f"reward/{name}": number for name, number in counts.items()}
             written = msgspec.structs.replace(written, metrics=metrics)
         results = {key: _told(result) for key, (_, result) in scored.items()}
-        return RewardReport(results=results, written=written, progress=self._progress)
+        return RewardReport(results=results, removed=removed, written=written, progress=self._progress)
+
+    async def _shaped(self, scored: dict[str, _Scored]) -> tuple[dict[str, _Scored], dict[str, str]]:
+        """Have the operators of ``data.pipeline.experiences`` see the samples with a score; return their scores.
+
+        Also return, by key, why a sample is not kept. Numbers that operators write are metrics.
+        """
+        good = {key: one for key, one in scored.items() if one[1].status == "ok"}
+        if self._pipeline is None or not good:
+            return scored, {}
+        batches, found = dict[int, dict[str, Any]](), list[Any]()
+        for key, (asked, result) in good.items():
+            batches.setdefault(asked.priority, {})[key] = _experience(asked, result)
+        for batch, records in batches.items():
+            found.append(await self._pipeline.shape(records, batch))
+        columns = {key: written for one in found for key, written in one.columns.items()}
+        shaped = {key: (scored[key][0], _with_columns(scored[key][1], own)) for key, own in columns.items()}
+        return {**scored, **shaped}, {key: why for one in found for key, why in one.removed.items()}
 
     @property
     def _progress(self) -> tuple[int, int, int]:
@@ -286,6 +306,25 @@ class RewardWorker:
                 for key, (asked, result) in scored.items()
             ]
         )
+
+
+def _experience(asked: ScoreRequest, result: ScoreResult) -> dict[str, Any]:
+    """Return the columns of a scored sample that operators may read; the task's own fields are among them."""
+    own = {"prompt": asked.prompt_str, "response": asked.solution_str, "reward": _total(result)}
+    own |= {"ground_truth": asked.ground_truth, "data_source": asked.data_source, "group": asked.group_id}
+    own |= {"turns": asked.turns, "response_tokens": len(asked.response_ids), "messages": asked.messages}
+    return {**asked.extra_info, **result.metrics, **result.dimensions, **own}
+
+
+def _with_columns(result: ScoreResult, written: Mapping[str, Any]) -> ScoreResult:
+    """Return a score with the reward that operators wrote; token scores get the difference at their end."""
+    numbers = {name: float(value) for name, value in written.items() if isinstance(value, int | float)}
+    reward, before = numbers.pop("reward", _total(result)), _total(result)
+    metrics = {**result.metrics, **numbers, "unshaped": before}
+    if result.token_scores:
+        *others, last = result.token_scores
+        return attrs.evolve(result, token_scores=(*others, last + reward - before), metrics=metrics)
+    return attrs.evolve(result, score=reward, metrics=metrics)
 
 
 def _place(group: str) -> str:

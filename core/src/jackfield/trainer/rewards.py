@@ -131,6 +131,7 @@ class RewardPipeline:
         """Report the rewards of whole groups to the queue, and the samples without a score; drop equal groups."""
         results, most = report.results, self.role.config.schedule.max_retries
         failed = {key: str(result.error) for key, result in results.items() if result.status != "ok"}
+        removed = {key: f"left out by {why}" for key, why in report.removed.items()}
         dropped, groups = list[str](), batch.by_group()
         for name, indexes in groups.items():
             keys, first = [batch.keys[at] for at in indexes], batch.tags[indexes[0]]
@@ -161,6 +162,7 @@ class RewardPipeline:
             lacking = [name for name in dict.fromkeys(map(group_of, failed)) if name not in dropped]
             await self.role.queue.drop_groups(lacking, failed[first_failed], again=False)
             dropped += lacking
+        failed.update(removed)
         sizes = dict(zip([key for key in results if key not in failed], report.written.sizes, strict=True))
         good = batch
         if failed or dropped:

@@ -1,5 +1,6 @@
 """Data pipelines: operators over files and experiences, with versions and lineage."""
 
+from jackfield_pipelines.experiences import ExperiencePipeline
 from jackfield_pipelines.tasks import prepare_tasks
 
-__all__ = ["prepare_tasks"]
+__all__ = ["ExperiencePipeline", "prepare_tasks"]

@@ -76,6 +76,15 @@ class OperatorStage:
             made=(*first.made, *second.made),
         )
 
+    def decided(self, records: Mapping[str, Record]) -> Mapping[str, str]:
+        """Return which records a filter does not keep, by its statistics, with the reasons."""
+        everything = _ALL in self.writes
+        rows = [
+            Row(key=key, values=record if everything else {name: record.get(name) for name in self.writes})
+            for key, record in records.items()
+        ]
+        return self.operator.decide(rows)
+
     async def _asked(self, rows: Sequence[Row], batch: int, steps: int) -> OperatorResult:
         request = OperatorRequest(rows=tuple(rows), batch=batch, steps=steps, deadline_seconds=self.seconds)
         who = f"operator '{self.name}' with {len(rows)} rows from {rows[0].key}"

@@ -1,0 +1,1 @@
+"""Operators on experiences, which shape their rewards."""
