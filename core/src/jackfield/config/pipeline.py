@@ -22,10 +22,13 @@ class PipelineConfig:
     rows_per_request: int = option(512, "rows that an operator gets at a time", gt(0))
     seconds_per_request: float = option(600.0, "deadline of a request", gt(0.0))
     maximum_rows: int | None = option(None, "most rows that a stage reads; null: all", gt(0))
-    maximum_seconds: float | None = option(None, "most time of a stage, after which the rows so far go on; null: any", gt(0.0))
+    maximum_seconds: float | None = option(
+        None, "most time of a stage, after which the rows so far go on; null: any", gt(0.0)
+    )
     maximum_set_aside: float = option(
         0.1, "share of a stage's rows that may be set aside because they cannot be processed", [ge(0.0), le(1.0)]
     )
     folder: str | None = option(
-        None, "where the rows after each stage are kept, and found again by other runs; null: `data` in the run's folder"
+        None,
+        "where the rows after each stage are kept, and found again by other runs; null: `data` in the run's folder",
     )

@@ -76,27 +76,32 @@ class FilePipeline:
         context = self.context(OperatorContext(clock=self.clock, seed=self.seed, target="tasks"))
         operator: Operator = step.record.build(step.settings, context, step.name)
         about["operator_version"] = operator.version
-        found = [await self._processed(place, about, operator, source)]
+        found = [await self._processed(place, number, about, operator, source)]
         if cls.type == "filter":  # type: ignore[attr-defined]
             own = {**about, "settings": later, "source": found[-1].digest, "decides": True}
             before = found[-1]
-            found.append(
-                self._made(f"{place}-kept", own, lambda to: decide(operator, before.records(), to, step.name))
-            )
+            found.append(self._made(f"{place}-kept", own, lambda to: decide(operator, before.records(), to, step.name)))
         if (selection := operator.selection) is not None:
             own = {**about, "settings": attrs.asdict(selection), "source": found[-1].digest, "orders": True}
             ordered = found[-1]
             found.append(self._made(f"{place}-order", own, lambda to: order(selection, ordered, to, step.name)))
         return found
 
-    async def _processed(self, place: str, about: Mapping[str, Any], operator: Operator, source: RowSet) -> RowSet:
+    async def _processed(
+        self, place: str, number: int, about: Mapping[str, Any], operator: Operator, source: RowSet
+    ) -> RowSet:
         digest = _digest(about)
         folder = self.folder / f"{place}-{digest[:12]}"
         if (there := RowSet.open(folder)) is not None:
             self.tell(there, True)
             return there
         stage = OperatorStage(
-            name=str(about["operator"]), operator=operator, clock=self.clock, rows=self.rows, seconds=self.seconds
+            name=str(about["operator"]),
+            number=number,
+            operator=operator,
+            clock=self.clock,
+            rows=self.rows,
+            seconds=self.seconds,
         )
         with contextlib.closing(RowSetWriter(folder)) as writer:
             async with _started(operator):

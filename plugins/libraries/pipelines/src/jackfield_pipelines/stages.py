@@ -20,6 +20,7 @@ Record: TypeAlias = dict[str, Any]
 _decode = msgspec.json.Decoder().decode
 _SAVED_SECONDS = 2.0  #: between two savings of a stage's progress
 _ALL = "*"
+CONTRACT = "operator.contract"  #: the code of a result that the contract does not allow
 
 
 @attrs.frozen(kw_only=True)
@@ -40,6 +41,7 @@ class OperatorStage:
     """
 
     name: str  #: of the operator
+    number: int = 0  #: of the operator in its pipeline, from 1; rows that it makes have it in their keys
     operator: Operator
     clock: Clock = attrs.field(factory=Clock)
     rows: int = 512  #: rows of a request
@@ -63,6 +65,8 @@ class OperatorStage:
         except (asyncio.CancelledError, WorkerLost):
             raise
         except Exception as error:
+            if getattr(error, "code", "") == CONTRACT:
+                raise
             if len(rows) == 1 or self.operator.compares:
                 reason = f"{type(error).__name__}: {error}" if not isinstance(error, JackfieldError) else str(error)
                 return OperatorResult(set_aside=dict.fromkeys(records, reason))
@@ -106,7 +110,7 @@ class OperatorStage:
 
     def _broken(self, what: str, expected: str, found: str) -> OperatorError:
         message = f"the operator gave {what}"
-        return OperatorError(message, code="operator.contract", where=self.name, expected=expected, found=found)
+        return OperatorError(message, code=CONTRACT, where=self.name, expected=expected, found=found)
 
     async def run(self, source: Iterable[Record], writer: RowSetWriter, limits: Limits) -> None:
         """Process all records of a source, from where the writer's progress stands on."""
@@ -116,7 +120,7 @@ class OperatorStage:
         saved = began = self.clock.time()
         for number, records in _batches(itertools.islice(source, done, limits.rows), self._cut(done)):
             result = await self.apply(records, batch=number)
-            _write(writer, records, result, self.name)
+            _write(writer, records, result, self.name, self.number)
             done += len(records)
             self._refuse_many(writer, done, limits, result)
             if (now := self.clock.time()) - saved >= _SAVED_SECONDS:
@@ -147,7 +151,9 @@ def _batches(source: Iterable[Record], first: tuple[int, int]) -> Iterator[tuple
         number += 1
 
 
-def _write(writer: RowSetWriter, records: Mapping[str, Record], result: OperatorResult, name: str) -> None:
+def _write(
+    writer: RowSetWriter, records: Mapping[str, Record], result: OperatorResult, name: str, stage: int = 0
+) -> None:
     """Write what becomes of records."""
     for file, gone in ((REMOVED, result.removed), (SET_ASIDE, result.set_aside)):
         writer.append(file, [{KEY: key, "why": why, "operator": name} for key, why in gone.items()])
@@ -155,16 +161,20 @@ def _write(writer: RowSetWriter, records: Mapping[str, Record], result: Operator
     kept = [record for key, record in records.items() if key not in gone] if gone else list(records.values())
     for key, values in result.updates.items():
         records[key].update(values)
-    made = [_made(row, number, records, name) for number, row in enumerate(result.made)]
+    made = _made(result.made, records, stage)
     writer.append(ROWS, [*kept, *made])
     lineage = [{KEY: record[KEY], "parents": row.parents} for record, row in zip(made, result.made, strict=True)]
     writer.append(LINEAGE, lineage)
 
 
-def _made(row: NewRow, number: int, records: Mapping[str, Record], name: str) -> Record:
-    """Return the record of a row that was made; its key says from what, and by which operator."""
-    first = row.parents[0]
-    return {**records[first], **row.values, KEY: f"{first}>{name}.{number}"}
+def _made(rows: Sequence[NewRow], records: Mapping[str, Record], stage: int) -> list[Record]:
+    """Return the records of new rows. A key says from which row, in which stage, and the how-manieth of that row."""
+    counted, made = dict[str, int](), list[Record]()
+    for row in rows:
+        first = row.parents[0]
+        number = counted[first] = counted.get(first, 0) + 1
+        made.append({**records[first], **row.values, KEY: f"{first}>{stage}.{number}"})
+    return made
 
 
 def decide(operator: Operator, source: Iterable[Record], writer: RowSetWriter, name: str, rows: int = 4096) -> None:

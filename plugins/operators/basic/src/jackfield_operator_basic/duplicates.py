@@ -34,7 +34,9 @@ class NearConfig:
     """Settings of ``near_duplicates``."""
 
     column: str = option("prompt", _COLUMN)
-    similarity: float = option(0.8, "Jaccard similarity of two texts' shingles from which they are duplicates", [gt(0.0), le(1.0)])
+    similarity: float = option(
+        0.8, "Jaccard similarity of two texts' shingles from which they are duplicates", [gt(0.0), le(1.0)]
+    )
     shingle: int = option(5, "words of a shingle; shorter texts are one", gt(0))
     hashes: int = option(128, "hashes of a text: more make the similarity more exact, and cost more", ge(16))
 
@@ -159,7 +161,9 @@ class NearDuplicates(_Duplicates):
         await super().start()
         assert self._seen is not None, "it was started"
         for signature, row in self._seen.all():
-            self._add(row, MinHash(self.config.hashes, self.context.seed, hashvalues=np.frombuffer(signature, np.uint32)))
+            self._add(
+                row, MinHash(self.config.hashes, self.context.seed, hashvalues=np.frombuffer(signature, np.uint32))
+            )
 
     def _add(self, row: str, made: MinHash) -> None:
         self._index.insert(row, made)
@@ -209,7 +213,5 @@ def normal(text: str) -> str:
         kept = "".join(letter if letter.isalnum() else " " for letter in text.lower())
     else:
         plain = unicodedata.normalize("NFKD", text).casefold()
-        kept = "".join(
-            letter if letter.isalnum() else " " for letter in plain if not unicodedata.combining(letter)
-        )
+        kept = "".join(letter if letter.isalnum() else " " for letter in plain if not unicodedata.combining(letter))
     return " ".join(kept.split())
