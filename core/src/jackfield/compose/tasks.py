@@ -48,12 +48,12 @@ def read_tasks(config: RunConfig, algorithm: ResolvedAlgorithm) -> dict[str, Tas
             tasks[which] = _archived_tasks(config, paths_of(file)[0], pairs=algorithm.pairs)
             continue
         limit = config.evaluation.tasks if which == "eval" else None
-        in_order = which == "train" and config.data.order == "file"
         if which == "train" and config.data.pipeline.tasks:
-            file, form, is_ordered = pipelines().prepare_tasks(config)
-            in_order = is_ordered and config.data.order != "shuffled"
-        tasks[which] = open_tasks(file, form, where=f"data.{which}", limit=limit, answers=answers)
-        tasks[which].shuffle = not in_order
+            tasks[which] = pipelines().prepare_tasks(config, answers=answers)
+        else:
+            tasks[which] = open_tasks(file, form, where=f"data.{which}", limit=limit, answers=answers)
+        if which == "train" and config.data.order is not None:
+            tasks[which].shuffle = config.data.order == "shuffled"
         if which == "train" and algorithm.pairs and tasks[which][0].rejected is None:
             what = "the algorithm compares two answers, and the first record has one"
             raise config.refusal("data.train", what, "chosen and rejected answers")

@@ -24,6 +24,7 @@ Answer: TypeAlias = str | Conversation  #: a text, or the messages that follow t
 AUTO = "auto"  #: a key that is recognised from the records, or else has the value of GSM8K's records
 KEYS = {"prompt_key": "question", "answer_key": "answer", "response_key": None, "rejected_key": None}
 KEYS |= {"messages_key": None}  #: the keys that say what records are, with their values for GSM8K
+ROW = "_row"  #: the field with the key of a row that has passed a pipeline
 OPTIONS = "chat_template_kwargs"  #: a record's variables of the chat template, by TRL's name
 _ASKING = ("user", "system", "developer")  #: the last message of these roles ends the prompt
 _ROLES = {*_ASKING, "assistant", "tool", "function"}
@@ -125,7 +126,7 @@ class TaskFormat:
             raise refusal(f"field {self.id_key!r} is not an id", "a text or an integer", repr(number))
         head: Conversation = () if self.system is None else ({"role": "system", "content": self.system},)
         return Task(
-            id=default_id if number is None or number == "" else str(number),
+            id=str(record.get(ROW) or default_id) if number is None or number == "" else str(number),
             messages=(*head, *messages),
             ground_truth="" if self.answer_key is None else plain_text(answer),
             data_source=str(self.data_source or record.get("data_source") or default_source),

@@ -11,12 +11,13 @@ from typing import Any, BinaryIO
 import attrs
 import msgspec
 
+from jackfield.data.formats import ROW
 from jackfield.errors import DataError
 from jackfield.files import replace_file, seal, sync_tree, unseal
 
 ROWS, LINEAGE, REMOVED, SET_ASIDE = "rows.jsonl", "lineage.jsonl", "removed.jsonl", "set_aside.jsonl"
 FILES = (ROWS, LINEAGE, REMOVED, SET_ASIDE)
-KEY = "_row"  #: the column of a record with the row's key
+KEY = ROW  #: the column of a record with the row's key
 _MANIFEST, _PROGRESS = "manifest.json", "progress.json"
 _encode, _decode = msgspec.json.Encoder().encode, msgspec.json.Decoder().decode
 

@@ -14,7 +14,7 @@ import attrs
 from jackfield.abc.operator import OperatorContext
 from jackfield.config import RunConfig
 from jackfield.config.data import sets_of
-from jackfield.data.formats import TaskFormat
+from jackfield.data.tasks import TaskSet
 from jackfield.errors import ConfigError, DataError
 from jackfield.plugins.registry import Registry, installed
 from jackfield.settings import structure
@@ -39,10 +39,10 @@ def steps_of(given: Sequence[Mapping[str, Any]], registry: Registry, where: str)
     return steps
 
 
-def prepare_tasks(config: RunConfig) -> tuple[str, TaskFormat, bool]:
-    """Apply the operators to the training tasks, as far as it has not been done; return file, format and order.
+def prepare_tasks(config: RunConfig, *, answers: bool = False) -> TaskSet:
+    """Apply the operators to the training tasks, as far as it has not been done, and open what they left.
 
-    The last is true if an operator has put the rows into an order.
+    The tasks come in the order of the rows if an operator has put them into one.
     """
     data, settings = config.data, config.data.pipeline
     sets = sets_of(data.train, "data.train")
@@ -72,7 +72,10 @@ def prepare_tasks(config: RunConfig) -> tuple[str, TaskFormat, bool]:
     if not len(found[-1]):
         details: Any = {"where": "data.pipeline.tasks", "expected": "one row or more"}
         raise DataError("no task is left after the pipeline", code="data.empty", found="none", **details)
-    return str(found[-1].folder / ROWS), form, any("orders" in each.manifest for each in found)
+    tasks = TaskSet(found[-1].folder / ROWS, form, answers=answers, name=Path(sets[0].path).stem)
+    tasks.shuffle = not any("orders" in each.manifest for each in found)
+    tasks.notes = [f"{len(tasks)} of {len(found[0])} tasks after {', '.join(step.name for step in steps)}"]
+    return tasks
 
 
 def _tell(made: RowSet, was_there: bool) -> None:
