@@ -117,7 +117,8 @@ def source(folder: Path, numbers: Sequence[int]) -> Path:
 
 
 def run(folder: Path, file: Path, *steps: Step, **more: Any) -> list[RowSet]:
-    return asyncio.run(FilePipeline(folder=folder / "data", steps=steps, **more).run(file, "raw"))
+    with file.open("rb") as opened:
+        return asyncio.run(FilePipeline(folder=folder / "data", steps=steps, **more).run(opened, str(file), "raw"))
 
 
 def numbers(made: RowSet, name: str = "n") -> list[int]:

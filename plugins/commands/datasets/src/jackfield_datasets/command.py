@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,26 @@ from jackfield.settings import structure
 from jackfield_datasets.lines import FIRST
 from jackfield_datasets.sets import open_tasks
 
+_PIPELINES = ("run", "trace")  #: commands on pipelines
 _MARKS = "⟦", "⟧"  #: around what is trained on, where there are no colours
 
 
-@click.group()
+class _Group(click.Group):
+    """Has the commands of jackfield-pipelines, too, where it is installed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of all commands."""
+        return sorted([*super().list_commands(ctx), *(_PIPELINES if find_spec("jackfield_pipelines") else ())])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command; those on pipelines are imported when they are used."""
+        if cmd_name in _PIPELINES and find_spec("jackfield_pipelines"):
+            command: click.Command = getattr(import_module("jackfield_pipelines.commands"), cmd_name)
+            return command
+        return super().get_command(ctx, cmd_name)
+
+
+@click.group(cls=_Group)
 def data() -> None:
     """Look at sets of tasks."""
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import attrs
 import msgspec
@@ -16,7 +16,7 @@ from jackfield.abc.operator import Operator, OperatorContext
 from jackfield.clock import Clock
 from jackfield.plugins.registry import PluginRecord
 from jackfield.settings import structure
-from jackfield_pipelines.row_sets import KEY, RowSet, RowSetWriter
+from jackfield_pipelines.row_sets import KEY, ROWS, SET_ASIDE, RowSet, RowSetWriter
 from jackfield_pipelines.stages import Limits, OperatorStage, Record, decide, order
 
 
@@ -51,19 +51,22 @@ class FilePipeline:
     context: Callable[[OperatorContext], OperatorContext] = lambda context: context  #: adds the host's services
     tell: Callable[[RowSet, bool], None] = lambda made, was_there: None  #: gets each stage that is complete
 
-    async def run(self, source: Path, stem: str) -> list[RowSet]:
-        """Run all stages over a file; return their sets, the source's first."""
-        sets = [self._source(source, stem)]
+    async def run(self, source: BinaryIO, name: str, stem: str) -> list[RowSet]:
+        """Run all stages over a file of JSON lines; return their sets, the source's first.
+
+        ``name`` is what a person knows it by, and ``stem`` the beginning of its rows' keys.
+        """
+        sets = [self._source(source, name, stem)]
         for number, step in enumerate(self.steps, 1):
             sets += await self._step(step, number, sets[-1])
         return sets
 
-    def _source(self, file: Path, stem: str) -> RowSet:
-        with file.open("rb") as opened:
-            digest = xxhash.xxh3_128()
-            while part := opened.read(1 << 20):
-                digest.update(part)
-        about = {"operator": "source", "file": str(file), "stem": stem, "digest": digest.hexdigest()}
+    def _source(self, file: BinaryIO, name: str, stem: str) -> RowSet:
+        digest = xxhash.xxh3_128(stem.encode())
+        file.seek(0)
+        while part := file.read(1 << 20):
+            digest.update(part)
+        about = {"operator": "source", "file": name, "stem": stem, "digest": digest.hexdigest()}
         return self._made("0-source", about, lambda writer: _copy(file, stem, writer))
 
     async def _step(self, step: Step, number: int, source: RowSet) -> list[RowSet]:
@@ -138,29 +141,24 @@ def _digest(about: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def _copy(file: Path, stem: str, writer: RowSetWriter) -> None:
+def _copy(file: BinaryIO, stem: str, writer: RowSetWriter) -> None:
     """Write the records of a file of JSON lines with their keys: the file's stem and the line."""
     decode, part = msgspec.json.Decoder().decode, list[Record]()
-    with file.open("rb") as opened:
-        for number, line in enumerate(opened, 1):
-            if not line.strip():
-                continue
-            key = f"{stem}:{number}"
-            try:
-                record = decode(line)
-                if not isinstance(record, dict):
-                    raise ValueError(f"a JSON object was expected, and this is {type(record).__name__}")
-            except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-                why = f"no JSON object: {error}"[:300]
-                writer.append("set_aside.jsonl", [{KEY: key, "why": why, "operator": "source"}])
-                continue
-            part.append({**record, KEY: key})
-            if len(part) == 4096:
-                writer.append("rows.jsonl", part)
-                part = []
-    writer.append("rows.jsonl", part)
-
-
-def iterate(sets: Sequence[RowSet]) -> Iterator[Record]:
-    """Yield the records of the last set."""
-    yield from sets[-1].records()
+    file.seek(0)
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        key = f"{stem}:{number}"
+        try:
+            record = decode(line)
+            if not isinstance(record, dict):
+                raise ValueError(f"a JSON object was expected, and this is {type(record).__name__}")
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            why = f"no JSON object: {error}"[:300]
+            writer.append(SET_ASIDE, [{KEY: key, "why": why, "operator": "source"}])
+            continue
+        part.append({**record, KEY: key})
+        if len(part) == 4096:
+            writer.append(ROWS, part)
+            part = []
+    writer.append(ROWS, part)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from jackfield.data.tasks import TaskSet
 from jackfield.errors import ConfigError, DataError
 from jackfield.plugins.registry import Registry, installed
 from jackfield.settings import structure
-from jackfield_datasets.lines import first_records, open_lines
+from jackfield_datasets.lines import FIRST, first_records, open_lines
 from jackfield_datasets.recognition import recognise
 from jackfield_pipelines.pipeline import FilePipeline, Step
 from jackfield_pipelines.row_sets import ROWS, RowSet
@@ -44,38 +44,52 @@ def prepare_tasks(config: RunConfig, *, answers: bool = False) -> TaskSet:
 
     The tasks come in the order of the rows if an operator has put them into one.
     """
+    found = pipeline_of(config, _tell)
+    given = sets_of(config.data.train)[0]
+    with open_lines(given, FIRST) as opened:
+        form = recognise(first_records(opened), given.format or config.data.format).resolved()
+    tasks = TaskSet(found[-1].folder / ROWS, form, answers=answers, name=Path(given.path).stem)
+    tasks.shuffle = not any("orders" in each.manifest for each in found)
+    names = ", ".join(str(each["name"]) for each in config.data.pipeline.tasks)
+    tasks.notes = [f"{len(tasks)} of {len(found[0])} tasks after {names}"]
+    return tasks
+
+
+def pipeline_of(config: RunConfig, tell: Callable[[RowSet, bool], None]) -> list[RowSet]:
+    """Apply the operators to the training tasks of a run; return the sets of all stages, the source's first.
+
+    ``tell`` gets each set, and whether it was there already. Without a row that is left, ``data.empty`` is raised.
+    """
     data, settings = config.data, config.data.pipeline
     sets = sets_of(data.train, "data.train")
-    if len(sets) > 1:
+    if len(sets) != 1:
         raise config.refusal("data.train", "operators pass one set of tasks", "one file or name")
     steps = steps_of(settings.tasks, installed(), "data.pipeline.tasks")
     with open_lines(sets[0]) as opened:
         form = recognise(first_records(opened), sets[0].format or data.format).resolved()
-        source = Path(f"/dev/fd/{opened.fileno()}") if not Path(sets[0].path).suffix == ".jsonl" else Path(sets[0].path)
         names = {"prompt": form.messages_key or form.prompt_key, "answer": form.answer_key}
         names |= {"response": form.response_key, "rejected": form.rejected_key}
         columns = {name: column for name, column in names.items() if column}
+        limits = Limits(
+            rows=settings.maximum_rows, seconds=settings.maximum_seconds, set_aside=settings.maximum_set_aside
+        )
         pipeline = FilePipeline(
             folder=Path(settings.folder or Path(config.folder, "data")),
             steps=steps,
             seed=config.seed,
-            limits=Limits(
-                rows=settings.maximum_rows, seconds=settings.maximum_seconds, set_aside=settings.maximum_set_aside
-            ),
+            limits=limits,
             rows=settings.rows_per_request,
             seconds=settings.seconds_per_request,
             context=lambda context: attrs.evolve(context, columns=columns),
-            tell=_tell,
+            tell=tell,
         )
+        name, stem = sets[0].path, Path(sets[0].path).stem
         with ThreadPoolExecutor(1) as thread:  # the caller may be in an event loop
-            found = thread.submit(lambda: asyncio.run(pipeline.run(source, Path(sets[0].path).stem))).result()
+            found = thread.submit(lambda: asyncio.run(pipeline.run(opened, name, stem))).result()
     if not len(found[-1]):
         details: Any = {"where": "data.pipeline.tasks", "expected": "one row or more"}
         raise DataError("no task is left after the pipeline", code="data.empty", found="none", **details)
-    tasks = TaskSet(found[-1].folder / ROWS, form, answers=answers, name=Path(sets[0].path).stem)
-    tasks.shuffle = not any("orders" in each.manifest for each in found)
-    tasks.notes = [f"{len(tasks)} of {len(found[0])} tasks after {', '.join(step.name for step in steps)}"]
-    return tasks
+    return found
 
 
 def _tell(made: RowSet, was_there: bool) -> None:
