@@ -40,6 +40,7 @@ PREFIXES: dict[str, str] = {
     "reward": "REW",
     "transfer_queue": "TRQ",
     "checkpoint_engine": "CKE",
+    "operator": "OPR",
     "hooks": "ALG",
 }
 

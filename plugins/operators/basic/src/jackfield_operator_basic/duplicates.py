@@ -19,6 +19,7 @@ from jackfield.settings import option
 from jackfield_operator_basic.texts import text_of
 
 _COLUMN = "column with the text"
+_SCHEME = "affine32"  #: the hash functions of signatures, which are numbers of 32 bits
 
 
 @attrs.frozen(kw_only=True)
@@ -162,7 +163,13 @@ class NearDuplicates(_Duplicates):
         assert self._seen is not None, "it was started"
         for signature, row in self._seen.all():
             self._add(
-                row, MinHash(self.config.hashes, self.context.seed, hashvalues=np.frombuffer(signature, np.uint32))
+                row,
+                MinHash(
+                    self.config.hashes,
+                    self.context.seed,
+                    scheme=_SCHEME,
+                    hashvalues=np.frombuffer(signature, np.uint32),
+                ),
             )
 
     def _add(self, row: str, made: MinHash) -> None:
@@ -174,7 +181,7 @@ class NearDuplicates(_Duplicates):
         assert self._seen is not None, "it was started"
         texts, aside = _texts(request, self._column)
         shingles = [_shingles(text, self.config.shingle) for text in texts.values()]
-        signatures = MinHash.generator(shingles, num_perm=self.config.hashes, seed=self.context.seed)
+        signatures = MinHash.generator(shingles, num_perm=self.config.hashes, seed=self.context.seed, scheme=_SCHEME)
         removed, fresh = dict[str, str](), list[tuple[bytes, str, int]]()
         for number, (key, made) in enumerate(zip(texts, signatures, strict=True), self._read):
             alike = [(made.jaccard(self._signatures[each]), each) for each in self._index.query(made)]

@@ -56,7 +56,7 @@ class Diversity(Operator):
         weight, groups = self._weight(request), dict[str, list[int]]()
         for at, row in enumerate(request.rows):
             groups.setdefault(str(row.values["group"]), []).append(at)
-        vectors = np.stack([self._embedded(str(row.values["response"])) for row in request.rows])
+        vectors = np.array([self._embedded(str(row.values["response"])) for row in request.rows])
         updates = dict[str, dict[str, Any]]()
         for places in groups.values():
             mean = vectors[places].mean(axis=0)
