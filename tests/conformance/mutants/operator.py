@@ -142,7 +142,7 @@ class UnknownType(LengthFilter):
 
 
 class ListedColumns(LengthFilter):
-    reads = ["prompt"]
+    reads: Any = ["prompt"]  # noqa: RUF012 - the fault
 
 
 class DecidesByNothing(LengthFilter):

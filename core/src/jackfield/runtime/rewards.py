@@ -139,7 +139,7 @@ class RewardWorker:
         results = {key: _told(result) for key, (_, result) in scored.items()}
         return RewardReport(results=results, removed=removed, written=written, progress=self._progress)
 
-    async def _shaped(self, scored: dict[str, _Scored]) -> tuple[dict[str, _Scored], dict[str, str]]:
+    async def _shaped(self, scored: Mapping[str, _Scored]) -> tuple[Mapping[str, _Scored], dict[str, str]]:
         """Have the operators of ``data.pipeline.experiences`` see the samples with a score; return their scores.
 
         Also return, by key, why a sample is not kept. Numbers that operators write are metrics.

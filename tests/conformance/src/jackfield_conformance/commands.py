@@ -49,6 +49,7 @@ _KINDS: dict[str, tuple[str, str]] = {
     "reward": ("Reward", "Scores a number by its distance from the ground truth"),
     "transfer_queue": ("Queue", "Stores columns of samples"),
     "checkpoint_engine": ("CheckpointEngine", "Moves weights from the trainer to inference workers"),
+    "operator": ("Filter", "Keeps rows with a number of sentences within bounds"),
     "algorithm": ("", "A loss, an estimator and an algorithm of the two"),
 }
 

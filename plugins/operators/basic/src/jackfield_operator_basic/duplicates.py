@@ -15,7 +15,7 @@ from attrs.validators import ge, gt, le
 from datasketch import MinHash, MinHashLSH
 
 from jackfield.abc.operator import Operator, OperatorContext, OperatorRequest, OperatorResult, OperatorType
-from jackfield.settings import option
+from jackfield.sdk import option
 from jackfield_operator_basic.texts import text_of
 
 _COLUMN = "column with the text"
@@ -61,7 +61,7 @@ class _Seen:
         for start in range(0, len(hashes), 500):
             part = hashes[start : start + 500]
             marks = ",".join("?" * len(part))
-            found.update(self._table.execute(f"SELECT hash, row FROM seen WHERE hash IN ({marks})", part))  # noqa: S608 - marks are ours
+            found.update(self._table.execute(f"SELECT hash, row FROM seen WHERE hash IN ({marks})", part))
         return found
 
     def all(self) -> list[tuple[bytes, str]]:

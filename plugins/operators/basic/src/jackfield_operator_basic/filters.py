@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import attrs
 from attrs.validators import ge
 
 from jackfield.abc.operator import Operator, OperatorContext, OperatorRequest, OperatorResult, OperatorType, Row
 from jackfield.errors import ConfigError
-from jackfield.settings import option
+from jackfield.sdk import option
 from jackfield_operator_basic.rows import each_row
 from jackfield_operator_basic.texts import text_of
 
@@ -37,7 +37,7 @@ class Length(Operator):
         self._column = context.column(config.column)
         self._statistic = f"{config.column}_{config.unit}"
         if config.maximum is not None and config.maximum < config.minimum:
-            details = {"where": "maximum", "expected": f"at least minimum ({config.minimum})", "found": config.maximum}
+            details: Any = {"where": "maximum", "expected": f"at least minimum ({config.minimum})", "found": config.maximum}
             raise ConfigError("no text can be kept", **details)
 
     @property

@@ -20,7 +20,7 @@ from jackfield.abc.operator import (
     Selection,
 )
 from jackfield.errors import ConfigError
-from jackfield.settings import option
+from jackfield.sdk import option
 from jackfield_operator_basic.rows import each_row
 from jackfield_operator_basic.texts import text_of
 
@@ -40,8 +40,8 @@ class DifficultyConfig:
 class DifficultyRules(Operator):
     """Scores how hard a problem is by what can be counted: words, numbers, and steps of the worked answer.
 
-    The score is the mean of three saturating terms, n / (n + half), where half of a term's range is reached at 60 words,
-    6 numbers and 4 steps.
+    The score is the mean of three saturating terms, n / (n + half): half of a term's range is reached at 60 words, at
+    6 numbers and at 4 steps.
     """
 
     type: ClassVar[OperatorType] = "scorer"

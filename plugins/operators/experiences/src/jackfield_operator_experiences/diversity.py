@@ -11,7 +11,7 @@ from attrs.validators import ge
 from numpy.typing import NDArray
 
 from jackfield.abc.operator import Operator, OperatorContext, OperatorRequest, OperatorResult, OperatorType
-from jackfield.settings import option
+from jackfield.sdk import option
 
 
 @attrs.frozen(kw_only=True)
@@ -27,8 +27,8 @@ class DiversityConfig:
 class Diversity(Operator):
     """Adds weight * (1 - cosine similarity to the mean embedding of the group) to the reward.
 
-    The idea is Trinity-RFT's (arXiv:2505.17826, section 3.4.2). Texts are embedded as counts of hashed sequences of three
-    characters, of length 1, so that no model is needed.
+    The idea is Trinity-RFT's (arXiv:2505.17826, section 3.4.2). Texts are embedded as counts of hashed sequences of
+    three characters, of length 1, so that no model is needed.
     """
 
     type: ClassVar[OperatorType] = "scorer"
@@ -79,4 +79,5 @@ class Diversity(Operator):
         for at in range(len(padded) - 2):
             number = xxhash.xxh3_64_intdigest(padded[at : at + 3].encode())
             vector[number % self.config.dimensions] += 1.0
-        return vector / np.linalg.norm(vector)
+        normed: NDArray[np.float64] = vector / np.linalg.norm(vector)
+        return normed

@@ -11,18 +11,18 @@ from typing import Any
 
 import attrs
 
-from jackfield.abc.operator import OperatorContext
+from jackfield.compose.libraries import readers
 from jackfield.config import RunConfig
 from jackfield.config.data import sets_of
 from jackfield.data.tasks import TaskSet
 from jackfield.errors import ConfigError, DataError
 from jackfield.plugins.registry import Registry, installed
 from jackfield.settings import structure
-from jackfield_datasets.lines import FIRST, first_records, open_lines
-from jackfield_datasets.recognition import recognise
 from jackfield_pipelines.pipeline import FilePipeline, Step
 from jackfield_pipelines.row_sets import ROWS, RowSet
 from jackfield_pipelines.stages import Limits
+
+_FIRST = 8  #: records that say what all are
 
 
 def steps_of(given: Sequence[Mapping[str, Any]], registry: Registry, where: str) -> list[Step]:
@@ -46,8 +46,8 @@ def prepare_tasks(config: RunConfig, *, answers: bool = False) -> TaskSet:
     """
     found = pipeline_of(config, _tell)
     given = sets_of(config.data.train)[0]
-    with open_lines(given, FIRST) as opened:
-        form = recognise(first_records(opened), given.format or config.data.format).resolved()
+    with readers().open_lines(given, _FIRST) as opened:
+        form = readers().recognise(readers().first_records(opened), given.format or config.data.format).resolved()
     tasks = TaskSet(found[-1].folder / ROWS, form, answers=answers, name=Path(given.path).stem)
     tasks.shuffle = not any("orders" in each.manifest for each in found)
     names = ", ".join(str(each["name"]) for each in config.data.pipeline.tasks)
@@ -65,8 +65,8 @@ def pipeline_of(config: RunConfig, tell: Callable[[RowSet, bool], None]) -> list
     if len(sets) != 1:
         raise config.refusal("data.train", "operators pass one set of tasks", "one file or name")
     steps = steps_of(settings.tasks, installed(), "data.pipeline.tasks")
-    with open_lines(sets[0]) as opened:
-        form = recognise(first_records(opened), sets[0].format or data.format).resolved()
+    with readers().open_lines(sets[0]) as opened:
+        form = readers().recognise(readers().first_records(opened), sets[0].format or data.format).resolved()
         names = {"prompt": form.messages_key or form.prompt_key, "answer": form.answer_key}
         names |= {"response": form.response_key, "rejected": form.rejected_key}
         columns = {name: column for name, column in names.items() if column}

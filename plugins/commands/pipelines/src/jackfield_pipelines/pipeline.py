@@ -70,8 +70,8 @@ class FilePipeline:
         return self._made("0-source", about, lambda writer: _copy(file, stem, writer))
 
     async def _step(self, step: Step, number: int, source: RowSet) -> list[RowSet]:
-        settings, cls = structure(step.record.settings_class, step.settings, step.name), step.record.cls
-        plain = {**attrs.asdict(settings)}
+        settings: Any = structure(step.record.settings_class, step.settings, step.name)
+        plain, cls = attrs.asdict(settings), step.record.cls
         later = {name: plain.pop(name) for name in cls.decides_by}  # type: ignore[attr-defined]
         about: dict[str, Any] = {"operator": step.name, "distribution": step.record.distribution, "settings": plain}
         about |= {"version": step.record.version, "seed": self.seed, "source": source.digest}

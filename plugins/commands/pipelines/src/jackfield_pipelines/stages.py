@@ -157,8 +157,8 @@ def _write(
     """Write what becomes of records."""
     for file, gone in ((REMOVED, result.removed), (SET_ASIDE, result.set_aside)):
         writer.append(file, [{KEY: key, "why": why, "operator": name} for key, why in gone.items()])
-    gone = {*result.removed, *result.set_aside}
-    kept = [record for key, record in records.items() if key not in gone] if gone else list(records.values())
+    lost = {*result.removed, *result.set_aside}
+    kept = [record for key, record in records.items() if key not in lost] if lost else list(records.values())
     for key, values in result.updates.items():
         records[key].update(values)
     made = _made(result.made, records, stage)
