@@ -37,7 +37,11 @@ class Length(Operator):
         self._column = context.column(config.column)
         self._statistic = f"{config.column}_{config.unit}"
         if config.maximum is not None and config.maximum < config.minimum:
-            details: Any = {"where": "maximum", "expected": f"at least minimum ({config.minimum})", "found": config.maximum}
+            details: Any = {
+                "where": "maximum",
+                "expected": f"at least minimum ({config.minimum})",
+                "found": config.maximum,
+            }
             raise ConfigError("no text can be kept", **details)
 
     @property
