@@ -54,12 +54,13 @@ class ResponseBody(Body):
     }
 
     def check(self) -> None:
+        """Refuse also parts of fields that this address does not have, naming the field."""
         super().check()
+        text = self.text or {}
         if "message.output_text.logprobs" in (self.include or ()):
             raise refused("include", "nothing about log-probs", self.include, "unsupported_parameter")
-        for name in (self.text or {}).keys() - {"format", "verbosity"}:
+        for name in text.keys() - {"format", "verbosity"}:
             raise ClientError(f"text has no {str(name)[:200]!r}", "unknown_parameter", f"text.{name}")
-        text = self.text or {}
         if text.get("verbosity") not in (None, "medium"):
             what = "nothing, or 'medium': it is not served"
             raise refused("text.verbosity", what, text["verbosity"], "unsupported_parameter")
