@@ -74,15 +74,30 @@ def test_it_is_made_again_only_for_another_adapter_or_base(adapter: Path, cache:
     assert 2 == len(list(cache.iterdir()))
 
 
+def test_it_is_made_again_for_another_chat_template(base: Path, adapter: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    found = []
+    for template in ("first", "second"):
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(adapter)
+        found.append(merged_folder(str(adapter)))
+        assert template == AutoTokenizer.from_pretrained(found[-1]).chat_template
+    assert found[0] != found[1]
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         ({"base_model_name_or_path": "/no/such/folder"}, "/no/such/folder"),
         ({"task_type": "SEQ_CLS"}, "SEQ_CLS"),
         ({"target_modules": ["no_such_layer"]}, "no_such_layer"),
+        ({"r": "four"}, "TypeError"),
+        ({"target_modules": ["q_proj"]}, "belong to no layer of target_modules"),
         (None, "adapter_model.safetensors"),
     ],
-    ids=["base", "task", "layers", "weights"],
+    ids=["base", "task", "layers", "rank", "few", "weights"],
 )
 def test_an_adapter_that_cannot_be_merged_is_refused(
     adapter: Path, tmp_path: Path, cache: Path, change: dict[str, Any] | None, named: str
@@ -96,3 +111,42 @@ def test_an_adapter_that_cannot_be_merged_is_refused(
     with refused("engine.model", named, "fix"):
         merged_folder(str(other))
     assert not cache.exists() or not list(cache.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("weights", "named"),
+    [(lambda found: {}, "missing adapter keys"), (lambda found: dict(list(found.items())[2:]), "missing adapter keys")],
+    ids=["none", "some"],
+)
+def test_an_adapter_without_all_weights_is_refused(adapter: Path, cache: Path, weights: Any, named: str) -> None:
+    """The base model as it is, or half an adapter, is not what was asked for."""
+    from safetensors.torch import load_file, save_file
+
+    file = adapter / "adapter_model.safetensors"
+    save_file(weights(load_file(file)), file)
+    with refused("engine.model", named, "fix"):
+        merged_folder(str(adapter))
+    assert not list(cache.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("adapter_config.json", "[]", "base_model_name_or_path"),
+        ("adapter_config.json", "[" * 100_000, "base_model_name_or_path"),
+        ("adapter_model.safetensors", "abc", "SafetensorError"),
+    ],
+    ids=["list", "deep", "weights"],
+)
+def test_a_damaged_file_is_refused(adapter: Path, name: str, content: str, named: str) -> None:
+    (adapter / name).write_text(content)
+    with refused("engine.model", named, "fix"):
+        merged_folder(str(adapter))
+
+
+def test_an_adapter_of_an_adapter_is_refused(adapter: Path, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(adapter, tmp_path / "other"))
+    described = json.loads((other / "adapter_config.json").read_text())
+    (other / "adapter_config.json").write_text(json.dumps({**described, "base_model_name_or_path": str(adapter)}))
+    with refused("engine.model", "an adapter itself", "fix"):
+        merged_folder(str(other))

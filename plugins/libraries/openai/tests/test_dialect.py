@@ -260,6 +260,67 @@ async def test_responses(say: Byte) -> None:
 
 
 @in_loop
+async def test_a_response_goes_on_with_system_items_but_without_instructions(say: Byte) -> None:
+    """As OpenAI's: ``instructions`` count for one request alone, items are the conversation."""
+    async with say("fine") as (client, script):
+        items: Any = [{"role": "system", "content": "Rhyme."}, {"role": "user", "content": "Hello"}]
+        first = await client.responses.create(model="policy", input=items, store=True)
+        await client.responses.create(model="policy", input="And?", previous_response_id=first.id)
+        shown = bytes(token for token in script.asked[-1].prompt_ids if token < 256).decode()
+        lines = ("Rhyme.", "Hello", "fine", "And?")
+        assert list(lines) == [each for each in shown.split("\n") if each in lines]
+        first = await client.responses.create(model="policy", input="Hello", instructions="Be kind.")
+        await client.responses.create(model="policy", input="And?", previous_response_id=first.id)
+        shown = bytes(token for token in script.asked[-1].prompt_ids if token < 256).decode()
+        assert "Be kind." not in shown
+        assert "Hello" in shown
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"n": 2}, "unsupported_parameter", "n"),
+        ({"n": 2, "stream": True}, "unsupported_parameter", "n"),
+        ({"include": ["message.output_text.logprobs"]}, "unsupported_parameter", "include"),
+        ({"return_token_ids": True}, "unsupported_parameter", "return_token_ids"),
+        ({"prompt_logprobs": 1}, "unsupported_parameter", "prompt_logprobs"),
+        ({"response_format": {"type": "json_object"}}, "unsupported_parameter", "response_format"),
+        ({"text": {"format": "json"}}, "invalid_type", "text.format"),
+        ({"text": {"form": {}}}, "unknown_parameter", "text.form"),
+        ({"text": {"verbosity": "high"}}, "unsupported_parameter", "text.verbosity"),
+        ({"reasoning": {"effort": 3}}, "invalid_type", "reasoning.effort"),
+        ({"max_output_tokens": 2**31}, "invalid_value", "max_output_tokens"),
+        ({"input": []}, "invalid_value", "input"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "invalid_value", "input"),
+        ({"input": [{"content": "x"}]}, "missing_required_parameter", "input[0].role"),
+        ({"input": [{"role": "king", "content": "x"}]}, "invalid_value", "input[0].role"),
+        ({"input": [{"role": "user", "content": []}]}, "invalid_value", "input[0].content"),
+        (
+            {"input": [{"type": "function_call_output", "output": "7"}]},
+            "missing_required_parameter",
+            "input[0].call_id",
+        ),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": {}}]},
+            "invalid_type",
+            "input[0].arguments",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_response_cannot_have_is_refused_by_the_name_that_the_client_sent(
+    say: Byte, fields: dict[str, Any], code: str, param: str
+) -> None:
+    async def run() -> None:
+        async with say("fine") as (client, script):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await raw(client, "/v1/responses", {"model": "policy", "input": "x", **fields})
+            assert (code, param) == (caught.value.code, caught.value.param)
+            assert not script.asked
+
+    asyncio.run(run())
+
+
+@in_loop
 async def test_responses_are_streamed_while_the_model_generates(say: Byte) -> None:
     """The first text comes from a model that never says the rest; one that has called a tool gets the same items."""
     async with say("fine") as (client, script):

@@ -159,14 +159,14 @@ class Gateway:
             form = ResponseForm(body, body.model or self._config.model_name)
 
             def end(answers: Answers) -> Iterator[dict[str, Any]]:
-                responses[response_id(answers.head)] = answered(messages, answers)
+                responses[response_id(answers.head)] = answered(body, messages, answers)
                 return form.end(answers)
 
             if body.stream:
                 more = lambda head, piece: form.more(head, piece.content, piece.reasoning)  # noqa: E731
                 return await self._streamed(request, rollout, ask, more, end)
             answers = await self._answers(rollout, ask)
-            responses[response_id(answers.head)] = answered(messages, answers)
+            responses[response_id(answers.head)] = answered(body, messages, answers)
             return web.json_response(form.whole(answers))
 
     async def _answers(self, rollout: Rollout, ask: Ask, listener: Listener | None = None) -> Answers:

@@ -14,6 +14,15 @@ from jackfield.errors import EngineError, PluginError
 from jackfield_huggingface.hub import model_folder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_TOKENIZER = (
+    "*token*",
+    "chat_template*",
+    "additional_chat_templates/*",
+    "vocab.*",
+    "merges.txt",
+)  #: also tokenizer.model
+_ADAPTER = (CONFIG, WEIGHTS, *_TOKENIZER)
+_BASE = ("*.safetensors", "*.bin", "config.json", "generation_config.json", *_TOKENIZER)
 
 
 def merged_folder(folder: str) -> str:
@@ -28,7 +37,7 @@ def merged_folder(folder: str) -> str:
     try:
         described = json.loads(Path(folder, CONFIG).read_text(encoding="utf-8"))
         base, revision = str(described["base_model_name_or_path"]), described.get("revision")
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _refused(folder, f"{CONFIG} with base_model_name_or_path", f"{type(error).__name__}: {error}") from error
     if not Path(folder, WEIGHTS).is_file():
         raise _refused(folder, f"its weights in {WEIGHTS}", "none")
@@ -36,6 +45,8 @@ def merged_folder(folder: str) -> str:
         raise _refused(folder, "an adapter with task_type CAUSAL_LM", task)
     whole = Path(base).is_dir() or revision is None
     base = model_folder(base if whole else f"{base}@{revision}")
+    if Path(base, CONFIG).is_file() and not Path(base, "config.json").is_file():
+        raise _refused(folder, "a whole model as its base model", f"{base}, which is an adapter itself")
     if not Path(base, "config.json").is_file():
         raise _refused(folder, "its base model, in a folder or on the Hub", f"base_model_name_or_path {base}")
     place = Path(constants.HF_HOME, "jackfield", "merged", _digest(Path(folder), Path(base)))
@@ -53,33 +64,41 @@ def merged_folder(folder: str) -> str:
 
 def _merge(folder: str, base: str, made: Path) -> None:
     try:
-        from peft import PeftModel
+        from peft import PeftModel, get_peft_model_state_dict
     except ModuleNotFoundError as error:
         what, fix = "a model that is an adapter needs peft", "pip install peft, or merge the adapter elsewhere"
         raise PluginError(what, code="plugin.requirement", where="model.path", fix=fix) from error
+    from safetensors import safe_open
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     own = Path(folder, "tokenizer_config.json").is_file()
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder if own else base)
-    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
-    if own and len(tokenizer) > model.get_input_embeddings().num_embeddings:  # it was trained with added tokens
-        model.resize_token_embeddings(len(tokenizer))
     try:
         with warnings.catch_warnings():  # peft reads what transformers calls by another name now
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-            merged = PeftModel.from_pretrained(model, folder).merge_and_unload(safe_merge=True)
-    except (ValueError, RuntimeError, KeyError) as error:
+            warnings.filterwarnings("error", "Found missing adapter keys")  # the base's weights would stay as they are
+            tokenizer: Any = AutoTokenizer.from_pretrained(folder if own else base)
+            model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+            if own and len(tokenizer) > model.get_input_embeddings().num_embeddings:  # trained with added tokens
+                model.resize_token_embeddings(len(tokenizer))
+            adapted = PeftModel.from_pretrained(model, folder)
+            with safe_open(Path(folder, WEIGHTS), "pt") as file:
+                given = {name for name in file.keys() if "lora_" in name}  # noqa: SIM118
+            if left := given - set(get_peft_model_state_dict(adapted, save_embedding_layers=False)):
+                raise ValueError(f"{len(left)} tensors belong to no layer of target_modules, as {min(left)}")
+            merged = adapted.merge_and_unload(safe_merge=True)
+    except Exception as error:  # of any type, from peft, transformers and safetensors
         raise _refused(folder, f"an adapter of {base}", f"{type(error).__name__}: {error}") from error
     merged.save_pretrained(made)
     tokenizer.save_pretrained(made)
 
 
 def _digest(adapter: Path, base: Path) -> str:
-    """Return a digest of an adapter, and of what its base model's files look like."""
+    """Return a digest of an adapter with its tokenizer, and of what its base model's files look like."""
     found = hashlib.sha256(str(base.resolve()).encode())
-    for name in (CONFIG, WEIGHTS):
-        found.update((adapter / name).read_bytes())
-    for file in sorted([*base.glob("*.safetensors"), base / "config.json"]):
+    for file in sorted(file for pattern in _ADAPTER for file in adapter.glob(pattern) if file.is_file()):
+        content = file.read_bytes()
+        found.update(f"{file.name} {len(content)} ".encode() + content)
+    for file in sorted(file for pattern in _BASE for file in base.glob(pattern) if file.is_file()):
         seen = file.stat()
         found.update(f"{file.name} {seen.st_size} {seen.st_mtime_ns}".encode())
     return found.hexdigest()[:32]

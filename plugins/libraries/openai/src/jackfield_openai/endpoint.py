@@ -201,7 +201,7 @@ class OpenAIEndpoint:
         def answers() -> Answers:
             found = Answers(said=[choice.said() for choice in answer.choices], head=head)
             if body.store is not False:
-                self._responses[response_id(head)] = answered(messages, found)
+                self._responses[response_id(head)] = answered(body, messages, found)
                 if len(self._responses) > _KEPT_RESPONSES:
                     self._responses.popitem(last=False)
             return found

@@ -108,15 +108,15 @@ def check_message(message: Any, path: str) -> None:
     """Refuse a message that OpenAI refuses; ``ClientError`` names the field, as ``messages[0].content``."""
     if not isinstance(message, Mapping):
         raise refused(path, "an object", message, "invalid_type")
-    role = _text(message, "role", path)
+    role = field_text(message, "role", path)
     if role not in _FIELDS:
         raise refused(f"{path}.role", "one of " + ", ".join(_FIELDS), role)
     for name in message.keys() - {"role", "content", "name", *_FIELDS[role]}:
         raise ClientError(f"a message of the role {role} has no {name!r}", "unknown_parameter", f"{path}.{name}")
     for name in _NEEDED.get(role, ()):
-        _text(message, name, path)
+        field_text(message, name, path)
     if message.get("name") is not None:
-        _text(message, "name", path)
+        field_text(message, "name", path)
     for number, call in enumerate(_listed(message, "tool_calls", path)):
         _check_call(call, f"{path}.tool_calls[{number}]")
     if message.get("content") is None and any(message.get(name) for name in _CALLS):
@@ -138,25 +138,26 @@ def _check_content(message: Mapping[str, Any], role: str, path: str) -> None:
         place = f"{path}[{number}]"
         if not isinstance(part, Mapping):
             raise refused(place, "an object", part, "invalid_type")
-        if _text(part, "type", place) != "text":
+        if field_text(part, "type", place) != "text":
             raise refused(f"{place}.type", "text: nothing else is served", part["type"])
-        _text(part, "text", place)
+        field_text(part, "text", place)
 
 
 def _check_call(call: Any, path: str) -> None:
     if not isinstance(call, Mapping):
         raise refused(path, "an object", call, "invalid_type")
-    _text(call, "id", path)
-    if _text(call, "type", path) != "function":
+    field_text(call, "id", path)
+    if field_text(call, "type", path) != "function":
         raise refused(f"{path}.type", "function", call["type"])
     function = call.get("function")
     if not isinstance(function, Mapping):
         raise _missing(f"{path}.function") if function is None else refused(f"{path}.function", "an object", function)
     for name in ("name", "arguments"):
-        _text(function, name, f"{path}.function")
+        field_text(function, name, f"{path}.function")
 
 
-def _text(value: Mapping[str, Any], name: str, path: str) -> str:
+def field_text(value: Mapping[str, Any], name: str, path: str) -> str:
+    """Return a field that has to be a text; ``path`` is the place of its object."""
     if name not in value:
         raise _missing(f"{path}.{name}")
     found = value[name]

@@ -7,15 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import attrs
-from attrs.validators import ge
+from attrs.validators import ge, le
 
 from jackfield.abc.agent import ToolCall
 from jackfield.sdk import option
 from jackfield_openai.bodies import UNBOUNDED, Body, ChatBody
+from jackfield_openai.messages import field_text
 from jackfield_openai.said import Answers, Head, arguments_text
 from jackfield_openai.text import ClientError, ServedTokenizer, refused
 
 _TEXTS = ("input_text", "output_text", "text")
+_ROLES = ("developer", "system", "user", "assistant")
 
 
 @attrs.frozen(kw_only=True)
@@ -24,7 +26,7 @@ class ResponseBody(Body):
 
     input: str | list[Any]
     instructions: str | None = None
-    max_output_tokens: int | None = option(None, validator=ge(1))
+    max_output_tokens: int | None = option(None, validator=[ge(1), le(UNBOUNDED)])
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -41,10 +43,32 @@ class ResponseBody(Body):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "background": (None, False),
         "conversation": (None,),
+        "n": (None, 1),
+        "prompt_logprobs": (None,),
+        "response_format": (None, {"type": "text"}),
+        "return_token_ids": (None, False),
+        "return_tokens_as_token_ids": (None, False),
         "prompt": (None,),
         "top_logprobs": (None, 0),
         "stream_options": (None, {}, {"include_obfuscation": False}),
     }
+
+    def check(self) -> None:
+        """Refuse also parts of fields that this address does not have, naming the field."""
+        super().check()
+        text = self.text or {}
+        if "message.output_text.logprobs" in (self.include or ()):
+            raise refused("include", "nothing about log-probs", self.include, "unsupported_parameter")
+        for name in text.keys() - {"format", "verbosity"}:
+            raise ClientError(f"text has no {str(name)[:200]!r}", "unknown_parameter", f"text.{name}")
+        if text.get("verbosity") not in (None, "medium"):
+            what = "nothing, or 'medium': it is not served"
+            raise refused("text.verbosity", what, text["verbosity"], "unsupported_parameter")
+        if not isinstance(text.get("format"), Mapping | None):
+            raise refused("text.format", "an object", text["format"], "invalid_type")
+        effort = (self.reasoning or {}).get("effort")
+        if not isinstance(effort, str | None):
+            raise refused("reasoning.effort", "a text", effort, "invalid_type")
 
     def chat_body(self, messages: list[dict[str, Any]]) -> ChatBody:
         """Return the same request as a chat with ``messages``."""
@@ -77,7 +101,7 @@ class ResponseBody(Body):
 
     @property
     def wants_log_probs(self) -> bool:
-        return "message.output_text.logprobs" in (self.include or ())
+        return False
 
     @property
     def most_tokens(self) -> int:
@@ -97,10 +121,12 @@ class ResponseBody(Body):
             if self.previous_response_id not in known:
                 text = f"this rollout has no response {self.previous_response_id[:100]!r}"
                 raise ClientError(text, "previous_response_not_found", "previous_response_id", 404)
-            before = [message for message in known[self.previous_response_id] if message["role"] != "system"]
+            before = known[self.previous_response_id]
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
-        return [*system, *before, *_messages(items)]
+        if not (found := [*system, *before, *_messages(items)]):
+            raise refused("input", "a text, or a list with a message", items)
+        return found
 
 
 def read_tool(tool: Any, place: int) -> dict[str, Any]:
@@ -124,19 +150,21 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
         if kind == "function_call_output":
             output = item.get("output")
             content = output if isinstance(output, str) else _content(output, f"{path}.output")
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+            messages.append({"role": "tool", "tool_call_id": field_text(item, "call_id", path), "content": content})
             continue
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
         if kind == "function_call":
-            call = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {name: field_text(item, name, path) for name in ("name", "arguments")}
             if last is None:
                 messages.append(last := {"role": "assistant", "content": ""})
             calls = last.setdefault("tool_calls", [])
-            calls.append({"id": item.get("call_id"), "type": "function", "function": call})
+            calls.append({"id": field_text(item, "call_id", path), "type": "function", "function": call})
         elif kind == "message":
             given = item.get("content")
             content = given if isinstance(given, str) else _content(given, f"{path}.content")
-            messages.append({"role": item.get("role"), "content": content})
+            if (role := field_text(item, "role", path)) not in _ROLES:
+                raise refused(f"{path}.role", "one of " + ", ".join(_ROLES), role)
+            messages.append({"role": role, "content": content})
         else:
             raise refused(f"{path}.type", "message, function_call, function_call_output or reasoning", kind)
     return messages
@@ -146,6 +174,8 @@ def _content(parts: Any, path: str) -> Any:
     """Return the parts of an item as those of a message: one text, or texts and images."""
     if not isinstance(parts, list):
         raise refused(path, "a text, or a list of text parts", parts, "invalid_type")
+    if not parts:
+        raise refused(path, "one part at least", parts)
     found: list[dict[str, Any]] = []
     for place, part in enumerate(parts):
         if isinstance(part, Mapping) and part.get("type") == "input_image":
@@ -280,9 +310,10 @@ def response_id(head: Head) -> str:
     return f"resp_{head.id}"
 
 
-def answered(before: list[dict[str, Any]], answers: Answers) -> list[dict[str, Any]]:
-    """Return a conversation with its answer, as a client would send it."""
+def answered(body: ResponseBody, before: list[dict[str, Any]], answers: Answers) -> list[dict[str, Any]]:
+    """Return a conversation with its answer, as a client would send it; instructions are of one request alone."""
     said = answers.said[0]
+    before = before[1:] if body.instructions else before
     message: dict[str, Any] = {"role": "assistant", "content": said.content}
     if said.calls:
         message["tool_calls"] = [
