@@ -320,6 +320,16 @@ def test_what_a_response_cannot_have_is_refused_by_the_name_that_the_client_sent
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(("name", "value"), [("name", 3), ("parameters", "x"), ("parameters", [])])
+@in_loop
+async def test_a_tool_of_wrong_types_is_refused(say: Byte, name: str, value: Any) -> None:
+    tool = {"type": "function", "function": {"name": "weather", name: value}}
+    async with say("fine") as (client, _):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await raw(client, "/v1/chat/completions", {"messages": ASK, "tools": [tool], "tool_choice": "required"})
+        assert ("invalid_type", f"tools[0].function.{name}") == (caught.value.code, caught.value.param)
+
+
 @in_loop
 async def test_responses_are_streamed_while_the_model_generates(say: Byte) -> None:
     """The first text comes from a model that never says the rest; one that has called a tool gets the same items."""
