@@ -76,8 +76,12 @@ def say(tmp_path: Path) -> Byte:
     """``async with say(text) as (client, script)``: an endpoint whose model answers with a text."""
 
     @contextlib.asynccontextmanager
-    async def serving(text: str, shaping: frozenset[str] = FIELDS, **settings: Any) -> AsyncIterator[Any]:
+    async def serving(
+        text: str, shaping: frozenset[str] = FIELDS, end: str = "<|im_end|>", **settings: Any
+    ) -> AsyncIterator[Any]:
         byte_tokenizer().save_pretrained(tmp_path)
+        for file in tmp_path.glob("token*.json"):
+            file.write_text(file.read_text().replace("<|im_end|>", end))
         server = ByteServer(None, RolloutContext(model=ModelSpec(path=str(tmp_path))))
         server.script, server.text, server.shaping = Script(), text.encode(), shaping
         endpoint = OpenAIEndpoint(server, EndpointConfig(**{"model_name": "policy", **settings}))
@@ -119,6 +123,19 @@ async def test_the_model_sees_tools_and_its_calls_come_back(say: Byte) -> None:
         none = await client.chat.completions.create(model="policy", messages=ASK, tools=[TOOL], tool_choice="none")
         assert ("stop", None) == (none.choices[0].finish_reason, none.choices[0].message.tool_calls)
         assert script.asked[0].prompt_ids == script.asked[3].prompt_ids
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<end_of_utterance>", "[EOS]"])
+@in_loop
+async def test_the_token_that_ends_an_answer_is_no_text_beside_tools(say: Byte, end: str) -> None:
+    """Special tokens are read as marks of calls, whatever the model's last token is called."""
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
+    async with say("It is warm.", end=end, tool_format="hermes") as (client, _):
+        asked: Any = {"model": "policy", "messages": ASK, "tools": tools}
+        answer = await client.chat.completions.create(**asked)
+        assert "It is warm." == answer.choices[0].message.content
+        pieces = [each async for each in await client.chat.completions.create(**asked, stream=True)]
+        assert "It is warm." == "".join(each.choices[0].delta.content or "" for each in pieces if each.choices)
 
 
 @in_loop
@@ -318,6 +335,16 @@ def test_what_a_response_cannot_have_is_refused_by_the_name_that_the_client_sent
             assert not script.asked
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("name", "value"), [("name", 3), ("parameters", "x"), ("parameters", [])])
+@in_loop
+async def test_a_tool_of_wrong_types_is_refused(say: Byte, name: str, value: Any) -> None:
+    tool = {"type": "function", "function": {"name": "weather", name: value}}
+    async with say("fine") as (client, _):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await raw(client, "/v1/chat/completions", {"messages": ASK, "tools": [tool], "tool_choice": "required"})
+        assert ("invalid_type", f"tools[0].function.{name}") == (caught.value.code, caught.value.param)
 
 
 @in_loop

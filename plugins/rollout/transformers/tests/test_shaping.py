@@ -9,7 +9,8 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from jackfield.abc.engine import ModelSpec
 from jackfield.abc.rollout import GenerateRequest, RolloutContext, SamplingParams
@@ -18,7 +19,8 @@ from jackfield_chat_model import END, save_chat_model
 from jackfield_huggingface.shaping import FIELDS, Grammar, ShapedRequest, ShapedResult, Shaping
 from jackfield_rollout_transformers.config import Config
 from jackfield_rollout_transformers.server import TransformersServer
-from jackfield_testing import in_loop
+from jackfield_rollout_transformers.shaping import Grammars
+from jackfield_testing import in_loop, refused
 
 PROMPT = tuple(b"what is it? it is")
 
@@ -175,3 +177,13 @@ def test_a_shaping_names_what_it_changes() -> None:
     assert frozenset() == Shaping().wanted
     changed = attrs.evolve(Shaping(), min_tokens=1, logit_bias={1: 2.0})
     assert {"min_tokens", "logit_bias"} == changed.wanted
+
+
+def test_a_tokenizer_that_no_grammar_can_be_matched_with_is_named() -> None:
+    """llguidance knows the usual decoders alone; such a request is refused, as where it is not installed."""
+    pytest.importorskip("llguidance")
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("a", " "), decoders.Fuse()])
+    grammars = Grammars(lambda: PreTrainedTokenizerFast(tokenizer_object=tokenizer), 2, frozenset({1}))
+    with refused("plugin.capability", "cannot match a grammar", "llguidance"):
+        grammars.matcher(Grammar("regex", "a"))

@@ -99,8 +99,11 @@ def _digest(adapter: Path, base: Path) -> str:
         content = file.read_bytes()
         found.update(f"{file.name} {len(content)} ".encode() + content)
     for file in sorted(file for pattern in _BASE for file in base.glob(pattern) if file.is_file()):
-        seen = file.stat()
-        found.update(f"{file.name} {seen.st_size} {seen.st_mtime_ns}".encode())
+        if file.suffix in (".safetensors", ".bin"):  # too long to read
+            seen = file.stat()
+            found.update(f"{file.name} {seen.st_size} {seen.st_mtime_ns}".encode())
+        else:
+            found.update(f"{file.name} ".encode() + file.read_bytes())
     return found.hexdigest()[:32]
 
 

@@ -73,7 +73,7 @@ class Choice:
         self._held += text
         if chunk.finish_reason is None:
             return []
-        parsed = self._use.parsed(self._held, self._format)
+        parsed = self._read(self._held)
         delta: dict[str, Any] = {"content": parsed.content}
         if parsed.reasoning:
             delta["reasoning_content"] = parsed.reasoning
@@ -84,7 +84,16 @@ class Choice:
     def parsed(self) -> Parsed:
         """Return the parts of the complete answer."""
         text = "".join(self._text.feed(chunk.token_ids) for chunk in self.chunks) + self._text.finish()
-        return self._use.parsed(text, self._format) if self._use.parses else Parsed(text, "", [], [])
+        return self._read(text) if self._use.parses else Parsed(text, "", [], [])
+
+    def _read(self, text: str) -> Parsed:
+        """Return the parts of a text with special tokens, of which the last may be an end that no format knows."""
+        parsed, last = self._use.parsed(text, self._format), self.chunks[-1]
+        if last.finish_reason == "stop" and last.token_ids and not self._tokenizer.decode(last.token_ids[-1:]):
+            end = self._tokenizer.decode_all(last.token_ids[-1:])
+            if parsed.content.endswith(end):
+                return parsed._replace(content=parsed.content.removesuffix(end).rstrip())
+        return parsed
 
     def said(self) -> Said:
         """Return the complete answer without a form."""

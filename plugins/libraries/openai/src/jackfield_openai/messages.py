@@ -87,6 +87,10 @@ def read_tools(tools: Any) -> tuple[dict[str, Any], ...]:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or tool.get("type") != "function" or not function.get("name"):
             raise refused(f"tools[{place}]", "a function with a name", tool)
+        if not isinstance(function["name"], str):
+            raise refused(f"tools[{place}].function.name", "a text", function["name"], "invalid_type")
+        if not isinstance(schema := function.get("parameters"), Mapping | None):
+            raise refused(f"tools[{place}].function.parameters", "a JSON schema", schema, "invalid_type")
     return tuple(dict(tool) for tool in tools)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from jackfield.abc.rollout import SamplingParams
-from jackfield.errors import RolloutError
+from jackfield.errors import PluginError, RolloutError
 from jackfield_huggingface.shaping import FIELDS, Grammar, Likeliest, PromptToken, ShapedRequest
 from jackfield_rollout_transformers.sampling import RowTable, filter_rows
 
@@ -111,13 +111,23 @@ class Grammars:
         self._tokenizer: Any = None
 
     def matcher(self, grammar: Grammar) -> Any:
-        """Return a new matcher; ``rollout.request`` for a grammar that cannot be read. It takes up to seconds."""
+        """Return a new matcher, which takes up to seconds.
+
+        Raise ``rollout.request`` for a grammar that cannot be read, and ``plugin.capability`` for such a tokenizer.
+        """
         import llguidance
         import llguidance.hf
 
         if self._tokenizer is None:
             ends: dict[str, Any] = {"eos_token": self._end_ids} if self._end_ids else {}
-            self._tokenizer = llguidance.hf.from_tokenizer(self._load(), n_vocab=self._vocabulary, **ends)
+            tokenizer = self._load()
+            try:
+                self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=self._vocabulary, **ends)
+            except ValueError as error:
+                message, expected = "answers of this model cannot match a grammar", "a tokenizer that llguidance reads"
+                found, fix = " ".join(str(error).split())[:100], "ask without response_format, tool_choice and the like"
+                code, where = "plugin.capability", "grammar"
+                raise PluginError(message, code=code, where=where, expected=expected, found=found, fix=fix) from error
         try:
             if grammar.kind == "json":
                 text = llguidance.LLMatcher.grammar_from_json_schema(grammar.text, overrides=_JSON)
