@@ -5,17 +5,27 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import attrs
 
-from jackfield.abc.reward import Generate, HttpClient, RewardContext
+from jackfield.abc.reward import Generate, HttpClient, RewardContext, absent
 from jackfield.clock import Clock
 
 OperatorType = Literal["filter", "mapper", "deduplicator", "selector", "scorer", "synthesizer"]
 Target = Literal["tasks", "experiences"]
 
 _DEFAULTS = RewardContext()
+
+
+class Score(Protocol):
+    """Scores responses with the reward of the run."""
+
+    async def __call__(self, values: Mapping[str, Any], response: str) -> float:
+        """Return the score of a response to the task of a row, of which ``values`` are the columns.
+
+        Raise what the reward raises, or ``reward.context`` where the host has no reward.
+        """
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -29,7 +39,8 @@ class OperatorContext:
     columns: Mapping[str, str] = attrs.field(factory=dict)
     folder: Path | None = None  #: for files of this operator, which are kept until the stage ends; None: there is none
     http: HttpClient = _DEFAULTS.http
-    generate: Generate = _DEFAULTS.generate
+    generate: Generate = _DEFAULTS.generate  #: with the model ``policy`` of the run, or another one that the host has
+    score: Score = attrs.field(factory=lambda: absent("reward"))
     #: adds a number to the stage's counter ``NAME``
     count: Callable[[str, float], None] = lambda name, number: None
 

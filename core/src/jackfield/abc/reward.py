@@ -63,7 +63,7 @@ class Generate(Protocol):
         """
 
 
-def _absent(what: str) -> Callable[..., NoReturn]:
+def absent(what: str) -> Callable[..., NoReturn]:
     """Return a function that refuses a service that this host does not give."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
@@ -74,7 +74,7 @@ def _absent(what: str) -> Callable[..., NoReturn]:
 
 
 class _NoHttp:
-    request = staticmethod(_absent("HTTP client"))
+    request = staticmethod(absent("HTTP client"))
 
 
 def read_secret(name: str) -> str:
@@ -97,7 +97,7 @@ class RewardContext:
     # Since 1.1:
     run: str = ""  #: name that no other run has, to tell apart equal keys of several runs
     http: HttpClient = attrs.field(factory=_NoHttp)
-    generate: Generate = attrs.field(factory=lambda: _absent("served model"))
+    generate: Generate = attrs.field(factory=lambda: absent("served model"))
     cache: Path | None = None  #: a folder that is kept across runs; None: there is none
     #: adds a number to the run's metric ``reward/NAME``, of which each step reports the sum
     count: Callable[[str, float], None] = lambda name, number: None
@@ -107,7 +107,7 @@ class RewardContext:
     #: a sample of the first task, with the task's own answer: what cannot score it can be refused at the start
     example: ScoreRequest | None = None
     #: makes another reward agent by name and settings, for the agent to start, call and close
-    agent: Callable[[str, Mapping[str, Any]], RewardAgent] = attrs.field(factory=lambda: _absent("other rewards"))
+    agent: Callable[[str, Mapping[str, Any]], RewardAgent] = attrs.field(factory=lambda: absent("other rewards"))
 
     def secret(self, name: str) -> str:
         """Return an environment variable, such as an API key; raise ``reward.secret`` if it is missing or empty."""
