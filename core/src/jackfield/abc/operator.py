@@ -141,6 +141,11 @@ class Operator(ABC):
         return False
 
     @property
+    def generates(self) -> bool:
+        """Whether it calls ``context.generate`` with the model ``policy``, which then needs a device."""
+        return False
+
+    @property
     def version(self) -> str:
         """What results depend on beside rows, settings and seed, such as the version of a model or a digest of code."""
         return ""

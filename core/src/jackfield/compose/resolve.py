@@ -66,7 +66,7 @@ def resolve_algorithm(config: RunConfig, rollout: Manifest) -> ResolvedAlgorithm
     correction, from_engine = _correction(config, loss, rollout, sampled=estimator is not None)
     needs, learns = chosen.needs, "expert_mask" in loss.needs
     experts = config.data.expert_samples_per_batch if learns and config.data.expert else 0
-    mixes = experts > 0 or (learns and config.mixing.expert is not None)
+    mixes = experts > 0 or (learns and (config.mixing.expert or config.mixing.made) is not None)
     reads_old = settings.kl.in_reward or any("old_log_probs" in one.inputs for one in (loss, estimator, kl) if one)
     options, read = {**chosen.loss_options, "aggregation": chosen.aggregation}, {*loss.inputs, "rollout_weights"}
     reference = kl is not None or "reference" in needs or options.get("reference") == "ref"
@@ -180,6 +180,8 @@ def _check(config: RunConfig, resolved: ResolvedAlgorithm, there: Set[str]) -> N
     for idle, where, expected in (
         (config.critic != CriticSettings() and not resolved.critic, "critic", "an estimator with a critic (gae)"),
         (config.mixing.expert and not mixes, "mixing.expert", "a loss with an expert (mix)"),
+        (config.mixing.made and not mixes, "mixing.made", "a loss with an expert (mix)"),
+        (config.mixing.made and not config.data.pipeline.experiences, "mixing.made", "data.pipeline.experiences"),
         (config.data.expert and not resolved.experts, "data.expert", "a loss with an expert (mix)"),
         (dimensions and not several, "algorithm.reward_dimensions", "an estimator of them (gdpo)"),
         (config.algorithm.shaping.active and several, "algorithm.shaping", "an estimator of one reward"),

@@ -12,10 +12,11 @@ from typing import Any
 import attrs
 import xxhash
 
-from jackfield.abc.reward import RewardAgent, RewardContext
+from jackfield.abc.operator import Score
+from jackfield.abc.reward import RewardAgent, RewardContext, ScoreRequest
 from jackfield.config import RunConfig
 from jackfield.config.reward_service import RewardServiceConfig
-from jackfield.errors import ConfigError
+from jackfield.errors import ConfigError, RewardError
 from jackfield.plugins import Registry
 from jackfield.runtime.reward_limits import Limits, RewardCache
 from jackfield.runtime.reward_service import RewardService
@@ -50,6 +51,25 @@ def make_reward(
     made, cache = load(name, settings), None if folder is None else RewardCache(folder)
     options: Any = {"limits": limits, "cache": cache, "seed": context.seed, "http": http}
     return RewardService(made, service, context.clock, identity=[name, dict(settings)], **options)
+
+
+def scorer(reward: RewardService, seconds: float) -> Score:
+    """Return what scores responses for operators, by a run's reward; ``seconds`` is the deadline of a score.
+
+    A response without a score raises ``reward.failed``.
+    """
+
+    async def score(values: Mapping[str, Any], response: str) -> float:
+        messages = tuple(values.get("messages") or ())
+        shared: Any = {"prompt_str": str(values.get("prompt", "")), "messages": messages, "deadline_seconds": seconds}
+        told: Any = {name: str(values.get(name, "")) for name in ("data_source", "ground_truth")}
+        asked = ScoreRequest(solution_str=response, extra_info=dict(values), **told, **shared)
+        scored = (await reward.score_group([asked]))[0]
+        if scored.status != "ok":
+            raise RewardError(f"a response has no score: {scored.error}", where="operator", found=scored.status)
+        return sum(scored.token_scores) if scored.token_scores else float(scored.score or 0.0)
+
+    return score
 
 
 def check_parts(settings: Any, registry: Registry, where: str = "reward.parts") -> None:

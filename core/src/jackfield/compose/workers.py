@@ -31,7 +31,7 @@ from jackfield.compose.engines import engine_context
 from jackfield.compose.libraries import archives, example, pipelines
 from jackfield.compose.parts import register_any, register_installed
 from jackfield.compose.resolve import agent_has, has_arrays, load_tokenizer
-from jackfield.compose.rewards import make_reward, run_id, share_of
+from jackfield.compose.rewards import http_client, make_reward, run_id, scorer, share_of
 from jackfield.compose.tasks import check_tokens, prompts, read_tasks
 from jackfield.compose.worker import KINDS as WORKER_KINDS
 from jackfield.compose.worker import Worker
@@ -43,6 +43,7 @@ from jackfield.queue.store import STORE_FILE
 from jackfield.routing import Replica, Router
 from jackfield.runtime.agent_worker import AgentWorker
 from jackfield.runtime.engine import EngineRank
+from jackfield.runtime.experiences import ExperienceShaper
 from jackfield.runtime.process import ROLLOUT, connect_worker, interface_of, open_host, rollout_service, use_process
 from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.samples import AdvantageWorker, StepValues
@@ -279,13 +280,20 @@ class WorkerFactory:
             raise
         keeps = settings.keep or (settings.keep is None and find_spec("jackfield_archive") is not None)
         records = archives().RewardRecords(folder / "scores", f"worker-{number}") if keeps else None
-        pipeline: Any = None
+        shaper: ExperienceShaper | None = None
         if config.data.pipeline.experiences:
-            folder_of = OperatorContext(clock=self.clock, seed=config.seed, target="experiences")
-            pipeline = pipelines().ExperiencePipeline.of_run(config, self.registry, folder_of)
+            services: Any = {"generate": context.generate, "score": scorer(agent, deadlines.reward)}
+            services |= {} if (http := http_client()) is None else {"http": http}
+            services |= {"count": lambda name, number: agent.limits.count(f"pipeline/{name}", number)}
+            shared = OperatorContext(clock=self.clock, seed=config.seed, target="experiences", **services)
+            pipeline = pipelines().ExperiencePipeline.of_run(config, self.registry, shared, number)
             stack.push_async_callback(pipeline.close)
-            await pipeline.start()
-        given: Any = (records, run, prompts(config), pipeline)
+            if http is not None:
+                stack.push_async_callback(http.close)
+            await self.clock.wait_for(pipeline.start(), deadlines.start, "the operators of data.pipeline.experiences")
+            made = {"keeps_made": config.mixing.made is not None, "arrays": has_arrays(config, self.registry)}
+            shaper = ExperienceShaper(pipeline=pipeline, values=values, tokenizer=tokenizer, **made)
+        given: Any = (records, run, prompts(config), shaper)
         worker = RewardWorker(values, agent, tokenizer, self.clock, config, *given)
         stack.push_async_callback(worker.close)
         return worker

@@ -141,6 +141,15 @@ class MixConfig(Reuse):
 
 
 @attrs.frozen(kw_only=True)
+class MadeConfig(Reuse):
+    """Mixing of what operators make in this run."""
+
+    ratio: float = option(help="made groups per new group, as far as there are any", validator=gt(0.0))
+    max_uses: int | None = option(1, "uses of a group, the first one included; null: no limit", optional(gt(0)))
+    sampler: SamplerSpec = option(factory=SamplerSpec, help="chooses the groups to train on")
+
+
+@attrs.frozen(kw_only=True)
 class QueueConfig:
     """The queue's controller, limits and durability."""
 
@@ -170,6 +179,9 @@ class MixingConfig:
     replay: ReplayConfig | None = option(None, "train again on earlier groups; null: never")
     expert: MixConfig | None = option(None, "samples of an expert, for a loss with one (mix, mix_chord); null: none")
     human: MixConfig | None = option(None, "samples with rewards from elsewhere, treated like the policy's; null: none")
+    made: MadeConfig | None = option(
+        None, "responses that operators of data.pipeline.experiences make, for a loss with an expert; null: none"
+    )
 
 
 @attrs.frozen(kw_only=True)

@@ -83,7 +83,7 @@ class Leases:
         *,
         batch: int | None = None,
         step: int | None = None,
-        fresh: bool = True,
+        fresh: bool | None = True,
         max_staleness: int | None = None,
         again: Sequence[str] = (),
         deadline_seconds: float = 600.0,
@@ -103,8 +103,8 @@ class Leases:
 
         Otherwise, the consumer's sampler chooses among the groups of all batches: ``groups`` of them, or all ready
         ones and at least one. With ``fresh``, it may choose groups that the consumer has not used yet, and the call
-        waits until there are enough; otherwise it returns at once as many used groups as there are. Groups that are too
-        stale at ``step`` (of the trainer) are retired; those in cooldown after a use are not offered.
+        waits until there are enough; otherwise it returns at once as many used groups as there are (None: of all).
+        Groups too stale at ``step`` (of the trainer) are retired; those in cooldown after a use are not offered.
         """
         mine = self.core.state.consumer(consumer)
         if groups is not None and groups < 1:
@@ -135,7 +135,7 @@ class Leases:
         groups: int | None,
         batch: int | None,
         step: int | None,
-        fresh: bool,
+        fresh: bool | None,
         max_staleness: int | None,
         again: Sequence[str],
     ) -> Callable[[], list[Group] | None]:
@@ -189,10 +189,12 @@ class Leases:
             raise QueueError(message, where=name, fix="lease each batch once")
         return fresh
 
-    def _choose(self, consumer: Consumer, count: int | None, step: int | None, fresh: bool) -> list[Group] | None:
+    def _choose(
+        self, consumer: Consumer, count: int | None, step: int | None, fresh: bool | None
+    ) -> list[Group] | None:
         """Return groups that a consumer's sampler chooses, or None while there are too few."""
-        self._retire_stale(consumer, step, fresh)
-        usable = [group for group in consumer.usable if consumer.is_rested(group, step, fresh)]
+        self._retire_stale(consumer, step, fresh is not False)
+        usable = [group for group in consumer.usable if consumer.is_rested(group, step, fresh is not False)]
         wanted = (count or 1) if fresh else 0
         chosen = drawn(consumer, usable, step, count) if len(usable) >= wanted else []
         return chosen if len(chosen) >= wanted else None

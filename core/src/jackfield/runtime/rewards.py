@@ -20,11 +20,11 @@ from jackfield.config import RunConfig
 from jackfield.data.formats import Conversation
 from jackfield.queue import Values
 from jackfield.queue.meta import Written, batch_of, group_of
+from jackfield.runtime.experiences import ExperienceShaper, MadeSample, Scored, total
 from jackfield.runtime.reward_service import RewardService, checked
 from jackfield.runtime.workers import together
 from jackfield.sdk.cells import offsets_of, split
 
-_Scored: TypeAlias = tuple[ScoreRequest, ScoreResult]
 _Read: TypeAlias = dict[str, tuple[list[int], list[int], list[int], bytes]]  #: prompt, response, mask and task, by key
 _KEPT = ("status", "score", "dimensions", "metrics", "explanation", "raw", "error", "tokens", "seconds")
 _PROGRESS_SECONDS = 10.0  #: between reports that only say that the wait goes on
@@ -50,8 +50,9 @@ class RewardReport:
     """The scores of whole groups. The values are already in the backend."""
 
     results: dict[str, ScoreResult]  #: by key; empty: the wait goes on
-    removed: dict[str, str] = attrs.field(factory=dict, kw_only=True)  #: by key, why the pipeline does not keep it
     written: Written  #: of the samples with a score, in the same order
+    removed: dict[str, str] = attrs.field(factory=dict, kw_only=True)  #: by key, why the pipeline does not keep it
+    made: tuple[MadeSample, ...] = attrs.field(default=(), kw_only=True)  #: by operators, and kept by the worker
     progress: tuple[int, int, int] = (0, 0, 0)  #: of the service: tries that have ended, turns in progress and waiting
 
 
@@ -68,9 +69,9 @@ class RewardWorker:
     _records: Any = None  #: a ``jackfield_archive.RewardRecords``: what is kept of the scores
     _run: str = ""  #: name of the run in these
     _prompt_of: Callable[[Mapping[str, Any]], Conversation] = lambda record: ()  #: returns the messages of a record
-    _pipeline: Any = None  #: a ``jackfield_pipelines.ExperiencePipeline`` that is started
+    _shaper: ExperienceShaper | None = None  #: has operators shape what was scored
     #: scores that :meth:`reward` will use, by key, and their group, by the group's key without its retry
-    _scores: dict[str, tuple[str, dict[str, asyncio.Task[_Scored]]]] = attrs.field(factory=dict, init=False)
+    _scores: dict[str, tuple[str, dict[str, asyncio.Task[Scored]]]] = attrs.field(factory=dict, init=False)
     _service: RewardService = attrs.field(init=False)
     _task: Callable[[bytes], tuple[dict[str, Any], dict[str, Any]]] = attrs.field(init=False)
 
@@ -81,7 +82,7 @@ class RewardWorker:
 
     async def generates(self) -> bool:
         """Return whether scoring needs the run's replicas."""
-        return self._service.generates
+        return self._service.generates or (self._shaper is not None and self._shaper.pipeline.generates)
 
     async def score(self, partition: str, keys: Sequence[str]) -> dict[str, ScoreResult]:
         """Score samples that are not compared with others; ``queue.unknown-sample`` if one has been deleted."""
@@ -127,9 +128,11 @@ class RewardWorker:
             if scored:
                 yield await self._written(partition, scored)
 
-    async def _written(self, partition: str, scored: Mapping[str, _Scored]) -> RewardReport:
+    async def _written(self, partition: str, scored: Mapping[str, Scored]) -> RewardReport:
         """Write the scores of whole groups; return their report."""
-        scored, removed = await self._shaped(scored)
+        removed, made = dict[str, str](), tuple[MadeSample, ...]()
+        if self._shaper is not None:
+            scored, removed, made = await self._shaper.shape(partition, scored)
         self._keep(scored)
         good = {key: one for key, (_, one) in scored.items() if one.status == "ok" and key not in removed}
         written = await self._values.put(partition, list(good), self._columns(list(good.values())))
@@ -137,30 +140,28 @@ class RewardWorker:
             metrics = {name if "/" in name else f"reward/{name}": number for name, number in counts.items()}
             written = msgspec.structs.replace(written, metrics=metrics)
         results = {key: _told(result) for key, (_, result) in scored.items()}
-        return RewardReport(results=results, removed=removed, written=written, progress=self._progress)
+        told: Any = {"removed": removed, "made": made, "progress": self._progress}
+        return RewardReport(results=results, written=written, **told)
 
-    async def _shaped(self, scored: Mapping[str, _Scored]) -> tuple[Mapping[str, _Scored], dict[str, str]]:
-        """Have the operators of ``data.pipeline.experiences`` see the samples with a score; return their scores.
+    async def put_made(self, name: str, key: str) -> Written:
+        """Write a sample that an operator made, by the name in a report, under its key in the queue."""
+        assert self._shaper is not None
+        return await self._shaper.put(name, key)
 
-        Also return, by key, why a sample is not kept. Numbers that operators write are metrics.
-        """
-        good = {key: one for key, one in scored.items() if one[1].status == "ok"}
-        if self._pipeline is None or not good:
-            return scored, {}
-        batches, found = dict[int, dict[str, Any]](), list[Any]()
-        for key, (asked, result) in good.items():
-            batches.setdefault(asked.priority, {})[key] = _experience(asked, result)
-        for batch, records in batches.items():
-            found.append(await self._pipeline.shape(records, batch))
-        columns = {key: written for one in found for key, written in one.columns.items()}
-        shaped = {key: (scored[key][0], _with_columns(scored[key][1], own)) for key, own in columns.items()}
-        return {**scored, **shaped}, {key: why for one in found for key, why in one.removed.items()}
+    async def pipeline_state(self, batch: int) -> Any:
+        """Return what operators had learnt before a batch, as JSON values; None: there are none."""
+        return None if self._shaper is None else self._shaper.pipeline.state_before(batch)
+
+    async def restore_pipeline(self, state: Any) -> None:
+        """Have the operators continue from a state, before the first sample is scored."""
+        if self._shaper is not None:
+            self._shaper.pipeline.restore(state)
 
     @property
     def _progress(self) -> tuple[int, int, int]:
         return self._service.ended, self._service.limits.in_progress, self._service.limits.waiting
 
-    async def _group(self, job: RewardJob, scoring: Sequence[asyncio.Task[_Scored]]) -> dict[str, _Scored]:
+    async def _group(self, job: RewardJob, scoring: Sequence[asyncio.Task[Scored]]) -> dict[str, Scored]:
         """Wait for the scores of a group, post-process them together, and check them; return them by key."""
         for each in reversed(scoring):  # the last to end is most likely the last to begin, and one wait is enough
             if not each.done():
@@ -176,7 +177,7 @@ class RewardWorker:
 
     async def _compared(
         self, keys: Sequence[str], uncompared: Sequence[str], reading: asyncio.Future[_Read]
-    ) -> dict[str, _Scored]:
+    ) -> dict[str, Scored]:
         """Score a whole group, and those that stand apart each as a group of one."""
         read = reading.result() if reading.done() else await asyncio.shield(reading)
         requests = {key: self._request(key, *read[key]) for key in keys}
@@ -188,7 +189,7 @@ class RewardWorker:
         scored = {key: (r, one) for part, own, ones in named for key, r, one in zip(part, own, ones, strict=True)}
         return self._checked({key: scored[key] for key in keys}, siblings)
 
-    def _checked(self, scored: dict[str, _Scored], siblings: Sequence[str]) -> dict[str, _Scored]:
+    def _checked(self, scored: dict[str, Scored], siblings: Sequence[str]) -> dict[str, Scored]:
         """Fill failures of a group if the settings say so, and turn scores without a dimension into failures."""
         if self._config.reward_service.on_failure == "group_mean":
             filled = _filled([scored[key][1] for key in siblings])
@@ -202,7 +203,7 @@ class RewardWorker:
         """Return ``reward`` and, for dimensions (metrics, and ``score`` for the score itself), those."""
         columns = {"reward": _column([result.token_scores or (result.score,) for result in good])}
         if dimensions := self._config.algorithm.reward_dimensions:  # 0 for a reward that the agent loop has computed
-            rows = [{**each.metrics, **each.dimensions, "score": _total(each)} for each in good]
+            rows = [{**each.metrics, **each.dimensions, "score": total(each)} for each in good]
             columns["reward_dimensions"] = _column([[row.get(name, 0.0) for name in dimensions] for row in rows])
         return columns
 
@@ -215,9 +216,9 @@ class RewardWorker:
             self._records.close()
         await self._service.close()
 
-    def _scoring(self, partition: str, keys: Sequence[str]) -> list[asyncio.Task[_Scored]]:
+    def _scoring(self, partition: str, keys: Sequence[str]) -> list[asyncio.Task[Scored]]:
         """Return the tasks that score samples; start those that are missing or failed."""
-        found, missing = list[dict[str, asyncio.Task[_Scored]]](), dict[str, dict[str, asyncio.Task[_Scored]]]()
+        found, missing = list[dict[str, asyncio.Task[Scored]]](), dict[str, dict[str, asyncio.Task[Scored]]]()
         for key in keys:
             found.append(scores := self._scores_of(group_of(key)))
             scoring = scores.get(key)
@@ -230,7 +231,7 @@ class RewardWorker:
                 task.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio would log it
         return [scores[key] for key, scores in zip(keys, found, strict=True)]
 
-    def _scores_of(self, group: str) -> dict[str, asyncio.Task[_Scored]]:
+    def _scores_of(self, group: str) -> dict[str, asyncio.Task[Scored]]:
         """Return the scores of a group. Those of earlier retries are cancelled and forgotten."""
         name, scores = self._scores.get(_place(group), ("", {}))
         if name != group:
@@ -244,7 +245,7 @@ class RewardWorker:
         numbers = (_lists(columns[name]) for name in REWARD_INPUTS[:3])
         return dict(zip(keys, zip(*numbers, map(bytes, split(columns["task"])[1]), strict=True), strict=True))
 
-    async def _score(self, key: str, reading: asyncio.Future[_Read]) -> _Scored:
+    async def _score(self, key: str, reading: asyncio.Future[_Read]) -> Scored:
         """Score a sample, unless the agent loop has computed its reward."""
         read = (reading.result() if reading.done() else await asyncio.shield(reading))[key]
         request = self._request(key, *read)
@@ -290,7 +291,7 @@ class RewardWorker:
         fields |= {"metrics": made.get("metrics", {}), "tool_calls": tuple(made.get("tool_calls", ()))}
         return task, fields
 
-    def _keep(self, scored: Mapping[str, _Scored]) -> None:
+    def _keep(self, scored: Mapping[str, Scored]) -> None:
         """Record requests with their results."""
         if self._records is None:
             return
@@ -306,25 +307,6 @@ class RewardWorker:
                 for key, (asked, result) in scored.items()
             ]
         )
-
-
-def _experience(asked: ScoreRequest, result: ScoreResult) -> dict[str, Any]:
-    """Return the columns of a scored sample that operators may read; the task's own fields are among them."""
-    own = {"prompt": asked.prompt_str, "response": asked.solution_str, "reward": _total(result)}
-    own |= {"ground_truth": asked.ground_truth, "data_source": asked.data_source, "group": asked.group_id}
-    own |= {"turns": asked.turns, "response_tokens": len(asked.response_ids), "messages": asked.messages}
-    return {**asked.extra_info, **result.metrics, **result.dimensions, **own}
-
-
-def _with_columns(result: ScoreResult, written: Mapping[str, Any]) -> ScoreResult:
-    """Return a score with the reward that operators wrote; token scores get the difference at their end."""
-    numbers = {name: float(value) for name, value in written.items() if isinstance(value, int | float)}
-    reward, before = numbers.pop("reward", _total(result)), _total(result)
-    metrics = {**result.metrics, **numbers, "unshaped": before}
-    if result.token_scores:
-        *others, last = result.token_scores
-        return attrs.evolve(result, token_scores=(*others, last + reward - before), metrics=metrics)
-    return attrs.evolve(result, score=reward, metrics=metrics)
 
 
 def _place(group: str) -> str:
@@ -344,13 +326,9 @@ def _told(result: ScoreResult) -> ScoreResult:
     return ScoreResult(score=result.score, metrics={**result.metrics, **result.dimensions}, error=error)
 
 
-def _total(result: ScoreResult) -> float:
-    return sum(result.token_scores) if result.token_scores else float(result.score or 0.0)
-
-
 def _filled(results: Sequence[ScoreResult]) -> list[ScoreResult]:
     """Replace failed scores of a group by the mean of the others, if there are any."""
-    good = [{**each.metrics, **each.dimensions, "": _total(each)} for each in results if each.status == "ok"]
+    good = [{**each.metrics, **each.dimensions, "": total(each)} for each in results if each.status == "ok"]
     shared = sorted(set(good[0]).intersection(*good)) if good else []
     metrics = {name: sum(each[name] for each in good) / len(good) for name in shared}
     mean = ScoreResult(score=metrics.pop("", None), metrics=metrics, explanation="the mean of its group")

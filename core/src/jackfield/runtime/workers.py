@@ -38,6 +38,11 @@ class Workers(Generic[T]):
         """Return the worker of the groups with an index."""
         return self._workers[index % len(self._workers)]
 
+    @property
+    def all(self) -> Sequence[T]:
+        """Return all workers, by number."""
+        return self._workers
+
     def shares(self, work: Iterable[S], index: Callable[[S], int]) -> list[tuple[T, list[S]]]:
         """Return each worker's share of work on groups, of which ``index`` returns the index."""
         if len(self._workers) == 1:

@@ -35,6 +35,7 @@ from jackfield.queue.store import STORE_FILE
 from jackfield.runtime.engine import EngineGroup
 from jackfield.runtime.samples import TRAIN
 from jackfield.trainer.random_state import random_state, restore_random_state
+from jackfield.trainer.rewards import pipeline_states, restore_pipelines
 from jackfield.trainer.role import Role
 
 FORMAT = 2
@@ -98,6 +99,7 @@ class Checkpointer:
                     "versions": {"jackfield": __version__, "python": platform.python_version()},
                     "random": random_state() if again_from is None else self.random,
                     "config": as_plain(config),
+                    "pipeline": await pipeline_states(self.role, steps),
                     "data": {which: tasks.digest for which, tasks in self.role.tasks.items()},
                 }
                 not_begun = {} if again_from is None else {TRAIN: again_from}
@@ -138,6 +140,7 @@ class Checkpointer:
             await engine.load(str(checkpoint.folder / role))
         await self.role.queue.restore(checkpoint.folder / "queue", checkpoint.step - 1)
         restore_random_state(state["random"])
+        await restore_pipelines(self.role, state.get("pipeline", []))
         self.saved = checkpoint.step
         return dict(state["trainer"])
 

@@ -15,7 +15,8 @@ import msgspec
 
 from jackfield.errors import DeadlineExceeded, QueueError, RewardError, WorkerLost, some
 from jackfield.plugins.hooks import RewardsPending, SamplesFailed
-from jackfield.queue.meta import BatchMeta, group_of, index_of
+from jackfield.queue.meta import BatchMeta, Lineage, NewGroup, RolloutReport, group_of, index_of
+from jackfield.runtime.experiences import MADE
 from jackfield.runtime.rewards import REWARD_INPUTS, RewardJob, RewardReport, RewardWorker
 from jackfield.runtime.samples import TRAIN, is_baseline, is_expert
 from jackfield.runtime.tags import metric_tags
@@ -103,6 +104,7 @@ class RewardPipeline:
             if not ended or not ended.keys() <= left.keys():
                 return  # a report that has come before, or says that the wait goes on
             await self._record(some_groups(ended), report)
+            await self._put_made(worker, batch, report)
             for name in ended:
                 del left[name]
 
@@ -126,6 +128,21 @@ class RewardPipeline:
                 if not await self.role.give_back_lost(some_groups(left), error):
                     raise
                 return  # they are leased again if enough samples are left
+
+    async def _put_made(self, worker: RewardWorker, batch: BatchMeta, report: RewardReport) -> None:
+        """Put the samples that operators made, each as a group of its own, for ``mixing.made``."""
+        queue, seconds = self.role.queue, self.role.config.deadlines.batch
+        tasks = dict(zip(batch.keys, (tags["task_id"] for tags in batch.tags), strict=True)) if report.made else {}
+        for made in report.made:
+            claimed = await queue.claim_batch(MADE, REWARD, 1, deadline_seconds=seconds)
+            assert claimed is not None
+            async for (group,) in queue.groups_to_fill(claimed, seconds, until="published"):
+                await queue.open_groups([NewGroup(key=group, task_id=tasks[made.parents[0]], rollouts=1)])
+                key = group.sample(0, 0)
+                written = await worker.put_made(made.name, key)
+                lineage = {key: Lineage(made.operation, made.parents)}
+                told = RolloutReport(group=str(group), rollout=0, keys=(key,), written=written, lineage=lineage)
+                await queue.end_rollouts([told])
 
     async def _record(self, batch: BatchMeta, report: RewardReport) -> None:
         """Report the rewards of whole groups to the queue, and the samples without a score; drop equal groups."""
@@ -176,6 +193,24 @@ class RewardPipeline:
         if gone:
             await self.role.queue.fail_samples(gone)
         self.groups += len(groups)
+
+
+async def pipeline_states(role: Role, steps: int) -> list[Any]:
+    """Return what the operators of each reward worker had learnt before the first batch that is not trained on."""
+    if not role.config.data.pipeline.experiences or role.workers.rewards is None:
+        return []
+    return [await worker.pipeline_state(steps) for worker in role.workers.rewards.all]
+
+
+async def restore_pipelines(role: Role, states: Sequence[Any]) -> None:
+    """Have the operators of each reward worker continue from its state, if there are as many workers as before."""
+    workers = [] if role.workers.rewards is None else role.workers.rewards.all
+    if states and len(states) != len(workers):
+        what = "the operators of %d reward workers start again: the checkpoint has the states of %d"
+        logging.getLogger("jackfield").warning(what, len(workers), len(states))
+        return
+    for worker, state in zip(workers, states, strict=False):
+        await worker.restore_pipeline(state)
 
 
 def _is_compared(tags: Mapping[str, Any]) -> bool:

@@ -11,9 +11,10 @@ from typing import Any
 import attrs
 
 from jackfield.abc.engine import OptimizerSpec
-from jackfield.config.sections import MixConfig, ReplayConfig
+from jackfield.config.sections import MadeConfig, MixConfig, ReplayConfig
 from jackfield.errors import RunError
 from jackfield.queue.meta import BatchMeta, Reuse, SamplerSpec
+from jackfield.runtime.experiences import MADE
 from jackfield.runtime.samples import TRAIN, oldest_version, trained
 from jackfield.trainer.role import Role
 
@@ -72,7 +73,7 @@ class StepSource:
     role: Role
     sizes: Sequence[int | None] = attrs.field(init=False)  #: of the parts of a step, in groups; None: the whole batch
     #: what is added to the step's own groups, by partition; in the training partition: used groups, replayed
-    _mixed: dict[str, ReplayConfig | MixConfig] = attrs.field(init=False)
+    _mixed: dict[str, ReplayConfig | MixConfig | MadeConfig] = attrs.field(init=False)
     _forward: Sequence[str] = attrs.field(init=False)  #: columns that are computed before rewards come
 
     def __attrs_post_init__(self) -> None:
@@ -128,7 +129,7 @@ class StepSource:
         step.groups[index] = list(batch.by_group())
         for partition, each in self._mixed.items():
             if more := further_groups(each.ratio, step.number * len(step.sizes) + index, len(step.groups[index])):
-                which: dict[str, Any] = {"step": step.number, "fresh": partition != TRAIN}
+                which: dict[str, Any] = {"step": step.number, "fresh": {TRAIN: False, MADE: None}.get(partition, True)}
                 batch = batch.joined(await queue.lease(_consumer(partition), more, deadline_seconds=seconds, **which))
         return batch
 

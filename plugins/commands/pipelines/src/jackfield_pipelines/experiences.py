@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -11,9 +13,12 @@ from jackfield.abc.operator import OperatorContext
 from jackfield.config import RunConfig
 from jackfield.errors import ConfigError
 from jackfield.plugins.registry import Registry
+from jackfield_pipelines.made import MadeRow, MadeRows
 from jackfield_pipelines.row_sets import KEY
 from jackfield_pipelines.stages import OperatorStage, Record
 from jackfield_pipelines.tasks import steps_of
+
+_KEPT = 64  #: batches of which the states before them are kept
 
 
 @attrs.frozen(kw_only=True)
@@ -22,6 +27,7 @@ class Shaped:
 
     columns: Mapping[str, Mapping[str, Any]]  #: by key, the columns that operators wrote
     removed: Mapping[str, str]  #: by key, why an experience is not trained on
+    made: Sequence[MadeRow] = ()  #: what operators made, with the parents among the experiences
 
 
 @attrs.define(kw_only=True)
@@ -30,19 +36,38 @@ class ExperiencePipeline:
 
     stages: Sequence[OperatorStage]
     steps: int  #: training steps of the run
+    rows: MadeRows | None = None  #: the file of the rows that operators make
+    _newest: int = attrs.field(default=-1, init=False)  #: batch of which experiences have come
+    _states: dict[int, list[Any]] = attrs.field(factory=dict, init=False)  #: of the operators, before batches
 
     @classmethod
-    def of_run(cls, config: RunConfig, registry: Registry, context: OperatorContext) -> ExperiencePipeline:
-        """Make the operators of a run, which are not started."""
+    def of_run(
+        cls, config: RunConfig, registry: Registry, context: OperatorContext, worker: int = 0
+    ) -> ExperiencePipeline:
+        """Make the operators of a run, which are not started, for one of its reward workers."""
         stages = list[OperatorStage]()
-        for step in steps_of(config.data.pipeline.experiences, registry, "data.pipeline.experiences"):
+        for number, step in enumerate(
+            steps_of(config.data.pipeline.experiences, registry, "data.pipeline.experiences"), 1
+        ):
             operator = step.record.build(step.settings, context, step.name)
             if operator.selection is not None:
                 what, expected = f"{step.name} puts all rows into an order", "an operator that looks at groups"
                 raise ConfigError(what, where="data.pipeline.experiences", expected=expected, found=step.name)
             seconds = config.data.pipeline.seconds_per_request
-            stages.append(OperatorStage(name=step.name, operator=operator, clock=context.clock, seconds=seconds))
-        return cls(stages=stages, steps=config.schedule.steps)
+            shared: Any = {"name": step.name, "number": number, "clock": context.clock, "seconds": seconds}
+            stages.append(OperatorStage(operator=operator, **shared))
+        file = Path(config.folder, "made", f"worker-{worker}.jsonl")
+        return cls(stages=stages, steps=config.schedule.steps, rows=MadeRows(file))
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Names of the columns that operators read."""
+        return frozenset[str]().union(*(stage.reads for stage in self.stages))
+
+    @property
+    def generates(self) -> bool:
+        """Whether an operator generates with the run's replicas."""
+        return any(stage.operator.generates for stage in self.stages)
 
     async def start(self) -> None:
         """Start all operators."""
@@ -54,10 +79,30 @@ class ExperiencePipeline:
         for stage in reversed(self.stages):
             await stage.operator.close()
 
+    def state_before(self, batch: int) -> list[Any]:
+        """Return the states of the operators before the first experience of a batch, or a later one, came.
+
+        They are exact where batches are scored one after the other.
+        """
+        later = [number for number in self._states if number >= batch]
+        return self._states[min(later)] if later else self._state()
+
+    def restore(self, states: Sequence[Any]) -> None:
+        """Have the operators continue from states, before the first experience."""
+        for stage, state in zip(self.stages, states, strict=True):
+            stage.operator.restore(state)
+
+    def _state(self) -> list[Any]:
+        return [copy.deepcopy(stage.operator.state()) for stage in self.stages]
+
     async def shape(self, records: Mapping[str, Record], batch: int) -> Shaped:
         """Apply the operators to experiences of whole groups of a batch."""
+        if batch > self._newest:
+            self._newest, self._states[batch] = batch, self._state()
+            for number in sorted(self._states)[:-_KEPT]:
+                del self._states[number]
         left = {key: {**record, KEY: key} for key, record in records.items()}
-        columns, removed = dict[str, dict[str, Any]](), dict[str, str]()
+        columns, removed, made = dict[str, dict[str, Any]](), dict[str, str](), dict[str, MadeRow]()
         for stage in self.stages:
             if not left:
                 break
@@ -65,6 +110,7 @@ class ExperiencePipeline:
             for key, written in result.updates.items():
                 left[key].update(written)
                 columns.setdefault(key, {}).update(written)
+            new = stage.made(result.made, left)
             gone = {**result.removed, **result.set_aside}
             if stage.operator.type == "filter":
                 kept = {key: record for key, record in left.items() if key not in gone}
@@ -72,4 +118,17 @@ class ExperiencePipeline:
             for key, why in gone.items():
                 removed[key] = f"{stage.name}: {why}"
                 del left[key]
-        return Shaped(columns=columns, removed=removed)
+            for record, row in zip(new, result.made, strict=True):
+                parents = dict.fromkeys(each for key in row.parents for each in _samples(key, made))
+                left[record[KEY]] = record
+                made[record[KEY]] = MadeRow(key=record[KEY], operator=stage.name, parents=tuple(parents), values=record)
+        rows = [attrs.evolve(row, values=left[key]) for key, row in made.items() if key in left]
+        if rows and self.rows is not None:
+            self.rows.write(rows, batch)
+        own = {key: value for key, value in columns.items() if key not in made}
+        return Shaped(columns=own, removed={key: why for key, why in removed.items() if key not in made}, made=rows)
+
+
+def _samples(key: str, made: Mapping[str, MadeRow]) -> Sequence[str]:
+    """Return the samples from which a row comes: itself, or those of its parents."""
+    return made[key].parents if key in made else (key,)

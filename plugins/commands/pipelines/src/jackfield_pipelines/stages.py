@@ -112,6 +112,10 @@ class OperatorStage:
         message = f"the operator gave {what}"
         return OperatorError(message, code=CONTRACT, where=self.name, expected=expected, found=found)
 
+    def made(self, rows: Sequence[NewRow], records: Mapping[str, Record]) -> list[Record]:
+        """Return the records of rows that the operator made of others, with their keys."""
+        return _made(rows, records, self.number)
+
     async def run(self, source: Iterable[Record], writer: RowSetWriter, limits: Limits) -> None:
         """Process all records of a source, from where the writer's progress stands on."""
         done: int = writer.state["read"] if writer.state else 0

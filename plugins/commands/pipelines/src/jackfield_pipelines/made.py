@@ -1,0 +1,60 @@
+"""The rows that operators make of experiences in a run, in a file that later runs can train on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import msgspec
+
+from jackfield_pipelines.row_sets import KEY
+
+_encode, _decode = msgspec.json.Encoder().encode, msgspec.json.Decoder().decode
+
+
+@attrs.frozen(kw_only=True)
+class MadeRow:
+    """A row that an operator made of experiences."""
+
+    key: str
+    operator: str
+    parents: tuple[str, ...]  #: keys of the samples that it was made from
+    values: Mapping[str, Any]
+
+
+class MadeRows:
+    """A file with one JSON line for each row, which has its key once, also after a restart that makes it again."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._keys: set[str] | None = None
+
+    def write(self, rows: Sequence[MadeRow], batch: int) -> None:
+        """Append rows that the file does not have; a line has the columns, ``_row``, ``parents``, ``operator``."""
+        if self._keys is None:
+            self._keys = self._read()
+        new = [row for row in rows if row.key not in self._keys]
+        lines = [
+            {**row.values, KEY: row.key, "parents": row.parents, "operator": row.operator, "batch": batch}
+            for row in new
+        ]
+        with self.file.open("ab") as file:
+            file.write(b"".join(_encode(line) + b"\n" for line in lines))
+        self._keys.update(row.key for row in new)
+
+    def _read(self) -> set[str]:
+        """Return the keys in the file, and cut off a line that was not written to its end."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.file.touch()
+        whole, keys = 0, set[str]()
+        with self.file.open("rb") as file:
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                keys.add(_decode(line)[KEY])
+                whole += len(line)
+        with self.file.open("r+b") as file:
+            file.truncate(whole)
+        return keys

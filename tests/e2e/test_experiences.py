@@ -1,0 +1,167 @@
+"""Operators on the experiences of a run: what they read and ask, what they make, and what they have learnt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+
+from jackfield.cli import main
+from jackfield.errors import JackfieldError
+
+from .conftest import Run
+from .test_mixing import SMALL, acked
+from .test_modes import steps
+
+#: Two operators, installed beside the others.
+PACKAGE = {
+    "own_operators/__init__.py": "",
+    "own_operators/repair.toml": """
+        name = "own_repair"
+        kind = "operator"
+        abi = "1.0"
+        object = "own_operators.operators:Repair"
+        config = "own_operators.operators:RepairConfig"
+        description = "Makes a better answer of each of the first ones"
+    """,
+    "own_operators/count.toml": """
+        name = "own_count"
+        kind = "operator"
+        abi = "1.0"
+        object = "own_operators.operators:Count"
+        config = "own_operators.operators:CountConfig"
+        description = "Counts the responses that it has seen"
+    """,
+    "own_operators/operators.py": """
+        import attrs
+        from jackfield.abc.operator import NewRow, Operator, OperatorResult
+        from jackfield.sdk import option
+
+        @attrs.frozen(kw_only=True)
+        class RepairConfig:
+            asks: bool = option(False, "ask the policy, too")
+
+        class Repair(Operator):
+            type = "synthesizer"
+            reads = ("response", "messages", "reward", "log_prob_mean", "log_prob_min")
+            writes = ("response", "reward", "*")
+
+            @property
+            def generates(self):
+                return self.config.asks
+
+            async def process(self, request):
+                made = []
+                for row in request.rows:
+                    assert row.values["log_prob_min"] <= row.values["log_prob_mean"] < 0.0
+                    self.context.count("seen", 1)
+                    if self.config.asks:
+                        answer = await self.context.generate("policy", row.values["messages"], max_new_tokens=3, seed=1)
+                        self.context.count("tokens", answer.tokens)
+                    better = row.values["response"] + "b"
+                    score = await self.context.score(row.values, better)
+                    made.append(NewRow(parents=(row.key,), values={"response": better, "reward": score}))
+                return OperatorResult(made=tuple(made[:1]))
+
+        @attrs.frozen(kw_only=True)
+        class CountConfig:
+            pass
+
+        class Count(Operator):
+            type = "scorer"
+            reads = ("response",)
+            writes = ("count",)
+            seen = 0
+
+            async def process(self, request):
+                self.seen += len(request.rows)
+                return OperatorResult(updates={row.key: {"count": self.seen} for row in request.rows})
+
+            def state(self):
+                return {"seen": self.seen}
+
+            def restore(self, state):
+                self.seen = state["seen"]
+    """,
+    "own_operators-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: own-operators\nVersion: 1.0\n",
+    "own_operators-1.0.dist-info/entry_points.txt": """
+        [jackfield.operators]
+        own_repair = own_operators:repair.toml
+        own_count = own_operators:count.toml
+    """,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def installed_operators(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Lay the package out as pip leaves it."""
+    folder = tmp_path_factory.mktemp("site")
+    for name, text in PACKAGE.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(dedent(text))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(str(folder))
+        yield
+
+
+def by(operator: str, **settings: Any) -> str:
+    """An operator on experiences, as an override."""
+    return f"data.pipeline.experiences={json.dumps([{'name': operator, **settings}])}"
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_what_operators_make_is_trained_on(small_run: Run, asks: bool) -> None:
+    """One answer of each request becomes an expert's group; what is there is mixed in, and nothing is waited for."""
+    settings = ("algorithm.name=mix", "schedule.steps=4", "mixing.made={ratio: 1}", by("own_repair", asks=asks))
+    result, lines = small_run("made", *settings, *SMALL)
+    used = [keys for consumer, _, keys in acked(result.folder) if consumer == "trainer/made"]
+    keys = [key for each in used for key in each]
+    assert len(keys) >= 3
+    assert len(keys) == len(set(keys)), "each once"
+    counted = steps(lines)
+    assert [line.get("samples/made", 0.0) for line in counted][-1] >= 1.0
+    assert 4 * 4 == sum(line["pipeline/seen"] for line in counted)
+    assert asks == any("pipeline/tokens" in line for line in counted)
+    rows = [json.loads(line) for line in (result.folder / "made" / "worker-0.jsonl").read_text().splitlines()]
+    assert {"own_repair"} == {row["operator"] for row in rows}
+    assert len(rows) == len({row["_row"] for row in rows}) >= len(keys)
+    for row in rows:
+        assert row["response"].endswith("b")
+        assert row["_row"] == f"{row['parents'][0]}>1.1"
+    shown = CliRunner().invoke(main, ["queue", "trace", str(result.folder), keys[0]])
+    assert 0 == shown.exit_code, shown.output
+    first = next(row for row in rows if row["parents"][0] in shown.output)
+    assert "own_repair" in shown.output
+    assert first["batch"] == int(first["parents"][0].split("/")[1])
+
+
+def test_what_operators_have_learnt_is_resumed(small_run: Run) -> None:
+    """The counter goes on where the checkpoint ends, and weights are those of a run that was not stopped."""
+    settings = (by("own_count"), "checkpoint.every=2", *SMALL)
+    whole, lines = small_run("whole", "schedule.steps=4", *settings)
+    small_run("parts", "schedule.steps=2", *settings)
+    parts, again = small_run("parts", "schedule.steps=4", *settings)
+
+    def counts(found: list[dict[str, Any]]) -> Mapping[int, float]:
+        return {line["step"]: line["reward/count/mean"] for line in steps(found)}
+
+    assert counts(lines) == counts(again)
+    assert 12.0 < counts(lines)[4] <= 16.0
+    weights = [load_file(each.model / "model.safetensors") for each in (whole, parts)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_made_samples_need_what_makes_and_what_trains_on_them(small_run: Run) -> None:
+    for settings, where in (
+        (("mixing.made={ratio: 1}", by("own_repair")), "mixing.made"),
+        (("mixing.made={ratio: 1}", "algorithm.name=mix"), "mixing.made"),
+    ):
+        with pytest.raises(JackfieldError) as caught:
+            small_run("refused", *settings, *SMALL)
+        assert where == caught.value.where
