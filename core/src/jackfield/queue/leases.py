@@ -102,9 +102,8 @@ class Leases:
         With ``again``, lease the groups with these keys, or what is made in the place of those that were dropped.
 
         Otherwise, the consumer's sampler chooses among the groups of all batches: ``groups`` of them, or all ready
-        ones and at least one. With ``fresh``, it may choose groups that the consumer has not used yet, and the call
-        waits until there are enough; otherwise it returns at once as many used groups as there are (None: of all).
-        Groups too stale at ``step`` (of the trainer) are retired; those in cooldown after a use are not offered.
+        ones and at least one. With ``fresh``, it waits for enough, also unused ones; otherwise it returns at once as
+        many used groups as there are (None: of all). Those too stale at ``step`` are retired; resting ones stay.
         """
         mine = self.core.state.consumer(consumer)
         if groups is not None and groups < 1:
@@ -189,9 +188,7 @@ class Leases:
             raise QueueError(message, where=name, fix="lease each batch once")
         return fresh
 
-    def _choose(
-        self, consumer: Consumer, count: int | None, step: int | None, fresh: bool | None
-    ) -> list[Group] | None:
+    def _choose(self, consumer: Consumer, count: int | None, step: int | None, fresh: Any) -> list[Group] | None:
         """Return groups that a consumer's sampler chooses, or None while there are too few."""
         self._retire_stale(consumer, step, fresh is not False)
         usable = [group for group in consumer.usable if consumer.is_rested(group, step, fresh is not False)]
