@@ -14,6 +14,7 @@ from jackfield.clock import Clock
 
 OperatorType = Literal["filter", "mapper", "deduplicator", "selector", "scorer", "synthesizer"]
 Target = Literal["tasks", "experiences"]
+Use = Literal["policy", "reward"]
 
 _DEFAULTS = RewardContext()
 
@@ -141,9 +142,9 @@ class Operator(ABC):
         return False
 
     @property
-    def generates(self) -> bool:
-        """Whether it calls ``context.generate`` with the model ``policy``, which then needs a device."""
-        return False
+    def uses(self) -> tuple[Use, ...]:
+        """What of the run its results depend on: the policy, by ``context.generate``; the reward, by ``score``."""
+        return ()
 
     @property
     def version(self) -> str:

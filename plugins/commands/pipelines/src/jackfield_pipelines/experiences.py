@@ -67,7 +67,7 @@ class ExperiencePipeline:
     @property
     def generates(self) -> bool:
         """Whether an operator generates with the run's replicas."""
-        return any(stage.operator.generates for stage in self.stages)
+        return any("policy" in stage.operator.uses for stage in self.stages)
 
     async def start(self) -> None:
         """Start all operators."""

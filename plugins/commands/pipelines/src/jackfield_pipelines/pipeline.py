@@ -17,6 +17,7 @@ from jackfield.clock import Clock
 from jackfield.plugins.registry import PluginRecord
 from jackfield.settings import structure
 from jackfield_pipelines.row_sets import KEY, ROWS, SET_ASIDE, RowSet, RowSetWriter
+from jackfield_pipelines.services import Gate, Services
 from jackfield_pipelines.stages import Limits, OperatorStage, Record, decide, order
 
 
@@ -48,7 +49,8 @@ class FilePipeline:
     limits: Limits = attrs.field(factory=Limits)
     rows: int = 512  #: of a request
     seconds: float = 600.0  #: deadline of a request
-    context: Callable[[OperatorContext], OperatorContext] = lambda context: context  #: adds the host's services
+    context: Callable[[OperatorContext], OperatorContext] = lambda context: context  #: adds names of columns
+    services: Services | None = None  #: what operators may ask; None: nothing
     tell: Callable[[RowSet, bool], None] = lambda made, was_there: None  #: gets each stage that is complete
 
     async def run(self, source: BinaryIO, name: str, stem: str) -> list[RowSet]:
@@ -77,8 +79,13 @@ class FilePipeline:
         about |= {"version": step.record.version, "seed": self.seed, "source": source.digest}
         place = f"{number}-{step.name}"
         context = self.context(OperatorContext(clock=self.clock, seed=self.seed, target="tasks"))
-        operator: Operator = step.record.build(step.settings, context, step.name)
+        gate = None if self.services is None else Gate(step.name, self.services)
+        given = context if gate is None else gate.given(context)
+        operator: Operator = step.record.build(step.settings, given, step.name)
         about["operator_version"] = operator.version
+        if gate is not None and operator.uses:
+            gate.operator = operator
+            about["uses"] = gate.services.identity(operator.uses)
         found = [await self._processed(place, number, about, operator, source)]
         if cls.type == "filter":  # type: ignore[attr-defined]
             own = {**about, "settings": later, "source": found[-1].digest, "decides": True}

@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 
+from jackfield.clock import Clock
 from jackfield.compose.libraries import readers
 from jackfield.config import RunConfig
 from jackfield.config.data import sets_of
@@ -20,6 +21,7 @@ from jackfield.plugins.registry import Registry, installed
 from jackfield.settings import structure
 from jackfield_pipelines.pipeline import FilePipeline, Step
 from jackfield_pipelines.row_sets import ROWS, RowSet
+from jackfield_pipelines.services import Services
 from jackfield_pipelines.stages import Limits
 
 _FIRST = 8  #: records that say what all are
@@ -84,8 +86,17 @@ def pipeline_of(config: RunConfig, tell: Callable[[RowSet, bool], None]) -> list
             tell=tell,
         )
         name, stem = sets[0].path, Path(sets[0].path).stem
+
+        async def run() -> list[RowSet]:
+            clock = Clock()
+            services = Services(config=config, registry=installed(), clock=clock, form=form)
+            try:
+                return await attrs.evolve(pipeline, clock=clock, services=services).run(opened, name, stem)
+            finally:
+                await services.close()
+
         with ThreadPoolExecutor(1) as thread:  # the caller may be in an event loop
-            found = thread.submit(lambda: asyncio.run(pipeline.run(opened, name, stem))).result()
+            found = thread.submit(lambda: asyncio.run(run())).result()
     if not len(found[-1]):
         details: Any = {"where": "data.pipeline.tasks", "expected": "one row or more"}
         raise DataError("no task is left after the pipeline", code="data.empty", found="none", **details)

@@ -38,6 +38,14 @@ PACKAGE = {
         config = "own_operators.operators:CountConfig"
         description = "Counts the responses that it has seen"
     """,
+    "own_operators/ask.toml": """
+        name = "own_ask"
+        kind = "operator"
+        abi = "1.0"
+        object = "own_operators.operators:Ask"
+        config = "own_operators.operators:AskConfig"
+        description = "Asks the model for an answer to each task, and scores it"
+    """,
     "own_operators/operators.py": """
         import attrs
         from jackfield.abc.operator import NewRow, Operator, OperatorResult
@@ -53,8 +61,8 @@ PACKAGE = {
             writes = ("response", "reward", "*")
 
             @property
-            def generates(self):
-                return self.config.asks
+            def uses(self):
+                return ("policy", "reward") if self.config.asks else ("reward",)
 
             async def process(self, request):
                 made = []
@@ -68,6 +76,29 @@ PACKAGE = {
                     score = await self.context.score(row.values, better)
                     made.append(NewRow(parents=(row.key,), values={"response": better, "reward": score}))
                 return OperatorResult(made=tuple(made[:1]))
+
+        @attrs.frozen(kw_only=True)
+        class AskConfig:
+            says: bool = option(True, "say what it uses")
+
+        class Ask(Operator):
+            type = "scorer"
+            reads = ("*",)
+            writes = ("answer", "pass_rate")
+
+            @property
+            def uses(self):
+                return ("policy", "reward") if self.config.says else ()
+
+            async def process(self, request):
+                updates = {}
+                for row in request.rows:
+                    asked = [{"role": "user", "content": row.values["question"]}]
+                    sampling = {"max_new_tokens": 3, "seed": self.context.seed}
+                    answer = await self.context.generate("policy", asked, **sampling)
+                    score = await self.context.score(row.values, answer.text)
+                    updates[row.key] = {"answer": answer.text, "pass_rate": score}
+                return OperatorResult(updates=updates)
 
         @attrs.frozen(kw_only=True)
         class CountConfig:
@@ -94,6 +125,7 @@ PACKAGE = {
         [jackfield.operators]
         own_repair = own_operators:repair.toml
         own_count = own_operators:count.toml
+        own_ask = own_operators:ask.toml
     """,
 }
 
@@ -108,6 +140,26 @@ def installed_operators(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(str(folder))
         yield
+
+
+def on_tasks(operator: str, **settings: Any) -> str:
+    """An operator on tasks, as an override."""
+    return f"data.pipeline={json.dumps({'tasks': [{'name': operator, **settings}], 'rows_per_request': 64})}"
+
+
+def test_operators_on_tasks_ask_the_model_and_the_reward(small_run: Run) -> None:
+    """What they find is in the records; another model is another stage; what they do not say they use is refused."""
+    result, _ = small_run("asked", "schedule.steps=1", *SMALL, on_tasks("own_ask"))
+    (stage,) = (result.folder / "data").glob("1-own_ask-*")
+    rows = [json.loads(line) for line in (stage / "rows.jsonl").read_text().splitlines()]
+    assert len(rows) > 64
+    assert {str} == {type(row["answer"]) for row in rows}
+    assert {0.0} <= {row["pass_rate"] for row in rows}
+    uses = json.loads((stage / "manifest.json").read_text())
+    assert "policy" in json.dumps(uses)
+    with pytest.raises(JackfieldError) as caught:
+        small_run("silent", "schedule.steps=1", *SMALL, on_tasks("own_ask", says=False))
+    assert ("operator.contract", "own_ask") == (caught.value.code, caught.value.where)
 
 
 def by(operator: str, **settings: Any) -> str:
