@@ -243,9 +243,15 @@ class Ready:
         return iter(self._groups)
 
     def tags(self, name: str) -> Mapping[str, Any]:
-        """Return the tags of a group's first sample, with the oldest and newest weight version of the group."""
+        """Return the tags of a group's first sample, with the oldest and newest weight version of the group.
+
+        Numbers ``reward/NAME`` are the means of its samples.
+        """
         tags = self._groups[name].all_tags()
-        bounds = {}
+        bounds = dict[str, Any]()
+        for tag in (each for each in tags[0] if each.startswith("reward/")):
+            values = [each[tag] for each in tags if tag in each]
+            bounds[tag] = sum(values) / len(values)
         for bound, choose in (("weight_version_min", min), ("weight_version_max", max)):
             if versions := [each[bound] for each in tags if bound in each]:
                 bounds[bound] = choose(versions)

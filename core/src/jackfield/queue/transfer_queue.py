@@ -15,6 +15,7 @@ from jackfield.abc.transfer_queue import DeleteRequest, KeysRequest, SnapshotReq
 from jackfield.clock import Clock
 from jackfield.errors import QueueError, RpcError, some
 from jackfield.queue.groups import Groups
+from jackfield.queue.labels import label_samples
 from jackfield.queue.leases import Leases
 from jackfield.queue.meta import Notice, group_of
 from jackfield.queue.records import State
@@ -335,6 +336,11 @@ class TransferQueue:
             if (client.session in clients or client.iterations) and client.session != self.caller():
                 client.send(Goodbye(reason))
                 client.end(reason)
+
+    @mutates
+    async def label(self, numbers: Mapping[str, Mapping[str, float]], by: str, version: int) -> tuple[str, ...]:
+        """Add late labels to the tags of samples, as ``reward/NAME``; return the keys of those that are here."""
+        return label_samples(self._core, numbers, by, version)
 
     @mutates
     async def clear(self) -> None:

@@ -36,7 +36,7 @@ from jackfield.runtime.agents import AgentHost, Rollout, checked_output
 from jackfield.runtime.samples import sampling_seed, sequence_cells, sequence_tags
 from jackfield.runtime.tags import metric_tags
 from jackfield.runtime.workers import is_lost, one_line, resubmitted, together
-from jackfield.sdk.cells import Cell, join, rows_of
+from jackfield.sdk.cells import Cell, column_from_rows, join, rows_of
 
 _CHOSEN = ("temperature", "top_p", "top_k", "min_p", "log_probs")  #: sampling parameters that agents may change
 
@@ -308,6 +308,13 @@ class AgentWorker:
         """Return the first ``most`` tokens of a task's prompt, within the prompt's limit."""
         limit = most if self._max_prompt_tokens is None else min(most, self._max_prompt_tokens)
         return encode_prompt(self._tokenizer, task, None)[:limit]
+
+    async def replace_rewards(self, partition: str, rewards: Mapping[str, float]) -> None:
+        """Write rewards that came late in the place of those of samples, by key."""
+        import torch
+
+        column = column_from_rows([torch.tensor([reward]) for reward in rewards.values()])
+        await self._values.put(partition, list(rewards), {"reward": column})
 
     async def records(
         self, partition: str, keys: Sequence[str], tags: Sequence[Mapping[str, Any]], *, with_reward: bool

@@ -26,6 +26,7 @@ from jackfield.runtime.workers import is_lost
 from jackfield.trainer.checkpoint import Checkpoint, Checkpointer
 from jackfield.trainer.evaluation import Evaluator
 from jackfield.trainer.initial_kl import InitialKL
+from jackfield.trainer.late_labels import LateLabels
 from jackfield.trainer.limits import Limits
 from jackfield.trainer.random_state import random_state
 from jackfield.trainer.role import Role
@@ -50,6 +51,7 @@ class Trainer:
     checkpoints: Checkpointer = attrs.field(init=False)
     source: StepSource = attrs.field(init=False)
     limits: Limits = attrs.field(init=False)
+    labels: LateLabels = attrs.field(init=False)
     initial_kl: InitialKL = attrs.field(init=False)
     kl_coefficient: float = attrs.field(init=False)  #: of the KL penalty, in the loss or in the reward
     _synced: WeightsSynced | None = attrs.field(default=None, init=False)  #: report of the newest published version
@@ -62,7 +64,8 @@ class Trainer:
         trained = {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}
         self.log_prob_check, self.evaluator = LogProbCheck(role=role), Evaluator(role=role)
         self.checkpoints = Checkpointer(role=role, engines=trained if role.engines else {})
-        self.limits, self.initial_kl = Limits(role=role), InitialKL(role=role, actor=self.actor)
+        self.limits, self.labels = Limits(role=role), LateLabels(role=role)
+        self.initial_kl = InitialKL(role=role, actor=self.actor)
         self.source, self.kl_coefficient = StepSource(role=role), role.config.algorithm.kl.coefficient
 
     async def begin(self, checkpoint: Checkpoint | None = None, imported: Sequence[ImportedSamples] = ()) -> int:
@@ -88,6 +91,7 @@ class Trainer:
                 restored, first_step = await self.checkpoints.load(checkpoint), checkpoint.step
             self.kl_coefficient = restored["kl_coefficient"]
             self.limits.restore(restored.get("used", {}))
+            self.labels.version = restored.get("labels", 0)
             self.limits.check(first_step, self.limits.used)  # they may be lower now
             self._published = role.updated = first_step if role.engines else 0
             if self.sync is not None and first_step:
@@ -119,6 +123,7 @@ class Trainer:
                                 await self.publish_weights(step)
                 await self.acknowledge(step)
                 await self.evaluate(number + 1)
+                await self.labels.apply()
                 await self.checkpoint(number + 1)
             await self.release_explorers(number := number + 1)
         await self.checkpoints.finish()
@@ -301,7 +306,8 @@ class Trainer:
             await self.checkpoints.finish()
 
     def _state(self) -> dict[str, Any]:
-        return {"kl_coefficient": self.kl_coefficient, "used": self.limits.used}
+        own = {"kl_coefficient": self.kl_coefficient, "labels": self.labels.version}
+        return {**own, "used": self.limits.used}
 
     async def checkpoint_before(self, step: Step) -> int:
         """Write a checkpoint of the state before a step. Return the number of completed steps.

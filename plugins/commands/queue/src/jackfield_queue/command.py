@@ -144,6 +144,22 @@ def import_(file: Path, folder: Path, partition: str) -> None:
 
 
 @queue.command()
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False, exists=True))
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@click.option("--by", default="label", show_default=True, help="Person or program that labelled.")
+def label(folder: Path, file: Path, by: str) -> None:
+    """Label samples of the run in FOLDER late, also while it goes on.
+
+    Each line of FILE (.jsonl) has the key of a sample, and numbers by name. The run takes them between two steps:
+    `reward` replaces the sample's reward, others are tags reward/NAME, which samplers of replay see.
+    """
+    from jackfield.queue.labels import write_labels
+
+    made = write_labels(folder, file, by)
+    click.echo(f"version {made.version}: labels of {len(made.numbers)} samples by {made.by}")
+
+
+@queue.command()
 @config_arguments
 def serve(file: str, overrides: tuple[str, ...]) -> None:
     """Serve the queue's controller of FILE's run, for runs and roles in other processes.
