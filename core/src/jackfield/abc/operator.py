@@ -138,17 +138,17 @@ class Operator(ABC):
 
     @property
     def compares(self) -> bool:
-        """Whether rows of a request are compared: then a group, or all rows of it, come in one request."""
+        """Return whether rows of a request are compared: then a group, or all rows of it, come in one request."""
         return False
 
     @property
     def uses(self) -> tuple[Use, ...]:
-        """What of the run its results depend on: the policy, by ``context.generate``; the reward, by ``score``."""
+        """Return what of the run results depend on: the policy, by ``context.generate``; the reward, by ``score``."""
         return ()
 
     @property
     def version(self) -> str:
-        """What results depend on beside rows, settings and seed, such as the version of a model or a digest of code."""
+        """Return what results depend on beside rows, settings and seed, such as the version of a model or a digest of code."""
         return ""
 
     def state(self) -> Any:

@@ -66,7 +66,7 @@ class ExperiencePipeline:
 
     @property
     def generates(self) -> bool:
-        """Whether an operator generates with the run's replicas."""
+        """Return whether an operator generates with the run's replicas."""
         return any("policy" in stage.operator.uses for stage in self.stages)
 
     async def start(self) -> None:

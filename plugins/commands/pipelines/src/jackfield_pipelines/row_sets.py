@@ -35,7 +35,7 @@ class RowSet:
 
     @property
     def digest(self) -> str:
-        """What it was made from, as 32 hexadecimal digits."""
+        """Return what it was made from, as 32 hexadecimal digits."""
         return str(self.manifest["digest"])
 
     def __len__(self) -> int:

@@ -37,7 +37,7 @@ class Limits:
 class OperatorStage:
     """Has an operator process rows batch by batch, and writes what becomes of them.
 
-    The same code serves files (:meth:`run`) and batches that somebody else holds (:meth:`apply`).
+    The same code serves files (:meth:`run`) and batches that the caller holds (:meth:`apply`).
     """
 
     name: str  #: of the operator
