@@ -148,7 +148,7 @@ class Operator(ABC):
 
     @property
     def version(self) -> str:
-        """Return what results depend on beside rows, settings and seed, such as the version of a model or a digest of code."""
+        """Return what results depend on beside rows, settings and seed: the version of a model, or a digest of code."""
         return ""
 
     def state(self) -> Any:
