@@ -22,7 +22,7 @@ _HARDNESS = "{name: difficulty_rules}"
 _SHOWN = "{prompt}"
 #: Asks the policy for another answer to the same question, up to four times, and keeps one that is right.
 _REPAIR = "{name: repair, model: policy, attempts: 4, template: '{prompt}', minimum: 1.0}"
-#: Overrides of the quickstart's run, by question and condition; the first condition of each is what others are compared with.
+#: Overrides of the quickstart's run, by question and condition. Others are compared with the first condition.
 CONDITIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "order of tasks": {
         "shuffled": (),
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="short runs of one seed")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     arguments = parser.parse_args()
-    seeds, steps = (arguments.seeds[:1], 4) if arguments.quick else (arguments.seeds, arguments.steps)
+    seeds, steps = (arguments.seeds[:1], 8) if arguments.quick else (arguments.seeds, arguments.steps)
     found, curves = dict[str, dict[str, dict[int, dict[str, float]]]](), dict[str, Any]()
     for seed, question in itertools.product(seeds, arguments.questions):
         made = warmed_up(seed, arguments.folder, arguments.quick)

@@ -146,7 +146,7 @@ def main() -> None:
     arguments = parser.parse_args()
     seeds, names, steps = arguments.seeds, arguments.schedules, arguments.steps
     if arguments.quick:
-        seeds, names, steps = seeds[:1], ["on-policy", "async"], 4
+        seeds, names, steps = seeds[:1], ["on-policy", "async"], 8
     curves, scores = dict[str, Any](), dict[str, dict[int, float]]()
     for seed, name in itertools.product(seeds, names):
         if arguments.finished and not (folder_of(arguments.folder / f"seed{seed}", name) / "model").exists():
