@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import attrs
 
 from jackfield.config import RunConfig, as_plain
+from jackfield.config.data import sets_of
 from jackfield.errors import ConfigError, JackfieldError
 from jackfield.files import digest_of
 from jackfield.settings import flatten
@@ -52,6 +53,7 @@ def check_mode(config: RunConfig, role: RoleName = "all") -> None:
     alone, apart = role == "all", config.queue.rewards == "distributed"  # scored in a process of its own
     service, few = config.reward_service.on_failure, data.minimum_rows
     drops = service == "drop_group" and (config.schedule.mode == "async" or config.schedule.stream_mini_batches)
+    chooses, weighted = data.curriculum is not None, any(each.weight for each in sets_of(data.train))
     alone_mean = service == "group_mean" and data.rollouts_per_group == 1
     for wrong, where, what, expected in (
         (
@@ -73,6 +75,15 @@ def check_mode(config: RunConfig, role: RoleName = "all") -> None:
         (not alone and config.weights.kind != "full", "weights.kind", "explorers that join need whole weights", "full"),
         (data.samples and not trains, "data.samples", "samples from elsewhere are trained on alone", "mode: train"),
         (data.epochs > 1 and not trains, "data.epochs", "it counts the uses of data.samples", "1, or mode: train"),
+        (
+            chooses and mode != "online",
+            "data.curriculum",
+            "it learns from rewards of this run",
+            "null, or mode: online",
+        ),
+        (chooses and not alone, "data.curriculum", "explorers elsewhere do not know what it chose", "null"),
+        (chooses and data.order is not None, "data.order", "data.curriculum chooses the tasks", "null"),
+        (chooses and weighted, "data.train", "data.curriculum chooses the tasks", "sets without weights"),
         (missing, "data.samples", "there are no samples", "a file or folder, or a filled queue's queue.address"),
         (mixed and trains, f"mixing.{mixed and mixed[0]}", "all samples are in data.samples, with data.epochs", "null"),
         (mixed and keeps, f"mixing.{mixed and mixed[0]}", "nothing is trained on", "null"),

@@ -14,6 +14,7 @@ from typing import Any
 
 from jackfield.algorithms.registry import KINDS, names, part, register
 from jackfield.algorithms.settings import describe
+from jackfield.data.curriculum import register_curriculum
 from jackfield.errors import JackfieldError, PluginError, did_you_mean
 from jackfield.plugins import Registry, discover
 from jackfield.plugins.hooks import HOOKS, hookimpl, package_hooks
@@ -24,13 +25,15 @@ _REGISTERED: dict[str, JackfieldError | None] = {}  #: by package of hooks: its 
 
 
 def register_any(kind: str, name: str, function: Any, *, origin: str = "", **fields: Any) -> None:
-    """Register a sampler, a tracker or a part of an algorithm (see :data:`~jackfield.plugins.hooks.Registrar`)."""
+    """Register a sampler, a curriculum or a part of an algorithm (see :data:`~jackfield.plugins.hooks.Registrar`)."""
     if kind == "sampler":
         register_sampler(name, function)
+    elif kind == "curriculum":
+        register_curriculum(name, function)
     elif kind in KINDS:
         register(kind, name, **fields, origin=origin)(function)
     else:
-        known = (*KINDS, "sampler")
+        known = (*KINDS, "sampler", "curriculum")
         what, expected = f"there is no part of kind '{kind}'{did_you_mean(kind, known)}", "one of " + ", ".join(known)
         raise PluginError(what, code="plugin.hooks", where=f"{kind}:{name}", expected=expected, found=kind)
 

@@ -9,6 +9,7 @@ import attrs
 from attrs.validators import ge, gt, le
 
 from jackfield.config.pipeline import PipelineConfig
+from jackfield.data.curriculum import CurriculumSpec
 from jackfield.data.formats import TaskFormat
 from jackfield.errors import ConfigError
 from jackfield.settings import option
@@ -66,6 +67,9 @@ class DataConfig:
         None,
         "order of the training tasks in each epoch: shuffled by the seed, or that of the rows; null: that of the rows "
         "if an operator of data.pipeline has put them into an order",
+    )
+    curriculum: CurriculumSpec | None = option(
+        None, "chooses the training tasks by the rewards so far; null: data.order"
     )
     expert: DataPaths | None = option(
         None, "an expert's answers, as for train and in the same format (token ids: mixing.expert)"

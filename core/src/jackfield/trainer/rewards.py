@@ -161,6 +161,12 @@ class RewardPipeline:
                 self.role.hooks.emit(SamplesFailed(step=self.role.steps_done.value + 1, reasons=failed))
                 expected, errors = f"at most {most} (schedule.max_retries)", itertools.chain(*self._unscored)
                 raise without_scores(f"{unscored} {what}", where, expected, errors)
+            if self.role.curriculum is not None:
+                compared_ones = [
+                    results[key] for key, at in zip(keys, indexes, strict=True) if _is_compared(batch.tags[at])
+                ]
+                scores = [each.metrics.get("unshaped", each.score) for each in compared_ones if each.status == "ok"]
+                self.role.curriculum.hear(name, scores)
             if self.role.algorithm.dynamic_sampling and first["retry"] < most:  # else it is used as it is
                 compared = {results[batch.keys[at]].score for at in indexes if _is_compared(batch.tags[at])}
                 if len(compared) == 1 and None not in compared:  # no gradient (DAPO, eq. 11)

@@ -24,6 +24,7 @@ from jackfield.runtime.engine import EngineRank
 from jackfield.runtime.rewards import RewardWorker
 from jackfield.runtime.samples import AdvantageWorker
 from jackfield.runtime.workers import Workers, is_lost, resubmitted
+from jackfield.trainer.curriculum import RunCurriculum
 from jackfield.trainer.gpu_use import GpuUse
 
 #: Topics of the queue: the settings that all processes share, the newest weights, and the end of the last step.
@@ -160,6 +161,7 @@ class Role:
         init=False
     )  #: the maximum time to score a sample, retries included, once it has its turns
     schedule: Schedule = attrs.field(init=False)
+    curriculum: RunCurriculum | None = attrs.field(default=None, init=False)  #: chooses the training tasks
     version: Progress = attrs.field(init=False)  #: the weight version that explorers may use
     steps_done: Progress = attrs.field(init=False)  #: for the role reward: scored groups
     workers: RunWorkers = attrs.field(init=False)  #: set when they have been created
@@ -184,6 +186,8 @@ class Role:
         self.score_seconds = (own + service.longest_backoff_seconds) * (service.retries + 1) + service.outage_seconds
         settings = attrs.asdict(config.schedule, recurse=False)
         self.schedule = Schedule(**settings, explores=self.explores, trains=config.mode != "explore")
+        if config.data.curriculum is not None:
+            self.curriculum = RunCurriculum.of(config, self.tasks["train"], self.schedule.staleness_bound)
         self.version, self.steps_done = Progress(self.clock), Progress(self.clock)
         self.whole.set()
 

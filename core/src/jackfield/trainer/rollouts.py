@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Container, Itera
 from contextlib import nullcontext
 from functools import partial
 from math import ceil, inf
-from typing import Literal
+from typing import Literal, cast
 
 import attrs
 
@@ -122,6 +122,8 @@ class Explorer:
         if self._groups and key.index >= self._groups:
             which, count, first = "expert", role.algorithm.experts, self._groups
         tasks, position = role.tasks[which], key.batch * count + key.index - first
+        if which == "train" and role.curriculum is not None and (number := role.curriculum.number(key)) is not None:
+            return cast(Task, tasks[number])
         if key.retry:
             seed, position = seed + 1, position * (role.config.schedule.max_retries + 1) + key.retry
         task: Task = tasks[order_of(tasks, seed).index(position)]

@@ -92,6 +92,8 @@ class Trainer:
             self.kl_coefficient = restored["kl_coefficient"]
             self.limits.restore(restored.get("used", {}))
             self.labels.version = restored.get("labels", 0)
+            if role.curriculum is not None:
+                role.curriculum.restore(restored["curriculum"])
             self.limits.check(first_step, self.limits.used)  # they may be lower now
             self._published = role.updated = first_step if role.engines else 0
             if self.sync is not None and first_step:
@@ -275,7 +277,8 @@ class Trainer:
             await role.queue.ack(part, step=step.number, mini_batch=number if len(step.parts) > 1 else None)
         self.limits.count(done, step.batch.tags, role.clock.time() - step.started)
         self.limits.check(done, {"reward": step.metrics.get("reward/mean", -inf)})
-        passed = await role.queue.drain_metrics()
+        learnt = {} if role.curriculum is None else role.curriculum.end(step.number)
+        passed = {**learnt, **await role.queue.drain_metrics()}
         hooks.emit(StepEnded(step=done, metrics={**step.metrics, **passed, **self._measured(step)}))
         await self.report_failures()
         if shown := role.config.observe.samples_per_step:
@@ -306,8 +309,9 @@ class Trainer:
             await self.checkpoints.finish()
 
     def _state(self) -> dict[str, Any]:
+        learnt = {} if self.role.curriculum is None else {"curriculum": self.role.curriculum.state()}
         own = {"kl_coefficient": self.kl_coefficient, "labels": self.labels.version}
-        return {**own, "used": self.limits.used}
+        return {**own, **learnt, "used": self.limits.used}
 
     async def checkpoint_before(self, step: Step) -> int:
         """Write a checkpoint of the state before a step. Return the number of completed steps.
