@@ -398,3 +398,13 @@ def test_the_mixture_of_the_guide(model_folder: Path, tmp_path: Path, monkeypatc
     rows = [json.loads(line) for line in (tmp_path / "samples" / "train.jsonl").read_text().splitlines()]
     sets = [row["tags"]["task"].partition(":")[0] for row in rows if row["step"] == 1]
     assert {"sums", "stories"} == {*sets}
+
+
+def test_the_curriculum_of_the_guide(model_folder: Path, tasks: Path, tmp_path: Path) -> None:
+    """It draws from bins by difficulty, which rules have written."""
+    overrides = small(tmp_path / "run", model_folder, tasks, "schedule.steps=2", "evaluation.every=0")
+    overrides += ["reward.pattern=null", "reward.ground_truth_pattern=null"]
+    assert 2 == run(load_config(GUIDES / "curriculum.yaml", overrides)).steps
+    found = steps(tmp_path / "run")
+    assert all(step["curriculum/tasks"] >= 1.0 for step in found)
+    assert any(name.startswith("curriculum/pass_rate/") for name in found[-1])

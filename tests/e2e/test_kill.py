@@ -136,6 +136,21 @@ def test_killed_again_and_again_a_synchronous_run_is_bitwise_the_uninterrupted_o
         assert not list(folder.rglob("*.partial"))
 
 
+@pytest.mark.timeout(300)
+def test_killed_again_and_again_a_curriculum_makes_the_same_choices(start: Start, tmp_path: Path) -> None:
+    """It learns from rewards, operators give it difficulties, and one of them learns from responses, too."""
+    settings = (
+        "data.pipeline.tasks=[{name: difficulty_rules}]",
+        "data.pipeline.experiences=[{name: diversity}]",
+        "data.curriculum={name: thompson, options: {by: difficulty, above: 0.05}}",
+    )
+    whole = tmp_path / "whole"
+    assert DONE == start(whole, *settings)
+    for folder in kill_again_and_again(start, tmp_path / "killed", settings, seed=8, kills=4):
+        check_equal(whole, folder)
+        check_ledger(folder)
+
+
 STREAM = ("schedule.stream_mini_batches=true", "algorithm.mini_batches=2", "algorithm.old_log_probs=engine")
 ASYNC = ("schedule.mode=async", "schedule.max_staleness=2", "schedule.rollouts_in_flight=4")
 DURABLE = ("transfer_queue={name: sql}", "queue.durable=true")

@@ -82,6 +82,12 @@ def check_mode(config: RunConfig, role: RoleName = "all") -> None:
             "null, or mode: online",
         ),
         (chooses and not alone, "data.curriculum", "explorers elsewhere do not know what it chose", "null"),
+        (
+            chooses and config.queue.durable,
+            "queue.durable",
+            "data.curriculum would not hear kept rewards again",
+            "false",
+        ),
         (chooses and data.order is not None, "data.order", "data.curriculum chooses the tasks", "null"),
         (chooses and weighted, "data.train", "data.curriculum chooses the tasks", "sets without weights"),
         (missing, "data.samples", "there are no samples", "a file or folder, or a filled queue's queue.address"),

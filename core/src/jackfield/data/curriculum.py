@@ -1,23 +1,20 @@
-"""Curricula, which choose the tasks of batches by the rewards of earlier ones."""
+"""The curricula that are installed, and the training tasks as they see them."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import attrs
 
+from jackfield.abc.curriculum import Curriculum
 from jackfield.data.formats import Task
 from jackfield.errors import ConfigError, PluginError, did_you_mean
 from jackfield.settings import option, structure
 
-if TYPE_CHECKING:
-    import numpy as np
-
 
 @attrs.frozen
-class CurriculumTasks:
+class TrainingTasks:
     """The training tasks, as a curriculum sees them."""
 
     _tasks: Sequence[Task]
@@ -44,41 +41,6 @@ class CurriculumTasks:
             }
             raise ConfigError(what, **details)
         return found
-
-
-class Curriculum(ABC):
-    """The base of curricula. One is an attrs class whose fields are its settings.
-
-    The same settings, tasks, seed and rewards give the same choices; what :meth:`load_state_dict` gets continues bit
-    for bit.
-    """
-
-    @abstractmethod
-    def begin(self, tasks: CurriculumTasks) -> None:
-        """Look at the tasks, before anything else is called."""
-
-    @abstractmethod
-    def choose(self, batch: int, count: int, random: np.random.Generator) -> Sequence[int]:
-        """Return the numbers of ``count`` tasks for a batch, first those of its groups, then those of retries.
-
-        ``random`` has a seed of its own for each batch. A number comes twice only where there are too few tasks.
-        """
-
-    @abstractmethod
-    def learn(self, rewards: Sequence[tuple[int, Sequence[float]]]) -> None:
-        """Learn from the groups of a step: the number of each one's task, and the rewards of its rollouts."""
-
-    def metrics(self) -> Mapping[str, float]:
-        """Return numbers that each step reports as ``curriculum/NAME``."""
-        return {}
-
-    @abstractmethod
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return what was learnt, as JSON values."""
-
-    @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state, after :meth:`begin`."""
 
 
 CURRICULA: dict[str, Callable[..., Curriculum]] = {}  #: by the name that configurations use

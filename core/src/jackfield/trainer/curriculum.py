@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import starmap
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
 import attrs
 import xxhash
 
+from jackfield.abc.curriculum import Curriculum
 from jackfield.config import RunConfig
-from jackfield.data.curriculum import Curriculum, CurriculumTasks
+from jackfield.data.curriculum import TrainingTasks
 from jackfield.data.formats import Task
 from jackfield.errors import RunError
 from jackfield.queue.meta import GroupKey
@@ -38,8 +39,6 @@ class RunCurriculum:
     _chosen: dict[int, list[int]] = attrs.field(factory=dict, init=False)  #: numbers of tasks by batch
     #: by group: the number of its task and its rewards, until its step ends
     _heard: dict[str, tuple[int, list[float]]] = attrs.field(factory=dict, init=False)
-    #: by step: what was heard of its groups, until the curriculum may learn it
-    _ended: dict[int, list[tuple[int, list[float]]]] = attrs.field(factory=dict, init=False)
 
     @classmethod
     def of(cls, config: RunConfig, tasks: Sequence[Task], lag: int) -> RunCurriculum | None:
@@ -47,35 +46,36 @@ class RunCurriculum:
         if config.data.curriculum is None:
             return None
         made = config.data.curriculum.make()
-        made.begin(CurriculumTasks(tasks))
+        made.begin(TrainingTasks(tasks))
         shared: Any = {"size": len(tasks), "seed": config.seed, "groups": config.data.groups_per_batch}
         shared |= {"retries": config.schedule.max_retries, "in_order": config.schedule.mode == "sync"}
         return cls(curriculum=made, lag=lag, **shared)
 
     def number(self, key: GroupKey) -> int | None:
         """Return the number of a group's task; None for a group of a batch that has ended long ago."""
-        while self._next <= key.batch:
-            self._choose(self._next)
-            self._next += 1
+        self._reach(key.batch)
         chosen = self._chosen.get(key.batch)
-        return None if chosen is None else chosen[(key.retry * self.groups + key.index) % len(chosen)]
+        return None if chosen is None else chosen[key.retry * self.groups + key.index]
 
-    def _choose(self, batch: int) -> None:
+    def _reach(self, batch: int) -> None:
+        """Have the tasks of all batches up to this one chosen, those for retries like those of the batch."""
+        while self._next <= batch:
+            parts = (self._choose(self._next, retry) for retry in range(self.retries + 1))
+            self._chosen[self._next] = list(chain.from_iterable(parts))
+            self._next += 1
+
+    def _choose(self, batch: int, retry: int) -> list[int]:
         import numpy as np
 
-        for step in sorted(step for step in self._ended if step < batch - self.lag):
-            self.curriculum.learn(self._ended.pop(step))
-        key = xxhash.xxh3_128_intdigest(f"curriculum/{self.seed}/{batch}".encode())
-        count = self.groups * (self.retries + 1)
-        found = [
-            int(each) for each in self.curriculum.choose(batch, count, np.random.Generator(np.random.Philox(key=key)))
-        ]
-        if len(found) != count or not all(0 <= each < self.size for each in found):
-            expected = f"{count} numbers below {self.size}"
+        key = xxhash.xxh3_128_intdigest(f"curriculum/{self.seed}/{batch}/{retry}".encode())
+        random = np.random.Generator(np.random.Philox(key=key))
+        found = [int(each) for each in self.curriculum.choose(batch, self.groups, random)]
+        if len(found) != self.groups or not all(0 <= each < self.size for each in found):
+            expected = f"{self.groups} numbers below {self.size}"
             what, wrong = "the curriculum chose no tasks for a batch", f"{len(found)} numbers: {found[:8]}"
             details: Any = {"where": f"batch {batch}", "expected": expected, "found": wrong}
             raise RunError(what, code="data.curriculum", **details)
-        self._chosen[batch] = found
+        return found
 
     def hear(self, group: str, rewards: Sequence[float | None]) -> None:
         """Take the rewards of a group's rollouts. A reward without a number raises ``data.curriculum``."""
@@ -83,8 +83,9 @@ class RunCurriculum:
             expected, fix = "a number for each sample", "choose a reward that scores whole responses"
             what, details = "a curriculum cannot learn from rewards per token", {"expected": expected, "fix": fix}
             raise RunError(what, code="data.curriculum", where=group, **details)
-        if (number := self.number(GroupKey.of(group))) is not None and rewards:
-            self._heard[group] = number, [float(each) for each in rewards if each is not None]
+        key = attrs.evolve(GroupKey.of(group), reissue=0)  # what was made again counts once
+        if (number := self.number(key)) is not None and rewards:
+            self._heard[str(key)] = number, [float(each) for each in rewards if each is not None]
 
     def end(self, step: int) -> dict[str, float]:
         """End a step, all of whose groups were rewarded; return its metrics."""
@@ -95,7 +96,8 @@ class RunCurriculum:
             if key.batch <= step or not self.in_order
         )
         told = [self._heard.pop(group) for *_, group in mine]
-        self._ended[step] = told
+        self._reach(step + self.lag)  # what may have begun does not know this step
+        self.curriculum.learn(told)
         for batch in [batch for batch in self._chosen if batch < step - _KEPT]:
             del self._chosen[batch]
         found = {"tasks": float(len({number for number, _ in told}))}
@@ -105,18 +107,17 @@ class RunCurriculum:
 
     def state(self) -> dict[str, Any]:
         """Return everything as JSON values, for a checkpoint."""
-        named: dict[str, dict[int, Any]] = {"chosen": self._chosen, "ended": self._ended}
-        made: dict[str, Any] = {name: {str(key): each for key, each in own.items()} for name, own in named.items()}
-        return {**made, "heard": self._heard, "next": self._next, "curriculum": dict(self.curriculum.state_dict())}
+        chosen = {str(batch): numbers for batch, numbers in self._chosen.items()}
+        return {
+            "next": self._next,
+            "chosen": chosen,
+            "heard": self._heard,
+            "curriculum": dict(self.curriculum.state_dict()),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
         self._next = state["next"]
         self._chosen = {int(batch): list(numbers) for batch, numbers in state["chosen"].items()}
-        self._ended = {int(step): list(starmap(_pair, told)) for step, told in state["ended"].items()}
-        self._heard = {group: _pair(*told) for group, told in state["heard"].items()}
+        self._heard = {group: (number, list(rewards)) for group, (number, rewards) in state["heard"].items()}
         self.curriculum.load_state_dict(state["curriculum"])
-
-
-def _pair(number: int, rewards: list[float]) -> tuple[int, list[float]]:
-    return number, rewards

@@ -1,0 +1,1 @@
+"""Curricula: pass-rate windows, adaptive difficulty, Thompson sampling and mixing by ability."""
