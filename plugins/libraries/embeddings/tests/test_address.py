@@ -79,9 +79,9 @@ def test_vectors_come_in_the_order_of_the_texts_and_have_length_1() -> None:
 
 def test_the_key_is_sent_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMBEDDINGS_KEY", "a-secret-key")
-    _, service, _, _ = asked(["a"], key="EMBEDDINGS_KEY")
+    _, service, _, _ = asked(["a"], api_key_env="EMBEDDINGS_KEY")
     assert "Bearer a-secret-key" == service.headers[0]["Authorization"]
-    found, service, _, _ = asked(["a"], ["wrong key"], key="EMBEDDINGS_KEY")
+    found, service, _, _ = asked(["a"], ["wrong key"], api_key_env="EMBEDDINGS_KEY")
     assert isinstance(found, JackfieldError)
     assert "a-secret-key" not in str(found)
     assert 1 == len(service.bodies)
@@ -89,7 +89,7 @@ def test_the_key_is_sent_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_missing_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EMBEDDINGS_KEY", raising=False)
-    found, service, _, _ = asked(["a"], key="EMBEDDINGS_KEY")
+    found, service, _, _ = asked(["a"], api_key_env="EMBEDDINGS_KEY")
     assert "reward.secret" == found.code
     assert [] == service.bodies
 

@@ -23,14 +23,14 @@ class AddressEmbedder(Embedder):
     context: EmbedderContext
     url: str
     model: str
-    key: str | None = None  #: environment variable with the key
+    api_key_env: str | None = None  #: environment variable with the key
     batch: int = 32
     retries: int = 3
     seconds: float = 60.0  #: deadline of one request
     _service: Service = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        headers = {} if self.key is None else {"Authorization": f"Bearer ${{{self.key}}}"}
+        headers = {} if self.api_key_env is None else {"Authorization": f"Bearer ${{{self.api_key_env}}}"}
         context = RewardContext(clock=self.context.clock, http=self.context.http)
         url = self.url.rstrip("/").removesuffix("/embeddings") + "/embeddings"
         self._service = Service(context=context, url=url, headers=headers, limit=256 * 2**20)

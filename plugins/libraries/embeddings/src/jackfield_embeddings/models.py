@@ -34,7 +34,7 @@ class TransformersEmbedder(Embedder):
     _tokenizer: Any = attrs.field(default=None, init=False)
 
     @cached_property
-    def version(self) -> str:  # type: ignore[override]
+    def version(self) -> str:
         """A digest of the names and contents of all files in the folder."""
         digest = xxhash.xxh3_128()
         for file in sorted(each for each in self._folder().iterdir() if each.is_file()):

@@ -26,7 +26,7 @@ _OF = {
     "batch": ("transformers", "address"),
     "url": ("address",),
     "model": ("address",),
-    "key": ("address",),
+    "api_key_env": ("address",),
     "retries": ("address",),
     "seconds": ("address",),
 }
@@ -48,7 +48,7 @@ class EmbedderConfig:
     batch: int = option(32, "transformers, address: texts that are computed at a time", ge(1))
     url: str | None = option(None, "address: base URL, such as http://127.0.0.1:8000/v1")
     model: str | None = option(None, "address: the model's name at url")
-    key: str | None = option(None, "address: environment variable with the key; null: it needs none")
+    api_key_env: str | None = option(None, "address: environment variable with the key; null: it needs none")
     retries: int = option(3, "address: further attempts of a request that failed for a while", ge(0))
     seconds: float = option(60.0, "address: deadline of one request", gt(0.0))
 
@@ -86,7 +86,7 @@ def make_embedder(config: EmbedderConfig, context: EmbedderContext) -> Embedder:
             context=context,
             url=config.url or "",
             model=config.model or "",
-            key=config.key,
+            api_key_env=config.api_key_env,
             batch=config.batch,
             retries=config.retries,
             seconds=config.seconds,
