@@ -114,10 +114,6 @@ class Priority(Operator):
         super().__init__(config, context)
         if not config.weights:
             raise ConfigError("nothing says what comes first", where="weights", expected="a weight or more", found="{}")
-        numbers = {f"weights.{name}": weight for name, weight in config.weights.items()} | {"missing": config.missing}
-        for where, number in numbers.items():
-            if number is not None and not math.isfinite(number):
-                raise ConfigError("a number is not finite", where=where, expected="a finite number", found=number)
 
     @property
     def reads(self) -> tuple[str, ...]:
