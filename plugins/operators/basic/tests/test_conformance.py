@@ -9,7 +9,22 @@ from jackfield_conformance import certify
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    "name", ["length", "words", "exact_duplicates", "near_duplicates", "difficulty_rules", "priority"]
+    "name",
+    [
+        "difficulty_rules",
+        "exact_duplicates",
+        "function_filter",
+        "function_mapper",
+        "function_synthesizer",
+        "language",
+        "length",
+        "near_duplicates",
+        "per_category",
+        "priority",
+        "safety",
+        "select",
+        "words",
+    ],
 )
 def test_the_plugin_is_certified(name: str) -> None:
     """Every check of the base tier, and of what the manifest declares, passes."""

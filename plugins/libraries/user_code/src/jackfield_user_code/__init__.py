@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jackfield_user_code._digest import digest_file
 from jackfield_user_code._worker import describe, is_async
 from jackfield_user_code.held import HeldWorker, hold
 from jackfield_user_code.reward import WorkerReward, try_first
@@ -14,6 +15,7 @@ __all__ = [
     "WorkerResult",
     "WorkerReward",
     "describe",
+    "digest_file",
     "hold",
     "is_async",
     "try_first",

@@ -18,9 +18,18 @@ def digest(module: Any) -> str | None:
     file = getattr(module, "__file__", None)
     if file is None or not file.endswith(".py") or not os.path.isfile(file):
         return None
-    first, hashed, seen = Path(file).resolve(), hashlib.sha256(), set[Path]()
-    folders = _folders(module, first)
-    waiting = [first]
+    first = Path(file).resolve()
+    return _digest(first, _folders(module, first))
+
+
+def digest_file(file: str | Path) -> str:
+    """Return the digest that the module of a file outside of packages has, without importing it."""
+    first = Path(file).expanduser().resolve()
+    return _digest(first, {first.parent: None})
+
+
+def _digest(first: Path, folders: dict[Path, str | None]) -> str:
+    hashed, seen, waiting = hashlib.sha256(), set[Path](), [first]
     while waiting:
         each = waiting.pop()
         if each not in seen:

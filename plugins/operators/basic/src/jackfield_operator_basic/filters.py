@@ -1,8 +1,7 @@
-"""Filters by length and by words."""
+"""A filter by the length of texts."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -72,51 +71,3 @@ class Length(Operator):
             if length < least or (most is not None and length > most):
                 found[row.key] = f"{length} {self.config.unit}"
         return found
-
-
-@attrs.frozen(kw_only=True)
-class WordsConfig:
-    """Settings of ``words``."""
-
-    column: str = option("prompt", "column with the text")
-    words: tuple[str, ...] = option(help="words, or phrases, whole and in any case")
-    maximum: int = option(0, "how many of them a text may have", ge(0))
-
-
-class Words(Operator):
-    """Leaves out rows whose text has listed words, such as those that are not safe."""
-
-    type: ClassVar[OperatorType] = "filter"
-    decides_by: ClassVar[tuple[str, ...]] = ("maximum",)
-
-    def __init__(self, config: WordsConfig, context: OperatorContext) -> None:
-        super().__init__(config, context)
-        if not config.words or not all(map(str.strip, config.words)):
-            raise ConfigError("there are no words", where="words", expected="one word or more", found=config.words)
-        self._column, self._statistic = context.column(config.column), f"{config.column}_words_found"
-        listed = "|".join(re.escape(word.strip()) for word in sorted(config.words, key=len, reverse=True))
-        self._pattern = re.compile(rf"(?<!\w)(?:{listed})(?!\w)", re.IGNORECASE)
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """The text."""
-        return (self._column,)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """The words that it has."""
-        return (self._statistic,)
-
-    async def process(self, request: OperatorRequest) -> OperatorResult:
-        """Find the words."""
-        return each_row(
-            request,
-            lambda row: {
-                self._statistic: [word.lower() for word in self._pattern.findall(text_of(row.values, self._column))]
-            },
-        )
-
-    def decide(self, rows: Sequence[Row]) -> Mapping[str, str]:
-        """Refuse texts with too many of them."""
-        found = ((row.key, row.values[self._statistic]) for row in rows)
-        return {key: f"has {', '.join(words[:5])}" for key, words in found if len(words) > self.config.maximum}
