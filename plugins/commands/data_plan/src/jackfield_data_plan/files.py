@@ -62,7 +62,11 @@ def _with_setting(text: str, number: int, name: str, value: Any, path: Path) -> 
     if node.flow_style:
         end = last.end_mark.index
         return f"{text[:end]}, {name}: {written}{text[end:]}"
-    indent = " " * first.start_mark.column
+    indent, value = " " * first.start_mark.column, node.value[0][1]
+    if isinstance(value, yaml.ScalarNode) and value.style in (None, "'", '"'):  # on a line of its own below the first
+        line = text.find("\n", value.end_mark.index)
+        end = len(text) if line < 0 else line
+        return f"{text[:end]}\n{indent}{name}: {written}{text[end:]}"
     start = first.start_mark.index
     return f"{text[:start]}{name}: {written}\n{indent}{text[start:]}"
 

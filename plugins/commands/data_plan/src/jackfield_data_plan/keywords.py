@@ -77,7 +77,7 @@ class _Drafter:
 
     def column(self, match: re.Match[str]) -> str | None:
         """Return the usual name of the column of which the clause before a match speaks; None: it is not there."""
-        after = re.match(r"\s+\w+", self.left[match.end() :])
+        after = re.match(r"\s+(?:(?:the|their|of|in)\s+)*\w+", self.left[match.end() :])
         clause = re.split(r"[,;.]|\bthen\b|\band\b", self.left[: match.end()])[-1] + (after[0] if after else "")
         named = next((usual for word, usual in COLUMNS.items() if re.search(rf"\b{word}s?\b", clause)), "prompt")
         if self.source.column(named) is None:
@@ -85,7 +85,7 @@ class _Drafter:
             return None
         return named
 
-    def add(self, words: str, name: str, **settings: Any) -> bool:
+    def add(self, words: str, name: str, /, **settings: Any) -> bool:
         """Add an operator, or say why not."""
         words = " ".join(words.split())
         if name not in self.known.operators:

@@ -114,11 +114,8 @@ def as_json(reports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def as_lines(reports: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield reports as lines of text."""
     for each in reports:
-        counts = [
-            f"{each[name]} {name.replace('_', ' ')}"
-            for name in ("rows", "removed", "set_aside", "made")
-            if name in each
-        ]
+        names = [name for name in ("rows", "removed", "set_aside", "made") if name == "rows" or each.get(name)]
+        counts = [f"{each[name]} {name.replace('_', ' ')}" for name in names]
         yield f"{plain(each['stage'])}: {', '.join(counts)}"
         for what, found in each["reasons"].items():
             told = "; ".join(f"{count} × {plain(why, 100)}" for why, count in found.items())

@@ -72,10 +72,12 @@ class FilterStage:
         """Return the thresholds that are numbers, or may be, with their values."""
         settings: Any = structure(self.step.record.settings_class, self.step.settings, self.step.name)
         found = {name: getattr(settings, name) for name in self.thresholds}
-        return {name: value for name, value in found.items() if self._takes_numbers(name)}
+        return {name: value for name, value in found.items() if self._takes_numbers(name, value)}
 
-    def _takes_numbers(self, name: str) -> bool:
-        return any(self._settings({name: value}) is not None for value in (0, 1, 0.5, 2))
+    def _takes_numbers(self, name: str, value: Any) -> bool:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return True
+        return any(self._settings({name: number}) is not None for number in (0, 1, 0.5, 1_000_000))
 
     def _settings(self, changed: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return settings with other thresholds; None: the operator does not take them."""

@@ -34,7 +34,7 @@ class DryRun:
     ask: Mapping[str, Any] | None = None  #: models that operators may ask; None: none
     secrets: Collection[str] = ()  #: names of variables that are given although they look like secrets
     withheld: Collection[str] = ()  #: names of variables that are not given
-    seconds: float = _SECONDS  #: deadline of a dry run
+    seconds: float = attrs.field(factory=lambda: _SECONDS)  #: deadline of a dry run
 
     def __call__(self, tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Try operators whose settings are checked; return ``problems``, ``notes`` and ``stages``.

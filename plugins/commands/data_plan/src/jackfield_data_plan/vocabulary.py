@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 
-_FILL = """a an the these those this that for of with in on by to from and or then also please it its them their my our
-    all any each every data rows row tasks task problems problem questions question examples example maths math set sets
-    dataset datasets ones one compute calculate score scores keep kept drop remove removed filter filters leave out only
-    first last order sort sorted put make use get want i we which are is be have has there not no than into texts text
-    prompts prompt answers answer solutions solution responses response finally pipeline through your me without with where whose should must every"""
+_FILL = """
+    a an the these those this that for of with in on by to from and or then also please it its them
+    their my our all any each every data rows row tasks task problems problem questions question
+    examples example maths math set sets dataset datasets ones one compute calculate score scores
+    keep kept drop remove removed filter filters leave out only first last order sort sorted put
+    make use get want i we which are is be have has there not no than into texts text prompts prompt
+    answers answer solutions solution responses response finally pipeline through your me without
+    with where whose should must every
+"""
 FILL = frozenset(_FILL.split())  #: words that mean nothing here
 
 
