@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import Result
-from conftest import Model
 
 from jackfield_data_plan import trying
 
 pytestmark = pytest.mark.timeout(120)
 
 GOOD = [{"name": "difficulty_rules"}, {"name": "priority", "weights": {"difficulty": -1.0}}]
+Model = Any  #: a server of conftest.py
 Json = Callable[..., Any]
 
 
@@ -245,6 +246,7 @@ def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     installed.cache_clear()
     yield "odd"
+    sys.modules.pop("odd_operator", None)
     installed.cache_clear()
 
 

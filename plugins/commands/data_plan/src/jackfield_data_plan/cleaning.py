@@ -111,19 +111,20 @@ class Cleaning:
         stages = [stage for number in range(len(tasks)) if (stage := self._filter(tasks, number)) is not None]
         changed, told = [dict(task) for task in tasks], list[str]()
         for stage in stages:
-            names = [name for name in stage.numbers() if name in tasks[stage.number]]
+            old = tasks[stage.number]
+            names = [name for name in stage.numbers() if name in old]
             if not names or not len(stage):
                 continue
-            kept = 1 - len(stage.removed({})) / len(stage)
-            share = (self.rows / rows) ** (1 / len(stages)) * kept
+            before = len(stage.removed({}))
+            share = (self.rows / rows) ** (1 / len(stages)) * (1 - before / len(stage))
             try:
-                found = stage.found(names, share)
+                new = {name: value for name, value in stage.found(names, share).items() if value != old[name]}
             except DataError:
-                continue
-            new = {name: value for name, value in found.items() if value != tasks[stage.number][name]}
-            if new and len(stage.removed(new)) > len(stage.removed({})):
-                changed[stage.number].update(new)
-                told += [f"{stage.name}.{name}: {tasks[stage.number][name]} → {value}" for name, value in new.items()]
+                new = {}
+            if not new or len(stage.removed(new)) <= before:
+                new = next(({name: value} for name in names if (value := stage.stricter(name)) is not None), {})
+            changed[stage.number].update(new)
+            told += [f"{stage.name}.{name}: {old[name]} → {value}" for name, value in new.items()]
         return changed, told
 
     def _filter(self, tasks: Sequence[Mapping[str, Any]], number: int) -> Any:

@@ -148,15 +148,14 @@ def tighten(
     if keep is not None:
         given = stage.found(names, keep)
     found = stage.tightened(given)
+    if write:
+        files.set_thresholds(file, found.number, found.after)
     if as_json:
         show({**attrs.asdict(found), "written": write})
     else:
         for line in shown.tightened_lines(found):
             click.echo(line)
-    if write:
-        files.set_thresholds(file, found.number, found.after)
-    elif not as_json:
-        click.echo(f"Nothing is written; --write puts this into {file}.")
+        click.echo(f"{file} is changed." if write else f"Nothing is written; --write puts this into {file}.")
 
 
 def _thresholds(settings: Sequence[str], keep: float | None) -> tuple[dict[str, Any], list[str]]:

@@ -79,7 +79,9 @@ class Columns:
         quantiles = np.quantile(numbers, _QUANTILES)
         with np.errstate(over="ignore"):
             wide = math.isfinite(most - least)
-            histogram = np.histogram(numbers, bins=_BINS, range=(least, most))[0] if wide and most > least else []
+            counts = (
+                np.histogram(numbers, bins=_BINS, range=(least, most))[0] if wide and most > least else [len(values)]
+            )
             mean = float(numbers.mean())
         return Distribution(
             count=len(values),
@@ -88,7 +90,7 @@ class Columns:
             minimum=least,
             maximum=most,
             quantiles={f"{share:g}": float(each) for share, each in zip(_QUANTILES, quantiles, strict=True)},
-            histogram=[int(each) for each in histogram] or [len(values)],
+            histogram=[int(each) for each in counts],
             of=self._kinds[name],
         )
 

@@ -57,7 +57,7 @@ def chain_report(
     """Report on the stages of a chain: on each what it newly wrote, on the last one all columns."""
     reports, before = list[dict[str, Any]](), set[str]()
     for number, made in enumerate(chain):
-        first = next(iter(made.records()), {})
+        first: dict[str, Any] = next(iter(made.records()), {})
         last = number == len(chain) - 1
         names = {*first} if last or not number else {*first} - before
         before = {*first}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,17 +139,27 @@ class FilterStage:
 
     def _one(self, name: str, keep: float) -> Any:
         """Return the strictest value of one threshold with which at least a share of the rows stays."""
-        values = [value for value in self._candidates() if self._settings({name: value}) is not None]
+        values = self._loosest_first(name)
         if not values:
-            found = "no number of the statistics is one of its values"
-            raise self._none(name, keep, found)
-        kept: Callable[[Any], float] = lambda value: 1 - len(self.removed({name: value})) / len(self)  # noqa: E731
-        strict_last = kept(values[0]) >= kept(values[-1])
-        ordered = values if strict_last else values[::-1]
-        place = bisect.bisect_right(ordered, -keep, key=lambda value: -kept(value))
+            raise self._none(name, keep, "no number of the statistics is one of its values")
+        place = bisect.bisect_right(values, -keep, key=lambda value: -self._kept({name: value}))
         if not place:
-            raise self._none(name, keep, f"{kept(ordered[0]):.1%} with {name}={ordered[0]}")
-        return ordered[place - 1]
+            raise self._none(name, keep, f"{self._kept({name: values[0]}):.1%} with {name}={values[0]}")
+        return values[place - 1]
+
+    def stricter(self, name: str) -> Any:
+        """Return the loosest value of a threshold that removes more rows than its value now; None: all of them."""
+        values, now = self._loosest_first(name), self._kept({})
+        place = bisect.bisect_right(values, -now, key=lambda value: -self._kept({name: value}))
+        return values[place] if place < len(values) and self._kept({name: values[place]}) > 0 else None
+
+    def _kept(self, changed: Mapping[str, Any]) -> float:
+        return 1 - len(self.removed(changed)) / len(self)
+
+    def _loosest_first(self, name: str) -> list[Any]:
+        values = [value for value in self._candidates() if self._settings({name: value}) is not None]
+        rising = bool(values) and self._kept({name: values[0]}) < self._kept({name: values[-1]})
+        return values[::-1] if rising else values
 
     def _none(self, name: str, keep: float, found: str) -> DataError:
         what, expected = "no value of a threshold keeps so many rows", f"{keep:.1%} of {len(self)} rows"
