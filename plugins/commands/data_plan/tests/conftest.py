@@ -120,13 +120,13 @@ def run_data(*words: object) -> Result:
 
 @pytest.fixture
 def command() -> Callable[..., Result]:
-    """What runs `jackfield data`."""
+    """Return what runs `jackfield data`."""
     return run_data
 
 
 @pytest.fixture
 def json_of() -> Callable[..., Any]:
-    """What runs `jackfield data` with --json and returns what it printed; it has to succeed."""
+    """Return what runs `jackfield data` with --json and returns what it printed; it has to succeed."""
 
     def run(*words: object) -> Any:
         found = run_data(*words, "--json")
@@ -138,7 +138,7 @@ def json_of() -> Callable[..., Any]:
 
 @pytest.fixture
 def error_of() -> Callable[..., dict[str, Any]]:
-    """What runs `jackfield data` with --json and returns the error; it has to fail."""
+    """Return what runs `jackfield data` with --json and returns the error; it has to fail."""
 
     def run(*words: object) -> dict[str, Any]:
         found = run_data(*words, "--json")

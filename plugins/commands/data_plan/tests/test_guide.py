@@ -16,7 +16,9 @@ from jackfield.cli import main
 pytestmark = pytest.mark.timeout(180)
 
 ROOT = Path(__file__).parents[4]
-BLOCK = re.compile(r"^```console\n\$ (?P<command>.*?)\n(?P<output>.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^```console\n\$ (?P<command>[^\n]*)\n```(?:\n\n```text\n(?P<output>.*?)^```)?", re.MULTILINE | re.DOTALL
+)
 
 
 def test_the_commands_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +31,7 @@ def test_the_commands_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for command, output in blocks:
         found = CliRunner().invoke(main, shlex.split(command)[1:])
         assert 0 == found.exit_code, found.output
-        pattern = re.escape(output).replace("…\\\n", "(?:.*\n)*").replace("DIGEST", "[0-9a-f]{12}")
+        pattern = re.escape(output or "…\n").replace("…\\\n", "(?:.*\n)*").replace("DIGEST", "[0-9a-f]{12}")
         assert re.fullmatch(pattern, found.stdout), found.stdout
 
 

@@ -222,8 +222,8 @@ class Odd(Operator):
             time.sleep(100)
         if self.config.how == "prints":
             print("{not JSON")
-        told = sorted(name for name in os.environ if name.endswith("_KEY"))
-        return OperatorResult(updates={row.key: {"odd": told} for row in request.rows})
+        found = sorted(name for name in os.environ if name.endswith("_KEY"))
+        return OperatorResult(updates={row.key: {"odd": found} for row in request.rows})
 '''
 
 

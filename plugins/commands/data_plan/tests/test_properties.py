@@ -64,7 +64,7 @@ answers = st.one_of(
 
 
 def holds_evil(value: Any) -> bool:
-    """Whether a text that names something outside is anywhere in a value."""
+    """Return whether a text that names something outside is anywhere in a value."""
     if isinstance(value, dict):
         return any(map(holds_evil, [*value.keys(), *value.values()]))
     return any(map(holds_evil, value)) if isinstance(value, list) else value in EVIL

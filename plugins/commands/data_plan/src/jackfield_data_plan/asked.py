@@ -59,7 +59,7 @@ class Asked:
         return OperatorError(f"a dry run does not ask {what}", code="operator.failed", fix="allow it with --ask")
 
     async def close(self) -> None:
-        """Close connections."""
+        """Close all connections."""
         if self._named is not None:
             await self._named.close()
         await self._client.close()
