@@ -142,6 +142,15 @@ class SchemaWriter:
             self._definitions[kind] = {"anyOf": forms}
         return {"$ref": f"#/$defs/{kind}"}
 
+    @property
+    def definitions(self) -> Schema:
+        """The schemas that others refer to as ``#/$defs/NAME``."""
+        return dict(self._definitions)
+
+    def sections(self, kind: str) -> list[Schema]:
+        """Return the schema of a section of each plugin of a kind, with its name."""
+        return list(self._sections(kind, ""))
+
     def _sections(self, kind: str, default: str) -> Iterator[Schema]:
         for record in self._registry.records(kind):
             try:
@@ -192,3 +201,17 @@ def run_schema(registry: Registry) -> tuple[Schema, dict[str, JackfieldError]]:
     """Return the JSON Schema of a run's file with the settings of installed plugins, and the plugins left out."""
     writer = SchemaWriter(registry)
     return writer.run(), writer.left_out
+
+
+def plugin_schemas(registry: Registry, kind: str) -> tuple[dict[str, Schema], Schema, dict[str, JackfieldError]]:
+    """Return the JSON Schemas of the settings of plugins of a kind by name, with what they share under ``$defs``.
+
+    The third are the plugins that were left out because they cannot be used.
+    """
+    writer = SchemaWriter(registry)
+    sections = writer.sections(kind)
+    return (
+        {section["properties"]["name"]["const"]: section for section in sections},
+        writer.definitions,
+        writer.left_out,
+    )

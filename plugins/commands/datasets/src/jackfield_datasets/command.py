@@ -24,23 +24,33 @@ from jackfield.settings import structure
 from jackfield_datasets.lines import FIRST
 from jackfield_datasets.sets import open_tasks
 
-_PIPELINES = ("run", "trace")  #: commands on pipelines
+#: commands on pipelines, by the module that has them
+_PIPELINES = {
+    **dict.fromkeys(("run", "trace"), "jackfield_pipelines.commands"),
+    **dict.fromkeys(("plan", "statistics", "tighten", "clean"), "jackfield_data_plan.commands"),
+}
 _MARKS = "⟦", "⟧"  #: around what is trained on, where there are no colours
 
 
 class _Group(click.Group):
-    """Has the commands of jackfield-pipelines, too, where it is installed."""
+    """Has the commands of jackfield-pipelines and jackfield-data-plan, too, where they are installed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all commands."""
-        return sorted([*super().list_commands(ctx), *(_PIPELINES if find_spec("jackfield_pipelines") else ())])
+        return sorted([*super().list_commands(ctx), *filter(_module_of, _PIPELINES)])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a command; those on pipelines are imported when they are used."""
-        if cmd_name in _PIPELINES and find_spec("jackfield_pipelines"):
-            command: click.Command = getattr(import_module("jackfield_pipelines.commands"), cmd_name)
+        if module := _module_of(cmd_name):
+            command: click.Command = getattr(import_module(module), cmd_name)
             return command
         return super().get_command(ctx, cmd_name)
+
+
+def _module_of(name: str) -> str | None:
+    """Return the module with a command on pipelines, if its package is installed."""
+    module = _PIPELINES.get(name)
+    return module if module and find_spec(module.partition(".")[0]) else None
 
 
 @click.group(cls=_Group)

@@ -1,0 +1,1 @@
+"""Pipelines of data from words: plans by a model or by keywords, statistics of stages, and thresholds."""
