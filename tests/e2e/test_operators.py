@@ -46,6 +46,14 @@ PACKAGE = {
         config = "own_operators.operators:AskConfig"
         description = "Asks the model for an answer to each task, and scores it"
     """,
+    "own_operators/first.toml": """
+        name = "own_first"
+        kind = "operator"
+        abi = "1.0"
+        object = "own_operators.operators:First"
+        config = "own_operators.operators:FirstConfig"
+        description = "Keeps the first rollouts of each group"
+    """,
     "own_operators/operators.py": """
         import attrs
         from jackfield.abc.operator import NewRow, Operator, OperatorResult
@@ -101,6 +109,27 @@ PACKAGE = {
                 return OperatorResult(updates=updates)
 
         @attrs.frozen(kw_only=True)
+        class FirstConfig:
+            keeps: int = option(1, "rollouts that are kept")
+
+        class First(Operator):
+            type = "filter"
+            reads = ("group",)
+            writes = ("place",)
+            decides_by = ("keeps",)
+            compares = True
+
+            async def process(self, request):
+                seen, updates = {}, {}
+                for row in request.rows:
+                    seen[row.values["group"]] = place = seen.get(row.values["group"], 0) + 1
+                    updates[row.key] = {"place": place}
+                return OperatorResult(updates=updates)
+
+            def decide(self, rows):
+                return {row.key: "not the first" for row in rows if row.values["place"] > self.config.keeps}
+
+        @attrs.frozen(kw_only=True)
         class CountConfig:
             pass
 
@@ -126,6 +155,7 @@ PACKAGE = {
         own_repair = own_operators:repair.toml
         own_count = own_operators:count.toml
         own_ask = own_operators:ask.toml
+        own_first = own_operators:first.toml
     """,
 }
 
@@ -191,6 +221,25 @@ def test_what_operators_make_is_trained_on(small_run: Run, asks: bool) -> None:
     first = next(row for row in rows if row["parents"][0] in shown.output)
     assert "own_repair" in shown.output
     assert first["batch"] == int(first["parents"][0].split("/")[1])
+
+
+@pytest.mark.parametrize(("keeps", "samples"), [(1, {2.0}), (0, {0.0})])
+def test_what_a_filter_leaves_out_is_not_trained_on(small_run: Run, keeps: int, samples: set[float]) -> None:
+    """One rollout of each group, or none: groups are smaller, or others come in their places, until that is too often."""
+    settings = (by("own_first", keeps=keeps), "schedule.steps=3", "schedule.max_retries=1", *SMALL)
+    if keeps:
+        result, lines = small_run("filtered", *settings)
+        assert samples == {line["samples"] for line in steps(lines)}
+        left_out = (
+            [json.loads(line) for line in (result.folder / "failures.jsonl").read_text().splitlines()]
+            if (result.folder / "failures.jsonl").exists()
+            else []
+        )
+        assert all("own_first: not the first" in str(line) for line in left_out)
+        return
+    with pytest.raises(JackfieldError) as caught:
+        small_run("filtered", *settings)
+    assert "operators left out all of its samples" in str(caught.value)
 
 
 def test_what_operators_have_learnt_is_resumed(small_run: Run) -> None:

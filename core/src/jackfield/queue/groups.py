@@ -250,18 +250,16 @@ class Groups:
             if partition == group.batch.partition.name:
                 feed += report.keys
 
-    def _settle(self, groups: Mapping[Group, Mapping[str, str]]) -> None:
-        """Publish groups whose rollouts have ended and have samples, or drop them and retry their indexes.
-
-        The values are the reasons of their samples that are removed first, by key.
-        """
+    def _settle(self, groups: Mapping[Group, Mapping[str, str]], minimum: int | None = None) -> None:
+        """Publish groups whose rollouts have ended and have samples, or retry them; first remove samples with reasons."""
         changed = []
         for group, failed in groups.items():
             for key, reason in failed.items():
                 self.core.fail(key, reason)
             self.leases.remove(group, failed, "failed")
             lost = sorted(set(range(group.rollouts)) - {sample.rollout for sample in group.samples.values()})
-            if group.is_made and len(lost) <= max(0, group.rollouts - (self.minimum_rows or group.rollouts)):
+            least = minimum or self.minimum_rows or group.rollouts
+            if group.is_made and len(lost) <= max(0, group.rollouts - least):
                 changed.append(group)
             elif group.is_made:
                 counted = Counter(why for _, why in sorted(group.ended.items()) if why is not None)
@@ -307,13 +305,13 @@ class Groups:
                 self.core.record("drop", group=group.name, task_id=group.task_id, reason=reason)
                 self.leases.consume([group], reason)
 
-    async def fail_samples(self, reasons: Mapping[str, str]) -> None:
-        """Fail samples by key and publish or retry their groups again. Samples that are gone are skipped.
+    async def fail_samples(self, reasons: Mapping[str, str], *, minimum: int | None = None) -> None:
+        """Fail samples by key; groups with ``minimum`` rollouts left (None: as configured) are kept, others retried.
 
-        If an acking consumer has leased such a group, raise a QueueError and fail no sample.
+        Samples that are gone are skipped. If an acking consumer has leased such a group, raise a QueueError.
         """
         self.leases.require_free(found := self._by_group(reasons))
-        self._settle(found)
+        self._settle(found, minimum)
 
     def _by_group(self, reasons: Mapping[str, str]) -> dict[Group, dict[str, str]]:
         """Return the reasons of existing samples by group."""

@@ -185,7 +185,8 @@ class RewardPipeline:
             lacking = [name for name in dict.fromkeys(map(group_of, failed)) if name not in dropped]
             await self.role.queue.drop_groups(lacking, failed[first_failed], again=False)
             dropped += lacking
-        failed.update(removed)
+        dropped += await self._drop_emptied(batch, {**failed, **removed}, removed, dropped)
+        unscored, failed = failed, {**failed, **removed}
         sizes = dict(zip([key for key in results if key not in failed], report.written.sizes, strict=True))
         good = batch
         if failed or dropped:
@@ -195,10 +196,25 @@ class RewardPipeline:
         own = {"sizes": tuple(map(sizes.__getitem__, good.keys)), "tags": tags}
         written = msgspec.structs.replace(report.written, **own)
         await self.role.queue.add_columns(good, written)
-        gone = {key: why for key, why in failed.items() if group_of(key) not in dropped}
-        if gone:
+        if gone := {key: why for key, why in unscored.items() if group_of(key) not in dropped}:
             await self.role.queue.fail_samples(gone)
+        if gone := {key: why for key, why in removed.items() if group_of(key) not in dropped}:
+            await self.role.queue.fail_samples(gone, minimum=1)
         self.groups += len(groups)
+
+    async def _drop_emptied(
+        self, batch: BatchMeta, gone: Mapping[str, str], removed: Mapping[str, str], dropped: Sequence[str]
+    ) -> list[str]:
+        """Drop groups of which operators leave nothing: others come in their places, as often as retries allow."""
+        emptied = dict[bool, list[str]]()
+        for name, indexes in batch.by_group().items() if removed else ():
+            keys = [batch.keys[at] for at in indexes]
+            if name not in dropped and not removed.keys().isdisjoint(keys) and gone.keys() >= set(keys):
+                again = batch.tags[indexes[0]]["retry"] < self.role.config.schedule.max_retries
+                emptied.setdefault(again, []).append(name)
+        for again, names in emptied.items():
+            await self.role.queue.drop_groups(names, "operators left out all of its samples", again=again)
+        return [name for names in emptied.values() for name in names]
 
 
 async def pipeline_states(role: Role, steps: int) -> list[Any]:
