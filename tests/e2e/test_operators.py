@@ -225,17 +225,11 @@ def test_what_operators_make_is_trained_on(small_run: Run, asks: bool) -> None:
 
 @pytest.mark.parametrize(("keeps", "samples"), [(1, {2.0}), (0, {0.0})])
 def test_what_a_filter_leaves_out_is_not_trained_on(small_run: Run, keeps: int, samples: set[float]) -> None:
-    """One rollout of each group, or none: groups are smaller, or others come in their places, until that is too often."""
+    """One rollout of each group, or none: groups are smaller, or others come in their places, but not forever."""
     settings = (by("own_first", keeps=keeps), "schedule.steps=3", "schedule.max_retries=1", *SMALL)
     if keeps:
-        result, lines = small_run("filtered", *settings)
+        _, lines = small_run("filtered", *settings)
         assert samples == {line["samples"] for line in steps(lines)}
-        left_out = (
-            [json.loads(line) for line in (result.folder / "failures.jsonl").read_text().splitlines()]
-            if (result.folder / "failures.jsonl").exists()
-            else []
-        )
-        assert all("own_first: not the first" in str(line) for line in left_out)
         return
     with pytest.raises(JackfieldError) as caught:
         small_run("filtered", *settings)

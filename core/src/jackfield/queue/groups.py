@@ -251,7 +251,7 @@ class Groups:
                 feed += report.keys
 
     def _settle(self, groups: Mapping[Group, Mapping[str, str]], minimum: int | None = None) -> None:
-        """Publish groups whose rollouts have ended and have samples, or retry them; first remove samples with reasons."""
+        """Publish groups whose rollouts have ended and have samples, or retry them, without those with a reason."""
         changed = []
         for group, failed in groups.items():
             for key, reason in failed.items():

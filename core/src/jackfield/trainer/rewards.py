@@ -186,7 +186,7 @@ class RewardPipeline:
             await self.role.queue.drop_groups(lacking, failed[first_failed], again=False)
             dropped += lacking
         dropped += await self._drop_emptied(batch, {**failed, **removed}, removed, dropped)
-        unscored, failed = failed, {**failed, **removed}
+        lacking_score, failed = failed, {**failed, **removed}
         sizes = dict(zip([key for key in results if key not in failed], report.written.sizes, strict=True))
         good = batch
         if failed or dropped:
@@ -196,7 +196,7 @@ class RewardPipeline:
         own = {"sizes": tuple(map(sizes.__getitem__, good.keys)), "tags": tags}
         written = msgspec.structs.replace(report.written, **own)
         await self.role.queue.add_columns(good, written)
-        if gone := {key: why for key, why in unscored.items() if group_of(key) not in dropped}:
+        if gone := {key: why for key, why in lacking_score.items() if group_of(key) not in dropped}:
             await self.role.queue.fail_samples(gone)
         if gone := {key: why for key, why in removed.items() if group_of(key) not in dropped}:
             await self.role.queue.fail_samples(gone, minimum=1)
