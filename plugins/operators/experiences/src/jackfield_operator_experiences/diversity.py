@@ -6,12 +6,12 @@ from typing import Any, ClassVar
 
 import attrs
 import numpy as np
-import xxhash
 from attrs.validators import ge
-from numpy.typing import NDArray
 
 from jackfield.abc.operator import Operator, OperatorContext, OperatorRequest, OperatorResult, OperatorType
 from jackfield.sdk import option
+from jackfield_embeddings import EmbedderConfig, make_embedder
+from jackfield_operator_experiences.shaping import groups_of, number_of, text_of
 
 
 @attrs.frozen(kw_only=True)
@@ -21,20 +21,21 @@ class DiversityConfig:
     weight: float = option(0.5, "weight of the diversity in the reward at the first step", ge(0.0))
     last_weight: float = option(0.3, "weight at the last step; in between it changes evenly", ge(0.0))
     only_correct: bool = option(False, "add it only where the reward is positive")
-    dimensions: int = option(512, "size of the embedding: hashed sequences of three characters", ge(16))
+    embedder: EmbedderConfig = option(factory=EmbedderConfig, help="what makes vectors of texts")
 
 
 class Diversity(Operator):
     """Adds weight * (1 - cosine similarity to the mean embedding of the group) to the reward.
 
-    The idea is Trinity-RFT's (arXiv:2505.17826, section 3.4.2). Texts are embedded as counts of hashed sequences of
-    three characters, of length 1, so that no model is needed.
+    The idea is Trinity-RFT's (arXiv:2505.17826, section 3.4.2). By default, texts are embedded as counts of hashed
+    sequences of three characters, so that no model is needed.
     """
 
     type: ClassVar[OperatorType] = "scorer"
 
     def __init__(self, config: DiversityConfig, context: OperatorContext) -> None:
         super().__init__(config, context)
+        self._embedder = make_embedder(config.embedder, context)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -51,33 +52,41 @@ class Diversity(Operator):
         """Whole groups are compared."""
         return True
 
+    @property
+    def version(self) -> str:
+        """Return the embedder's version."""
+        return self._embedder.version
+
+    async def start(self) -> None:
+        """Load the embedder's model."""
+        await self._embedder.start()
+
+    async def close(self) -> None:
+        """End the embedder."""
+        await self._embedder.close()
+
     async def process(self, request: OperatorRequest) -> OperatorResult:
         """Compare each response with the mean of its group."""
-        weight, groups = self._weight(request), dict[str, list[int]]()
-        for at, row in enumerate(request.rows):
-            groups.setdefault(str(row.values["group"]), []).append(at)
-        vectors = np.array([self._embedded(str(row.values["response"])) for row in request.rows])
-        updates = dict[str, dict[str, Any]]()
-        for places in groups.values():
-            mean = vectors[places].mean(axis=0)
-            similar = vectors[places] @ (mean / max(float(np.linalg.norm(mean)), 1e-12))
-            for at, similarity in zip(places, similar.tolist(), strict=True):
-                row, different = request.rows[at], min(max(1.0 - similarity, 0.0), 1.0)
-                reward = float(row.values["reward"])
+        weight, aside, updates = self._weight(request), dict[str, str](), dict[str, dict[str, Any]]()
+        for rows in groups_of(request).values():
+            good = dict[str, tuple[str, float]]()
+            for row in rows:
+                try:
+                    good[row.key] = text_of(row, "response"), number_of(row, "reward")
+                except (KeyError, TypeError) as error:
+                    aside[row.key] = f"{type(error).__name__}: {error}"
+            if not good:
+                continue
+            vectors = await self._embedder.embed([text for text, _ in good.values()])
+            mean = vectors.mean(axis=0)
+            similar = vectors @ (mean / max(float(np.linalg.norm(mean)), 1e-12))
+            for (key, (_, reward)), similarity in zip(good.items(), similar.tolist(), strict=True):
+                different = min(max(1.0 - similarity, 0.0), 1.0)
                 added = weight * different if reward > 0.0 or not self.config.only_correct else 0.0
-                updates[row.key] = {"reward": reward + added, "diversity": different}
-        return OperatorResult(updates=updates)
+                updates[key] = {"reward": reward + added, "diversity": different}
+        return OperatorResult(updates=updates, set_aside=aside)
 
     def _weight(self, request: OperatorRequest) -> float:
         done = request.batch / max(request.steps - 1, 1)
         first, last = self.config.weight, self.config.last_weight
         return float(first + (last - first) * min(done, 1.0))
-
-    def _embedded(self, text: str) -> NDArray[np.float64]:
-        vector = np.zeros(self.config.dimensions)
-        padded = f"  {text}  "
-        for at in range(len(padded) - 2):
-            number = xxhash.xxh3_64_intdigest(padded[at : at + 3].encode())
-            vector[number % self.config.dimensions] += 1.0
-        normed: NDArray[np.float64] = vector / np.linalg.norm(vector)
-        return normed

@@ -24,7 +24,9 @@ class NoveltyConfig:
     only_positive: bool = option(True, "add it to positive rewards only")
     memory: int = option(512, "earlier responses that are remembered, the newest", gt(0))
     nearest: int = option(4, "how many of them a response is compared with, the nearest", gt(0))
-    embedder: EmbedderConfig = option(factory=lambda: EmbedderConfig(dimensions=256), help="what makes vectors of texts")
+    embedder: EmbedderConfig = option(
+        factory=lambda: EmbedderConfig(dimensions=256), help="what makes vectors of texts"
+    )
 
 
 class Novelty(Operator):

@@ -8,7 +8,7 @@ from math import cos, pi
 from typing import Any, ClassVar, Literal
 
 import attrs
-from attrs.validators import ge, gt, in_
+from attrs.validators import ge, gt, in_, optional
 
 from jackfield.abc.operator import Operator, OperatorContext, OperatorRequest, OperatorResult, OperatorType, Row
 from jackfield.errors import ConfigError
@@ -32,7 +32,9 @@ class QualityRulesConfig:
     weight: float = option(1.0, "weight of the quality, which is between -0.5 and 0.5, in the reward", ge(0.0))
     matches: Mapping[str, str] = option(factory=dict, help="expressions by name, each found in a good response")
     lacks: Mapping[str, str] = option(factory=dict, help="expressions by name, none found in a good response")
-    repetition: int | None = option(4, "size of sequences of words that a good response does not repeat; null: any", ge(1))
+    repetition: int | None = option(
+        4, "words of a sequence that a good response does not repeat; null: any", optional(ge(1))
+    )
     ends: bool = option(True, "a good response ends with a sentence's end, a bracket, a quotation mark or a number")
 
 

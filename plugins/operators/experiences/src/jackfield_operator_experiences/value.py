@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any, ClassVar, Literal
 
 import attrs
@@ -37,9 +38,9 @@ class UtilityConfig:
 
 
 class Utility(Operator):
-    """Writes how much is to be learnt from an experience, for replay with ``sampler: {options: {tag: reward/utility}}``.
+    """Writes how much is to be learnt from an experience, which samplers of replay see as the tag ``reward/utility``.
 
-    utility = advantage * abs(r - mean of the group) + uncertainty * variance of the group + surprise * (-mean log-prob).
+    utility = advantage * abs(r - mean of the group) + uncertainty * variance of the group - surprise * mean log-prob.
     Late labels may change it (``jackfield queue label``).
     """
 
@@ -57,7 +58,7 @@ class Utility(Operator):
         config, updates, aside = self.config, dict[str, Mapping[str, Any]](), dict[str, str]()
         for rows in groups_of(request).values():
             rewards, without, mean, variance = _means(rows, "reward")
-            surprises = {key: 0.0 for key in rewards}
+            surprises = dict.fromkeys(rewards, 0.0)
             if config.surprise:
                 found, more, _, _ = _means([row for row in rows if row.key in rewards], "log_prob_mean")
                 surprises, without = {key: -each for key, each in found.items()}, {**without, **more}
@@ -100,7 +101,9 @@ class Salience(Operator):
     def __init__(self, config: SalienceConfig, context: OperatorContext) -> None:
         super().__init__(config, context)
         if config.minimum is None and config.share is None:
-            raise ConfigError("nothing would be left out", where="salience", expected="minimum or share", found="neither")
+            raise ConfigError(
+                "nothing would be left out", where="salience", expected="minimum or share", found="neither"
+            )
 
     async def process(self, request: OperatorRequest) -> OperatorResult:
         """Compute all three, and each one's rank within its group: 0 for the largest, below 1."""
@@ -159,7 +162,7 @@ class RewardFilter(Operator):
 
     def decide(self, rows: Sequence[Row]) -> Mapping[str, str]:
         """Compare with the bounds."""
-        low, high = self.config.minimum, self.config.maximum
+        low = -inf if self.config.minimum is None else self.config.minimum
+        high = inf if self.config.maximum is None else self.config.maximum
         numbers = {row.key: float(row.values["filtered_reward"]) for row in rows}
-        wrong = {key: each for key, each in numbers.items() if (low is not None and each < low) or (high is not None and each > high)}
-        return {key: f"the reward is {each:g}" for key, each in wrong.items()}
+        return {key: f"the reward is {each:g}" for key, each in numbers.items() if not low <= each <= high}
