@@ -1,0 +1,1 @@
+"""Operators that make new rows of experiences: repairs, variants, splices, counterfactuals, summaries and pairs."""
