@@ -19,16 +19,22 @@ from typing import Any
 from schedules_quality import EXAMPLE, THREADS, call, folder_of, warmed_up
 
 _HARDNESS = "{name: difficulty_rules}"
-_SHOWN = "{prompt}"
 #: Asks the policy for another answer to the same question, up to four times, and keeps one that is right.
-_REPAIR = "{name: repair, model: policy, attempts: 4, template: '{prompt}', minimum: 1.0}"
+_REPAIR = "{name: repair, template: '{prompt}', attempts: 4, max_tokens: 12}"
 #: Overrides of the quickstart's run, by question and condition. Others are compared with the first condition.
 CONDITIONS: dict[str, dict[str, tuple[str, ...]]] = {
     "order of tasks": {
         "shuffled": (),
         "easy to hard": (f"data.pipeline.tasks=[{_HARDNESS}, {{name: priority, weights: {{difficulty: -1.0}}}}]",),
         "hard to easy": (f"data.pipeline.tasks=[{_HARDNESS}, {{name: priority, weights: {{difficulty: 1.0}}}}]",),
-        "dynamic": ("data.curriculum={name: pass_rate_window}",),
+        "Thompson": (
+            f"data.pipeline.tasks=[{_HARDNESS}]",
+            "data.curriculum={name: thompson, options: {by: difficulty}}",
+        ),
+        "adaptive": (
+            f"data.pipeline.tasks=[{_HARDNESS}]",
+            "data.curriculum={name: adaptive_difficulty}",
+        ),
     },
     "diversity": {
         "shuffled": (),
