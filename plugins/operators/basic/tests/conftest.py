@@ -66,7 +66,7 @@ Apply = Callable[..., Outcome]
 
 @pytest.fixture(scope="session")
 def apply() -> Apply:
-    """Have an operator process rows: its name, the rows, the size of requests, fields of the context, a state, settings."""
+    """Have an operator process rows, in requests of a size, from a state, with fields of its context and settings."""
 
     def run(
         name: str,
