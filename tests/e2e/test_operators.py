@@ -192,6 +192,33 @@ def test_operators_on_tasks_ask_the_model_and_the_reward(small_run: Run) -> None
     assert ("operator.contract", "own_ask") == (caught.value.code, caught.value.where)
 
 
+def test_the_policy_says_how_hard_tasks_are(small_run: Run) -> None:
+    """By the share of its answers that the reward takes; easy ones come first, and the hardest are left out."""
+    hard = "{name: difficulty_pass_rate, samples: 2, max_tokens: 3, threshold: 0.05}"
+    first = "{name: priority, weights: {difficulty: -1.0}, limit: 32}"
+    settings = (f"data.pipeline.tasks=[{hard}, {first}]", "schedule.steps=1")
+    result, _ = small_run("rated", *SMALL, *settings)
+    (last,) = (result.folder / "data").glob("2-priority-order-*")
+    rows = [json.loads(line) for line in (last / "rows.jsonl").read_text().splitlines()]
+    assert 32 == len(rows)
+    assert {row["pass_rate"] for row in rows} <= {0.0, 0.5, 1.0}
+    assert [row["difficulty"] for row in rows] == sorted(row["difficulty"] for row in rows)
+    (rated,) = (result.folder / "data").glob("1-difficulty_pass_rate-*")
+    assert {"policy", "reward"} == set(json.loads((rated / "manifest.json").read_text())["uses"])
+
+
+def test_failed_responses_are_repaired_by_the_policy_and_trained_on(small_run: Run) -> None:
+    """Every second answer passes a low gate; repairs are an expert's samples."""
+    repair = "{name: repair, template: '{prompt}', attempts: 2, max_tokens: 3, below: 9, gate: {minimum: 0.0}}"
+    settings = ("algorithm.name=mix", "mixing.made={ratio: 0.5}", f"data.pipeline.experiences=[{repair}]")
+    result, lines = small_run("repaired", *settings, "schedule.steps=3", *SMALL)
+    assert 1.0 <= sum(line.get("samples/made", 0.0) for line in steps(lines))
+    assert all(line["pipeline/made"] == 4.0 for line in steps(lines))
+    rows = [json.loads(line) for line in (result.folder / "made" / "worker-0.jsonl").read_text().splitlines()]
+    assert {"repair"} == {row["operator"] for row in rows}
+    assert 3 * 4 == len(rows)
+
+
 def by(operator: str, **settings: Any) -> str:
     """An operator on experiences, as an override."""
     return f"data.pipeline.experiences={json.dumps([{'name': operator, **settings}])}"

@@ -10,9 +10,9 @@ import attrs
 import xxhash
 from attrs.validators import ge, gt
 
-from jackfield.abc.operator import OperatorContext
+from jackfield.abc.operator import OperatorContext, Use
 from jackfield.abc.reward import RewardContext
-from jackfield.errors import ConfigError, DeadlineExceeded, JackfieldError, OperatorError, RewardError
+from jackfield.errors import ConfigError, JackfieldError, OperatorError, WorkerLost
 from jackfield.sdk import option
 from jackfield_reward_requests import RequestFailed, Service, find, read_json, secret_headers, shown_url
 
@@ -99,6 +99,11 @@ class Model:
         """The model's name, and its address if it has one."""
         return self._config.model if self._service is None else f"{self._config.model} at {shown_url(self._base)}"
 
+    @property
+    def uses(self) -> tuple[Use, ...]:
+        """Return what an operator that asks this model has to declare as ``Operator.uses``."""
+        return ("policy",) if self._service is None and self._config.model == "policy" else ()
+
     async def start(self) -> None:
         """Read the secrets, and ask the API for its models."""
         if self._service is not None:
@@ -126,7 +131,7 @@ class Model:
         for attempt in range(self._config.retries + 1):
             try:
                 answer = await self._once(messages, temperature, max_tokens, seed)
-            except (RewardError, DeadlineExceeded, OperatorError) as error:
+            except JackfieldError as error:
                 if attempt == self._config.retries or _is_final(error):
                     raise
                 told = error.retry_after if isinstance(error, RequestFailed) else None
@@ -183,7 +188,9 @@ class Model:
 
 
 def _is_final(error: JackfieldError) -> bool:
-    return error.is_final if isinstance(error, RequestFailed) else error.code in _FINAL
+    if isinstance(error, RequestFailed):
+        return error.is_final
+    return error.code in _FINAL or isinstance(error, ConfigError | WorkerLost)
 
 
 def _count(usage: Any, name: str) -> int | None:

@@ -9,10 +9,10 @@ from typing import ClassVar
 import attrs
 from attrs.validators import ge, le
 
-from jackfield.abc.operator import Operator, OperatorContext, OperatorRequest, OperatorResult, OperatorType, Row
+from jackfield.abc.operator import Operator, OperatorContext, OperatorRequest, OperatorResult, OperatorType, Row, Use
 from jackfield.errors import ConfigError, OperatorError, WorkerLost
 from jackfield.sdk import option
-from jackfield_operator_models.asking import AskingConfig, Model
+from jackfield_model_requests import AskingConfig, Model
 from jackfield_operator_models.texts import text_of
 from jackfield_reward_requests import fill_text, names
 
@@ -99,6 +99,11 @@ class DifficultyLlm(Operator):
     def writes(self) -> tuple[str, ...]:
         """The difficulty."""
         return (self.config.writes,)
+
+    @property
+    def uses(self) -> tuple[Use, ...]:
+        """Return the run's policy if that is asked."""
+        return self._model.uses
 
     @property
     def version(self) -> str:

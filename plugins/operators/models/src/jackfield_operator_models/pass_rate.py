@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import attrs
 from attrs.validators import ge, le
 
-from jackfield.abc.operator import Operator, OperatorContext, OperatorRequest, OperatorResult, OperatorType, Row
+from jackfield.abc.operator import Operator, OperatorContext, OperatorRequest, OperatorResult, OperatorType, Row, Use
 from jackfield.errors import WorkerLost
 from jackfield.sdk import option
-from jackfield_operator_models.asking import AskingConfig, Model
+from jackfield_model_requests import AskingConfig, Model
 from jackfield_operator_models.texts import messages_of
 
 
@@ -51,6 +51,11 @@ class DifficultyPassRate(Operator):
     def writes(self) -> tuple[str, ...]:
         """Difficulty, pass rate, mean score and mean length."""
         return (self.config.writes, "pass_rate", "mean_score", "mean_response_characters")
+
+    @property
+    def uses(self) -> tuple[Use, ...]:
+        """Return the run's reward, and its policy if that is asked."""
+        return (*self._model.uses, "reward")
 
     @property
     def version(self) -> str:

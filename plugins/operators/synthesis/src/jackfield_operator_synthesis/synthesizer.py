@@ -54,10 +54,8 @@ class Synthesizer(Operator):
     @property
     def uses(self) -> tuple[Use, ...]:
         """Return what the gate and the model use."""
-        policy: tuple[Use, ...] = ()
-        if self.model is not None and self.config.asked.url is None and self.config.asked.model == "policy":
-            policy = ("policy",)
-        return (*policy, *(() if self.gate is None else self.gate.uses))
+        asked = () if self.model is None else self.model.uses
+        return (*asked, *(() if self.gate is None else self.gate.uses))
 
     @property
     def version(self) -> str:
