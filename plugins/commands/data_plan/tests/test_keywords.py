@@ -164,3 +164,18 @@ def test_a_run_of_a_file_with_the_plan_in_it(data: Path, json_of: Callable[..., 
     written = yaml.safe_load(Path("planned.yaml").read_text())
     assert (7, 2) == (written["seed"], written["data"]["groups_per_batch"])
     assert [RULES, EASY] == written["data"]["pipeline"]["tasks"]
+
+
+def test_a_difficulty_that_the_data_have_is_used(tmp_path: Path, json_of: Callable[..., Any]) -> None:
+    file = tmp_path / "scored.jsonl"
+    file.write_text("".join(json.dumps({"question": "Why?", "difficulty": n}) + "\n" for n in (3, 1, 2)))
+    made = json_of("plan", "difficulty, easy first", "--data", file)
+    assert [EASY] == made["tasks"]
+    assert any("column difficulty" in note for note in made["notes"])
+
+
+def test_rows_that_have_passed_a_pipeline_can_pass_it_again(tmp_path: Path, json_of: Callable[..., Any]) -> None:
+    file = tmp_path / "passed.jsonl"
+    file.write_text(json.dumps({"question": "Why?", "prompt_words": 1}) + "\n")
+    (stage,) = json_of("plan", "at most 5 words", "--data", file)["trial"]["stages"]
+    assert 1 == stage["kept"]

@@ -118,6 +118,7 @@ MALICIOUS: list[list[dict[str, Any]]] = [
     [{"name": "words", "words": ["{{ cycler.__init__.__globals__.os }}"]}],
     [{"name": "near_duplicates", "hashes": 2_000_000_000}],
     [{"name": "difficulty_rules", "writes": "../out"}],
+    [{"name": "words", "words": ["harmless\u202etxt"]}],
 ]
 
 
@@ -290,10 +291,7 @@ def test_an_operator_that_kills_its_process(odd: str, data: Path, model: Model, 
     assert "operator.failed" == error_of("plan", "odd", "--data", data, *model.options())["code"]
 
 
-def test_an_operator_that_hangs_ends_at_the_deadline(
-    odd: str, data: Path, model: Model, error_of: Json, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trying, "_SECONDS", 6.0)
+def test_an_operator_that_hangs_ends_at_the_deadline(odd: str, data: Path, model: Model, error_of: Json) -> None:
     model.script = [[{"name": odd, "how": "hangs"}]]
-    error = error_of("plan", "odd", "--data", data, *model.options())
+    error = error_of("plan", "odd", "--data", data, *model.options(), "--dry-run-seconds", 6)
     assert ("deadline", True) == (error["code"], "dry run" in error["message"])

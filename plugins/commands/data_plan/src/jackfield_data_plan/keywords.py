@@ -198,18 +198,19 @@ def _difficulty(drafter: _Drafter) -> None:
         name = "difficulty_pass_rate"
     elif re.search(r"llm|model|judge", said):
         name = "difficulty_llm"
+    written = drafter.known.operators[name].writes if name in drafter.known.operators else None
+    column = written[0] if written else "difficulty"
     own: Task = {}
     if name == "difficulty_rules" and drafter.source.column("answer") is None:
         own = {"answer": None}
-    if not drafter.add(said, name, **own):
+    if any(isinstance(record.get(column), int | float) for record in drafter.source.records):
+        drafter.notes.append(f"the data have the column {column}, which is used as it is")
+    elif not drafter.add(said, name, **own):
         return
     if not order:
         drafter.notes.append("the difficulty is computed, and orders nothing: say easy first, or hard first")
         return
-    written = drafter.known.operators[name].writes or ("difficulty",)
-    drafter.add(
-        " ".join(order), "priority", weights={written[0]: weight}, **({} if limit is None else {"limit": limit})
-    )
+    drafter.add(" ".join(order), "priority", weights={column: weight}, **({} if limit is None else {"limit": limit}))
 
 
 def _categories(drafter: _Drafter) -> None:
