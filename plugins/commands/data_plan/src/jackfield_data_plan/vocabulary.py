@@ -11,7 +11,7 @@ _FILL = """
     keep kept drop remove removed filter filters leave out only first last order sort sorted put
     make use get want i we which are is be have has there not no than into texts text prompts prompt
     answers answer solutions solution responses response finally pipeline through your me without
-    with where whose should must every
+    with where whose should must every most take length lengths anything everything go curriculum
 """
 FILL = frozenset(_FILL.split())  #: words that mean nothing here
 
@@ -21,6 +21,7 @@ def _words(text: str) -> re.Pattern[str]:
     return re.compile(r"(?<![\w-])(?:" + text.replace(" ", r"[\s-]+") + r")(?!\w)")
 
 
+STOP = r"[;]|[,.](?!\d)"  #: ends a clause
 _DIGITS = r"\d+(?:[,_]\d{3})*"
 _NUMBER = rf"(?P<number>{_DIGITS})"
 _UNIT = r"(?P<unit>words?|characters?|chars?|letters?|tokens?)"
@@ -74,8 +75,22 @@ DIFFICULTY = _words(
 )
 _PLACE = rf"(?:{_ROWS} |ones )?"
 _BY = r"(?:by |in |of |order of )*"
-EASY_FIRST = _words(rf"{_EASY} {_PLACE}first|{_EASY} to {_HARD}|{_BY}{_RISING}(?: difficulty)?|{_HARD} {_PLACE}last")
-HARD_FIRST = _words(rf"{_HARD} {_PLACE}first|{_HARD} to {_EASY}|{_BY}{_FALLING}(?: difficulty)?|{_EASY} {_PLACE}last")
+_BEGIN = r"(?:starts?|begins?|starting|beginning) with (?:the )?"
+_HARDER = rf"(?:and )?(?:get|gets|getting) harder|increasingly {_HARD}"
+_EASIER = [
+    rf"{_EASY} {_PLACE}first",
+    rf"{_EASY} to {_HARD}",
+    rf"{_BY}{_RISING}(?: difficulty)?",
+    rf"{_HARD} {_PLACE}last",
+]
+EASY_FIRST = _words("|".join([*_EASIER, rf"{_BEGIN}{_EASY}", _HARDER]))
+_HARDEST = [
+    rf"{_HARD} {_PLACE}first",
+    rf"{_HARD} to {_EASY}",
+    rf"{_BY}{_FALLING}(?: difficulty)?",
+    rf"{_EASY} {_PLACE}last",
+]
+HARD_FIRST = _words("|".join([*_HARDEST, rf"{_BEGIN}{_HARD}"]))
 EXTREME = _words(rf"{_NUMBER} (?:easiest|hardest|simplest)|(?:easiest|hardest|simplest) (?P<after>{_DIGITS})")
 
 _EACH = r"(?:per|of each|for each|from each|of every)"
