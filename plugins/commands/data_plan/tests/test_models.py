@@ -152,6 +152,13 @@ def test_rows_cannot_have_code_run(data: Path, model: Model, error_of: Json, sta
     assert not Path("pwned").exists()
 
 
+def test_modules_of_the_current_folder_are_not_imported(data: Path, model: Model, json_of: Json) -> None:
+    Path("msgspec.py").write_text("import pathlib\npathlib.Path('pwned').touch()\n")
+    model.script = [GOOD]
+    assert GOOD == json_of("plan", "easy first", "--data", data, *model.options())["tasks"]
+    assert not Path("pwned").exists()
+
+
 def test_yaml_that_makes_objects_or_grows_is_not_read(data: Path, model: Model, error_of: Json) -> None:
     objects = '```yaml\ntasks: !!python/object/apply:os.system ["touch pwned"]\n```'
     bomb = "```yaml\na: &a [x, x]\nb: &b [*a, *a]\ntasks: [{name: words, words: *b}]\n```"

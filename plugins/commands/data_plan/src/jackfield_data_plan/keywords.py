@@ -222,7 +222,8 @@ def _difficulty(drafter: _Drafter) -> None:
     if not order:
         drafter.notes.append("the difficulty is computed, and orders nothing: say easy first, or hard first")
         return
-    drafter.add(" ".join(order), "priority", weights={column: weight}, **({} if limit is None else {"limit": limit}))
+    most: Task = {} if limit is None else {"limit": limit}
+    drafter.add(" ".join(order), "priority", weights={column: weight}, **most)
 
 
 def _categories(drafter: _Drafter) -> None:

@@ -58,7 +58,7 @@ class DryRun:
             return self._answer(json.dumps(attrs.asdict(request)))
 
     def _answer(self, request: str) -> dict[str, Any]:
-        command = [sys.executable, "-m", "jackfield_data_plan.trial"]
+        command = [sys.executable, "-P", "-m", "jackfield_data_plan.trial"]  # -P: nothing is imported from this folder
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         program = subprocess.Popen(command, **pipes, text=True, env=self._environment(), start_new_session=True)
         try:
