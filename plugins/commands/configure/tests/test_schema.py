@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from click.testing import CliRunner
 from jsonschema import Draft202012Validator
 
 from jackfield.cli import main
+from jackfield.plugins import Registry, discover
+from jackfield_configure.schema import plugin_schemas
 
 Refused = Callable[[str], list[str]]
 
@@ -79,3 +82,13 @@ def test_settings_have_their_help_and_default(schema: Any) -> None:
         steps["exclusiveMinimum"],
         steps["description"],
     )
+
+
+def test_the_settings_of_one_kind_of_plugin_have_schemas_of_their_own() -> None:
+    """The built-in reward `function` takes a path; a schema refers to nothing that is not there."""
+    schemas, definitions, left_out = plugin_schemas(Registry(discover().records("reward")), "reward")
+    validator = Draft202012Validator({**schemas["function"], "$defs": definitions})
+    assert [] == [*validator.iter_errors({"name": "function", "path": "a.py:f"})]
+    assert ["$.path"] == [error.json_path for error in validator.iter_errors({"name": "function", "path": 3})]
+    assert {} == left_out
+    assert {*re.findall(r"#/\$defs/([\w.]+)", json.dumps([schemas, definitions]))} <= definitions.keys()

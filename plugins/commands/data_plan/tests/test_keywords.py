@@ -63,6 +63,16 @@ def draft(words: str, source: Source, registry: Registry | None = None) -> Draft
         ("remove duplicates and keep at most 200 words", [length(maximum=200), EXACT]),
         ("drop prompts with fewer than 5 words", [length(minimum=5)]),
         ("without duplicates and at most 9 words", [length(maximum=9), EXACT]),
+        (
+            "filter out anything longer than 1,500 characters or shorter than 10 characters",
+            [length("characters", minimum=10, maximum=1500)],
+        ),
+        (
+            "at most 50 words, and answers under 300 characters",
+            [length(maximum=50), length("characters", "answer", maximum=299)],
+        ),
+        ("start with simple problems and get harder", [RULES, EASY]),
+        ("dedupe, drop long prompts (over 2000 chars)", [length("characters", maximum=2000), EXACT]),
         ("at least 5 words and no more than 1,000 words", [length(minimum=5, maximum=1000)]),
         ("between 10 and 300 characters", [length("characters", minimum=10, maximum=300)]),
         ("answers of at most 50 characters", [length("characters", "answer", maximum=50)]),
@@ -84,6 +94,13 @@ def test_words_that_give_nothing_are_named(source: Source) -> None:
     assert ["sparkling"] == [*found.not_understood]
     assert 2 == sum("too long" in note or "tokens" in note for note in found.notes)
     assert {"easy first": "priority"}.items() <= found.used.items()
+
+
+def test_words_that_contradict_each_other_are_named(source: Source) -> None:
+    found = draft("easy first, hard first, at most 5 words, at most 9 words", source)
+    assert [length(maximum=5)] == [task for task in found.tasks if task["name"] == "length"]
+    assert any("at most 9 words" in note for note in found.notes)
+    assert any("easy" in note and "hard" in note for note in found.notes)
 
 
 def test_a_difficulty_alone_orders_nothing_and_says_so(source: Source) -> None:
@@ -164,3 +181,18 @@ def test_a_run_of_a_file_with_the_plan_in_it(data: Path, json_of: Callable[..., 
     written = yaml.safe_load(Path("planned.yaml").read_text())
     assert (7, 2) == (written["seed"], written["data"]["groups_per_batch"])
     assert [RULES, EASY] == written["data"]["pipeline"]["tasks"]
+
+
+def test_a_difficulty_that_the_data_have_is_used(tmp_path: Path, json_of: Callable[..., Any]) -> None:
+    file = tmp_path / "scored.jsonl"
+    file.write_text("".join(json.dumps({"question": "Why?", "difficulty": n}) + "\n" for n in (3, 1, 2)))
+    made = json_of("plan", "difficulty, easy first", "--data", file)
+    assert [EASY] == made["tasks"]
+    assert any("column difficulty" in note for note in made["notes"])
+
+
+def test_rows_that_have_passed_a_pipeline_can_pass_it_again(tmp_path: Path, json_of: Callable[..., Any]) -> None:
+    file = tmp_path / "passed.jsonl"
+    file.write_text(json.dumps({"question": "Why?", "prompt_words": 1}) + "\n")
+    (stage,) = json_of("plan", "at most 5 words", "--data", file)["trial"]["stages"]
+    assert 1 == stage["kept"]

@@ -118,6 +118,7 @@ MALICIOUS: list[list[dict[str, Any]]] = [
     [{"name": "words", "words": ["{{ cycler.__init__.__globals__.os }}"]}],
     [{"name": "near_duplicates", "hashes": 2_000_000_000}],
     [{"name": "difficulty_rules", "writes": "../out"}],
+    [{"name": "words", "words": ["harmless\u202etxt"]}],
 ]
 
 
@@ -148,6 +149,13 @@ def test_rows_cannot_have_code_run(data: Path, model: Model, error_of: Json, sta
     assert "data.plan" == error_of("plan", "easy first", "--data", data, *model.options())["code"]
     assert 1 == model.asked()[0].count("</rows>")
     assert [] == started
+    assert not Path("pwned").exists()
+
+
+def test_modules_of_the_current_folder_are_not_imported(data: Path, model: Model, json_of: Json) -> None:
+    Path("msgspec.py").write_text("import pathlib\npathlib.Path('pwned').touch()\n")
+    model.script = [GOOD]
+    assert GOOD == json_of("plan", "easy first", "--data", data, *model.options())["tasks"]
     assert not Path("pwned").exists()
 
 
@@ -290,10 +298,7 @@ def test_an_operator_that_kills_its_process(odd: str, data: Path, model: Model, 
     assert "operator.failed" == error_of("plan", "odd", "--data", data, *model.options())["code"]
 
 
-def test_an_operator_that_hangs_ends_at_the_deadline(
-    odd: str, data: Path, model: Model, error_of: Json, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trying, "_SECONDS", 6.0)
+def test_an_operator_that_hangs_ends_at_the_deadline(odd: str, data: Path, model: Model, error_of: Json) -> None:
     model.script = [[{"name": odd, "how": "hangs"}]]
-    error = error_of("plan", "odd", "--data", data, *model.options())
+    error = error_of("plan", "odd", "--data", data, *model.options(), "--dry-run-seconds", 6)
     assert ("deadline", True) == (error["code"], "dry run" in error["message"])

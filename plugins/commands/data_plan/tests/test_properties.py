@@ -113,6 +113,17 @@ def test_any_text_is_read_or_refused(text: str) -> None:
         assert isinstance(explanation, str)
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "part", ["[", "{", '{"tasks": ', "<think>", "```", "``` ", "```\n", "- ", "a: ", "? ", "*a ", "&a ", "'", '"', "\\"]
+)
+def test_no_text_takes_long_to_read(part: str) -> None:
+    with contextlib.suppress(NoPlan):
+        read_answer(part * (199_000 // len(part)))
+    with contextlib.suppress(NoPlan):
+        read_answer("```yaml\n" + part * (19_000 // len(part)) + "\n```")
+
+
 @given(values, st.sampled_from(NAMES))
 @settings(deadline=None)
 def test_any_settings_are_structured_or_refused(value: Any, name: str) -> None:

@@ -86,3 +86,10 @@ def test_other_settings_and_errors(file: Path, tmp_path: Path) -> None:
     assert (1, True) == (wrong.exit_code, "prompt_key" in wrong.stderr)
     missing = show(tmp_path / "no.parquet")
     assert (1, True) == (missing.exit_code, DataError.default_code.split(".")[0] in missing.stderr)
+
+
+def test_commands_of_packages_that_are_not_installed_are_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jackfield_datasets.command.find_spec", lambda name: None)
+    helped = CliRunner().invoke(main, ["data", "--help"])
+    assert (0, True, False) == (helped.exit_code, "show" in helped.stdout, "tighten" in helped.stdout)
+    assert 2 == CliRunner().invoke(main, ["data", "tighten"]).exit_code

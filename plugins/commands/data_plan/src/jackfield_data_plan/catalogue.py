@@ -55,14 +55,17 @@ class Catalogue:
 def catalogue(registry: Registry, names: Mapping[str, str]) -> Catalogue:
     """Look at the operators of a registry; ``names`` are those of usual columns in the data."""
     schemas, definitions, broken = schema_part().plugin_schemas(registry, "operator")
-    found, left_out = dict[str, KnownOperator](), [f"{label}: {error}" for label, error in broken.items()]
+    found, left_out = (
+        dict[str, KnownOperator](),
+        [f"{label} cannot be used: {error.message}" for label, error in broken.items()],
+    )
     for record in registry.records("operator"):
         if record.name not in schemas:
             continue
         try:
             found[record.name] = _known(record, schemas[record.name], names)
         except JackfieldError as error:
-            left_out.append(f"{record.label}: {error}")
+            left_out.append(f"{record.label} cannot be used: {error.message}")
     return Catalogue(operators=found, definitions=definitions, left_out=tuple(left_out))
 
 

@@ -17,8 +17,8 @@ from jackfield_data_plan.untrusted import refusals
 
 _MOST = 20  #: operators of a plan
 _LONGEST = 200_000  #: characters of an answer
-_THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
-_FENCED = re.compile(r"```[ \t]*(\w*)[ \t]*\n(.*?)```", re.DOTALL)
+_LONGEST_YAML = 20_000  #: characters that are read as YAML, whose parser is slow
+_DEEPEST = 30  #: brackets of YAML in each other: the parser's time grows with their square
 _PLACES = (("tasks",), ("data", "pipeline", "tasks"), ("pipeline", "tasks"))
 
 
@@ -34,7 +34,7 @@ def read_answer(text: str) -> tuple[list[Any], str]:
     """
     if len(text) > _LONGEST:
         raise NoPlan(f"the answer has more than {_LONGEST} characters")
-    for value in _values(_THOUGHT.sub("", text)):
+    for value in _values(text.rpartition("</think>")[2]):
         if (tasks := _tasks(value)) is not None:
             told = value.get("explanation") if isinstance(value, Mapping) else None
             return tasks, told if isinstance(told, str) else ""
@@ -43,7 +43,7 @@ def read_answer(text: str) -> tuple[list[Any], str]:
 
 def _values(text: str) -> Iterator[Any]:
     """Yield what can be read in a text: all of it, then blocks in fences, then the first objects within."""
-    blocks = [found[2] for found in _FENCED.finditer(text)]
+    blocks = list(_fenced(text))
     for part in (text, *blocks):
         try:
             yield json.loads(part)
@@ -62,7 +62,28 @@ def _values(text: str) -> Iterator[Any]:
             continue
 
 
+def _fenced(text: str) -> Iterator[str]:
+    """Yield the blocks between lines that begin with three backticks."""
+    block: list[str] | None = None
+    for line in text.splitlines(keepends=True):
+        if not line.lstrip().startswith("```"):
+            if block is not None:
+                block.append(line)
+        elif block is None:
+            block = []
+        else:
+            yield "".join(block)
+            block = None
+
+
 def _safe_yaml(text: str) -> Any:
+    """Read YAML without types and aliases, if that cannot take long."""
+    depth = deepest = 0
+    for letter in text:
+        depth += (letter in "[{") - (letter in "]}")
+        deepest = max(deepest, depth)
+    if len(text) > _LONGEST_YAML or deepest > _DEEPEST:
+        raise ValueError("too much YAML")
     if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
         raise ValueError("YAML with aliases is not read: they may grow without end")
     return yaml.safe_load(text)

@@ -37,6 +37,7 @@ _OPTIONS: Sequence[Any] = (
     click.option("--no-samples", is_flag=True, help="Show the model names of columns, and no rows."),
     click.option("--allow", **_ALLOW, help=_ALLOWED),
     click.option("--ask", is_flag=True, help="Let operators ask models in the dry run."),
+    click.option("--dry-run-seconds", **_SECONDS, help="Deadline of the dry run."),
     click.option("--rows", **_ROWS, help="Rows of the dry run, the first ones."),
 )
 
@@ -56,6 +57,7 @@ def _model(given: Mapping[str, Any]) -> ModelOptions:
         samples=not given["no_samples"],
         allowed=given["allow"],
         ask=given["ask"],
+        trial_seconds=given["dry_run_seconds"],
     )
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import attrs
 import numpy as np
 
+from jackfield_data_plan.parts import plain
+
 _QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 _BARS = "▁▂▃▄▅▆▇█"
 _BINS = 16
@@ -104,14 +106,14 @@ def _float(value: float) -> float:
 
 def reasons(why: Iterable[str]) -> Counter[str]:
     """Count reasons; numbers and quoted texts in them do not make different ones."""
-    return Counter(_NUMBER.sub("N", _QUOTED.sub("'…'", each)) for each in why)
+    return Counter(_NUMBER.sub("N", _QUOTED.sub("'…'", each[:500])) for each in why)
 
 
 def lines_of(found: Mapping[str, Distribution], indent: str = "  ") -> list[str]:
     """Return distributions as lines of text."""
     lines = list[str]()
     for name, each in found.items():
-        label = name if each.of == "value" else f"{name} ({each.of})"
+        label = plain(name, 60) if each.of == "value" else f"{plain(name, 60)} ({each.of})"
         told = f"{each.count} rows" + (f", {each.others} without" if each.others else "")
         shown = "  ".join(f"{share}: {value:.4g}" for share, value in each.quantiles.items())
         lines.append(f"{indent}{label}: {told}, mean {each.mean:.4g}, from {each.minimum:.4g} to {each.maximum:.4g}")

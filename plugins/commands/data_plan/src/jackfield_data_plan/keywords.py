@@ -34,6 +34,7 @@ from jackfield_data_plan.vocabulary import (
     REMOVING,
     REQUIRED,
     SAFETY,
+    STOP,
     VAGUE,
 )
 
@@ -67,36 +68,48 @@ class _Drafter:
             start, end = match.span()
             self.left = f"{self.left[:start]}{' ' * (end - start)}{self.left[end:]}"
 
+    @property
+    def names(self) -> set[str]:
+        """The operators so far."""
+        return {str(task["name"]) for task in self.tasks.values()}
+
     def removes(self, match: re.Match[str]) -> bool:
         """Return whether the clause before a match says that such rows are removed.
 
         What is required, such as at most, belongs to the verb before it only without an "and" between them.
         """
-        ends = r"[,;.]|\bthen\b|\bbut\b|\bkeep\b|\bonly\b" + (r"|\band\b" if REQUIRED.match(match[0]) else "")
+        ends = rf"{STOP}|\bthen\b|\bbut\b|\bkeep\b|\bonly\b" + (r"|\band\b" if REQUIRED.match(match[0]) else "")
         return bool(REMOVING.search(re.split(ends, self.left[: match.start()])[-1]))
 
     def column(self, match: re.Match[str]) -> str | None:
         """Return the usual name of the column of which the clause before a match speaks; None: it is not there."""
-        after = re.match(r"\s+(?:(?:the|their|of|in)\s+)*\w+", self.left[match.end() :])
-        clause = re.split(r"[,;.]|\bthen\b|\band\b", self.left[: match.end()])[-1] + (after[0] if after else "")
+        after = re.match(r"\s+(?:(?:the|their|of|in|by)\s+)*\w+", self.left[match.end() :])
+        clause = re.split(rf"{STOP}|\bthen\b|\band\b", self.left[: match.end()])[-1] + (after[0] if after else "")
         named = next((usual for word, usual in COLUMNS.items() if re.search(rf"\b{word}s?\b", clause)), "prompt")
         if self.source.column(named) is None:
             self.notes.append(f"'{match[0].strip()}' is about the column {named}, which the data do not have")
             return None
         return named
 
-    def add(self, words: str, name: str, /, **settings: Any) -> bool:
-        """Add an operator, or say why not."""
+    def add(self, words: str, name: str, /, key: str = "", **settings: Any) -> bool:
+        """Add an operator, or settings to the one with the same key, or say why not."""
+        key = key or name
         words = " ".join(words.split())
         if name not in self.known.operators:
             package = PACKAGES.get(name, f"jackfield-operator-{name.replace('_', '-')}")
             self.notes.append(f"'{words}' needs the operator {name}, which is not installed: pip install {package}")
             return False
-        task = {"name": name, **self.tasks.get(name, {}), **settings}
+        before = self.tasks.get(key, {})
+        for setting in settings.keys() & before.keys():
+            if before[setting] != settings[setting]:
+                changes = f"would change {setting} of the operator {name}, which is {before[setting]}"
+                self.notes.append(f"'{words}' {changes}; only one of both is done")
+                return False
+        task = {"name": name, **before, **settings}
         if found := problems_of([task], self.registry, trusted=True):
             self.notes.append(f"'{words}' gives settings that the operator {name} does not take: {found[0]}")
             return False
-        self.tasks[name] = task
+        self.tasks[key] = task
         self.used[words] = name
         return True
 
@@ -142,13 +155,9 @@ def _lengths(drafter: _Drafter) -> None:
             bounds = {name: max(number + shift, 0)}
             if match.groupdict().get("second"):
                 bounds = {"minimum": number, "maximum": int(re.sub(r"[,_]", "", match["second"]))}
-            other = drafter.tasks.get("length")
-            if (column := drafter.column(match)) is None:
-                continue
-            if other is not None and (other["unit"], other["column"]) != (unit, column):
-                drafter.notes.append(f"'{match[0].strip()}': a draft bounds one length; add another operator length")
-                continue
-            drafter.add(match[0], "length", column=column, unit=unit, **bounds)
+            if (column := drafter.column(match)) is not None:
+                key = f"length of {column} in {unit}"
+                drafter.add(match[0], "length", key=key, column=column, unit=unit, **bounds)
 
 
 def _alike(drafter: _Drafter) -> None:
@@ -184,6 +193,9 @@ def _difficulty(drafter: _Drafter) -> None:
     weight, limit, order = 0.0, None, list[str]()
     for pattern, sign in ((EASY_FIRST, -1.0), (HARD_FIRST, 1.0)):
         for match in drafter.found(pattern):
+            if weight == -sign:
+                drafter.notes.append(f"'{order[-1]}' puts easy ones first, '{match[0]}' hard ones: the first is done")
+                continue
             order.append(match[0])
             weight = sign
     for match in drafter.found(EXTREME):
@@ -198,18 +210,20 @@ def _difficulty(drafter: _Drafter) -> None:
         name = "difficulty_pass_rate"
     elif re.search(r"llm|model|judge", said):
         name = "difficulty_llm"
+    written = drafter.known.operators[name].writes if name in drafter.known.operators else None
+    column = written[0] if written else "difficulty"
     own: Task = {}
     if name == "difficulty_rules" and drafter.source.column("answer") is None:
         own = {"answer": None}
-    if not drafter.add(said, name, **own):
+    if any(isinstance(record.get(column), int | float) for record in drafter.source.records):
+        drafter.notes.append(f"the data have the column {column}, which is used as it is")
+    elif not drafter.add(said, name, **own):
         return
     if not order:
         drafter.notes.append("the difficulty is computed, and orders nothing: say easy first, or hard first")
         return
-    written = drafter.known.operators[name].writes or ("difficulty",)
-    drafter.add(
-        " ".join(order), "priority", weights={written[0]: weight}, **({} if limit is None else {"limit": limit})
-    )
+    most: Task = {} if limit is None else {"limit": limit}
+    drafter.add(" ".join(order), "priority", weights={column: weight}, **most)
 
 
 def _categories(drafter: _Drafter) -> None:
@@ -241,7 +255,8 @@ def _samples(drafter: _Drafter) -> None:
 def _vague(drafter: _Drafter) -> None:
     """Say what is missing of words that mean a number without one."""
     for match in drafter.found(VAGUE):
-        drafter.notes.append(f"'{match[0]}' has no number: say, for example, at most 200 words")
+        if "length" not in drafter.names:
+            drafter.notes.append(f"'{match[0]}' has no number: say, for example, at most 200 words")
 
 
 _RULES: Sequence[Callable[[_Drafter], None]] = (
@@ -252,9 +267,9 @@ _RULES: Sequence[Callable[[_Drafter], None]] = (
 def _by_name(drafter: _Drafter, word: str) -> bool:
     """Add an operator whose name has a word, if its default settings do for this data."""
     stem = _stem(word)
-    given = {*drafter.source.columns, *(each for task in drafter.tasks for each in _written(drafter, task))}
+    given = {*drafter.source.columns, *(each for name in drafter.names for each in _written(drafter, name))}
     for name, each in drafter.known.operators.items():
-        if name in drafter.tasks or each.reads is None or stem not in {_stem(part) for part in name.split("_")}:
+        if name in drafter.names or each.reads is None or stem not in {_stem(part) for part in name.split("_")}:
             continue
         if {*each.reads} <= given and drafter.add(word, name):
             drafter.notes.append(f"'{word}' is in the name of the operator {name}, which has its default settings")

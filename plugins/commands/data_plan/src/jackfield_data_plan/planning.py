@@ -34,6 +34,7 @@ class ModelOptions:
     samples: bool = True  #: whether it is shown rows, and errors that may have texts of rows
     allowed: Collection[str] = ()  #: operators, or OPERATOR.SETTING, whose settings may name files and so on
     ask: bool = False  #: whether operators may ask models in a dry run
+    trial_seconds: float = 120.0  #: deadline of a dry run
 
     def __attrs_post_init__(self) -> None:
         """Refuse options that need another one."""
@@ -58,7 +59,8 @@ class ModelOptions:
         models = self.models(source.config)
         keys = [str(each["key"]) for each in (models or {}).values() if each.get("key")]
         withheld = [self.key_variable] if self.key_variable and self.key_variable not in keys else []
-        return DryRun(source=source, ask=models, secrets=keys, withheld=withheld)
+        limits: Any = {"seconds": self.trial_seconds, "trusted": self.url is None}
+        return DryRun(source=source, ask=models, secrets=keys, withheld=withheld, **limits)
 
 
 @attrs.frozen(kw_only=True)
@@ -124,7 +126,8 @@ class Planning:
             fix = "say it in other words, or ask a model with --model-url"
             details: Any = {"expected": "operators that are valid", "found": "; ".join(problems), "fix": fix}
             raise DataError("the draft by keywords is not valid, and nothing was run", code="data.plan", **details)
-        shared: Any = {"used": draft.used, "not_understood": draft.not_understood, "notes": draft.notes}
+        notes = [*draft.notes, *self.known.left_out]
+        shared: Any = {"used": draft.used, "not_understood": draft.not_understood, "notes": notes}
         return Plan(planner="keywords", tasks=draft.tasks, trial=trial, **shared)
 
     def _asked(self, corrections: int) -> Plan:
@@ -153,7 +156,7 @@ class Planning:
                 await http.close()
 
         found = asyncio.run(ask())
-        shared: Any = {"explanation": found.explanation, "answers": found.answers}
+        shared: Any = {"explanation": found.explanation, "answers": found.answers, "notes": self.known.left_out}
         return Plan(planner=str(options.model), tasks=found.tasks, trial=found.trial, **shared)
 
 

@@ -21,7 +21,6 @@ from jackfield_data_plan.parts import plain
 from jackfield_data_plan.sources import Source, stem_of
 from jackfield_data_plan.trial import TrialRequest
 
-_SECONDS = 120.0
 #: Endings of environment variables that operators of a dry run do not get.
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIALS")
 
@@ -34,7 +33,8 @@ class DryRun:
     ask: Mapping[str, Any] | None = None  #: models that operators may ask; None: none
     secrets: Collection[str] = ()  #: names of variables that are given although they look like secrets
     withheld: Collection[str] = ()  #: names of variables that are not given
-    seconds: float = attrs.field(factory=lambda: _SECONDS)  #: deadline of a dry run
+    seconds: float = 120.0  #: deadline of a dry run
+    trusted: bool = False  #: whether no model wrote the settings
 
     def __call__(self, tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Try operators whose settings are checked; return ``problems``, ``notes`` and ``stages``.
@@ -51,13 +51,14 @@ class DryRun:
                 stem=stem_of(self.source.config),
                 columns=self.source.columns,
                 names=self.source.names,
+                trusted=self.trusted,
                 seed=self.source.config.seed,
                 ask=self.ask,
             )
             return self._answer(json.dumps(attrs.asdict(request)))
 
     def _answer(self, request: str) -> dict[str, Any]:
-        command = [sys.executable, "-m", "jackfield_data_plan.trial"]
+        command = [sys.executable, "-P", "-m", "jackfield_data_plan.trial"]  # -P: nothing is imported from this folder
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         program = subprocess.Popen(command, **pipes, text=True, env=self._environment(), start_new_session=True)
         try:

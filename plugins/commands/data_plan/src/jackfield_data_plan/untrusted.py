@@ -68,6 +68,8 @@ def _refused(field: attrs.Attribute[Any], value: Any) -> str | None:
 def _refused_text(text: str) -> str | None:
     if _MARKS.search(text) or _REFERENCE.fullmatch(text) or _SUFFIX.fullmatch(text) or _exists(text):
         return f"{plain(text, 60)!r} may name a file, an address or code"
+    if not all(letter.isprintable() or letter in "\n\t" for letter in text):
+        return "a text with characters that are not shown"
     return f"a text of more than {_LONGEST} characters" if len(text) > _LONGEST else None
 
 

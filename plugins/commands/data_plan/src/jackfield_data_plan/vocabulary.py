@@ -11,7 +11,7 @@ _FILL = """
     keep kept drop remove removed filter filters leave out only first last order sort sorted put
     make use get want i we which are is be have has there not no than into texts text prompts prompt
     answers answer solutions solution responses response finally pipeline through your me without
-    with where whose should must every
+    with where whose should must every most take length lengths anything everything go curriculum
 """
 FILL = frozenset(_FILL.split())  #: words that mean nothing here
 
@@ -21,7 +21,9 @@ def _words(text: str) -> re.Pattern[str]:
     return re.compile(r"(?<![\w-])(?:" + text.replace(" ", r"[\s-]+") + r")(?!\w)")
 
 
-_NUMBER = r"(?P<number>\d[\d,_]*)"
+STOP = r"[;]|[,.](?!\d)"  #: ends a clause
+_DIGITS = r"\d+(?:[,_]\d{3})*"
+_NUMBER = rf"(?P<number>{_DIGITS})"
 _UNIT = r"(?P<unit>words?|characters?|chars?|letters?|tokens?)"
 _ROWS = r"(?:rows?|problems?|tasks?|questions?|examples?|samples?|prompts?)"
 _EASY = r"(?:easy|easier|easiest|simple|simpler|simplest)"
@@ -43,7 +45,7 @@ _QUOTED = _words(rf"{_WITHOUT} (?:the |any |of )*(?:words? |phrases? )?{_QUOTES}
 QUOTED = re.compile(_QUOTED)
 #: Bounds of lengths: which bound and what is added to the number, for rows that are kept and that are removed.
 LENGTHS = {
-    _words(rf"between {_NUMBER} and (?P<second>\d[\d,_]*) {_UNIT}"): (("minimum", 0), ("minimum", 0)),
+    _words(rf"between {_NUMBER} and (?P<second>{_DIGITS}) {_UNIT}"): (("minimum", 0), ("minimum", 0)),
     _words(rf"{_MOST} {_NUMBER} {_UNIT}"): (("maximum", 0), ("minimum", 1)),
     _words(rf"{_LEAST} {_NUMBER} {_UNIT}"): (("minimum", 0), ("maximum", -1)),
     _words(rf"{_FEWER} {_NUMBER} {_UNIT}"): (("maximum", -1), ("minimum", 0)),
@@ -73,14 +75,28 @@ DIFFICULTY = _words(
 )
 _PLACE = rf"(?:{_ROWS} |ones )?"
 _BY = r"(?:by |in |of |order of )*"
-EASY_FIRST = _words(rf"{_EASY} {_PLACE}first|{_EASY} to {_HARD}|{_BY}{_RISING}(?: difficulty)?|{_HARD} {_PLACE}last")
-HARD_FIRST = _words(rf"{_HARD} {_PLACE}first|{_HARD} to {_EASY}|{_BY}{_FALLING}(?: difficulty)?|{_EASY} {_PLACE}last")
-EXTREME = _words(rf"{_NUMBER} (?:easiest|hardest|simplest)|(?:easiest|hardest|simplest) (?P<after>\d[\d,_]*)")
+_BEGIN = r"(?:starts?|begins?|starting|beginning) with (?:the )?"
+_HARDER = rf"(?:and )?(?:get|gets|getting) harder|increasingly {_HARD}"
+_EASIER = [
+    rf"{_EASY} {_PLACE}first",
+    rf"{_EASY} to {_HARD}",
+    rf"{_BY}{_RISING}(?: difficulty)?",
+    rf"{_HARD} {_PLACE}last",
+]
+EASY_FIRST = _words("|".join([*_EASIER, rf"{_BEGIN}{_EASY}", _HARDER]))
+_HARDEST = [
+    rf"{_HARD} {_PLACE}first",
+    rf"{_HARD} to {_EASY}",
+    rf"{_BY}{_FALLING}(?: difficulty)?",
+    rf"{_EASY} {_PLACE}last",
+]
+HARD_FIRST = _words("|".join([*_HARDEST, rf"{_BEGIN}{_HARD}"]))
+EXTREME = _words(rf"{_NUMBER} (?:easiest|hardest|simplest)|(?:easiest|hardest|simplest) (?P<after>{_DIGITS})")
 
 _EACH = r"(?:per|of each|for each|from each|of every)"
 CATEGORY = _words(rf"(?:at most |up to |no more than )?{_NUMBER} (?:{_ROWS} )?{_EACH} (?P<category>\w+)")
 _CHANCE = [rf"(?:a )?(?:random )?(?:sample|sampling) (?:of )?(?:at )?{_NUMBER}(?: {_ROWS})?(?: at random)?"]
-_CHANCE += [r"(?P<before>\d[\d,_]*) random", r"random (?P<after>\d[\d,_]*)"]
+_CHANCE += [rf"(?P<before>{_DIGITS}) random", rf"random (?P<after>{_DIGITS})"]
 RANDOM = _words("|".join(_CHANCE))
 FIRST = _words(rf"(?:the )?first {_NUMBER}")
 ONLY_ROWS = _words(rf"(?:keep|only|at most|up to|limit to|no more than|limit of) (?:the )?{_NUMBER} {_ROWS}")
@@ -94,4 +110,8 @@ RANKS = {
 }  # fmt: skip
 #: Distributions with operators that may not be installed.
 _BASIC = "length words safety language exact_duplicates near_duplicates difficulty_rules priority select per_category"
-PACKAGES = dict.fromkeys(_BASIC.split(), "jackfield-operator-basic")
+_MODELS = "semantic_duplicates difficulty_llm difficulty_pass_rate"
+PACKAGES = {
+    **dict.fromkeys(_BASIC.split(), "jackfield-operator-basic"),
+    **dict.fromkeys(_MODELS.split(), "jackfield-operator-models"),
+}
