@@ -142,7 +142,7 @@ class OperatorStage:
         if result.set_aside and aside > max(20, limits.set_aside * done):
             reason = next(iter(result.set_aside.values()))
             details: Any = {"where": self.name, "expected": f"at most {limits.set_aside:.0%} of the rows"}
-            fix = "correct the rows or the operator's settings, or raise data.pipeline.max_set_aside"
+            fix = "correct the rows or the operator's settings, or raise data.pipeline.maximum_set_aside"
             what = f"{aside:.0f} of {done} rows were set aside"
             raise OperatorError(what, code="operator.set-aside", found=reason, fix=fix, **details)
 

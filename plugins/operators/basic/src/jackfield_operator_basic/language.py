@@ -59,7 +59,7 @@ class Language(Operator):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The text."""
+        """Return the text's column."""
         return (self._column,)
 
     @property

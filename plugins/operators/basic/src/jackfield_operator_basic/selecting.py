@@ -47,12 +47,12 @@ class Select(Operator):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Nothing."""
+        """Return no columns."""
         return ()
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """The number."""
+        """Return the column with the number."""
         return (self.config.writes,)
 
     @property
@@ -100,7 +100,7 @@ class PerCategory(Operator):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The category."""
+        """Return the category's column."""
         return (self._column,)
 
     @property

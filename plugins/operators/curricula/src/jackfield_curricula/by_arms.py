@@ -36,7 +36,7 @@ class ByArms(Curriculum):
 
     @abstractmethod
     def reset(self, arms: int) -> None:
-        """Forget everything."""
+        """Forget everything that was learnt."""
 
     @abstractmethod
     def count(self, arm: int, passed: int, rollouts: int) -> None:

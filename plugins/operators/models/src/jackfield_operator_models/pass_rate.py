@@ -67,7 +67,7 @@ class DifficultyPassRate(Operator):
         await self._model.start()
 
     async def close(self) -> None:
-        """Close connections."""
+        """Close the connections."""
         await self._model.close()
 
     async def process(self, request: OperatorRequest) -> OperatorResult:

@@ -47,7 +47,7 @@ def _fixture(**settings: Any) -> dict[str, Any]:
 
 
 def repair(folder: Path) -> Mapping[str, Any]:
-    """Ask twice."""
+    """Ask the model twice."""
     return _fixture(attempts=2, gate={"minimum": 0.5})
 
 

@@ -83,7 +83,7 @@ class Gate:
     async def passed(self, values: Mapping[str, Any], response: str, parent: float | None = None) -> float | None:
         """Return the score of a response to the task of a row; None: it does not pass.
 
-        ``parent`` is the reward of what it was made from. The counters ``made`` and ``rejected`` are told.
+        ``parent`` is the reward of what it was made from. It adds to the counter ``made`` or ``rejected``.
         """
         score = await self._score(values, response)
         better = self.config.improvement is None or parent is None or score >= parent + self.config.improvement

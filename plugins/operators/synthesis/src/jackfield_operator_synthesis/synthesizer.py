@@ -71,7 +71,7 @@ class Synthesizer(Operator):
             await self.model.start()
 
     async def close(self) -> None:
-        """End both."""
+        """End the gate and the model."""
         if self.model is not None:
             await self.model.close()
         if self.gate is not None:
