@@ -25,6 +25,12 @@ class PipelineConfig:
     maximum_seconds: float | None = option(
         None, "most time of a stage, after which the rows so far go on; null: any", gt(0.0)
     )
+    maximum_tokens: float | None = option(
+        None, "most tokens that the models of a stage use, after which the rows so far go on; null: any", gt(0.0)
+    )
+    maximum_cost: float | None = option(
+        None, "most that these cost, by the prices in the settings of operators; null: any", gt(0.0)
+    )
     maximum_set_aside: float = option(
         0.1, "share of a stage's rows that may be set aside because they cannot be processed", [ge(0.0), le(1.0)]
     )

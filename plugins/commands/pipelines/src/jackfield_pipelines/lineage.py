@@ -60,7 +60,8 @@ def trace(chain: Sequence[RowSet], row: str) -> list[Event]:
             if key in parents:
                 events.append(_event(made, key, "made", parents[key]))
             elif key not in before:
-                events.append(_event(made, key, "read", f"{made.manifest['file']}:{key.rpartition(':')[2]}"))
+                stem, _, line = key.rpartition(":")
+                events.append(_event(made, key, "read", f"{made.manifest['files'].get(stem, stem)}:{line}"))
             elif changed := {name: value for name, value in record.items() if before[key].get(name, ...) != value}:
                 events.append(_event(made, key, "changed", changed))
         before = now

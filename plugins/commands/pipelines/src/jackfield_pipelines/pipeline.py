@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -53,23 +55,34 @@ class FilePipeline:
     services: Services | None = None  #: what operators may ask; None: nothing
     tell: Callable[[RowSet, bool], None] = lambda made, was_there: None  #: gets each stage that is complete
 
-    async def run(self, source: BinaryIO, name: str, stem: str) -> list[RowSet]:
-        """Run all stages over a file of JSON lines; return their sets, the source's first.
+    async def run(
+        self, source: BinaryIO, name: str, stem: str, others: Sequence[tuple[BinaryIO, str, str]] = ()
+    ) -> list[RowSet]:
+        """Run all stages over a file of JSON lines, or several as one; return the sets, the source's first.
 
-        ``name`` is what a person knows it by, and ``stem`` the beginning of its rows' keys.
+        ``name`` is what a person knows a file by, and ``stem`` the beginning of its rows' keys. With several, records
+        without a ``data_source`` get the stem as one.
         """
-        sets = [self._source(source, name, stem)]
+        sets = [self._source([(source, name, stem), *others])]
         for number, step in enumerate(self.steps, 1):
             sets += await self._step(step, number, sets[-1])
         return sets
 
-    def _source(self, file: BinaryIO, name: str, stem: str) -> RowSet:
-        digest = xxhash.xxh3_128(stem.encode())
-        file.seek(0)
-        while part := file.read(1 << 20):
-            digest.update(part)
-        about = {"operator": "source", "file": name, "stem": stem, "digest": digest.hexdigest()}
-        return self._made("0-source", about, lambda writer: _copy(file, stem, writer))
+    def _source(self, files: Sequence[tuple[BinaryIO, str, str]]) -> RowSet:
+        digest = xxhash.xxh3_128()
+        for file, _, stem in files:
+            digest.update(f"{stem}\0".encode())
+            file.seek(0)
+            while part := file.read(1 << 20):
+                digest.update(part)
+        named = {stem: name for _, name, stem in files}
+        about = {"operator": "source", "files": named, "digest": digest.hexdigest()}
+
+        def copy(writer: RowSetWriter) -> None:
+            for file, _, stem in files:
+                _copy(file, stem, writer, {"data_source": stem} if len(files) > 1 else {})
+
+        return self._made("0-source", about, copy)
 
     async def _step(self, step: Step, number: int, source: RowSet) -> list[RowSet]:
         settings: Any = structure(step.record.settings_class, step.settings, step.name)
@@ -77,8 +90,13 @@ class FilePipeline:
         later = {name: plain.pop(name) for name in cls.decides_by}  # type: ignore[attr-defined]
         about: dict[str, Any] = {"operator": step.name, "distribution": step.record.distribution, "settings": plain}
         about |= {"version": step.record.version, "seed": self.seed, "source": source.digest}
-        place = f"{number}-{step.name}"
-        context = self.context(OperatorContext(clock=self.clock, seed=self.seed, target="tasks"))
+        place, counters = f"{number}-{step.name}", dict[str, float]()
+        if limits := self.limits.given:
+            about["limits"] = limits
+        shared: Any = {"clock": self.clock, "seed": self.seed, "target": "tasks"}
+        scratch = self.folder / f".{place}-{_digest(about)[:12]}.scratch"  # a killed stage finds it again
+        scratch.mkdir(parents=True, exist_ok=True)
+        context = self.context(OperatorContext(folder=scratch, count=partial(_add, counters), **shared))
         gate = None if self.services is None else Gate(step.name, self.services)
         given = context if gate is None else gate.given(context)
         operator: Operator = step.record.build(step.settings, given, step.name)
@@ -86,7 +104,8 @@ class FilePipeline:
         if gate is not None and operator.uses:
             gate.operator = operator
             about["uses"] = gate.services.identity(operator.uses)
-        found = [await self._processed(place, number, about, operator, source)]
+        found = [await self._processed(place, number, about, operator, source, counters)]
+        shutil.rmtree(scratch, ignore_errors=True)
         if cls.type == "filter":  # type: ignore[attr-defined]
             own = {**about, "settings": later, "source": found[-1].digest, "decides": True}
             before = found[-1]
@@ -98,7 +117,13 @@ class FilePipeline:
         return found
 
     async def _processed(
-        self, place: str, number: int, about: Mapping[str, Any], operator: Operator, source: RowSet
+        self,
+        place: str,
+        number: int,
+        about: Mapping[str, Any],
+        operator: Operator,
+        source: RowSet,
+        counters: dict[str, float],
     ) -> RowSet:
         digest = _digest(about)
         folder = self.folder / f"{place}-{digest[:12]}"
@@ -112,11 +137,14 @@ class FilePipeline:
             clock=self.clock,
             rows=self.rows,
             seconds=self.seconds,
+            counters=counters,
         )
         with contextlib.closing(RowSetWriter(folder)) as writer:
             async with _started(operator):
                 await stage.run(source.records(), writer, self.limits)
-            made = writer.commit({**about, "digest": digest})
+            used: dict[str, Any] = {"counters": stage.counters} if stage.counters else {}
+            used |= {"ended": stage.ended} if stage.ended else {}
+            made = writer.commit({**about, **used, "digest": digest})
         self.tell(made, False)
         return made
 
@@ -143,13 +171,17 @@ async def _started(operator: Operator) -> AsyncIterator[None]:
         await operator.close()
 
 
+def _add(counters: dict[str, float], name: str, number: float) -> None:
+    counters[name] = counters.get(name, 0.0) + number
+
+
 def _digest(about: Mapping[str, Any]) -> str:
     text = json.dumps(about, sort_keys=True, default=str)
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def _copy(file: BinaryIO, stem: str, writer: RowSetWriter) -> None:
-    """Write the records of a file of JSON lines with their keys: the file's stem and the line."""
+def _copy(file: BinaryIO, stem: str, writer: RowSetWriter, more: Mapping[str, str]) -> None:
+    """Write the records of a file of JSON lines with their keys (stem and line) and the columns that they lack."""
     decode, part = msgspec.json.Decoder().decode, list[Record]()
     file.seek(0)
     for number, line in enumerate(file, 1):
@@ -164,7 +196,7 @@ def _copy(file: BinaryIO, stem: str, writer: RowSetWriter) -> None:
             why = f"no JSON object: {error}"[:300]
             writer.append(SET_ASIDE, [{KEY: key, "why": why, "operator": "source"}])
             continue
-        part.append({**record, KEY: key})
+        part.append({**more, **record, KEY: key})
         if len(part) == 4096:
             writer.append(ROWS, part)
             part = []

@@ -32,6 +32,19 @@ class Limits:
     set_aside: float = 0.1  #: most of the rows that a stage may set aside, as a share; the first 20 are free
     counters: Mapping[str, float] = attrs.field(factory=dict)  #: sums of the operator's counters: tokens, cost
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """The limits that end a stage before its last row, by the names of their settings."""
+        named = {"rows": self.rows, "seconds": self.seconds, **self.counters}
+        return {f"maximum_{name}": limit for name, limit in named.items() if limit is not None}
+
+    def reached(self, seconds: float, counters: Mapping[str, float]) -> str | None:
+        """Return the setting of a limit that is reached after a request; None: none is."""
+        used = {"seconds": seconds, **counters}
+        limits = {"seconds": self.seconds, **self.counters}
+        over = (name for name, limit in limits.items() if limit is not None and used.get(name, 0.0) >= limit)
+        return next((f"maximum_{name}" for name in over), None)
+
 
 @attrs.define(eq=False, kw_only=True)
 class OperatorStage:
@@ -46,6 +59,8 @@ class OperatorStage:
     clock: Clock = attrs.field(factory=Clock)
     rows: int = 512  #: rows of a request
     seconds: float = 600.0  #: deadline of a request
+    counters: dict[str, float] = attrs.field(factory=dict)  #: what the operator has counted
+    ended: str | None = attrs.field(default=None, init=False)  #: the limit at which it ended
     reads: frozenset[str] = attrs.field(init=False)
     writes: frozenset[str] = attrs.field(init=False)
 
@@ -121,6 +136,7 @@ class OperatorStage:
         done: int = writer.state["read"] if writer.state else 0
         if writer.state:
             self.operator.restore(writer.state["operator"])
+            self.counters |= writer.state["counters"]
         saved = began = self.clock.time()
         for number, records in _batches(itertools.islice(source, done, limits.rows), self._cut(done)):
             result = await self.apply(records, batch=number)
@@ -128,10 +144,14 @@ class OperatorStage:
             done += len(records)
             self._refuse_many(writer, done, limits, result)
             if (now := self.clock.time()) - saved >= _SAVED_SECONDS:
-                writer.progress({"read": done, "operator": self.operator.state()})
+                state = {"operator": self.operator.state(), "counters": self.counters}
+                writer.progress({"read": done, **state})
                 saved = now
-            if limits.seconds is not None and now - began >= limits.seconds:
-                break
+            if (limit := limits.reached(now - began, self.counters)) is not None:
+                self.ended = limit
+                return
+        if limits.rows is not None and done >= limits.rows:
+            self.ended = "maximum_rows"
 
     def _cut(self, done: int) -> tuple[int, int]:
         """Return the number of the next batch, and how many rows it has."""

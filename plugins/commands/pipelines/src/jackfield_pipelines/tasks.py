@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import attrs
+import msgspec
 
 from jackfield.clock import Clock
 from jackfield.compose.libraries import readers
 from jackfield.config import RunConfig
-from jackfield.config.data import sets_of
+from jackfield.config.data import DataSet, sets_of
+from jackfield.data.formats import TaskFormat
 from jackfield.data.tasks import TaskSet
 from jackfield.errors import ConfigError, DataError
 from jackfield.plugins.registry import Registry, installed
 from jackfield.settings import structure
 from jackfield_pipelines.pipeline import FilePipeline, Step
-from jackfield_pipelines.row_sets import ROWS, RowSet
+from jackfield_pipelines.row_sets import KEY, ROWS, RowSet
 from jackfield_pipelines.services import Services
 from jackfield_pipelines.stages import Limits
 
@@ -44,17 +48,61 @@ def steps_of(given: Sequence[Mapping[str, Any]], registry: Registry, where: str)
 def prepare_tasks(config: RunConfig, *, answers: bool = False) -> TaskSet:
     """Apply the operators to the training tasks, as far as it has not been done, and open what they left.
 
-    The tasks come in the order of the rows if an operator has put them into one.
+    The tasks come in the order of the rows if an operator has put them into one. Sets with weights stay sets.
     """
-    found = pipeline_of(config, _tell)
-    given = sets_of(config.data.train)[0]
-    with readers().open_lines(given, _FIRST) as opened:
-        form = readers().recognise(readers().first_records(opened), given.format or config.data.format).resolved()
-    tasks = TaskSet(found[-1].folder / ROWS, form, answers=answers, name=Path(given.path).stem)
-    tasks.shuffle = not any("orders" in each.manifest for each in found)
-    names = ", ".join(str(each["name"]) for each in config.data.pipeline.tasks)
-    tasks.notes = [f"{len(tasks)} of {len(found[0])} tasks after {names}"]
+    found, orders = pipeline_of(config, _tell), False
+    sets = sets_of(config.data.train)
+    orders = any("orders" in each.manifest for each in found)
+    weights = [each.weight for each in sets if each.weight is not None]
+    if orders and weights:
+        what = "an operator puts all tasks into an order, and sets come by their weights"
+        raise config.refusal("data.train", what, "sets without weights, or no operator that orders")
+    form, names = _formats(config, sets)[0], stems_of(sets)
+    rows = found[-1].folder / ROWS
+    if weights:
+        parts = [TaskSet(file, form, answers=answers, name=name) for name, file in _split(found[-1], names).items()]
+        tasks: TaskSet = readers().MixedSet(parts, weights, [], None)
+    else:
+        tasks = TaskSet(rows, form, answers=answers, name=names[0])
+    tasks.shuffle = not orders
+    told = ", ".join(str(each["name"]) for each in config.data.pipeline.tasks)
+    tasks.notes = [f"{len(tasks)} of {len(found[0])} tasks after {told}"]
     return tasks
+
+
+def stems_of(sets: Sequence[DataSet]) -> list[str]:
+    """Return the beginnings of the keys of the rows of each set: its stem, or its path where stems are alike."""
+    stems = [Path(each.path).stem for each in sets]
+    return stems if len({*stems}) == len(stems) else [each.path for each in sets]
+
+
+def _split(found: RowSet, names: Sequence[str]) -> dict[str, Path]:
+    """Write the rows of each set into a file of its own, beside the rows; return the files by the sets' names."""
+    folder = found.folder.with_name(f"{found.folder.name}-sets")
+    files = {name: folder / f"{number}.jsonl" for number, name in enumerate(names)}
+    if not folder.is_dir():
+        partial = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        with ExitStack() as stack:
+            opened = {name: stack.enter_context((partial / file.name).open("wb")) for name, file in files.items()}
+            for record in found.records():
+                opened[str(record[KEY]).partition(">")[0].rpartition(":")[0]].write(msgspec.json.encode(record) + b"\n")
+        partial.rename(folder)
+    return files
+
+
+def _formats(config: RunConfig, sets: Sequence[DataSet]) -> list[TaskFormat]:
+    """Return the formats of sets, which name their columns alike, or raise ``config.invalid-value``."""
+    found = list[TaskFormat]()
+    for each in sets:
+        with readers().open_lines(each, _FIRST) as opened:
+            known = readers().recognise(readers().first_records(opened), each.format or config.data.format)
+            found.append(known.resolved())
+    if any(form != found[0] for form in found):
+        what = "operators pass several sets, whose records name their columns differently"
+        raise config.refusal("data.train", what, "sets of one format; the operator format brings them into one")
+    return found
 
 
 def pipeline_of(config: RunConfig, tell: Callable[[RowSet, bool], None]) -> list[RowSet]:
@@ -64,39 +112,43 @@ def pipeline_of(config: RunConfig, tell: Callable[[RowSet, bool], None]) -> list
     """
     data, settings = config.data, config.data.pipeline
     sets = sets_of(data.train, "data.train")
-    if len(sets) != 1:
-        raise config.refusal("data.train", "operators pass one set of tasks", "one file or name")
     steps = steps_of(settings.tasks, installed(), "data.pipeline.tasks")
-    with readers().open_lines(sets[0]) as opened:
-        form = readers().recognise(readers().first_records(opened), sets[0].format or data.format).resolved()
-        names = {"prompt": form.messages_key or form.prompt_key, "answer": form.answer_key}
-        names |= {"response": form.response_key, "rejected": form.rejected_key}
-        columns = {name: column for name, column in names.items() if column}
-        limits = Limits(
-            rows=settings.maximum_rows, seconds=settings.maximum_seconds, set_aside=settings.maximum_set_aside
-        )
-        pipeline = FilePipeline(
-            folder=Path(settings.folder or Path(config.folder, "data")),
-            steps=steps,
-            seed=config.seed,
-            limits=limits,
-            rows=settings.rows_per_request,
-            seconds=settings.seconds_per_request,
-            context=lambda context: attrs.evolve(context, columns=columns),
-            tell=tell,
-        )
-        name, stem = sets[0].path, Path(sets[0].path).stem
+    form = _formats(config, sets)[0]
+    names = {"prompt": form.messages_key or form.prompt_key, "answer": form.answer_key}
+    names |= {"response": form.response_key, "rejected": form.rejected_key}
+    columns = {name: column for name, column in names.items() if column}
+    pipeline = FilePipeline(
+        folder=Path(settings.folder or Path(config.folder, "data")),
+        steps=steps,
+        seed=config.seed,
+        limits=Limits(
+            rows=settings.maximum_rows,
+            seconds=settings.maximum_seconds,
+            set_aside=settings.maximum_set_aside,
+            counters={
+                name: limit
+                for name, limit in (("tokens", settings.maximum_tokens), ("cost", settings.maximum_cost))
+                if limit is not None
+            },
+        ),
+        rows=settings.rows_per_request,
+        seconds=settings.seconds_per_request,
+        context=lambda context: attrs.evolve(context, columns=columns),
+        tell=tell,
+    )
 
-        async def run() -> list[RowSet]:
-            clock = Clock()
-            services = Services(config=config, registry=installed(), clock=clock, form=form)
-            try:
-                return await attrs.evolve(pipeline, clock=clock, services=services).run(opened, name, stem)
-            finally:
-                await services.close()
+    async def run(files: Sequence[tuple[BinaryIO, str, str]]) -> list[RowSet]:
+        clock = Clock()
+        services = Services(config=config, registry=installed(), clock=clock, form=form)
+        try:
+            return await attrs.evolve(pipeline, clock=clock, services=services).run(*files[0], files[1:])
+        finally:
+            await services.close()
 
-        with ThreadPoolExecutor(1) as thread:  # the caller may be in an event loop
-            found = thread.submit(lambda: asyncio.run(run())).result()
+    with ExitStack() as stack, ThreadPoolExecutor(1) as thread:  # the caller may be in an event loop
+        opened = [stack.enter_context(readers().open_lines(each)) for each in sets]
+        files = list(zip(opened, (each.path for each in sets), stems_of(sets), strict=True))
+        found = thread.submit(lambda: asyncio.run(run(files))).result()
     if not len(found[-1]):
         details: Any = {"where": "data.pipeline.tasks", "expected": "one row or more"}
         raise DataError("no task is left after the pipeline", code="data.empty", found="none", **details)
@@ -106,4 +158,6 @@ def pipeline_of(config: RunConfig, tell: Callable[[RowSet, bool], None]) -> list
 def _tell(made: RowSet, was_there: bool) -> None:
     if not was_there:
         counts = ", ".join(f"{int(count)} {name}" for name, count in made.manifest["counts"].items() if count)
+        if (limit := made.manifest.get("ended")) is not None:
+            counts += f"; ended early by data.pipeline.{limit}"
         logging.getLogger("jackfield").info("stage %s of the pipeline: %s", made.folder.name, counts or "no rows")
