@@ -117,5 +117,6 @@ def test_every_shipped_word_is_found_in_its_category(apply: Any) -> None:
     ],
 )
 def test_settings_without_sense_are_refused(apply: Any, name: str, settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    with pytest.raises(ConfigError) as caught:
         apply(name, [], **settings)
+    assert told in str(caught.value)

@@ -157,10 +157,12 @@ def test_a_missing_key_and_a_wrong_address_are_refused_at_the_start(
     applied: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
-    with pytest.raises(JackfieldError, match="JUDGE_KEY"):
+    with pytest.raises(JackfieldError) as caught:
         asked(applied, [{"prompt": "a"}], api_key_env="JUDGE_KEY")
-    with pytest.raises(JackfieldError, match=r"reward\.http"):
+    assert ("reward.secret", "JUDGE_KEY") == (caught.value.code, caught.value.where)
+    with pytest.raises(JackfieldError) as caught:
         asked(applied, [{"prompt": "a"}], url="http://127.0.0.1:9/v1", start_seconds=0.5)
+    assert "reward.http" == caught.value.code
 
 
 @pytest.mark.parametrize(

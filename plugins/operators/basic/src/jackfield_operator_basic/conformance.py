@@ -45,7 +45,7 @@ def language(folder: Path) -> Mapping[str, Any]:
 
 
 def duplicates(folder: Path) -> Mapping[str, Any]:
-    """Compare prompts."""
+    """Compare the prompts of rows."""
     return {"bad": _BAD}
 
 

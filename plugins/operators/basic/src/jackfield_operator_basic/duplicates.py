@@ -95,12 +95,12 @@ class _Duplicates(Operator):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The text."""
+        """Return the column with the text."""
         return (self._column,)
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """Nothing."""
+        """Return no column."""
         return ()
 
     async def start(self) -> None:

@@ -45,12 +45,12 @@ class Length(Operator):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The text."""
+        """Return the column with the text."""
         return (self._column,)
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """Its length."""
+        """Return the column with its length."""
         return (self._statistic,)
 
     async def process(self, request: OperatorRequest) -> OperatorResult:

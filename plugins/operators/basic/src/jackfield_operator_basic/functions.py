@@ -181,7 +181,7 @@ class FunctionFilter(_Function):
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """The number."""
+        """Return the column with the number."""
         return (self.config.writes,)
 
     def _checked(self, row: Row, value: Any) -> float | None:

@@ -59,7 +59,7 @@ class Language(Operator):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The text."""
+        """Return the column with the text."""
         return (self._column,)
 
     @property

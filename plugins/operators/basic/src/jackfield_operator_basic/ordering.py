@@ -61,7 +61,7 @@ class DifficultyRules(Operator):
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """The score."""
+        """Return the column with the score."""
         return (self.config.writes,)
 
     async def process(self, request: OperatorRequest) -> OperatorResult:
@@ -117,12 +117,12 @@ class Priority(Operator):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The scores."""
+        """Return the columns with scores."""
         return tuple(self.config.weights)
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """The priority."""
+        """Return the column with the priority."""
         return (self.config.writes,)
 
     @property
@@ -132,7 +132,7 @@ class Priority(Operator):
 
     @property
     def selection(self) -> Selection:
-        """By priority."""
+        """Order rows by their priority."""
         return Selection(by=self.config.writes, limit=self.config.limit)
 
     async def process(self, request: OperatorRequest) -> OperatorResult:

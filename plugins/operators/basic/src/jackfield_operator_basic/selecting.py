@@ -47,17 +47,17 @@ class Select(Operator):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Nothing."""
+        """Return no column."""
         return ()
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """The number."""
+        """Return the column with the number."""
         return (self.config.writes,)
 
     @property
     def selection(self) -> Selection:
-        """By the number."""
+        """Order rows by the number."""
         return Selection(by=self.config.writes, largest_first=False, limit=self.config.limit)
 
     async def process(self, request: OperatorRequest) -> OperatorResult:
@@ -100,7 +100,7 @@ class PerCategory(Operator):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The category."""
+        """Return the column with the category."""
         return (self._column,)
 
     @property

@@ -97,7 +97,7 @@ class DifficultyLlm(Operator):
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """The difficulty."""
+        """Return the column with the difficulty."""
         return (self.config.writes,)
 
     @property
@@ -110,7 +110,7 @@ class DifficultyLlm(Operator):
         await self._model.start()
 
     async def close(self) -> None:
-        """Close connections."""
+        """Close the connections of the model."""
         await self._model.close()
 
     async def process(self, request: OperatorRequest) -> OperatorResult:

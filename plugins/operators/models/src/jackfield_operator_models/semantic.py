@@ -123,12 +123,12 @@ class SemanticDuplicates(Operator):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The text."""
+        """Return the column with the text."""
         return (self._column,)
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """Nothing."""
+        """Return no column."""
         return ()
 
     @property
