@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from jackfield.abc.operator import Operator, OperatorContext, OperatorRequest, Row
@@ -45,6 +47,23 @@ def test_the_example_leaves_six_tasks_the_easy_ones_first(tmp_path: Path, monkey
     for line_number, (operator, part) in GONE.items():
         assert operator == gone[line_number][0]
         assert part in gone[line_number][1]
+
+
+def test_settings_in_the_guide_are_those_of_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each operator of each block can be built with its settings."""
+    monkeypatch.chdir(REPOSITORY)
+    text = (REPOSITORY / "docs/guides/task_curation.md").read_text(encoding="utf-8")
+    given = [
+        dict(each)
+        for block in re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        for each in yaml.safe_load(block)["data"]["pipeline"]["tasks"]
+    ]
+    built = [
+        installed().load("operator", name).build(own, OperatorContext(), name)
+        for own in given
+        if (name := own.pop("name"))
+    ]
+    assert len(given) == len(built) == 9
 
 
 def test_the_function_of_the_guide_keeps_what_teaches() -> None:
