@@ -158,4 +158,5 @@ def test_paths_that_name_no_function_are_refused(apply: Any, path: str) -> None:
 def test_a_function_that_is_not_there_is_refused_at_the_start(apply: Any, code: Path) -> None:
     with pytest.raises(RunError) as caught:
         apply("function_mapper", rows(1), path=f"{code}:maped")
+    assert "worker.start" == caught.value.code
     assert "has no 'maped'" in str(caught.value)

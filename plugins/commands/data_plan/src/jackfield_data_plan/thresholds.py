@@ -259,7 +259,7 @@ def _statistics(config: RunConfig, steps: Sequence[Any]) -> Any:
 
 def _matching(config: RunConfig, chain: Sequence[Any], steps: Sequence[Any]) -> Any:
     manifests = [made.manifest for made in chain]
-    if manifests[0].get("file") != only_set(config).path:
+    if only_set(config).path not in manifests[0].get("files", {}).values():
         return None
     place = 1
     for number, step in enumerate(steps, 1):

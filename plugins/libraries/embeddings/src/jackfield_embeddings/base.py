@@ -42,7 +42,7 @@ class Embedder(ABC):
     @property
     @abstractmethod
     def version(self) -> str:
-        """Return what vectors depend on beside the settings, such as a digest of a model's files."""
+        """Return the version of the vectors beside the settings, such as a digest of a model's files."""
 
     async def start(self) -> None:
         """Load models, before the first call."""

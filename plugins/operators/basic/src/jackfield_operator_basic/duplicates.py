@@ -95,12 +95,12 @@ class _Duplicates(Operator):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Return the text's column."""
+        """Return the column with the text."""
         return (self._column,)
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """Return no columns."""
+        """Return no column."""
         return ()
 
     async def start(self) -> None:

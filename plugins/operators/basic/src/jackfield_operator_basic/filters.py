@@ -45,7 +45,7 @@ class Length(Operator):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Return the text's column."""
+        """Return the column with the text."""
         return (self._column,)
 
     @property

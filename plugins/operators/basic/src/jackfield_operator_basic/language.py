@@ -59,7 +59,7 @@ class Language(Operator):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Return the text's column."""
+        """Return the column with the text."""
         return (self._column,)
 
     @property

@@ -132,7 +132,7 @@ class Priority(Operator):
 
     @property
     def selection(self) -> Selection:
-        """Return the order by priority."""
+        """Order rows by their priority."""
         return Selection(by=self.config.writes, limit=self.config.limit)
 
     async def process(self, request: OperatorRequest) -> OperatorResult:

@@ -47,7 +47,7 @@ class Select(Operator):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Return no columns."""
+        """Return no column."""
         return ()
 
     @property
@@ -57,7 +57,7 @@ class Select(Operator):
 
     @property
     def selection(self) -> Selection:
-        """By the number."""
+        """Order rows by the number."""
         return Selection(by=self.config.writes, largest_first=False, limit=self.config.limit)
 
     async def process(self, request: OperatorRequest) -> OperatorResult:
@@ -100,7 +100,7 @@ class PerCategory(Operator):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Return the category's column."""
+        """Return the column with the category."""
         return (self._column,)
 
     @property

@@ -118,7 +118,7 @@ class Words(Operator):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Return the text's column."""
+        """Return the column with the text."""
         return (self._column,)
 
     @property
@@ -163,7 +163,7 @@ class Safety(Operator):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Return the text's column."""
+        """Return the column with the text."""
         return (self._column,)
 
     @property

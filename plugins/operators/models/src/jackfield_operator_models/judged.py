@@ -115,7 +115,7 @@ class DifficultyLlm(Operator):
         await self._model.start()
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections of the model."""
         await self._model.close()
 
     async def process(self, request: OperatorRequest) -> OperatorResult:

@@ -123,12 +123,12 @@ class SemanticDuplicates(Operator):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Return the text's column."""
+        """Return the column with the text."""
         return (self._column,)
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """Return no columns."""
+        """Return no column."""
         return ()
 
     @property
@@ -139,8 +139,13 @@ class SemanticDuplicates(Operator):
     async def start(self) -> None:
         """Open the files of what has come before, and load the embedder."""
         if self._kept is None:
-            self._kept = _Kept(self.context.folder)
-            self._kept.forget_from(*self._state)
+            kept = _Kept(self.context.folder)
+            try:
+                kept.forget_from(*self._state)
+            except BaseException:
+                kept.close()
+                raise
+            self._kept = kept
         await self._embedder.start()
 
     async def close(self) -> None:
