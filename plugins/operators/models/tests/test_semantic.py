@@ -22,7 +22,7 @@ from jackfield_chat_model import save_chat_model
 from jackfield_operator_models import semantic
 
 WORDS = st.lists(st.sampled_from(["add", "12", "and", "30", "cards", "Dan", "buys"]), max_size=6).map(" ".join)
-EMBEDDER = {"name": "hashed", "dimensions": 4096}  #: so many places that sequences rarely share one
+EMBEDDER = {"name": "hashed", "dimensions": 65536}  #: so many places that no two sequences of these words share one
 
 
 def cosine(one: str, other: str) -> float:

@@ -22,7 +22,7 @@ from jackfield_operator_models.texts import text_of
 _BLOCK = 8192  #: kept rows that are compared at a time: 32 KiB of similarities for each new row
 _PART = 1024  #: new rows that are compared at a time
 _SLACK = 1e-4  #: products in float32 are this near to those in float64, by which is decided
-_DIGITS = 6  #: to which a similarity of vectors in float32 is exact
+_DIGITS = 9  #: decimals of a similarity
 
 _Floats = NDArray[np.float32]
 
