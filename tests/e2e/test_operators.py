@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
@@ -14,6 +16,7 @@ from safetensors.torch import load_file
 
 from jackfield.cli import main
 from jackfield.errors import JackfieldError
+from jackfield_pipelines.samples import rows_of_samples
 
 from .conftest import Run
 from .test_mixing import SMALL, acked
@@ -217,6 +220,55 @@ def test_failed_responses_are_repaired_by_the_policy_and_trained_on(small_run: R
     rows = [json.loads(line) for line in (result.folder / "made" / "worker-0.jsonl").read_text().splitlines()]
     assert {"repair"} == {row["operator"] for row in rows}
     assert 3 * 4 == len(rows)
+
+
+def test_a_sample_is_traced_to_its_line_and_back(small_run: Run) -> None:
+    """From a key of the ledger to the stages of its row and the raw line, and from the row to all its samples."""
+    result, _ = small_run("traced", "schedule.steps=2", *SMALL, "data.pipeline.tasks=[{name: difficulty_rules}]")
+
+    def trace(name: str) -> Any:
+        shown = CliRunner().invoke(main, ["data", "trace", str(result.folder), name, "--json"])
+        assert 0 == shown.exit_code, shown.output
+        return json.loads(shown.output)
+
+    found = trace("train/1/0/0/1/0")
+    (read, changed) = found["rows"][0]
+    (sample,) = found["samples"]
+    assert ("read", "changed") == (read["what"], changed["what"])
+    assert {"difficulty"} <= changed["detail"].keys()
+    assert ("train/1/0/0/1/0", 1) == (sample["sample"], sample["step"])
+    file, _, line = read["detail"].rpartition(":")
+    raw = json.loads(Path(file).read_text().splitlines()[int(line) - 1])
+    rows = [json.loads(each) for each in (result.folder / "samples" / "train.jsonl").read_text().splitlines()]
+    mine = next(row for row in rows if row["key"] == "train/1/0/0/1/0")
+    assert raw["question"].split()[0] in mine["prompt"]
+    back = trace(sample["row"])
+    assert {"train/1/0/0/0/0", "train/1/0/0/1/0"} <= {each["sample"] for each in back["samples"]}
+    text = CliRunner().invoke(main, ["data", "trace", str(result.folder), "train/1/0/0/1/0"]).output
+    assert "trained on at step 2" in text
+    listed = CliRunner().invoke(main, ["data", "sets", str(result.folder), "--json"])
+    assert ["source", "difficulty_rules"] == [each["operator"].split()[0] for each in json.loads(listed.output)]
+
+
+def test_sets_keep_their_weights_after_a_pipeline(small_run: Run, made: Path, tmp_path: Path) -> None:
+    """Three of four tasks are of the first set, although duplicates over both sets are left out."""
+    lines = (made / "problems.jsonl").read_text().splitlines()
+    (tmp_path / "first.jsonl").write_text("\n".join(lines[:40]))
+    (tmp_path / "second.jsonl").write_text("\n".join([*lines[:5], *lines[40:80]]))
+    sets = [
+        {"path": str(tmp_path / f"{name}.jsonl"), "weight": weight} for name, weight in (("first", 3), ("second", 1))
+    ]
+    settings = (f"data.train={json.dumps(sets)}", "data.pipeline.tasks=[{name: exact_duplicates}]")
+    result, _ = small_run("mixed", *SMALL, *settings, "data.groups_per_batch=4", "schedule.steps=2")
+    rows = {key.rsplit("/", 2)[0]: row.partition(":")[0] for key, row in rows_of_samples(result.folder).items()}
+    assert {"first": 6, "second": 2} == Counter(rows.values())
+    sources = CliRunner().invoke(main, ["data", "sets", str(result.folder), "--json"])
+    (source, stage) = json.loads(sources.output)
+    assert (85, 80, 5) == (source["rows"], stage["rows"], stage["removed"])
+    refused = "data.pipeline.tasks=[{name: difficulty_rules}, {name: priority, weights: {difficulty: 1.0}}]"
+    with pytest.raises(JackfieldError) as caught:
+        small_run("refused", *SMALL, *settings, refused)
+    assert "data.train" == caught.value.where
 
 
 def by(operator: str, **settings: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from jackfield.config import load_config
 from jackfield_pipelines.lineage import chains
 from jackfield_pipelines.lineage import trace as trace_row
 from jackfield_pipelines.row_sets import ROWS, RowSet
+from jackfield_pipelines.samples import rows_of_samples, steps_of_samples
 from jackfield_pipelines.tasks import pipeline_of
 
 
@@ -45,18 +47,47 @@ def run(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
 
 @click.command("trace")
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.argument("row")
+@click.argument("name")
 @json_option
-def trace(folder: Path, row: str, as_json: bool) -> None:
-    """Show from which raw line ROW comes, which operators changed it, and what was made of it.
+def trace(folder: Path, name: str, as_json: bool) -> None:
+    """Show from which raw line NAME comes, which operators changed it, and what was made of it.
 
-    FOLDER is a run's folder or its folder `data`. ROW is a row's key: the `task` of a sample in the run's files.
+    FOLDER is a run's folder or its folder `data`. NAME is a row's key, or for a run a sample's, as in its ledger.
     """
-    found = [trace_row(chain, row) for chain in chains(folder / "data" if (folder / "data").is_dir() else folder)]
+    is_run = (folder / "data").is_dir()
+    samples = rows_of_samples(folder) if is_run else {}
+    row = samples.get(name, name)
+    found = [trace_row(chain, row) for chain in chains(folder / "data" if is_run else folder)]
+    family = {event.row for events in found for event in events}
+    wanted = [key for key, own in samples.items() if own in family and name in (key, own, row)]
+    trained = steps_of_samples(folder) if wanted else {}
+    made: list[dict[str, Any]] = [{"sample": key, "row": samples[key], "step": trained.get(key)} for key in wanted]
     if as_json:
-        show([[attrs.asdict(event) for event in events] for events in found])
+        show({"rows": [[attrs.asdict(event) for event in events] for events in found], "samples": made})
         return
     for events in found:
         for event in events:
             settings = ", ".join(f"{name}={value}" for name, value in event.settings.items() if value is not None)
             click.echo(f"{event.row}  {event.what} by {event.operator} {event.version}({settings}): {event.detail}")
+    for each in made:
+        when = "not trained on" if each["step"] is None else f"trained on at step {int(each['step']) + 1}"
+        click.echo(f"{each['sample']}  made of {each['row']}, {when}")
+
+
+@click.command("sets")
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@json_option
+def sets(folder: Path, as_json: bool) -> None:
+    """List the sets of rows that stages have left in FOLDER, a run's folder or its folder `data`."""
+    rows = list[dict[str, Any]]()
+    for number, chain in enumerate(chains(folder / "data" if (folder / "data").is_dir() else folder), 1):
+        for made in chain:
+            about, counts = made.manifest, made.manifest["counts"]
+            operator = f"{about['operator']} {about.get('version', '')}".strip()
+            numbers = {name: int(counts[name]) for name in ("rows", "removed", "set_aside", "made")}
+            size = sum(about["sizes"].values())
+            told = {"ended": about.get("ended", ""), "counters": json.dumps(about.get("counters", {}))}
+            rows.append(
+                {"chain": number, "set": made.folder.name, "operator": operator, **numbers, "bytes": size, **told}
+            )
+    show(rows, "chain", "set", "operator", "rows", "removed", "set_aside", "made", "bytes", "ended", "counters")

@@ -18,6 +18,7 @@ from jackfield.abc.operator import Operator, OperatorContext
 from jackfield.clock import Clock
 from jackfield.plugins.registry import PluginRecord
 from jackfield.settings import structure
+from jackfield_pipelines.guards import disk_errors, locked
 from jackfield_pipelines.row_sets import KEY, ROWS, SET_ASIDE, RowSet, RowSetWriter
 from jackfield_pipelines.services import Gate, Services
 from jackfield_pipelines.stages import Limits, OperatorStage, Record, decide, order
@@ -51,6 +52,7 @@ class FilePipeline:
     limits: Limits = attrs.field(factory=Limits)
     rows: int = 512  #: of a request
     seconds: float = 600.0  #: deadline of a request
+    lock_seconds: float = 3600.0  #: to wait for another process that writes in ``folder``
     context: Callable[[OperatorContext], OperatorContext] = lambda context: context  #: adds names of columns
     services: Services | None = None  #: what operators may ask; None: nothing
     tell: Callable[[RowSet, bool], None] = lambda made, was_there: None  #: gets each stage that is complete
@@ -63,9 +65,11 @@ class FilePipeline:
         ``name`` is what a person knows a file by, and ``stem`` the beginning of its rows' keys. With several, records
         without a ``data_source`` get the stem as one.
         """
-        sets = [self._source([(source, name, stem), *others])]
-        for number, step in enumerate(self.steps, 1):
-            sets += await self._step(step, number, sets[-1])
+        with disk_errors(self.folder):
+            async with locked(self.folder, self.clock, self.lock_seconds):
+                sets = [self._source([(source, name, stem), *others])]
+                for number, step in enumerate(self.steps, 1):
+                    sets += await self._step(step, number, sets[-1])
         return sets
 
     def _source(self, files: Sequence[tuple[BinaryIO, str, str]]) -> RowSet:
