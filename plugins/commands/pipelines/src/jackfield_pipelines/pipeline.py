@@ -16,6 +16,7 @@ from jackfield.abc.operator import Operator, OperatorContext
 from jackfield.clock import Clock
 from jackfield.plugins.registry import PluginRecord
 from jackfield.settings import structure
+from jackfield_pipelines.process_operators import end_processes
 from jackfield_pipelines.row_sets import KEY, ROWS, SET_ASIDE, RowSet, RowSetWriter
 from jackfield_pipelines.services import Gate, Services
 from jackfield_pipelines.stages import Limits, OperatorStage, Record, decide, order
@@ -59,8 +60,11 @@ class FilePipeline:
         ``name`` is what a person knows it by, and ``stem`` the beginning of its rows' keys.
         """
         sets = [self._source(source, name, stem)]
-        for number, step in enumerate(self.steps, 1):
-            sets += await self._step(step, number, sets[-1])
+        try:
+            for number, step in enumerate(self.steps, 1):
+                sets += await self._step(step, number, sets[-1])
+        finally:
+            end_processes(step.record for step in self.steps)
         return sets
 
     def _source(self, file: BinaryIO, name: str, stem: str) -> RowSet:
@@ -72,22 +76,21 @@ class FilePipeline:
         return self._made("0-source", about, lambda writer: _copy(file, stem, writer))
 
     async def _step(self, step: Step, number: int, source: RowSet) -> list[RowSet]:
-        settings: Any = structure(step.record.settings_class, step.settings, step.name)
-        plain, cls = attrs.asdict(settings), step.record.cls
-        later = {name: plain.pop(name) for name in cls.decides_by}  # type: ignore[attr-defined]
-        about: dict[str, Any] = {"operator": step.name, "distribution": step.record.distribution, "settings": plain}
+        about: dict[str, Any] = {"operator": step.name, "distribution": step.record.distribution}
         about |= {"version": step.record.version, "seed": self.seed, "source": source.digest}
         place = f"{number}-{step.name}"
         context = self.context(OperatorContext(clock=self.clock, seed=self.seed, target="tasks"))
         gate = None if self.services is None else Gate(step.name, self.services)
         given = context if gate is None else gate.given(context)
         operator: Operator = step.record.build(step.settings, given, step.name)
-        about["operator_version"] = operator.version
+        plain = attrs.asdict(structure(step.record.settings_class, step.settings, step.name))
+        later = {name: plain.pop(name) for name in operator.decides_by}
+        about |= {"settings": plain, "operator_version": operator.version}
         if gate is not None and operator.uses:
             gate.operator = operator
             about["uses"] = gate.services.identity(operator.uses)
         found = [await self._processed(place, number, about, operator, source)]
-        if cls.type == "filter":  # type: ignore[attr-defined]
+        if operator.type == "filter":
             own = {**about, "settings": later, "source": found[-1].digest, "decides": True}
             before = found[-1]
             found.append(self._made(f"{place}-kept", own, lambda to: decide(operator, before.records(), to, step.name)))
