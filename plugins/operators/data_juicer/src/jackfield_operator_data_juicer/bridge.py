@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import base64
 import copy
 import inspect
 import math
@@ -28,6 +29,7 @@ from jackfield_operator_data_juicer.config import unknown_name
 
 _KEY = re.compile(r"self\.(\w+_key)\b")
 _STATS, _META = str(Fields.stats), str(Fields.meta)
+_BYTES = "base64"
 _KEPT = "jackfield_kept"  #: the statistic of a filter that decides by the row itself
 RANK = "__dj__rank__"  #: the column of a selector: the row's place in the selection, or -1
 #: Mappers that make several rows of one.
@@ -69,6 +71,8 @@ def make(name: str, settings: Mapping[str, Any]) -> OP:
         raise refusal(name, f"it is a {kind_of(cls)}")
     with _offline(cls) as seen:
         try:
+            import data_juicer.core.data  # noqa: F401 - operators import it when they are made, and packages with it
+
             made = cls(**copy.deepcopy(dict(settings)))
         except Exception as error:
             if seen or isinstance(error, ImportError):
@@ -198,8 +202,16 @@ class Bridge:
         """Return Data-Juicer's form of a row: its columns, and those of statistics and tags."""
         if missing := [name for name in self.keys if name not in row.values]:
             raise ValueError(f"there is no column {missing[0]!r}")
-        values = {name: copy.deepcopy(value) for name, value in row.values.items() if name != "_row"}
+        text = str(getattr(self.op, "text_key", ""))
+        if text in self.keys and not isinstance(row.values[text], str | list):
+            raise TypeError(f"column {text!r} has {type(row.values[text]).__name__}, not a text")
+        names = row.values if "*" in self.reads else [name for name in self.reads if name in row.values]
+        values = {name: copy.deepcopy(row.values[name]) for name in names if name != "_row"}
         return {**values, _STATS: {}, **({_META: {}} if self.name in TAGGING_OPS.modules else {})}
+
+    def _given(self, row: Row, name: str) -> Any:
+        """Return a value of a row that the operator reads; None: it has none."""
+        return row.values.get(name) if {name, "*"} & {*self.reads} else None
 
     def called(self, method: Callable[[Any], Any], sample: dict[str, Any]) -> list[dict[str, Any]]:
         """Call a method with one sample, as a batch if it expects batches; return its samples."""
@@ -235,7 +247,7 @@ class Filtering(Bridge):
             if why:
                 aside[row.key] = why
             else:
-                updates[row.key] = {_STATS: {**(row.values.get(_STATS) or {}), **found}}
+                updates[row.key] = {_STATS: {**(self._given(row, _STATS) or {}), **found}}
         return OperatorResult(updates=updates, set_aside=aside)
 
     def _statistics(self, sample: dict[str, Any]) -> dict[str, Any]:
@@ -288,7 +300,8 @@ class Changing(Bridge):
                 aside[row.key] = why or f"{self.name} made no row of it"
                 continue
             try:
-                changed = [self._changed(row, sample) for sample in found]
+                before = self.sample(row)
+                changed = [self._changed(before, self._given(row, _META), sample) for sample in found]
             except (TypeError, ValueError) as error:
                 aside[row.key] = str(error)
                 continue
@@ -296,13 +309,12 @@ class Changing(Bridge):
             made += [NewRow(parents=(row.key,), values=values) for values in changed[1:]]
         return OperatorResult(updates=updates, set_aside=aside, made=tuple(made))
 
-    def _changed(self, row: Row, sample: dict[str, Any]) -> dict[str, Any]:
+    def _changed(self, before: dict[str, Any], tags: Any, sample: dict[str, Any]) -> dict[str, Any]:
         found = {name: plain(value) for name, value in sample.items()}
-        if not found.get(_STATS):
-            found.pop(_STATS, None)
-        if found.get(_META) and row.values.get(_META):
-            found[_META] = {**row.values[_META], **found[_META]}
-        return {name: value for name, value in found.items() if name not in row.values or row.values[name] != value}
+        changed = {name: value for name, value in found.items() if name not in before or before[name] != value}
+        if _META in changed:
+            changed[_META] = {**(tags or {}), **changed[_META]}
+        return changed
 
 
 class Comparing(Bridge):
@@ -367,11 +379,11 @@ class Deduplicating(Comparing):
 
     def state(self) -> Any:
         """Return the hashes of the rows so far."""
-        return [plain(sample) for sample in self._seen]
+        return [plain(_packed(sample)) for sample in self._seen]
 
     def restore(self, state: Any) -> None:
         """Go on from hashes."""
-        self._seen = [dict(sample) for sample in state or ()]
+        self._seen = [_unpacked(sample) for sample in state or ()]
 
     def probe(self) -> None:
         """Try it, and forget the row."""
@@ -445,6 +457,24 @@ _BRIDGES: dict[str, Any] = {
     "Selector": Selecting,
 }
 assert {Filter.__name__, Mapper.__name__, Deduplicator.__name__, Selector.__name__} == _BRIDGES.keys()
+
+
+def _packed(value: Any) -> Any:
+    """Return a value in which bytes are ``{"base64": text}``."""
+    if isinstance(value, bytes):
+        return {_BYTES: base64.b64encode(value).decode()}
+    if isinstance(value, dict):
+        return {name: _packed(each) for name, each in value.items()}
+    return [_packed(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _unpacked(value: Any) -> Any:
+    """Return the value of which :func:`_packed` made this one."""
+    if isinstance(value, dict) and value.keys() == {_BYTES}:
+        return base64.b64decode(value[_BYTES])
+    if isinstance(value, dict):
+        return {name: _unpacked(each) for name, each in value.items()}
+    return [_unpacked(each) for each in value] if isinstance(value, list) else value
 
 
 class _Recorded(dict[str, Any]):
