@@ -85,7 +85,7 @@ def make(name: str, settings: Mapping[str, Any]) -> OP:
     return made
 
 
-class _offline:  # noqa: N801 - a context manager
+class _offline:
     """Have neither a package installed nor a model loaded in a block, and yield what was refused."""
 
     def __init__(self, cls: type[OP]) -> None:
@@ -148,12 +148,16 @@ class Bridge:
     def check_thresholds(self, names: Mapping[str, Any]) -> None:
         """Refuse thresholds that the operator reads while it computes statistics."""
         if wrong := sorted(names.keys() - thresholds(type(self.op))):
-            what = f"{', '.join(wrong)} of Data-Juicer's {self.name} are no thresholds: more than its decision reads them"
-            raise ConfigError(what, where="thresholds", expected=str(sorted(thresholds(type(self.op)))), found=str(wrong))
+            what = (
+                f"{', '.join(wrong)} of Data-Juicer's {self.name} are no thresholds: more than its decision reads them"
+            )
+            raise ConfigError(
+                what, where="thresholds", expected=str(sorted(thresholds(type(self.op)))), found=str(wrong)
+            )
 
     def probe(self) -> None:
         """Refuse an operator that wants the network, a program or a package for a row."""
-        row = Row(key="probe", values={name: _PROBE for name in self.keys})
+        row = Row(key="probe", values=dict.fromkeys(self.keys, _PROBE))
         with self.offline() as seen:
             try:
                 self.work([row])
@@ -192,7 +196,7 @@ class Bridge:
         for row in rows:
             digest = xxhash.xxh3_64_intdigest(row.key.encode(), self.seed & (2**64 - 1))
             random.seed(digest)
-            np.random.seed(digest % 2**32)  # noqa: NPY002 - Data-Juicer's operators use it
+            np.random.seed(digest % 2**32)
             try:
                 yield row, work(self.sample(row)), ""
             except Exception as error:
@@ -433,8 +437,10 @@ class Selecting(Comparing):
     def work(self, rows: Sequence[Row]) -> OperatorResult:
         """Have the operator select from rows that have the field."""
         random.seed(self.seed)
-        np.random.seed(self.seed % 2**32)  # noqa: NPY002 - Data-Juicer's operators use it
-        aside = {row.key: f"there is no column {name!r}" for row in rows for name in self.reads if name not in row.values}
+        np.random.seed(self.seed % 2**32)
+        aside = {
+            row.key: f"there is no column {name!r}" for row in rows for name in self.reads if name not in row.values
+        }
         able = [row for row in rows if row.key not in aside]
         samples = [{name: row.values[name] for name in self.reads} for row in able]
         chosen = [int(at) for at in self.op.process(self.dataset(samples))["at"]] if able else []

@@ -39,9 +39,7 @@ class DataJuicerConfig:
     columns: Mapping[str, str] = option(
         factory=dict, help="columns by the key with which operators read them; by default text_key: prompt"
     )
-    recipe: str | None = option(
-        None, "a recipe of Data-Juicer in the place of op: a YAML file with the list `process`"
-    )
+    recipe: str | None = option(None, "a recipe of Data-Juicer in the place of op: a YAML file with the list `process`")
 
     def __attrs_post_init__(self) -> None:
         """Refuse settings beside a recipe, and move thresholds to where they belong."""

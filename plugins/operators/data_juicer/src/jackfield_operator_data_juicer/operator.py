@@ -73,5 +73,3 @@ class DataJuicer(Operator):
     def restore(self, state: Any) -> None:
         """Have a deduplicator remember rows."""
         self._bridge.restore(state)
-
-
