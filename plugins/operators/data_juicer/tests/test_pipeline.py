@@ -78,14 +78,14 @@ def test_a_recipe_passes_as_it_is_and_its_lineage_names_each_operator(
 ) -> None:
     sets, _ = run()
     last = [*sets[-1].records()]
-    assert [TASKS[2], "What is left of nine toys?"] == [record["prompt"] for record in last]
-    assert {"text_len": 55, "num_words": 10} == last[0]["__dj__stats__"]
+    assert ["How many cards are there? Ask .", TASKS[2]] == [record["prompt"] for record in last]
+    assert {"text_len": len(TASKS[2]), "num_words": 11} == last[1]["__dj__stats__"]
     assert 10 == len(sets), "the source, six operators, and the decisions of three"
     why = {each[KEY]: each["why"] for made in sets for each in made.records("removed.jsonl")}
     assert {
         "tasks:4": "text_length_filter: text_len is 7",
         "tasks:3": "document_deduplicator: the same as tasks:2",
-        "tasks:1": "not selected by topk_specified_field_selector",
+        "tasks:5": "not selected by topk_specified_field_selector",
     } == why
     assert ["tasks:7"] == [each[KEY] for each in sets[0].records("set_aside.jsonl")], "a line that is no JSON"
     assert {"py-data-juicer 1.6.1"} == {made.manifest["operator_version"] for made in sets[1:]}
@@ -93,9 +93,9 @@ def test_a_recipe_passes_as_it_is_and_its_lineage_names_each_operator(
         main(["data", "trace", str(tmp_path / "run"), "tasks:1"])
     assert 0 == ended.value.code
     lines = capsys.readouterr().out.splitlines()
-    assert 4 <= len(lines)
-    for name in ("clean_email_mapper", "topk_specified_field_selector"):
-        assert any(f"op={name}" in line for line in lines)
+    named = [line.partition("op=")[2].partition(",")[0] for line in lines if "op=" in line]
+    wanted = ["clean_email_mapper", "text_length_filter", "words_num_filter", "topk_specified_field_selector"]
+    assert wanted == named
 
 
 def test_another_threshold_finds_the_statistics(run: Callable[..., Any]) -> None:
@@ -106,30 +106,43 @@ def test_another_threshold_finds_the_statistics(run: Callable[..., Any]) -> None
     assert [TASKS[2]] == [record["prompt"] for record in sets[-1].records()]
 
 
-@pytest.mark.parametrize(
-    ("entry", "kind", "found"),
-    [
+def test_what_cannot_be_used_is_refused_by_name_before_the_first_row() -> None:
+    cases: list[tuple[dict[str, Any], type[JackfieldError], str]] = [
         ({"op": "token_num_filter"}, OperatorError, "it needs a model (huggingface)"),
         ({"op": "stopwords_filter"}, OperatorError, "it connects to"),
         ({"op": "image_mmpose_mapper"}, OperatorError, "it starts the program python -m pip install openmim"),
         ({"op": "nlpaug_en_mapper"}, OperatorError, "it needs the package nlpaug"),
         ({"op": "naive_grouper"}, OperatorError, "it makes one row of many"),
         ({"op": "text_lenght_filter"}, ConfigError, "text_lenght_filter"),
-        ({"op": "text_length_filter", "settings": {"min_len": "many"}}, ConfigError, "min_len"),
+        ({"op": "text_length_filter", "settings": {"min_lenght": 3}}, ConfigError, "min_lenght"),
         ({"op": "words_num_filter", "thresholds": {"lang": "en"}}, ConfigError, "lang"),
-    ],
-)
-def test_what_cannot_be_used_is_refused_by_name_before_the_first_row(
-    entry: dict[str, Any], kind: type[JackfieldError], found: str
-) -> None:
-    (step,) = steps_of([{"name": "data_juicer", "interpreter": str(data_juicer_python()), **entry}], discover(), "here")
+        ({"op": "llm_extract_mapper"}, ConfigError, "missing 2 required positional arguments"),
+    ]
+    shared = {"name": "data_juicer", "interpreter": str(data_juicer_python())}
+    steps = steps_of([{**shared, **entry} for entry, _, _ in cases], discover(), "here")
     try:
-        with pytest.raises(kind) as refused:
-            step.record.build(step.settings, OperatorContext(), "here")
+        for step, (entry, kind, found) in zip(steps, cases, strict=True):
+            with pytest.raises(kind) as refused:
+                step.record.build(step.settings, OperatorContext(), "here")
+            assert found in str(refused.value.found)
+            assert entry["op"] in str(refused.value)
     finally:
-        end_processes([step.record])
-    assert found in str(refused.value.found)
-    assert entry["op"] in str(refused.value)
+        end_processes(step.record for step in steps)
+
+
+def test_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its command runs with its file, but for the environment's folder."""
+    monkeypatch.chdir(Path(__file__).parents[4])
+    folder = (data_juicer_python() or Path()).parents[1]
+    overrides = [f"folder={tmp_path}", f"environments.data_juicer.folder={folder}"]
+    with pytest.raises(SystemExit) as ended:
+        main(["data", "run", "examples/guides/data_juicer.yaml", *overrides])
+    assert 0 == ended.value.code
+    lines = capsys.readouterr().out.splitlines()
+    assert 8 == len(lines), "the source, four operators, the decisions of two, and the file"
+    rows = [json.loads(line) for line in Path(lines[-1]).read_text().splitlines()]
+    assert 0 < len(rows) < 12
+    assert all(row["__dj__stats__"]["text_len"] >= 15 for row in rows)
 
 
 def test_experiences_pass_it_and_a_kill_costs_nothing(tmp_path: Path) -> None:

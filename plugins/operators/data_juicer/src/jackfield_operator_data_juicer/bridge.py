@@ -23,7 +23,7 @@ from data_juicer.utils.lazy_loader import LazyLoader
 from loguru import logger
 
 from jackfield.abc.operator import NewRow, OperatorResult, OperatorType, Row
-from jackfield.errors import ConfigError, OperatorError
+from jackfield.errors import ConfigError, OperatorError, did_you_mean
 from jackfield_operator_data_juicer import guard
 from jackfield_operator_data_juicer.config import unknown_name
 
@@ -69,6 +69,10 @@ def make(name: str, settings: Mapping[str, Any]) -> OP:
         raise refusal(name, why)
     if kind_of(cls) not in ("Filter", "Mapper", "Deduplicator", "Selector"):
         raise refusal(name, f"it is a {kind_of(cls)}")
+    known = {*cls._BASE_PARAMS, *(each for one in cls.__mro__ for each in inspect.signature(one.__init__).parameters)}
+    if unknown := sorted(settings.keys() - known):  # which it would ignore
+        what = f"Data-Juicer's {name} has no setting {unknown[0]!r}{did_you_mean(unknown[0], known)}"
+        raise ConfigError(what, code="config.unknown-key", where=f"settings.{unknown[0]}", found=unknown[0])
     with _offline(cls) as seen:
         try:
             import data_juicer.core.data  # noqa: F401 - operators import it when they are made, and packages with it
@@ -263,7 +267,7 @@ class Filtering(Bridge):
     def _keeps(self, sample: dict[str, Any]) -> bool:
         given = {name: [value] for name, value in sample.items()} if self.op.is_batched_op() else sample
         found = self.op.process(given)
-        return bool(list(found)[0] if self.op.is_batched_op() else found)
+        return bool(next(iter(found)) if self.op.is_batched_op() else found)
 
     def decide(self, rows: Sequence[Row]) -> dict[str, str]:
         """Ask the operator, which gets nothing but the statistics; the reason names those that it reads."""
