@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jackfield.abc.operator import Row
-from jackfield_operator_data_juicer.bridge import Bridge, thresholds
+from jackfield_operator_data_juicer.bridge import Bridge
+from jackfield_operator_data_juicer.making import thresholds
 from jackfield_operator_data_juicer.survey import EXAMPLES, rows
 
 CASE = "JACKFIELD_DATA_JUICER_CASE"  #: names the operator
@@ -39,6 +40,6 @@ def _between(bridge: Bridge) -> dict[str, Any]:
     bound = {lowest[0]: middle if isinstance(numbers[0], float) else round(middle)}
     columns = {"text_key": "prompt"}
     other = Bridge.of(bridge.name, {**EXAMPLES.get(bridge.name, {}), **bound}, columns, 0)
-    updates = bridge.process(rows()).updates
-    left_out = other.decide([Row(key=key, values=values) for key, values in updates.items()])
-    return {"thresholds": bound} if 0 < len(left_out) < len(updates) else {}
+    computed = bridge.process(rows()).updates
+    left_out = other.decide([Row(key=key, values=values) for key, values in computed.items()])
+    return {"thresholds": bound} if 0 < len(left_out) < len(computed) else {}

@@ -15,7 +15,8 @@ from typing import Any
 
 from jackfield.abc.operator import Row
 from jackfield.errors import ConfigError, OperatorError
-from jackfield_operator_data_juicer.bridge import Bridge, kind_of, operator_class, thresholds
+from jackfield_operator_data_juicer.bridge import Bridge
+from jackfield_operator_data_juicer.making import kind_of, operator_class, thresholds
 
 #: Settings of operators that do nothing, or cannot be made, without any.
 EXAMPLES: dict[str, dict[str, Any]] = {
