@@ -18,7 +18,7 @@ CONFORMANCE = Path(__file__).parents[4] / "tests" / "conformance" / "src"
 def there(tmp_path: Path) -> Callable[..., str]:
     """``there(arguments, seconds)``: run Data-Juicer's interpreter, which finds the conformance suite, in a folder."""
 
-    def run(*arguments: str, seconds: float = 280.0) -> str:
+    def run(*arguments: str, seconds: float = 580.0) -> str:
         command = [str(data_juicer_python()), "-P", *arguments]
         variables = os.environ | {"PYTHONPATH": str(CONFORMANCE), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=seconds)
