@@ -161,9 +161,9 @@ def install_servers() -> None:
 
 def make_interpreters() -> None:
     """Make the environments that tests share, where they are not there as described: those of vLLM, VeOmni and
-    Data-Juicer, with the plugin that is installed in ``.venv``; SGLang's and the trackers', which lie over ``.venv``, where much of what they
-    want is; those of clients of OpenAI's API and of libraries of environments, with nothing of ours. Fetch what tests
-    load: a tokenizer, a model, torchao.
+    Data-Juicer, with the plugin that is installed in ``.venv``; SGLang's and the trackers', which lie over ``.venv``,
+    where much of what they want is; those of clients of OpenAI's API and of libraries of environments, with nothing of
+    ours. Fetch what tests load: a tokenizer, a model, torchao.
     """
     fetch_tokenizer()
     command = [str(PYTHON), str(REAL_MODEL / "get_model.py"), str(SMOLLM2_FOLDER)]

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import inspect
-import math
 import random
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import xxhash
-from data_juicer.ops import OPERATORS
-from data_juicer.ops.base_op import NON_STATS_FILTERS, OP, TAGGING_OPS, Deduplicator, Filter, Mapper, Selector
+from data_juicer.ops.base_op import NON_STATS_FILTERS, TAGGING_OPS
 from data_juicer.utils.constant import Fields
-from data_juicer.utils.lazy_loader import LazyLoader
 from loguru import logger
 
 from jackfield.abc.operator import NewRow, OperatorResult, OperatorType, Row
 from jackfield.errors import ConfigError, OperatorError
-from jackfield_operator_data_juicer import guard
-from jackfield_operator_data_juicer.config import unknown_name
+from jackfield_operator_data_juicer.making import Offline, is_own, kind_of, make, refusal, thresholds
+from jackfield_operator_data_juicer.values import Recorded, packed, plain, texts, unpacked
 
 _KEY = re.compile(r"self\.(\w+_key)\b")
 _STATS, _META = str(Fields.stats), str(Fields.meta)
@@ -34,74 +29,7 @@ RANK = "__dj__rank__"  #: the column of a selector: the row's place in the selec
 MULTIPLYING = frozenset({"text_chunk_mapper", "sentence_augmentation_mapper", "nlpaug_en_mapper", "nlpcda_zh_mapper"})
 #: Deduplicators that change the text of rows, and leave none out.
 REWRITING = frozenset({"document_line_deduplicator"})
-#: Operators that are no operators on rows.
-_NOT_ROWS = {"Grouper": "it makes one row of many", "Aggregator": "it needs rows that a grouper has joined"}
 _PROBE = "There were 7 cards. Dan buys 1. How many now?\nThe answer is 8."
-
-
-def refusal(name: str, why: str) -> OperatorError:
-    """Return the error of an operator that cannot be used here."""
-    fix = "leave it out, or use an operator of Jackfield; docs/guides/data_juicer.md lists those that can be used"
-    details: Any = {"where": name, "expected": "an operator without model, network or other programs", "fix": fix}
-    return OperatorError(f"Data-Juicer's {name} cannot be used", code="operator.refused", found=why, **details)
-
-
-def operator_class(name: str) -> type[OP]:
-    """Return the class of an operator; raise ``config.invalid-value`` if there is none."""
-    if name not in OPERATORS.modules:
-        what = unknown_name(name, list(OPERATORS.modules))
-        raise ConfigError(what, where="op", expected="a name of docs/reference/data_juicer.md", found=name)
-    cls: type[OP] = OPERATORS.modules[name]
-    return cls
-
-
-def kind_of(cls: type[OP]) -> str:
-    """Return which of Data-Juicer's types a class is: Filter, Mapper and so on."""
-    return next(each.__name__ for each in cls.__mro__ if each.__module__ == "data_juicer.ops.base_op")
-
-
-def make(name: str, settings: Mapping[str, Any]) -> OP:
-    """Make an operator; refuse what needs a model, the network, another program or a package that is missing."""
-    cls = operator_class(name)
-    if (why := _NOT_ROWS.get(kind_of(cls))) or (why := "it needs Data-Juicer's own Ray" if "ray_" in name else None):
-        raise refusal(name, why)
-    if kind_of(cls) not in ("Filter", "Mapper", "Deduplicator", "Selector"):
-        raise refusal(name, f"it is a {kind_of(cls)}")
-    with _offline(cls) as seen:
-        try:
-            made = cls(**copy.deepcopy(dict(settings)))
-        except Exception as error:
-            if seen or isinstance(error, ImportError):
-                raise refusal(name, seen[0] if seen else f"{type(error).__name__}: {error}") from error
-            found = f"{type(error).__name__}: {error}"
-            what = f"Data-Juicer's {name} refuses its settings"
-            raise ConfigError(what, where="settings", expected="its settings", found=found) from error
-    if seen:
-        raise refusal(name, seen[0])
-    return made
-
-
-class _offline:
-    """Have neither a package installed nor a model loaded in a block, and yield what was refused."""
-
-    def __init__(self, cls: type[OP]) -> None:
-        self._modules = [sys.modules[each.__module__] for each in cls.__mro__ if each.__module__ in sys.modules]
-
-    def __enter__(self) -> list[str]:
-        self._closed = guard.closed()
-        seen = self._closed.__enter__()
-        self._before = [(place, "_install_package", vars(LazyLoader)["_install_package"]) for place in [LazyLoader]]
-        LazyLoader._install_package = staticmethod(lambda spec, *_, **__: guard.refuse(f"it needs the package {spec}"))
-        for module in self._modules:
-            if (loads := vars(module).get("prepare_model")) is not None:
-                self._before.append((module, "prepare_model", loads))
-                module.prepare_model = lambda model_type, **_: guard.refuse(f"it needs a model ({model_type})")
-        return seen
-
-    def __exit__(self, *error: Any) -> None:
-        for place, name, value in reversed(self._before):
-            setattr(place, name, value)
-        self._closed.__exit__(*error)
 
 
 class Bridge:
@@ -127,7 +55,7 @@ class Bridge:
     @property
     def keys(self) -> tuple[str, ...]:
         """Names of the columns that the operator's code reads by a setting ``*_key``."""
-        source = "".join(inspect.getsource(each) for each in type(self.op).__mro__ if _is_own(each))
+        source = "".join(inspect.getsource(each) for each in type(self.op).__mro__ if is_own(each))
         found = dict.fromkeys(getattr(self.op, key, None) for key in _KEY.findall(source))
         return tuple(name for name in found if isinstance(name, str) and name)
 
@@ -163,9 +91,9 @@ class Bridge:
         if seen:
             raise refusal(self.name, seen[0])
 
-    def offline(self) -> _offline:
+    def offline(self) -> Offline:
         """Refuse the network, programs, models and installations in a block."""
-        return _offline(type(self.op))
+        return Offline(type(self.op))
 
     def process(self, rows: Sequence[Row]) -> OperatorResult:
         """Process rows; those that cannot be processed are set aside."""
@@ -202,8 +130,16 @@ class Bridge:
         """Return Data-Juicer's form of a row: its columns, and those of statistics and tags."""
         if missing := [name for name in self.keys if name not in row.values]:
             raise ValueError(f"there is no column {missing[0]!r}")
-        values = {name: copy.deepcopy(value) for name, value in row.values.items() if name != "_row"}
+        text = str(getattr(self.op, "text_key", ""))
+        if text in self.keys and not isinstance(row.values[text], str | list):
+            raise TypeError(f"column {text!r} has {type(row.values[text]).__name__}, not a text")
+        names = row.values if "*" in self.reads else [name for name in self.reads if name in row.values]
+        values = {name: copy.deepcopy(row.values[name]) for name in names if name != "_row"}
         return {**values, _STATS: {}, **({_META: {}} if self.name in TAGGING_OPS.modules else {})}
+
+    def _given(self, row: Row, name: str) -> Any:
+        """Return a value of a row that the operator reads; None: it has none."""
+        return row.values.get(name) if {name, "*"} & {*self.reads} else None
 
     def called(self, method: Callable[[Any], Any], sample: dict[str, Any]) -> list[dict[str, Any]]:
         """Call a method with one sample, as a batch if it expects batches; return its samples."""
@@ -239,26 +175,27 @@ class Filtering(Bridge):
             if why:
                 aside[row.key] = why
             else:
-                updates[row.key] = {_STATS: {**(row.values.get(_STATS) or {}), **found}}
+                updates[row.key] = {_STATS: {**(self._given(row, _STATS) or {}), **found}}
         return OperatorResult(updates=updates, set_aside=aside)
 
     def _statistics(self, sample: dict[str, Any]) -> dict[str, Any]:
         if self.name in NON_STATS_FILTERS.modules:
             return {_KEPT: self._keeps(sample)}
         (found,) = self.called(self.op.compute_stats, texts(sample, self.keys))
-        return plain(found[_STATS])
+        statistics: dict[str, Any] = plain(found[_STATS])
+        return statistics
 
     def _keeps(self, sample: dict[str, Any]) -> bool:
         given = {name: [value] for name, value in sample.items()} if self.op.is_batched_op() else sample
         found = self.op.process(given)
-        return bool(list(found)[0] if self.op.is_batched_op() else found)
+        return bool(next(iter(found)) if self.op.is_batched_op() else found)
 
     def decide(self, rows: Sequence[Row]) -> dict[str, str]:
         """Ask the operator, which gets nothing but the statistics; the reason names those that it reads."""
         gone = dict[str, str]()
         with self.offline():
             for row in rows:
-                statistics = _Recorded(row.values[_STATS] or {})
+                statistics = Recorded(row.values[_STATS] or {})
                 if self.name in NON_STATS_FILTERS.modules:
                     kept = bool(statistics[_KEPT])
                 else:
@@ -292,7 +229,8 @@ class Changing(Bridge):
                 aside[row.key] = why or f"{self.name} made no row of it"
                 continue
             try:
-                changed = [self._changed(row, sample) for sample in found]
+                before = self.sample(row)
+                changed = [self._changed(before, self._given(row, _META), sample) for sample in found]
             except (TypeError, ValueError) as error:
                 aside[row.key] = str(error)
                 continue
@@ -300,13 +238,12 @@ class Changing(Bridge):
             made += [NewRow(parents=(row.key,), values=values) for values in changed[1:]]
         return OperatorResult(updates=updates, set_aside=aside, made=tuple(made))
 
-    def _changed(self, row: Row, sample: dict[str, Any]) -> dict[str, Any]:
+    def _changed(self, before: dict[str, Any], tags: Any, sample: dict[str, Any]) -> dict[str, Any]:
         found = {name: plain(value) for name, value in sample.items()}
-        if not found.get(_STATS):
-            found.pop(_STATS, None)
-        if found.get(_META) and row.values.get(_META):
-            found[_META] = {**row.values[_META], **found[_META]}
-        return {name: value for name, value in found.items() if name not in row.values or row.values[name] != value}
+        changed = {name: value for name, value in found.items() if name not in before or before[name] != value}
+        if _META in changed:
+            changed[_META] = {**(tags or {}), **changed[_META]}
+        return changed
 
 
 class Comparing(Bridge):
@@ -371,11 +308,11 @@ class Deduplicating(Comparing):
 
     def state(self) -> Any:
         """Return the hashes of the rows so far."""
-        return [plain(sample) for sample in self._seen]
+        return [plain(packed(sample)) for sample in self._seen]
 
     def restore(self, state: Any) -> None:
         """Go on from hashes."""
-        self._seen = [dict(sample) for sample in state or ()]
+        self._seen = [unpacked(sample) for sample in state or ()]
 
     def probe(self) -> None:
         """Try it, and forget the row."""
@@ -450,87 +387,3 @@ _BRIDGES: dict[str, Any] = {
     "Deduplicator": Deduplicating,
     "Selector": Selecting,
 }
-assert {Filter.__name__, Mapper.__name__, Deduplicator.__name__, Selector.__name__} == _BRIDGES.keys()
-
-
-class _Recorded(dict[str, Any]):
-    """Statistics that remember which of them were read."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__(values)
-        self.read = dict[str, None]()
-
-    def __getitem__(self, name: str) -> Any:
-        self.read[name] = None
-        return super().__getitem__(name)
-
-
-def texts(sample: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    """Return a sample with the contents of conversations as texts, for operators that only look at them."""
-    for key in keys:
-        value = sample.get(key)
-        if isinstance(value, list) and value and all(isinstance(each, dict) and "content" in each for each in value):
-            sample[key] = "\n".join(str(each["content"]) for each in value)
-    return sample
-
-
-def plain(value: Any) -> Any:
-    """Return JSON values; raise ``TypeError`` or ``ValueError`` for others."""
-    if isinstance(value, Mapping):
-        return {str(name): plain(each) for name, each in value.items()}
-    if isinstance(value, np.ndarray):
-        return plain(value.tolist())
-    if isinstance(value, np.generic):
-        return plain(value.item())
-    if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"a value is {value}")
-    if value is None or isinstance(value, str | int | float):
-        return value
-    raise TypeError(f"a value is a {type(value).__name__}")
-
-
-def thresholds(cls: type[OP]) -> frozenset[str]:
-    """Return the settings of a filter that only its decision reads, as its code shows.
-
-    Such a setting is kept as it is in an attribute, which no method that computes statistics reads.
-    """
-    if not issubclass(cls, Filter) or cls._name in NON_STATS_FILTERS.modules:
-        return frozenset()
-    methods = {name: node for each in reversed(cls.__mro__) if _is_own(each) for name, node in _methods(each)}
-    read, pending = set[str](), [name for name in methods if name.startswith("compute_stats")]
-    known = set(pending)
-    while pending:
-        used = {node.attr for node in ast.walk(methods[pending.pop()]) if _of_self(node)}
-        read |= used
-        pending += [name for name in used & methods.keys() if name not in known]
-        known |= used & methods.keys()
-    found = {"min_closed_interval", "max_closed_interval", "reversed_range"}
-    if (init := methods.get("__init__")) is not None:
-        names = [each.arg for each in (*init.args.args[1:], *init.args.kwonlyargs)]
-        kept = [node for node in ast.walk(init) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name)]
-        for name in names:
-            uses = [node for node in ast.walk(init) if isinstance(node, ast.Name) and node.id == name]
-            places = [node for node in kept if any(node.value is use for use in uses)]
-            targets = [target for node in places for target in node.targets if _of_self(target)]
-            if len(uses) == len(places) == len(targets) == 1 and targets[0].attr not in read:  # type: ignore[attr-defined]
-                found.add(name)
-    return frozenset(found)
-
-
-def _methods(cls: type) -> Iterator[tuple[str, ast.FunctionDef]]:
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    assert isinstance(tree, ast.ClassDef)
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef):
-            yield node.name, node
-
-
-def _of_self(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
-
-
-def _is_own(cls: type) -> bool:
-    """Return whether a class is of an operator, and not a base of all."""
-    return cls.__module__.startswith("data_juicer.ops.") and cls.__module__ != "data_juicer.ops.base_op"

@@ -42,17 +42,11 @@ class DataJuicerConfig:
     recipe: str | None = option(None, "a recipe of Data-Juicer in the place of op: a YAML file with the list `process`")
 
     def __attrs_post_init__(self) -> None:
-        """Refuse settings that name no operator, and move thresholds to where they belong."""
-        if bool(self.op) == (self.recipe is not None):
-            raise ConfigError("name one operator, or a recipe", where="op", expected="op or recipe", found=self.op)
-        if self.recipe is not None:
-            if self.settings or self.thresholds:
-                raise ConfigError("a recipe has its own settings", where="settings", expected="none")
-            return
-        facts = known()["operators"]
-        if self.op not in facts and not self.op.isidentifier():
-            raise ConfigError("this is no name of an operator", where="op", found=self.op)
-        later = facts.get(self.op, {}).get("thresholds", ())
+        """Refuse settings beside a recipe, and move thresholds to where they belong."""
+        if self.recipe is not None and (self.op or self.settings or self.thresholds):
+            what, found = "a recipe names its operators and their settings itself", self.op or str(dict(self.settings))
+            raise ConfigError(what, where="recipe", expected="no op and no settings beside it", found=found)
+        later = known()["operators"].get(self.op, {}).get("thresholds", ())
         moved = {name: value for name, value in self.settings.items() if name in later}
         rest = {name: value for name, value in self.settings.items() if name not in later}
         object.__setattr__(self, "settings", rest)
@@ -61,6 +55,7 @@ class DataJuicerConfig:
     def stages(self) -> list[dict[str, Any]]:
         """Return the settings of the stages for which these stand: one for each operator of a recipe."""
         if self.recipe is None:
+            self.check_name()
             return [attrs.asdict(self)]
         recipe, columns = _read(self.recipe), dict(self.columns)
         texts = recipe.get("text_keys", TEXT)
@@ -71,6 +66,12 @@ class DataJuicerConfig:
             {"op": name, "settings": own, "columns": columns}
             for name, own in (self._entry(number, entry) for number, entry in enumerate(recipe["process"]))
         ]
+
+    def check_name(self) -> None:
+        """Refuse settings that name no operator."""
+        if not self.op:
+            what, expected = "no operator of Data-Juicer is named", "op: NAME, or recipe: FILE"
+            raise ConfigError(what, code="config.missing-key", where="op", expected=expected, found="none")
 
     def _entry(self, number: int, entry: Any) -> tuple[str, dict[str, Any]]:
         """Return name and settings of an operator: ``name: {setting: value}``, ``name:`` or ``name``."""

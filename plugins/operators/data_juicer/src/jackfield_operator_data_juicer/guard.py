@@ -73,7 +73,8 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if event in _PROGRAMS:
         named = arguments[1] if event == "subprocess.Popen" else arguments[0]
         words = [os.fsdecode(each) for each in named] if isinstance(named, list | tuple) else [os.fsdecode(named)]
-        refuse(f"it starts the program {' '.join(words)[:100]}")
+        shown = [os.path.basename(words[0]), *(word for word in words[1:] if not os.path.isabs(word))]
+        refuse(f"it starts the program {' '.join(shown)[:100]}")
     if event in _NAMES and not _is_local(arguments[0]):
         refuse(f"it connects to {os.fsdecode(arguments[0])}")
     if event == "socket.connect" and isinstance(arguments[1], tuple) and not _is_local(arguments[1][0]):

@@ -26,9 +26,10 @@ class DataJuicer(Operator):
     decides_by: ClassVar[tuple[str, ...]] = ("thresholds",)
 
     def __init__(self, config: DataJuicerConfig, context: OperatorContext) -> None:
+        super().__init__(config, context)
+        config.check_name()
         from jackfield_operator_data_juicer.bridge import Bridge
 
-        super().__init__(config, context)
         columns = {**{key: context.column(name) for key, name in _USUAL.items()}, **config.columns}
         made = Bridge.of(config.op, {**config.settings, **config.thresholds}, columns, context.seed)
         made.check_thresholds(config.thresholds)

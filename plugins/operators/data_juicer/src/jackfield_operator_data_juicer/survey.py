@@ -14,8 +14,9 @@ from importlib.metadata import version
 from typing import Any
 
 from jackfield.abc.operator import Row
-from jackfield.errors import JackfieldError
-from jackfield_operator_data_juicer.bridge import Bridge, kind_of, operator_class, thresholds
+from jackfield.errors import ConfigError, OperatorError
+from jackfield_operator_data_juicer.bridge import Bridge
+from jackfield_operator_data_juicer.making import kind_of, operator_class, thresholds
 
 #: Settings of operators that do nothing, or cannot be made, without any.
 EXAMPLES: dict[str, dict[str, Any]] = {
@@ -31,7 +32,6 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "replace_content_mapper": {"pattern": "[0-9]+", "repl": "N"},
     "remove_specific_chars_mapper": {"chars_to_remove": "◆●■"},
     "text_chunk_mapper": {"max_len": 20, "split_pattern": None},
-    "python_lambda_mapper": {"lambda_str": "lambda sample: sample"},
 }
 _TEXTS = (
     "There were 7 cards. Dan buys 1. How many cards are there now?",
@@ -74,21 +74,24 @@ def _facts() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def tried(name: str) -> tuple[str | None, dict[str, Any]]:
-    """Return why an operator cannot be used, or None with whether it processes rows of text."""
+    """Return why an operator cannot be used, or None, with its type here and whether it processes these rows.
+
+    The tests have the conformance suite's certificate for each that does.
+    """
     columns = {"text_key": "prompt", "query_key": "prompt", "prompt_key": "prompt", "response_key": "response"}
     try:
         bridge = Bridge.of(name, EXAMPLES.get(name, {}), columns, 0)
-    except JackfieldError as error:
+    except ConfigError as error:
+        return None, {"as": None, "certified": False, "needs": str(error.found)}
+    except OperatorError as error:
         return str(error.found), {}
-    given = [Row(key=row.key, values=_read(bridge, row)) for row in rows()]
-    result = bridge.process(given)
-    kind = bridge.type
-    return None, {"as": kind, "text": not result.set_aside, "reads": list(bridge.reads)}
-
-
-def _read(bridge: Bridge, row: Row) -> dict[str, Any]:
-    everything = "*" in bridge.reads
-    return {name: value for name, value in row.values.items() if everything or name in bridge.reads}
+    reads = bridge.reads
+    tells = name in EXAMPLES or bool({*reads} & {"prompt", "response"})  # otherwise it may have done nothing at all
+    try:
+        aside = bridge.process(rows()).set_aside
+    except Exception as error:  # an operator over all rows may raise anything
+        aside = {"all": str(error)}
+    return None, {"as": bridge.type, "certified": tells and not aside}
 
 
 if __name__ == "__main__":
