@@ -408,3 +408,15 @@ def test_the_curriculum_of_the_guide(model_folder: Path, tasks: Path, tmp_path: 
     found = steps(tmp_path / "run")
     assert all(step["curriculum/tasks"] >= 1.0 for step in found)
     assert any(name.startswith("curriculum/pass_rate/") for name in found[-1])
+
+
+def test_the_shaping_of_the_guide(model_folder: Path, tasks: Path, tmp_path: Path) -> None:
+    """Each operator leaves its metric, and the reward before is reported, too."""
+    overrides = small(tmp_path / "run", model_folder, tasks, "schedule.steps=2", "evaluation.every=0")
+    overrides += ["reward.pattern=null", "reward.ground_truth_pattern=null"]
+    assert 2 == run(load_config(GUIDES / "shaping.yaml", overrides)).steps
+    (_, found) = steps(tmp_path / "run")
+    names = ("unshaped", "diversity", "quality", "length_loss", "utility")
+    assert {f"reward/{name}/mean" for name in names} <= found.keys()
+    listed = CliRunner().invoke(main, ["data", "sets", str(tmp_path / "run"), "--json"])
+    assert 4 == len(json.loads(listed.output))
