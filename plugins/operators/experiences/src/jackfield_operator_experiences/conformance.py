@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jackfield_reward_requests import loopback_server
+
 _BAD = ({"response": "no reward", "group": "0/0"}, {"response": 3, "reward": 1.0}, {"response": "a", "reward": "1"})
 _REWARDS = (
     {"response": "no reward", "group": "0/0"},
@@ -32,6 +34,15 @@ def diversity(folder: Path) -> Mapping[str, Any]:
 def quality_rules(folder: Path) -> Mapping[str, Any]:
     """Apply all kinds of rules."""
     return {"settings": {"matches": {"number": "[0-9]"}, "lacks": {"doubt": "I think"}}, "rows": _ROWS, "bad": _BAD}
+
+
+def quality_llm(folder: Path) -> Mapping[str, Any]:
+    """Ask a model on loopback, which rates by the number of words."""
+    asked = {"url": loopback_server("jackfield_operator_experiences.fake_model"), "model": "fake"}
+    rows = tuple({"prompt": "How many?", **row} for row in _ROWS)
+    unratable = {"prompt": "How many?", "response": "unratable", "reward": 1.0}
+    settings = {"asked": asked, "on_failure": "set_aside"}
+    return {"settings": settings, "rows": rows, "bad": (*_BAD, unratable)}
 
 
 def length_reward(folder: Path) -> Mapping[str, Any]:
