@@ -54,7 +54,11 @@ def length_reward(folder: Path) -> Mapping[str, Any]:
 def safety_penalty(folder: Path) -> Mapping[str, Any]:
     """Search expressions of two categories."""
     patterns = {"doubt": "think|knows", "digits": "7"}
-    return {"settings": {"patterns": patterns}, "rows": _ROWS, "bad": _BAD}
+    return {
+        "settings": {"patterns": patterns, "words": {"doubt": ("unknown",)}, "per": "finding"},
+        "rows": _ROWS,
+        "bad": _BAD,
+    }
 
 
 def novelty(folder: Path) -> Mapping[str, Any]:
@@ -65,7 +69,7 @@ def novelty(folder: Path) -> Mapping[str, Any]:
 
 def utility(folder: Path) -> Mapping[str, Any]:
     """Weigh all parts."""
-    return {"settings": {"surprise": 0.5}, "rows": _ROWS, "bad": _REWARDS}
+    return {"settings": {"surprise": 0.5, "reward": 0.25}, "rows": _ROWS, "bad": _REWARDS}
 
 
 def salience(folder: Path) -> Mapping[str, Any]:

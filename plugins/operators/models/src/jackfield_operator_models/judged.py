@@ -11,7 +11,7 @@ from attrs.validators import ge, le
 from jackfield.abc.operator import Operator, OperatorContext, OperatorRequest, OperatorResult, OperatorType, Row, Use
 from jackfield.errors import ConfigError, OperatorError, WorkerLost
 from jackfield.sdk import option
-from jackfield_model_requests import AskingConfig, Model
+from jackfield_model_requests import AskingConfig, Model, read_rating
 from jackfield_operator_models.texts import text_of
 from jackfield_reward_requests import fill_text, names
 
