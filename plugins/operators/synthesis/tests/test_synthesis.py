@@ -395,6 +395,32 @@ def test_pairs_of_turns_begin_where_conversations_part() -> None:
     assert ("4", "5") == (new.values["chosen"][0]["content"], new.values["rejected"][0]["content"])
 
 
+def test_pairs_of_turns_do_not_contradict_each_other() -> None:
+    """Turns are compared by the mean reward of all conversations that have them, which is computed again here."""
+    told = {("a", "c"): 1.0, ("a", "d"): 0.0, ("b", "e"): 0.4, ("b", "f"): 0.2}
+    rows = [
+        {"reward": reward, "group": "g", "conversation": [
+            {"role": "user", "content": "hi"}, {"role": "assistant", "content": first},
+            {"role": "user", "content": "and?"}, {"role": "assistant", "content": second},
+        ]}
+        for (first, second), reward in told.items()
+    ]  # fmt: skip
+    found = processed(Host().make("preference_pairs", of="turns", pairs="all"), rows).made
+    pairs = {
+        (new.values["chosen"][0]["content"], new.values["rejected"][0]["content"]): new.values["margin"]
+        for new in found
+    }
+    assert pytest.approx({("a", "b"): 0.5 - 0.3, ("c", "d"): 1.0, ("e", "f"): 0.2}) == pairs
+    first = next(new for new in found if len(new.values["prompt"]) == 1)
+    assert ("r0", "r2") == first.parents
+
+
+def test_responses_to_other_prompts_make_no_pair() -> None:
+    """An operator before may have made a row of another task in the same group."""
+    rows = [experience(6), {**experience(5), "prompt": "What is 1 and 4?"}]
+    assert () == processed(Host().make("preference_pairs"), rows).made
+
+
 def test_a_model_at_an_address_is_asked(tmp_path: Path) -> None:
     """By a real request, which a server on loopback answers."""
     address = loopback_server("jackfield_operator_synthesis.fake_model")
