@@ -232,7 +232,7 @@ async def a_cancelled_request_leaves_nothing(subject: Subject, operator: Operato
     before = asyncio.all_tasks()
     task = asyncio.ensure_future(operator.process(request_of(rows_of(subject), prefix="cancelled")))
     await asyncio.sleep(0)
-    await cancelled(task, 5.0, "a request")
+    await cancelled(task, 10.0, "a request")
     assert_no_tasks([*before, task], "after a cancelled request")
     result = await processed(operator, request_of(rows_of(subject), len(rows_of(subject)), 1))
     assert not result.set_aside, f"after a cancelled request, rows are set aside: {dict(result.set_aside)}"
