@@ -38,6 +38,7 @@ FREE = {"baseline", "baseline_shift", "threshold", "clip_cov_lower", "seed", "we
 #: What a section has to have beside the setting.
 BESIDE = {
     "mixing.replay.": ["mixing.replay.ratio=1.0"],
+    "mixing.made.": ["mixing.made.ratio=1.0"],
     "mixing.expert.": ["mixing.expert.ratio=1.0", "mixing.expert.samples=rows.jsonl"],
     "mixing.human.": ["mixing.human.ratio=1.0", "mixing.human.samples=rows.jsonl"],
     **{f"data.{name}.": [f"data.{name}={{path: tasks.jsonl}}"] for name in ("train", "eval", "expert")},
