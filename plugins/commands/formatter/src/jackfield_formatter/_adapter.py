@@ -14,7 +14,7 @@ _ACCEPTED = "a record (a dict), a list of records, or None"
 
 def adapt(target: Any, module: Any, request: Mapping[str, Any]) -> tuple[dict[str, Callable[..., Any]], dict[str, Any]]:
     """Return the function ``call``, which gets records and returns for each ``[records, None]`` or ``[None, why]``."""
-    function = target() if inspect.isclass(target) else target
+    function: Any = target() if inspect.isclass(target) else target
 
     def call(records: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
         return [_called(function, record) for record in records]

@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 import attrs
 import msgspec
@@ -72,6 +72,17 @@ def format_file(
     return asyncio.run(job.run(limit))
 
 
+@attrs.frozen
+class _Unreadable:
+    """A record that is no JSON object."""
+
+    raw: Any
+    error: DataError
+
+
+_Numbered: TypeAlias = tuple[int, Mapping[str, Any] | _Unreadable]
+
+
 @attrs.define(kw_only=True, eq=False)
 class _Job:
     """Formats one set."""
@@ -109,14 +120,16 @@ class _Job:
         return self._report(aside if self.counts["set_aside"] else None)
 
     async def _write(self, file: BinaryIO, other: BinaryIO, limit: int | None) -> None:
-        numbered = self._records(other, limit)
+        numbered = self._records(limit)
         first = list(itertools.islice(numbered, _FIRST))
         with naming(self.given.path):
-            self.formatter.learn([record for _, record in first])
+            self.formatter.learn([record for _, record in first if isinstance(record, Mapping)])
         stem = Path(self.given.path).name.partition(".")[0]
         for batch in _batches(itertools.chain(first, numbered)):
-            found = await self.formatter.format([record for _, record in batch])
-            for (number, record), rows in zip(batch, found, strict=True):
+            self.counts["read"] += len(batch)
+            formatted = iter(await self.formatter.format([each for _, each in batch if isinstance(each, Mapping)]))
+            for number, record in batch:
+                rows = next(formatted) if isinstance(record, Mapping) else record.error
                 if isinstance(rows, DataError):
                     self._set_aside(other, number, record, rows)
                     continue
@@ -131,16 +144,15 @@ class _Job:
             what = "the function leaves every record out" if self.counts["left_out"] else "there are no records"
             raise refusal(what, "one row or more", "none", "check the source", "data.empty", self.given.path)
 
-    def _records(self, other: BinaryIO, limit: int | None) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """Yield the records with their numbers in the set, from 1 on; those that are no JSON are set aside."""
+    def _records(self, limit: int | None) -> Iterator[_Numbered]:
+        """Yield the records with their numbers in the set, from 1 on."""
         for number, raw in enumerate(itertools.islice(rows_of(self.given), limit), 1):
             if isinstance(raw, bytes) and not raw.strip():
                 continue
-            self.counts["read"] += 1
             try:
                 yield number, plain(raw)
             except DataError as error:
-                self._set_aside(other, number, raw, error)
+                yield number, _Unreadable(raw, error)
 
     def _set_aside(self, other: BinaryIO, number: int, record: Any, error: DataError) -> None:
         with naming(f"{self.given.path}:{number}"):
@@ -151,7 +163,8 @@ class _Job:
                 named.where = where if named.where is None else f"{where} ({named.where})"
         self.counts["set_aside"] += 1
         self.why = self.why or str(error)
-        shown = record.decode("utf-8", "replace") if isinstance(record, bytes) else record
+        shown = record.raw if isinstance(record, _Unreadable) else record
+        shown = shown.decode("utf-8", "replace") if isinstance(shown, bytes) else shown
         line = {"number": number, **{name: value for name, value in error.as_dict().items() if value}}
         try:
             text = msgspec.json.encode({**line, "record": shown})
@@ -189,7 +202,7 @@ class _Job:
         return seal(json.dumps(about))
 
 
-def _batches(records: Iterator[tuple[int, Mapping[str, Any]]]) -> Iterator[Sequence[tuple[int, Mapping[str, Any]]]]:
+def _batches(records: Iterator[_Numbered]) -> Iterator[Sequence[_Numbered]]:
     return iter(lambda: list(itertools.islice(records, _BATCH)), [])
 
 

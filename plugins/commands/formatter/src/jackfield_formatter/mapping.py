@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -33,6 +34,10 @@ def _after(text: str, mark: str) -> str:
     if not found[1]:
         raise refusal(f"the text has no {mark!r}", repr(mark), repr(text)[-200:])
     return found[2].strip()
+
+
+def _constant(value: Any, **_: Any) -> Any:
+    return value
 
 
 def _before(text: str, mark: str) -> str:
@@ -67,7 +72,7 @@ class Mapped:
 
     def _compiled(self, environment: SandboxedEnvironment, expression: Any, where: str) -> Callable[..., Any]:
         if not isinstance(expression, str):
-            return lambda **_: expression
+            return functools.partial(_constant, expression)
         try:
             return environment.compile_expression(expression, undefined_to_none=False)
         except TemplateSyntaxError as error:

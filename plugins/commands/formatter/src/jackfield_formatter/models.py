@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import attrs
 
-from jackfield.data.formats import is_conversation, refusal
+from jackfield.data.formats import ROW, is_conversation, refusal
 from jackfield.errors import ConfigError, DataError
 from jackfield.settings import structure
 from jackfield_formatter.answers import final_answer, thoughts, without_thoughts
@@ -18,9 +18,9 @@ SCHEMA = "_schema"  #: the column with name and version of a row's schema, such 
 Values: TypeAlias = dict[str, Any]
 Upgrade: TypeAlias = Callable[[Values], Values]
 
-#: columns that say what a record is; no row may have them beside its own
-_TAKEN = {"messages", "conversations", "instruction", "reward_model", "completion", "chosen", "rejected", "label"}
-_TAKEN |= {"prompt_ids", "answers", "self", "sampling_params", "_row", SCHEMA}
+#: columns that say what a record is, which no row has beside its own
+TAKEN = {"messages", "conversations", "instruction", "reward_model", "completion", "chosen", "rejected", "label"}
+TAKEN |= {"prompt_ids", "answers", "self", "sampling_params", ROW, SCHEMA}
 _MESSAGES = "a text, or a list of messages, each with a role and content"
 
 
@@ -97,7 +97,8 @@ class DataModel:
     @classmethod
     def fields_of(cls, record: Values) -> Values:
         """Return the fields of a record of the current version."""
-        values = {name: value for name, value in record.items() if name != SCHEMA}
+        left_out = {SCHEMA, ROW, *(name for name in TAKEN if record.get(name) is None)}
+        values = {name: value for name, value in record.items() if name not in left_out}
         names = {field.name for field in attrs.fields(cls)}
         if "extra" in names:
             extra = {name: values.pop(name) for name in values.keys() - names}
@@ -153,7 +154,7 @@ class _TextRow(DataModel):
 
     def __attrs_post_init__(self) -> None:
         """Refuse further columns that would say something else of the row."""
-        taken = _TAKEN | {field.name for field in attrs.fields(type(self))}
+        taken = TAKEN | {field.name for field in attrs.fields(type(self))}
         if name := next((each for each in self.extra if each in taken), None):
             fix, where = "rename it", f"extra.{name}"
             raise refusal(f"a further column has the name {name!r}", "another name", name, fix, where=where)

@@ -10,6 +10,7 @@ import msgspec
 from attrs.validators import ge, min_len
 
 from jackfield.abc.operator import NewRow, Operator, OperatorContext, OperatorRequest, OperatorResult, OperatorType
+from jackfield.data.formats import ROW
 from jackfield.errors import ConfigError, DataError
 from jackfield.settings import option
 from jackfield_formatter.context import TEXT_PROMPT, FormatContext, FormatSettings
@@ -18,10 +19,12 @@ from jackfield_formatter.experience import ExperienceRow
 from jackfield_formatter.files import named
 from jackfield_formatter.formatter import Formatter, plain
 from jackfield_formatter.functions import digest_of
-from jackfield_formatter.models import SCHEMA, DataModel, SftRow
+from jackfield_formatter.models import SCHEMA, TAKEN, DataModel, SftRow
 from jackfield_formatter.shapes import name_of, text_of
 
-_OWN = ("_row",)  #: columns of the pipeline
+_TRUTH = "answer_key"
+#: settings of ``data.format`` by the usual names of columns
+_KEYS = {"prompt": "prompt_key", "answer": _TRUTH, "response": "response_key", "rejected": "rejected_key"}
 
 
 class Format(Operator):
@@ -68,7 +71,7 @@ class Format(Operator):
         records, aside = dict[str, dict[str, Any]](), dict[str, str]()
         for row in request.rows:
             try:
-                records[row.key] = plain({name: row.values[name] for name in row.values if name not in _OWN})
+                records[row.key] = plain({name: row.values[name] for name in row.values if name != ROW})
             except DataError as error:
                 aside[row.key] = _reason(error)
         found = await self._formatter.format(list(records.values())) if records else []
@@ -81,7 +84,8 @@ class Format(Operator):
             elif len(rows) > 1:
                 aside[key] = f"it becomes {len(rows)} rows: let split_text or function_synthesizer make them"
             else:
-                updates[key] = _values(rows[0])
+                row = _values(rows[0])
+                updates[key] = {**dict.fromkeys(records[key].keys() & TAKEN - row.keys()), **row}
         return OperatorResult(updates=updates, set_aside=aside)
 
 
@@ -168,12 +172,15 @@ def _refuse_experiences(context: OperatorContext, name: str) -> None:
 
 def _check_columns(model: type[DataModel], context: OperatorContext) -> None:
     """Refuse to write columns that the run would not read."""
-    if not context.columns:
+    if not (context.columns and model.reads):
         return
-    keys = {"prompt": "prompt_key", "answer": "answer_key", "response": "response_key", "rejected": "rejected_key"}
-    wanted = {keys[usual]: column for usual, column in model.reads.items()}
-    found = {keys[usual]: context.columns.get(usual) for usual in model.reads}
-    if any(found[key] not in (column, None if key == "answer_key" else column) for key, column in wanted.items()):
-        shown = ", ".join(f"{key}: {column}" for key, column in wanted.items())
-        what, fix = "the run does not read the columns that are written", f"set data.format: {{{shown}}}"
-        raise ConfigError(what, where="data.format", expected=str(wanted), found=str(found), fix=fix)
+    wanted = {key: model.reads.get(usual) for usual, key in _KEYS.items()}
+    found = {key: context.columns.get(usual) for usual, key in _KEYS.items()}
+    needed = [key for key, column in wanted.items() if column is not None]
+    is_read = all(found[key] == wanted[key] for key in needed if key != _TRUTH)
+    if is_read and found[_TRUTH] in (wanted[_TRUTH], None):
+        return
+    shown = ", ".join(f"{key}: {wanted[key] or 'null'}" for key in dict.fromkeys((*needed, _TRUTH)))
+    there = ", ".join(f"{key}: {column}" for key, column in found.items() if column) or "no keys"
+    what, fix = "the run does not read the columns that are written", f"set data.format: {{{shown}}}"
+    raise ConfigError(what, where="data.format", expected=f"{{{shown}}}", found=f"{{{there}}}", fix=fix)
