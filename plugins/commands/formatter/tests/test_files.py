@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from jackfield.errors import ConfigError, DataError
+from jackfield.errors import ConfigError, DataError, JackfieldError
 from jackfield_formatter import FormatSettings, SftRow, TaskRow, format_file, read_rows
 
 from .conftest import Form, Write, cli, lines_of
@@ -162,14 +162,14 @@ def test_nothing_is_replaced_by_a_failure(form: Form, write: Write, tmp_path: Pa
     ("source", "out", "code"),
     [
         ("absent.jsonl", "out.jsonl", "data.missing"),
-        ("raw.jsonl", "out.json", "data.malformed"),
+        ("raw.jsonl", "out.json", "config.invalid-value"),
         ("raw.xml", "out.jsonl", "data.missing"),
         ("empty.jsonl", "out.jsonl", "data.empty"),
     ],
 )
 def test_files_that_cannot_be_used(write: Write, tmp_path: Path, source: str, out: str, code: str) -> None:
     write(RECORDS), write([], "empty.jsonl"), write([], "raw.xml")
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(JackfieldError) as caught:
         format_file(tmp_path / source, tmp_path / out, FormatSettings(into="task"))
     assert code == caught.value.code
     assert {"raw.jsonl", "empty.jsonl", "raw.xml"} == {each.name for each in tmp_path.iterdir()}

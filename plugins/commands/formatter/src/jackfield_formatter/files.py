@@ -16,7 +16,7 @@ import msgspec
 from jackfield.compose.libraries import readers
 from jackfield.config.data import DataSet
 from jackfield.data.formats import naming, refusal
-from jackfield.errors import DataError
+from jackfield.errors import ConfigError, DataError
 from jackfield.files import digest_of, replace_file, replacing, seal
 from jackfield_formatter.context import FormatSettings
 from jackfield_formatter.formatter import Formatter, plain
@@ -62,12 +62,11 @@ def format_file(
     """
     given = source if isinstance(source, DataSet) else DataSet(path=str(source))
     if out.suffix != ".jsonl":
-        raise refusal(
-            "rows are written as JSON lines", "a name that ends with .jsonl", out.name, "rename it", where=str(out)
-        )
+        expected = "a name that ends with .jsonl"
+        raise ConfigError("rows are written as JSON lines", where=str(out), expected=expected, found=out.name)
     if out.exists() and not replaces:
-        expected, fix = "a file that does not exist yet", "give another name, or say that it is to be replaced"
-        raise refusal("there is a file of this name", expected, "a file", fix, where=str(out))
+        what, fix = "there is a file of this name", "give another name, or replace it (--replace)"
+        raise ConfigError(what, where=str(out), expected="a new file", found="a file", fix=fix)
     job = _Job(given=given, out=out, formatter=Formatter(settings=settings), share=maximum_set_aside)
     return asyncio.run(job.run(limit))
 
