@@ -108,7 +108,7 @@ def test_bad_records_are_set_aside_with_row_and_reason(write: Write, tmp_path: P
     assert "'question'" in aside[2]["message"]
     assert "no JSON\n" == aside[3]["record"]
     shown = cli(file, out, "--as", "task", "--replace").output
-    assert f"4 records were set aside: {report['set_aside_file']} says why" in shown
+    assert f"set aside: 4 records; {report['set_aside_file']} says why" in shown
 
 
 @pytest.mark.parametrize(

@@ -116,14 +116,19 @@ def _mapping(file: str | None) -> dict[str, Any]:
 
 
 def _told(report: FormatReport, into: str) -> str:
-    lines = [f"{report.rows} rows of {report.schema} in {report.out}, from {report.read} records ({report.shape})"]
+    made = f"{_counted(report.rows, 'row')} of {report.schema} in {report.out}"
+    lines = [f"{made}, from {_counted(report.read, 'record')} ({report.shape})"]
     if report.left_out:
-        lines.append(f"{report.left_out} records were left out by the function")
+        lines.append(f"left out by the function: {_counted(report.left_out, 'record')}")
     if report.set_aside:
-        lines.append(f"{report.set_aside} records were set aside: {report.set_aside_file} says why")
+        lines.append(f"set aside: {_counted(report.set_aside, 'record')}; {report.set_aside_file} says why")
     if into in _USES:
-        lines.append(f"use it: {_USES[into].format(out=report.out)}")
+        lines.append(f"use: {_USES[into].format(out=report.out)}")
     return "\n".join(lines)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 format = format_set
