@@ -19,6 +19,8 @@ from .conftest import Run
 from .test_mixing import SMALL
 from .test_modes import steps
 
+pytestmark = pytest.mark.timeout(240)  # the first one makes the quickstart's files
+
 Records = Sequence[Mapping[str, Any]]
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -46,11 +46,12 @@ def test_the_commands_of_the_guide(workplace: Path, capsys: pytest.CaptureFixtur
     assert ["9", "5", "84", "24", "4"] == [row.ground_truth for row in read_rows(rows, TaskRow)]
 
 
-def test_the_classes_of_the_guide() -> None:
+def test_the_classes_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A card is made from what the shape finds, and one of version 1 is upgraded."""
-    found: dict[str, Any] = {}
-    exec(PYTHON.findall(GUIDE)[1], found)
-    shape, model = found["Flashcards"](), found["CardRow"]
+    (tmp_path / "package_of_the_guide.py").write_text(PYTHON.findall(GUIDE)[1])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = importlib.import_module("package_of_the_guide")
+    shape, model = found.Flashcards(), found.CardRow
     record = {"front": "1 + 1", "back": "2"}
     assert shape.fits(record)
     context = FormatContext(settings=FormatSettings(into="card"))

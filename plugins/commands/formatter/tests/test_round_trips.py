@@ -69,7 +69,7 @@ def experiences(draw: Callable[..., Any]) -> ExperienceRow:
         response_ids=response,
         response_mask=draw(of_each[0]),
         rollout_log_probs=draw(of_each[1]),
-        reward=draw(st.none() | floats),
+        reward=draw(st.none() | floats | of_each[1].filter(lambda each: each is None or size > 1)),
         task=draw(st.none() | TEXTS),
         group=draw(st.none() | TEXTS),
         data_source=draw(TEXTS),

@@ -154,3 +154,21 @@ def test_a_model_that_there_is_not(form: Form) -> None:
         form([{"prompt": "?"}], "tasks")
     assert "task" in str(caught.value.expected)
     assert "did you mean 'task'" in caught.value.message
+
+
+def test_samples_of_a_queue_keep_their_tokens(form: Form) -> None:
+    """Lines of `queue export` and flat ones, with a reward for the response or for each token."""
+    tokens = {"prompt_ids": [1, 2], "response_ids": [3, 4], "rollout_log_probs": [-0.5, -1.0]}
+    exported = {"columns": {**tokens, "reward": [1.0], "task": {"ground_truth": "x"}}, "group": "g", "task": "t"}
+    _, lines = form([exported, {**tokens, "reward": [0.5, 0.25], "group": 2}, {**tokens, "reward": 2}], "experience")
+    assert [[1.0], [0.5, 0.25], [2.0]] == [line["columns"]["reward"] for line in lines]
+    assert [1.0, 0.75, 2.0] == [line["columns"]["task"]["reward"] for line in lines]
+    assert [("g", "t"), ("2", "raw:2"), (None, "raw:3")] == [(line.get("group"), line["task"]) for line in lines]
+    assert {"_schema": "jackfield.experience/1"} == lines[0]["tags"]
+    assert tokens == {name: lines[0]["columns"][name] for name in tokens}
+
+
+def test_experiences_need_a_model(form: Form) -> None:
+    with pytest.raises(ConfigError) as caught:
+        form([{"prompt": "?", "response": "!", "reward": 1.0}], "experience")
+    assert ("config.missing-key", "model") == (caught.value.code, caught.value.where)

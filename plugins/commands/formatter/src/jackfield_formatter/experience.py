@@ -19,11 +19,16 @@ _COLUMNS = ("prompt_ids", "response_ids", "response_mask", "rollout_log_probs", 
 _TEXTS = {"prompt": True, "response": True, "tools": False, "chat_template_kwargs": False}
 
 
-def _each_token(instance: Any, field: attrs.Attribute[Any], value: tuple[Any, ...] | None) -> None:
+def _each_token(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
     """Refuse a list that has not one number for each token of the response."""
-    if value is not None and len(value) != len(instance.response_ids):
+    if isinstance(value, tuple) and len(value) != len(instance.response_ids):
         expected = f"{len(instance.response_ids)} numbers, one for each token of the response"
         raise refusal(f"column {field.name!r} has another length", expected, str(len(value)), where=field.name)
+
+
+def _single(value: Any) -> Any:
+    """Return the only number of a list as a number."""
+    return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
 
 
 def _tokens(instance: Any, field: attrs.Attribute[Any], value: tuple[int, ...]) -> None:
@@ -47,7 +52,8 @@ class ExperienceRow(DataModel):
     response_mask: tuple[bool, ...] | None = attrs.field(default=None, validator=_each_token)
     #: in nats, of the model that generated the response; None: not known
     rollout_log_probs: tuple[float, ...] | None = attrs.field(default=None, validator=_each_token)
-    reward: float | None = None
+    #: of the whole response, or one number for each of its tokens
+    reward: float | tuple[float, ...] | None = attrs.field(default=None, converter=_single, validator=_each_token)
     task: str | None = None  #: the task's id
     group: str | None = None  #: samples of one group are compared
     data_source: str = ""
@@ -64,9 +70,10 @@ class ExperienceRow(DataModel):
     def of_example(cls, example: Example, context: FormatContext) -> list[Values]:
         """Return the texts, or the tokens that the sample has."""
         values: Values = {"task": example.id, "group": example.group, "data_source": example.data_source}
-        values |= {"reward": example.reward, "ground_truth": final_answer(example.ground_truth, strict=False)}
+        values |= {"ground_truth": final_answer(example.ground_truth, strict=False)}
         if example.columns:
             return [{**values, **example.columns}]
+        values["reward"] = example.reward
         texts = {"prompt": list(example.prompt), "response": needed(example.response, "response")}
         texts |= {"tools": list(example.tools), "chat_template_kwargs": dict(example.template_options)}
         return [{**values, **texts}]
@@ -89,7 +96,9 @@ class ExperienceRow(DataModel):
         """Return a line of a queue's file."""
         columns: Values = {name: value for name in _COLUMNS if (value := getattr(self, name)) is not None}
         told = {"data_source": self.data_source, "ground_truth": self.ground_truth, "extra_info": dict(self.extra_info)}
-        columns["task"] = {**told, "reward": self.reward}
+        rewards = self.reward if isinstance(self.reward, tuple) else () if self.reward is None else (self.reward,)
+        columns |= {"reward": rewards} if rewards else {}  # a list, as in samples of a run
+        columns["task"] = {**told, "reward": sum(rewards) if rewards else None}
         placed = {name: value for name in ("task", "group") if (value := getattr(self, name)) is not None}
         return {"columns": columns, **placed, "tags": {**self.tags, SCHEMA: self.schema_name()}}
 

@@ -62,7 +62,6 @@ class Samples(Shape):
             group=group,
             data_source=told.get("data_source") or None,
             ground_truth=str(told.get("ground_truth") or ""),
-            reward=_number(columns, "reward"),
             columns={name: columns[name] for name in _TOKENS if columns.get(name) is not None},
         )
 
