@@ -22,6 +22,8 @@ from jackfield_formatter.models import TAKEN
 
 from .conftest import Write
 
+pytest.importorskip("torch")  # before the time of a test begins
+
 TEXTS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20).filter(str.strip)
 NUMBERS = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False, width=32)
 VALUES = st.recursive(

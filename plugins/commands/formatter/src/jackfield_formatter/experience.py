@@ -31,6 +31,12 @@ def _single(value: Any) -> Any:
     return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
 
 
+def _reward(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
+    """Refuse a list of rewards that is neither for the response nor for each of its tokens."""
+    if not isinstance(value, tuple) or len(value) != 1:
+        _each_token(instance, field, value)
+
+
 def _tokens(instance: Any, field: attrs.Attribute[Any], value: tuple[int, ...]) -> None:
     if not value or min(value) < 0:
         what, found = f"column {field.name!r} has no tokens", repr(value)[:200]
@@ -53,7 +59,7 @@ class ExperienceRow(DataModel):
     #: in nats, of the model that generated the response; None: not known
     rollout_log_probs: tuple[float, ...] | None = attrs.field(default=None, validator=_each_token)
     #: of the whole response, or one number for each of its tokens
-    reward: float | tuple[float, ...] | None = attrs.field(default=None, converter=_single, validator=_each_token)
+    reward: float | tuple[float, ...] | None = attrs.field(default=None, converter=_single, validator=_reward)
     task: str | None = None  #: the task's id
     group: str | None = None  #: samples of one group are compared
     data_source: str = ""
