@@ -80,7 +80,7 @@ class ExperienceRow(DataModel):
         if example.columns:
             return [{**values, **example.columns}]
         values["reward"] = example.reward
-        texts = {"prompt": list(example.prompt), "response": needed(example.response, "response")}
+        texts: Values = {"prompt": list(example.prompt), "response": needed(example.response, "response")}
         texts |= {"tools": list(example.tools), "chat_template_kwargs": dict(example.template_options)}
         return [{**values, **texts}]
 

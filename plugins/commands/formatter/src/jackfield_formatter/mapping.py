@@ -28,6 +28,10 @@ class _Environment(SandboxedEnvironment):
         return obj[attribute] if isinstance(obj, Mapping) and attribute in obj else super().getattr(obj, attribute)
 
 
+def _final(text: str, how: str = AUTO) -> str:
+    return final_answer(text, how)
+
+
 def _after(text: str, mark: str) -> str:
     """Return what follows the last mark."""
     found = text.rpartition(mark)
@@ -50,8 +54,7 @@ def _before(text: str, mark: str) -> str:
 
 def _environment() -> SandboxedEnvironment:
     made = _Environment(undefined=StrictUndefined, autoescape=False)
-    made.filters |= {"final": lambda text, how=AUTO: final_answer(text, how), "after": _after, "before": _before}
-    made.filters |= {"json": json.loads}
+    made.filters.update({"final": _final, "after": _after, "before": _before, "json": json.loads})
     return made
 
 
