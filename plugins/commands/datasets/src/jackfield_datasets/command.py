@@ -24,23 +24,24 @@ from jackfield.settings import structure
 from jackfield_datasets.lines import FIRST
 from jackfield_datasets.sets import open_tasks
 
-#: commands on pipelines, by the module that has them
-_PIPELINES = {
+#: commands of other packages, by the module that has them
+_ELSEWHERE = {
     **dict.fromkeys(("run", "sets", "trace"), "jackfield_pipelines.commands"),
     **dict.fromkeys(("plan", "statistics", "tighten", "clean"), "jackfield_data_plan.commands"),
+    "format": "jackfield_formatter.command",
 }
 _MARKS = "⟦", "⟧"  #: around what is trained on, where there are no colours
 
 
 class _Group(click.Group):
-    """Has the commands of jackfield-pipelines and jackfield-data-plan, too, where they are installed."""
+    """Has the commands of jackfield-pipelines, -data-plan and -formatter, too, where they are installed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of all commands."""
-        return sorted([*super().list_commands(ctx), *filter(_module_of, _PIPELINES)])
+        return sorted([*super().list_commands(ctx), *filter(_module_of, _ELSEWHERE)])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command; those on pipelines are imported when they are used."""
+        """Return a command; those of other packages are imported when they are used."""
         if module := _module_of(cmd_name):
             command: click.Command = getattr(import_module(module), cmd_name)
             return command
@@ -48,8 +49,8 @@ class _Group(click.Group):
 
 
 def _module_of(name: str) -> str | None:
-    """Return the module with a command on pipelines, if its package is installed."""
-    module = _PIPELINES.get(name)
+    """Return the module with a command of another package, if its package is installed."""
+    module = _ELSEWHERE.get(name)
     return module if module and find_spec(module.partition(".")[0]) else None
 
 
