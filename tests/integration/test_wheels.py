@@ -22,6 +22,7 @@ GROUPS = {
     "jackfield.rewards": "reward",
     "jackfield.transfer_queues": "transfer_queue",
     "jackfield.checkpoint_engines": "checkpoint_engine",
+    "jackfield.operators": "operator",
     "jackfield.hooks": "hooks",
 }
 

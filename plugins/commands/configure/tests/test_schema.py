@@ -84,6 +84,7 @@ def test_settings_have_their_help_and_default(schema: Any) -> None:
     )
 
 
+@pytest.mark.shared_interpreter  # the reward is in another package
 def test_the_settings_of_one_kind_of_plugin_have_schemas_of_their_own() -> None:
     """The built-in reward `function` takes a path; a schema refers to nothing that is not there."""
     schemas, definitions, left_out = plugin_schemas(Registry(discover().records("reward")), "reward")

@@ -21,7 +21,7 @@ from jackfield.config.data import DataSet, sets_of
 from jackfield.data.formats import TaskFormat
 from jackfield.data.tasks import TaskSet
 from jackfield.errors import ConfigError, DataError
-from jackfield.plugins.registry import Registry, installed
+from jackfield.plugins.registry import Registry, discover
 from jackfield.settings import structure
 from jackfield_pipelines.pipeline import FilePipeline, Step
 from jackfield_pipelines.process_operators import INTERPRETER, Interpreters
@@ -120,7 +120,8 @@ def pipeline_of(config: RunConfig, tell: Callable[[RowSet, bool], None]) -> list
     """
     data, settings = config.data, config.data.pipeline
     sets = sets_of(data.train, "data.train")
-    steps = steps_of(settings.tasks, installed(), "data.pipeline.tasks", config)
+    registry = discover()
+    steps = steps_of(settings.tasks, registry, "data.pipeline.tasks", config)
     form = _formats(config, sets)[0]
     names = {"prompt": form.messages_key or form.prompt_key, "answer": form.answer_key}
     names |= {"response": form.response_key, "rejected": form.rejected_key}
@@ -147,7 +148,7 @@ def pipeline_of(config: RunConfig, tell: Callable[[RowSet, bool], None]) -> list
 
     async def run(files: Sequence[tuple[BinaryIO, str, str]]) -> list[RowSet]:
         clock = Clock()
-        services = Services(config=config, registry=installed(), clock=clock, form=form)
+        services = Services(config=config, registry=registry, clock=clock, form=form)
         try:
             return await attrs.evolve(pipeline, clock=clock, services=services).run(*files[0], files[1:])
         finally:
