@@ -84,8 +84,8 @@ class Format(Operator):
             elif len(rows) > 1:
                 aside[key] = f"it becomes {len(rows)} rows: let split_text or function_synthesizer make them"
             else:
-                row = _values(rows[0])
-                updates[key] = {**dict.fromkeys(records[key].keys() & TAKEN - row.keys()), **row}
+                formatted = _values(rows[0])
+                updates[key] = {**dict.fromkeys(records[key].keys() & TAKEN - formatted.keys()), **formatted}
         return OperatorResult(updates=updates, set_aside=aside)
 
 
