@@ -35,11 +35,11 @@ OPERATORS = (
 
 
 def write_rows(file: Path, count: int) -> None:
-    """Write short problems, of which one in fifty comes twice."""
+    """Write short problems, all different."""
     drawn, encode = random.Random(1), msgspec.json.Encoder().encode
     with file.open("wb") as lines:
         for number in range(count):
-            text = " ".join(drawn.choices(_WORDS, k=drawn.randint(8, 30))) + f" {number - number % 50 % 2}?"
+            text = " ".join(drawn.choices(_WORDS, k=drawn.randint(8, 30))) + f" {number}?"
             lines.write(encode({"prompt": text, "answer": f"#### {drawn.randint(0, 99)}"}) + b"\n")
 
 

@@ -271,6 +271,16 @@ def test_sets_keep_their_weights_after_a_pipeline(small_run: Run, made: Path, tm
     assert "data.train" == caught.value.where
 
 
+def test_pairs_are_no_answers_to_imitate(small_run: Run) -> None:
+    """A pair has the response of a parent, and no own one: it is a line of the file, and no sample."""
+    settings = ("algorithm.name=mix", "mixing.made={ratio: 1}", "schedule.steps=3", *SMALL)
+    result, lines = small_run("pairs", *settings, by("preference_pairs"))
+    assert {0.0} == {line.get("samples/made", 0.0) for line in steps(lines)}
+    rows = [json.loads(line) for line in (result.folder / "made" / "worker-0.jsonl").read_text().splitlines()]
+    assert rows
+    assert all({"chosen", "rejected", "margin"} <= row.keys() for row in rows)
+
+
 def by(operator: str, **settings: Any) -> str:
     """An operator on experiences, as an override."""
     return f"data.pipeline.experiences={json.dumps([{'name': operator, **settings}])}"

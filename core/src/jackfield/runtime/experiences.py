@@ -78,7 +78,10 @@ class ExperienceShaper:
 
     async def _kept(self, partition: str, rows: Sequence[Any], scored: Mapping[str, Scored]) -> list[MadeSample]:
         """Make samples of rows with a response: the prompt is the parent's, unless the row has other messages."""
-        made, rows = list[MadeSample](), [row for row in rows if isinstance(row.values.get("response"), str)]
+        made, rows = (
+            list[MadeSample](),
+            [row for row in rows if row.answers and isinstance(row.values["response"], str)],
+        )
         if not rows:
             return []
         firsts = list(dict.fromkeys(row.parents[0] for row in rows))

@@ -123,7 +123,13 @@ class ExperiencePipeline:
             for record, row in zip(new, result.made, strict=True):
                 parents = dict.fromkeys(each for key in row.parents for each in _samples(key, made))
                 left[record[KEY]] = record
-                made[record[KEY]] = MadeRow(key=record[KEY], operator=stage.name, parents=tuple(parents), values=record)
+                made[record[KEY]] = MadeRow(
+                    key=record[KEY],
+                    operator=stage.name,
+                    parents=tuple(parents),
+                    values=record,
+                    answers="response" in row.values,
+                )
         rows = [attrs.evolve(row, values=left[key]) for key, row in made.items() if key in left]
         if rows and self.rows is not None:
             self.rows.write(rows, batch)

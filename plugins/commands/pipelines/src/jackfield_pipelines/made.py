@@ -22,6 +22,7 @@ class MadeRow:
     operator: str
     parents: tuple[str, ...]  #: keys of the samples that it was made from
     values: Mapping[str, Any]
+    answers: bool = True  #: whether the operator gave it a response of its own, and not the parent's alone
 
 
 class MadeRows:

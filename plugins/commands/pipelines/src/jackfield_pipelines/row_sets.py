@@ -87,13 +87,6 @@ class RowSetWriter:
             sizes = dict.fromkeys(FILES, 0)
         self._files = {name: _at(self._partial / name, size) for name, size in sizes.items()}
 
-    @property
-    def scratch(self) -> Path:
-        """A folder for files of the operator, which is removed when the set is complete."""
-        made = self._partial / "scratch"
-        made.mkdir(exist_ok=True)
-        return made
-
     def append(self, name: str, records: Sequence[Mapping[str, Any]]) -> None:
         """Append records to a file."""
         if records:
@@ -113,7 +106,6 @@ class RowSetWriter:
         for file in self._files.values():
             file.close()
         (self._partial / _PROGRESS).unlink(missing_ok=True)
-        _remove(self._partial / "scratch")
         sizes = {name: (self._partial / name).stat().st_size for name in FILES}
         whole = {**manifest, "counts": self.counts, "sizes": sizes}
         replace_file(self._partial / _MANIFEST, seal(json.dumps(whole)))
@@ -139,10 +131,3 @@ def _at(path: Path, size: int) -> BinaryIO:
     file.truncate(size)
     file.seek(size)
     return file
-
-
-def _remove(folder: Path) -> None:
-    for path in sorted(folder.rglob("*"), reverse=True) if folder.exists() else ():
-        path.rmdir() if path.is_dir() else path.unlink()
-    if folder.exists():
-        folder.rmdir()
