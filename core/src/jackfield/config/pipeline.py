@@ -38,3 +38,8 @@ class PipelineConfig:
         None,
         "where the rows after each stage are kept, and found again by other runs; null: `data` in the run's folder",
     )
+    service: str | None = option(
+        None,
+        "the folder of a service (`jackfield data serve`), or its address.json, which applies all operators; null: "
+        "the run does",
+    )

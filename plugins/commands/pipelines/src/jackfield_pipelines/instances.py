@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import attrs
 
 from jackfield.abc.operator import Operator, OperatorContext
 from jackfield.clock import Clock
+from jackfield.errors import ConfigError, OperatorError
 from jackfield_pipelines.experiences import ExperiencePipeline
 from jackfield_pipelines.loops import LoopThread
 from jackfield_pipelines.pipeline import Step
@@ -20,15 +21,20 @@ from jackfield_pipelines.served_asks import ServedAsks
 from jackfield_pipelines.services import Gate
 from jackfield_pipelines.stages import OperatorStage
 
-_COUNTED: ContextVar[list[tuple[str, str, float]]] = ContextVar("counted")  #: for the request that is processed
+_COUNTED: ContextVar[list[tuple[str, float]]] = ContextVar("counted")  #: for the request that is processed
 
 
 @attrs.define(eq=False, kw_only=True)
 class Instance:
-    """The operators of one run."""
+    """The operators of one run, which :meth:`Room.open` makes, and :meth:`Room.close` closes."""
 
     pipeline: ExperiencePipeline
-    own: Sequence[Operator]  #: those that learn, which no other run has
+    own: list[Operator] = attrs.field(factory=list)  #: those that learn, which no other run has
+
+    @property
+    def states(self) -> list[Any]:
+        """The states of all operators."""
+        return [stage.operator.state() for stage in self.pipeline.stages]
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -46,72 +52,72 @@ class Room:
     _steps: Sequence[Step] = attrs.field(default=(), init=False)
     _shared: dict[int, Operator] = attrs.field(factory=dict, init=False)  #: by number, those that do not learn
 
-    async def open(self, states: Sequence[Any] | None) -> Instance:
+    async def open(self, instance: Instance, states: Sequence[Any] | None) -> None:
         """Make the operators of a run; those that learn go on from their states."""
-        return await self._thread.do(self._open(states))
+        await self._thread.do(self._open(instance, states))
 
     async def shape(self, instance: Instance, request: ShapeRequest) -> ShapeReply:
         """Process experiences of a run."""
         self.requests += 1
         return await self._thread.do(self._shape(instance, request))
 
-    async def leave(self, instance: Instance | None) -> None:
-        """Close the operators that one run alone has, and the others after the last run."""
-        self.users -= 1
-        if instance is not None:
-            await self._thread.do(self._closed(instance.own))
-        if not self.users:
+    async def close(self, instance: Instance, *, everything: bool) -> None:
+        """Close the operators that one run alone has, or after the last run everything."""
+        await self._thread.do(self._closed(instance.own))
+        if everything:
             await self._thread.do(self._end())
             self._thread.end()
 
-    async def _open(self, states: Sequence[Any] | None) -> Instance:
+    async def _open(self, instance: Instance, states: Sequence[Any] | None) -> None:
         async with self._turn:
             if self._asks is None:
-                asks = self.asks()
-                try:
-                    self._steps = self.steps()
-                    asks.check(self._steps, "data.pipeline.experiences")
-                except BaseException:
-                    await asks.close()
-                    raise
-                self._asks = asks
-            stages, own = list[OperatorStage](), list[Operator]()
-            try:
-                for number, step in enumerate(self._steps, 1):
-                    if (operator := self._shared.get(number)) is None:
-                        operator = await self._made(number, step, states, own)
-                    shared: Any = {"clock": Clock(), "seconds": self.job.seconds}
-                    stages.append(OperatorStage(name=step.name, number=number, operator=operator, **shared))
-            except BaseException:
-                await _close(own)
-                raise
-            return Instance(pipeline=ExperiencePipeline(stages=stages, steps=self.job.steps), own=own)
+                self._asks = self.asks()
+            if not self._steps:
+                steps = self.steps()
+                self._asks.check(steps, "data.pipeline.experiences")
+                self._steps = steps
+            if states is not None and len(states) != len(self._steps):
+                what, expected = "a run has states of other operators", f"{len(self._steps)} states"
+                raise OperatorError(what, code="operator.state", expected=expected, found=len(states))
+            stages = list[OperatorStage]()
+            for number, step in enumerate(self._steps, 1):
+                if (operator := self._shared.get(number)) is None:
+                    operator = await self._made(number, step, states, instance.own)
+                shared: Any = {"clock": Clock(), "seconds": self.job.seconds}
+                stages.append(OperatorStage(name=step.name, number=number, operator=operator, **shared))
+            instance.pipeline.stages = stages
 
     async def _made(self, number: int, step: Step, states: Sequence[Any] | None, own: list[Operator]) -> Operator:
         """Make and start an operator, for this run alone if it learns."""
         assert self._asks is not None
-        count = lambda name, value: _COUNTED.get().append((step.name, name, float(value)))  # noqa: E731
+        count = lambda name, value: _COUNTED.get().append((name, float(value)))  # noqa: E731
         context = OperatorContext(clock=Clock(), seed=self.job.seed, target="experiences", count=count)
         gate = Gate(step.name, self._asks)
         context = attrs.evolve(gate.given(context), score=partial(_scored, gate, self._asks))
-        gate.operator = operator = step.record.build(step.settings, context, step.name)
-        learns = type(operator).state is not Operator.state
-        if learns:
+        gate.operator = operator = cast(Operator, step.record.build(step.settings, context, step.name))
+        if operator.selection is not None:
+            what, expected = f"{step.name} puts all rows into an order", "an operator that looks at groups"
+            raise ConfigError(what, where="data.pipeline.experiences", expected=expected, found=step.name)
+        if type(operator).state is not Operator.state:
             own.append(operator)
+            await operator.start()
             if states is not None:
                 operator.restore(states[number - 1])
-        await operator.start()
-        if not learns:
-            self._shared[number] = operator
+            return operator
+        try:
+            await operator.start()
+        except BaseException:
+            await operator.close()
+            raise
+        self._shared[number] = operator
         return operator
 
     async def _shape(self, instance: Instance, request: ShapeRequest) -> ShapeReply:
         async with self._turn:
             _COUNTED.set(counted := [])
             shaped = await instance.pipeline.shape(request.records, request.batch)
-            states = [stage.operator.state() for stage in instance.pipeline.stages]
             written: Any = {"columns": dict(shaped.columns), "removed": dict(shaped.removed), "made": (*shaped.made,)}
-            return ShapeReply(**written, states=states, counted=counted)
+            return ShapeReply(**written, states=instance.states, counted=counted)
 
     async def _closed(self, operators: Sequence[Operator]) -> None:
         async with self._turn:

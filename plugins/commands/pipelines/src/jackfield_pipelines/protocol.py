@@ -70,6 +70,7 @@ class Opened:
     """What a run needs to know of its operators."""
 
     reads: Sequence[str]
+    states: list[Any] | None  #: of new operators; None: the run has given states
 
 
 @attrs.frozen(kw_only=True)
@@ -88,7 +89,7 @@ class ShapeReply:
     removed: dict[str, str]
     made: tuple[MadeRow, ...]
     states: list[Any]  #: of the operators, after the request
-    counted: list[tuple[str, str, float]]  #: operator, counter and number
+    counted: list[tuple[str, float]]  #: names of counters, and numbers
 
 
 class PipelineService:
@@ -110,15 +111,15 @@ class PipelineService:
         """Yield a file of a set from an offset on, in frames."""
         raise NotImplementedError
 
-    async def open(self, job: ExperienceJob) -> Opened:
-        """Make the operators of this connection, in the place of earlier ones; those that learn go on from states.
+    async def open(self, job: ExperienceJob, restores: bool) -> Opened:
+        """Make the operators of this connection, in the place of earlier ones.
 
-        The states are in what was added, an encoded list, or nothing for new ones.
+        If it ``restores``, those that learn go on from the states that were added, an encoded list.
         """
         raise NotImplementedError
 
-    async def add(self, part: bytes) -> None:
-        """Add a part of the next encoded request."""
+    async def add(self, part: bytes, further: bool) -> None:
+        """Keep a part of what the next call needs, encoded; ``further`` ones follow others."""
         raise NotImplementedError
 
     def shape(self) -> AsyncIterator[bytes]:

@@ -28,6 +28,7 @@ from jackfield.plugins.registry import Registry
 from jackfield.sdk import option
 from jackfield.sdk.rpc import Connection, Server, Service, caller
 from jackfield.settings import structure
+from jackfield_pipelines.experiences import ExperiencePipeline
 from jackfield_pipelines.instances import Instance, Room
 from jackfield_pipelines.loops import LoopThread
 from jackfield_pipelines.pipeline import FilePipeline
@@ -136,7 +137,6 @@ class Pipelines(PipelineService):
         if (work := self._works.get(key)) is None:
             work = self._works[key] = _Work(asyncio.ensure_future(self._stages(job, key)))
             work.task.add_done_callback(lambda done: done.cancelled() or done.exception())  # the run may be gone
-            work.task.add_done_callback(lambda _: self._works.pop(key, None))
         work.waiters += 1
         try:
             while True:
@@ -149,13 +149,14 @@ class Pipelines(PipelineService):
                 changed = asyncio.ensure_future(work.changed.wait())
                 await asyncio.wait((work.task, changed), timeout=beat, return_when=asyncio.FIRST_COMPLETED)
                 changed.cancel()
-                yield Told()
+                if seen == len(work.told):
+                    yield Told()
         finally:
             work.waiters -= 1
-            if not work.waiters and not work.task.done():
+            if not work.waiters:
                 work.task.cancel()
-                if self._works.get(key) is work:
-                    del self._works[key]
+            if (work.task.done() or not work.waiters) and self._works.get(key) is work:
+                del self._works[key]
 
     async def _stages(self, job: TaskJob, key: str) -> None:
         """Compute stages in a thread of their own, one after the other with others of the same files."""
@@ -222,28 +223,29 @@ class Pipelines(PipelineService):
             while part := opened.read(FRAME_BYTES):
                 yield part
 
-    async def open(self, job: ExperienceJob) -> Opened:
+    async def open(self, job: ExperienceJob, restores: bool) -> Opened:
         """Make the operators of this connection, in the place of earlier ones."""
         connection = caller()
-        added = self._added.pop(connection, [])
-        states: list[Any] | None = msgspec.msgpack.decode(b"".join(added)) if added else None
+        added = b"".join(self._added.pop(connection, ()))
+        states: list[Any] | None = msgspec.msgpack.decode(added) if restores else None
         await self._left(connection)
         key = xxhash.xxh3_128_hexdigest(encode(job))
         if (room := self._rooms.get(key)) is None:
             steps = partial(steps_of, job.operators, self.registry, "data.pipeline.experiences")
             room = self._rooms[key] = Room(job=job, steps=steps, asks=partial(self._asks, TaskFormat()))
         room.users += 1
+        instance = Instance(pipeline=ExperiencePipeline(stages=(), steps=job.steps))
         try:
-            instance = await room.open(states)
+            await room.open(instance, states)
         except BaseException:
-            await self._leave(room, None)
+            await self._leave(room, instance)
             raise
         self._instances[connection] = room, instance
-        return Opened(reads=sorted(instance.pipeline.reads))
+        return Opened(reads=sorted(instance.pipeline.reads), states=None if restores else instance.states)
 
-    async def add(self, part: bytes) -> None:
-        """Add a part of the next encoded request."""
-        self._added.setdefault(caller(), []).append(part)
+    async def add(self, part: bytes, further: bool) -> None:
+        """Keep a part of what the next call needs; ``further`` ones follow others."""
+        self._added[caller()] = [*(self._added.get(caller(), ()) if further else ()), part]
 
     async def shape(self) -> AsyncIterator[bytes]:
         """Process the request that was added; yield the encoded reply in frames."""
@@ -281,10 +283,11 @@ class Pipelines(PipelineService):
         if (had := self._instances.pop(connection, None)) is not None:
             await self._leave(*had)
 
-    async def _leave(self, room: Room, instance: Instance | None) -> None:
-        if room.users == 1:  # a run that opens it meanwhile starts another
+    async def _leave(self, room: Room, instance: Instance) -> None:
+        room.users -= 1
+        if last := not room.users:  # a run that opens it meanwhile starts another
             self._rooms = {key: each for key, each in self._rooms.items() if each is not room}
-        await room.leave(instance)
+        await room.close(instance, everything=last)
 
     async def close(self) -> None:
         """End all work."""
