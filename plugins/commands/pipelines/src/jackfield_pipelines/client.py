@@ -89,7 +89,9 @@ class PipelineClient:
 
     async def _connected(self) -> Connection:
         if self.connection is None or self.connection.lost.done():
-            self.connection = await self._connect(self.seconds if self._was_there else min(self.seconds, _START_SECONDS))
+            self.connection = await self._connect(
+                self.seconds if self._was_there else min(self.seconds, _START_SECONDS)
+            )
             self._was_there = True
         return self.connection
 
@@ -105,7 +107,7 @@ class PipelineClient:
                     error.where = error.where or self.who
                     raise
                 last = f"{error.message}: {error.found}"
-            await self.clock.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - runs do not move in step
+            await self.clock.sleep(pause * random.uniform(0.5, 1.0))  # runs do not move in step
             pause = min(2.0 * pause, _LONGEST_PAUSE)
         fix = "start `jackfield data serve` again, or correct data.pipeline.service"
         details: Any = {"expected": "`jackfield data serve` at work there", "found": last, "fix": fix}

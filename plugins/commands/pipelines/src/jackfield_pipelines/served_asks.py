@@ -35,7 +35,9 @@ class ServedAsks(Services):
         if (section := _SECTIONS[use]) not in self.has:
             fix = f"configure asks.{section} in the service's file, or leave out data.pipeline.service"
             details: Any = {"where": where, "expected": f"an operator that does not ask the {use}", "found": found}
-            raise ConfigError(f"an operator asks the {use}, which the pipeline service does not have", fix=fix, **details)
+            raise ConfigError(
+                f"an operator asks the {use}, which the pipeline service does not have", fix=fix, **details
+            )
 
     async def generate(self, model: str, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> GeneratedText:
         """Answer a conversation with a model of the service's file."""

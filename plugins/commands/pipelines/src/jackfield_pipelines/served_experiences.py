@@ -40,15 +40,13 @@ class ServedPipeline(ExperiencePipeline):
     client: PipelineClient
     job: ExperienceJob
     count: Callable[[str, float], None]
-    opened: Opened = Opened(reads=(), states=None)
+    opened: Opened = attrs.field(factory=lambda: Opened(reads=(), states=None))
     _now: list[Any] | None = attrs.field(default=None, init=False)  #: states; None: of operators that are new
     _at: Connection | None = attrs.field(default=None, init=False)  #: where the operators have these states
     _turn: asyncio.Lock = attrs.field(factory=asyncio.Lock, init=False)
 
     @classmethod
-    def of_run(
-        cls, config: RunConfig, registry: Registry, context: OperatorContext, worker: int = 0
-    ) -> ServedPipeline:
+    def of_run(cls, config: RunConfig, registry: Registry, context: OperatorContext, worker: int = 0) -> ServedPipeline:
         """Make the client of one of the run's reward workers."""
         settings, steps = config.data.pipeline, config.schedule.steps
         job: Any = {"operators": settings.experiences, "seed": context.seed, "steps": steps}

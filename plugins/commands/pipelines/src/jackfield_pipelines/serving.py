@@ -208,7 +208,9 @@ class Pipelines(PipelineService):
             file.close()
             self._file(given.digest).unlink()
             details: Any = {"where": given.name, "expected": given.digest, "found": digest}
-            raise DataError("a file has come with other bytes", code="data.row-set", fix="start the run again", **details)
+            raise DataError(
+                "a file has come with other bytes", code="data.row-set", fix="start the run again", **details
+            )
         return file
 
     def _asks(self, form: TaskFormat) -> ServedAsks:
