@@ -143,7 +143,7 @@ async def test_sets_come_in_frames_where_folders_are_not_shared(site: Path, tmp_
         (begun / "rows.jsonl").write_bytes((linked[0].folder / "rows.jsonl").read_bytes()[:1000])
         copied = await client.prepare(job, [file], folder, lambda made, there: None)
         await client.close()
-    assert [each.digest for each in copied][0] == linked[0].digest
+    assert linked[0].digest == copied[0].digest
     for each in copied:
         assert not each.folder.is_symlink()
         original = RowSet.open(next((tmp_path / "service" / "tasks").glob(f"*/{each.folder.name}")))
@@ -203,10 +203,12 @@ async def test_operators_ask_what_the_file_of_the_service_has(site: Path, tmp_pa
         assert "data.pipeline.tasks[1]" == refused.value.where
         assert "asks.model" in str(refused.value.fix)
         assert not (tmp_path / "said").exists()
+        given = [{"name": "served_ask", "asks": "policy"}]
+        pipeline = {"experiences": given, "service": str(tmp_path / "service")}
+        shapes = Counters(config(tmp_path, "shapes", pipeline)).pipeline
         with pytest.raises(ConfigError) as refused:
-            given = [{"name": "served_ask", "asks": "policy"}]
-            pipeline = {"experiences": given, "service": str(tmp_path / "service")}
-            await Counters(config(tmp_path, "shapes", pipeline)).pipeline.start()
+            await shapes.start()
+        await shapes.close()
         assert "data.pipeline.experiences[0]" == refused.value.where
 
 

@@ -145,7 +145,8 @@ class Pipelines(PipelineService):
                     seen += 1
                     yield told
                 if ended and seen == len(work.told):
-                    return work.task.result()
+                    work.task.result()  # raises what ended it
+                    return
                 changed = asyncio.ensure_future(work.changed.wait())
                 await asyncio.wait((work.task, changed), timeout=beat, return_when=asyncio.FIRST_COMPLETED)
                 changed.cancel()
