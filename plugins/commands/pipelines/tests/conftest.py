@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -19,6 +18,7 @@ import yaml
 from jackfield.abc.operator import OperatorContext
 from jackfield.config import RunConfig, make_config
 from jackfield.plugins import discover
+from jackfield_commands import Command, CommandServer
 from jackfield_pipelines.experiences import ExperiencePipeline
 from jackfield_pipelines.row_sets import KEY, RowSet
 from jackfield_pipelines.served_experiences import ServedPipeline
@@ -172,35 +172,40 @@ def lay_out(folder: Path) -> None:
     (about / "entry_points.txt").write_text(f"[jackfield.operators]\n{points}")
 
 
-class Process:
+class Served:
     """A running `jackfield data serve`."""
 
-    def __init__(self, process: asyncio.subprocess.Process, said: dict[str, Any]) -> None:
-        self.process, self.said = process, said
+    def __init__(self, command: Command) -> None:
+        self.command, self.send = command, command.send
 
     async def end(self, number: int = signal.SIGKILL) -> int:
-        """Send a signal and wait for the end."""
-        self.process.send_signal(number)
-        return await asyncio.wait_for(self.process.wait(), 30)
+        """Send a signal and wait for the end; return the exit code."""
+        self.send(number)
+        return (await asyncio.to_thread(self.command.wait, 60.0)).code
+
+
+Serve = Callable[..., AbstractAsyncContextManager[Served]]
 
 
 @asynccontextmanager
-async def serving(folder: Path, site: Path, **settings: Any) -> AsyncIterator[Process]:
-    """Serve pipelines in ``folder/service``; kill the service at the end if it is still there."""
+async def _serving(jackfield: CommandServer, folder: Path, site: Path, **settings: Any) -> AsyncIterator[Served]:
     (folder / "serve.yaml").write_text(yaml.safe_dump({"folder": str(folder / "service"), **settings}))
-    code = "from jackfield.cli import main; main()"
-    command = [sys.executable, "-c", code, "data", "serve", str(folder / "serve.yaml"), "--json"]
-    variables = {**os.environ, "PYTHONPATH": str(site)}
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, env=variables)
+    variables = {"PYTHONPATH": str(site)}
+    command = jackfield.start("data", "serve", str(folder / "serve.yaml"), "--json", environment=variables)
     try:
-        assert process.stdout is not None
-        line = await asyncio.wait_for(process.stdout.readline(), 60)
-        yield Process(process, json.loads(line))
+        while not command.out.endswith("\n"):
+            assert command.running, command.error
+            await asyncio.sleep(0.01)
+        yield Served(command)
     finally:
-        with suppress(ProcessLookupError):
-            process.send_signal(signal.SIGCONT)
-            process.kill()
-        await process.wait()
+        command.kill()
+        await asyncio.to_thread(command.wait, 60.0)
+
+
+@pytest.fixture
+def serve(jackfield: CommandServer, site: Path, tmp_path: Path) -> Serve:
+    """``async with serve(**settings) as service``: a service in ``tmp_path/service``, killed at the end."""
+    return partial(_serving, jackfield, tmp_path, site)
 
 
 class Held:

@@ -28,7 +28,7 @@ from jackfield_pipelines.serving import Pipelines, ServeConfig, load
 from jackfield_pipelines.stages import Limits
 from jackfield_testing import in_loop
 
-from .conftest import Counters, Held, config, experiences, rows, serving, source, stages
+from .conftest import Counters, Held, Serve, config, experiences, rows, source, stages
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -51,11 +51,11 @@ async def without_service(folder: Path) -> list[dict[str, Any]]:
 
 
 @in_loop
-async def test_runs_share_stages_and_wait_for_the_same_work(site: Path, tmp_path: Path) -> None:
+async def test_runs_share_stages_and_wait_for_the_same_work(serve: Serve, tmp_path: Path) -> None:
     """Two runs at the same time, and one later: each row is processed once, and a trace leads to the raw line."""
     source(tmp_path, 20, held=7)
     expected = await without_service(tmp_path)
-    async with Held(tmp_path) as gate, serving(tmp_path, site):
+    async with Held(tmp_path) as gate, serve():
         first = asyncio.ensure_future(stages(numbered(tmp_path, "first")))
         await gate.wait_for(lambda: gate.count == 1)
         second = asyncio.ensure_future(stages(numbered(tmp_path, "second")))
@@ -80,17 +80,17 @@ async def test_runs_share_stages_and_wait_for_the_same_work(site: Path, tmp_path
 
 
 @in_loop
-async def test_a_kill_in_the_middle_of_a_stage_loses_and_repeats_nothing(site: Path, tmp_path: Path) -> None:
+async def test_a_kill_in_the_middle_of_a_stage_loses_and_repeats_nothing(serve: Serve, tmp_path: Path) -> None:
     """The run waits for the service that starts again; the numbers are those of a stage that was not killed."""
     source(tmp_path, 20, held=13)
     expected = await without_service(tmp_path)
     async with Held(tmp_path) as gate:
-        async with serving(tmp_path, site) as service:
+        async with serve() as service:
             run = asyncio.ensure_future(stages(numbered(tmp_path, "run")))
             await gate.wait_for(lambda: gate.count == 1)
-            assert -signal.SIGKILL == await service.end(signal.SIGKILL)
+            await service.end(signal.SIGKILL)
         gate.release()
-        async with serving(tmp_path, site):
+        async with serve():
             found, _ = await asyncio.wait_for(run, 60)
     assert expected == rows(found[-1])
     assert {"tokens": 20.0} == found[1].manifest["counters"]
@@ -98,10 +98,10 @@ async def test_a_kill_in_the_middle_of_a_stage_loses_and_repeats_nothing(site: P
 
 
 @in_loop
-async def test_a_run_that_ends_is_not_worked_for(site: Path, tmp_path: Path) -> None:
+async def test_a_run_that_ends_is_not_worked_for(serve: Serve, tmp_path: Path) -> None:
     """Its request is cancelled; the stage goes on for the next run that asks."""
     source(tmp_path, 9, held=4)
-    async with Held(tmp_path) as gate, serving(tmp_path, site):
+    async with Held(tmp_path) as gate, serve():
         given = numbered(tmp_path, "run")
         client = client_of(given, Clock())
         job, file = job_of(tmp_path, given)
@@ -128,12 +128,12 @@ def job_of(folder: Path, given: RunConfig) -> tuple[TaskJob, BytesIO]:
 
 
 @in_loop
-async def test_sets_come_in_frames_where_folders_are_not_shared(site: Path, tmp_path: Path) -> None:
+async def test_sets_come_in_frames_where_folders_are_not_shared(serve: Serve, tmp_path: Path) -> None:
     """A copy has the bytes of the set; what is there of it does not come again, and nothing is left beside it."""
     text = "x" * (FRAME_BYTES // 3)
     lines = "".join(json.dumps({"question": f"{n} {text}", "answer": ""}) + "\n" for n in range(7))
     (tmp_path / "raw.jsonl").write_text(lines)
-    async with serving(tmp_path, site):
+    async with serve():
         given = numbered(tmp_path, "linked")
         linked, _ = await stages(given)
         client = client_of(given, Clock())
@@ -157,21 +157,21 @@ async def test_sets_come_in_frames_where_folders_are_not_shared(site: Path, tmp_
 
 
 @in_loop
-async def test_a_service_that_does_not_answer_is_named(site: Path, tmp_path: Path) -> None:
+async def test_a_service_that_does_not_answer_is_named(serve: Serve, tmp_path: Path) -> None:
     """A stopped one, one that is not there, and one with another token."""
     source(tmp_path, 9, held=4)
     soon = {"deadlines": {"batch": 2.0}}
-    async with Held(tmp_path) as gate, serving(tmp_path, site) as service:
+    async with Held(tmp_path) as gate, serve() as service:
         run = asyncio.ensure_future(stages(numbered(tmp_path, "run", **soon)))
         await gate.wait_for(lambda: gate.count == 1)
-        service.process.send_signal(signal.SIGSTOP)
+        service.send(signal.SIGSTOP)
         with pytest.raises(DeadlineExceeded) as late:
             await run
         assert f"the pipeline service at {tmp_path / 'service'}" in late.value.message
         with pytest.raises(DeadlineExceeded) as late:
             await stages(numbered(tmp_path, "other", **soon))
         assert f"the pipeline service at {tmp_path / 'service'}" in late.value.message
-        service.process.send_signal(signal.SIGCONT)
+        service.send(signal.SIGCONT)
         address = Address.read(tmp_path / "service" / "address.json")
         changed = json.loads((tmp_path / "service" / "address.json").read_text()) | {"secret": "0" * 64}
         (tmp_path / "wrong.json").write_text(json.dumps(changed))
@@ -187,7 +187,7 @@ async def test_a_service_that_does_not_answer_is_named(site: Path, tmp_path: Pat
 
 
 @in_loop
-async def test_operators_ask_what_the_file_of_the_service_has(site: Path, tmp_path: Path) -> None:
+async def test_operators_ask_what_the_file_of_the_service_has(serve: Serve, tmp_path: Path) -> None:
     """The reward is there, and the policy is not: that is refused before a row is processed, and with its place."""
     source(tmp_path, 6)
 
@@ -196,7 +196,9 @@ async def test_operators_ask_what_the_file_of_the_service_has(site: Path, tmp_pa
         tasks = [before, {"name": "served_ask", "asks": asks}]
         return config(tmp_path, name, {"tasks": tasks, "service": str(tmp_path / "service" / "address.json")})
 
-    async with serving(tmp_path, site, asks={"reward": {"name": "rules", "method": "exact", "pattern": None, "ground_truth_pattern": None}}):
+    async with serve(
+        asks={"reward": {"name": "rules", "method": "exact", "pattern": None, "ground_truth_pattern": None}}
+    ):
         found, _ = await stages(asking("reward", "reward"))
         assert [0.0] * 4 + [1.0, 0.0] == [row["score"] for row in rows(found[-1])]
         (tmp_path / "said").unlink()
@@ -222,7 +224,7 @@ def shaping(folder: Path, name: str, *, service: bool = True) -> Counters:
 
 
 @in_loop
-async def test_what_operators_learn_is_of_one_run_and_outlives_the_service(site: Path, tmp_path: Path) -> None:
+async def test_what_operators_learn_is_of_one_run_and_outlives_the_service(serve: Serve, tmp_path: Path) -> None:
     """Two runs take turns, one through two deaths of the service, and get what each would compute itself."""
     texts = [("a", "bb"), ("ccc",), ("held", "e"), ("f",)]
     alone = shaping(tmp_path, "alone", service=False)
@@ -236,7 +238,7 @@ async def test_what_operators_learn_is_of_one_run_and_outlives_the_service(site:
     (tmp_path / "said").unlink()
     run, other = shaping(tmp_path, "run"), shaping(tmp_path, "other")
     async with Held(tmp_path) as gate:
-        async with serving(tmp_path, site) as service:
+        async with serve() as service:
             await run.pipeline.start()
             await other.pipeline.start()
             assert ["start"] * 3 == gate.said, "one of each run, and one for both"
@@ -244,12 +246,12 @@ async def test_what_operators_learn_is_of_one_run_and_outlives_the_service(site:
             mine = await other.pipeline.shape(experiences(0, *texts[0]), 0)
             asking = asyncio.ensure_future(run.pipeline.shape(experiences(2, *texts[2]), 2))
             await gate.wait_for(lambda: gate.count == 1)
-            assert -signal.SIGKILL == await service.end(signal.SIGKILL)
+            await service.end(signal.SIGKILL)
         gate.release()
-        async with serving(tmp_path, site):
+        async with serve():
             got.append(await asking)
             await other.pipeline.close()
-        async with serving(tmp_path, site):
+        async with serve():
             got.append(await run.pipeline.shape(experiences(3, *texts[3]), 3))
             await run.pipeline.close()
     assert [attrs.evolve(each, made=tuple(each.made)) for each in expected] == got
@@ -260,10 +262,10 @@ async def test_what_operators_learn_is_of_one_run_and_outlives_the_service(site:
 
 
 @in_loop
-async def test_a_run_continues_from_its_checkpoint(site: Path, tmp_path: Path) -> None:
+async def test_a_run_continues_from_its_checkpoint(serve: Serve, tmp_path: Path) -> None:
     """Operators that were started go on from restored states; states of other operators are refused."""
     run = shaping(tmp_path, "run")
-    async with serving(tmp_path, site):
+    async with serve():
         await run.pipeline.start()
         before = run.pipeline.state_before(0)
         run.pipeline.restore([{"seen": 40}, None])
@@ -280,10 +282,10 @@ async def test_a_run_continues_from_its_checkpoint(site: Path, tmp_path: Path) -
 
 
 @in_loop
-async def test_a_request_that_is_cancelled_teaches_nothing(site: Path, tmp_path: Path) -> None:
+async def test_a_request_that_is_cancelled_teaches_nothing(serve: Serve, tmp_path: Path) -> None:
     """Operators go on from what the run knows, also if the request had reached some of them."""
     run = shaping(tmp_path, "run")
-    async with Held(tmp_path) as gate, serving(tmp_path, site):
+    async with Held(tmp_path) as gate, serve():
         await run.pipeline.start()
         asking = asyncio.ensure_future(run.pipeline.shape(experiences(0, "held"), 0))
         await gate.wait_for(lambda: gate.count == 1)
