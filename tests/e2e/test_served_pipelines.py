@@ -20,7 +20,11 @@ from .test_modes import INVARIANT, without_times
 #: Operators that read and change rewards, of which the last one learns.
 TASKS = [{"name": "difficulty_rules"}, {"name": "exact_duplicates"}]
 NOVELTY = {"name": "novelty", "weight": 0.5, "only_positive": False, "embedder": {"name": "hashed"}}
-EXPERIENCES = [{"name": "length_reward", "high": 9, "width": 4, "weight": 0.2}, {"name": "diversity"}, NOVELTY]
+EXPERIENCES = [
+    {"name": "length_reward", "high": 9, "width": 4, "weight": 0.2},
+    {"name": "diversity", "weight": 0.2, "last_weight": 0.2},
+    NOVELTY,
+]
 
 
 @pytest.fixture
@@ -47,7 +51,7 @@ def rewards(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_a_run_is_the_same_with_a_service_and_without(small_run: Run, service: Path) -> None:
-    """All metrics but times are equal to the last bit; and all rewards of a run that shares the service and is resumed."""
+    """All metrics but times are equal to the last bit, and the rewards of another run that is resumed, too."""
     settings = ("schedule.steps=4", "checkpoint.every=2", INVARIANT, *SMALL)
     _, expected = small_run("alone", *settings, pipeline())
     _, served = small_run("served", *settings, pipeline(service=str(service)))
