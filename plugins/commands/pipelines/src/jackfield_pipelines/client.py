@@ -68,8 +68,8 @@ class PipelineClient:
                 return await work(stub(connection, SERVICE, CONTRACT, PipelineService, self.seconds))
             except DeadlineExceeded as error:
                 fix = "look at what the service does, or raise deadlines.batch"
-                what, found = f"{self.who} did not answer in time", error.message
-                raise DeadlineExceeded(what, where="data.pipeline.service", found=found, fix=fix) from error
+                late, what = error.message, f"{self.who} did not answer in time"
+                raise DeadlineExceeded(what, where="data.pipeline.service", found=late, fix=fix) from error
             except RpcError as error:
                 if error.code != "rpc.lost" or not connection.lost.done():
                     raise

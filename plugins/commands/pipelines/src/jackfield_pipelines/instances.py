@@ -114,7 +114,8 @@ class Room:
 
     async def _shape(self, instance: Instance, request: ShapeRequest) -> ShapeReply:
         async with self._turn:
-            _COUNTED.set(counted := [])
+            counted = list[tuple[str, float]]()
+            _COUNTED.set(counted)
             shaped = await instance.pipeline.shape(request.records, request.batch)
             written: Any = {"columns": dict(shaped.columns), "removed": dict(shaped.removed), "made": (*shaped.made,)}
             return ShapeReply(**written, states=instance.states, counted=counted)
