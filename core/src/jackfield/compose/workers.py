@@ -286,7 +286,9 @@ class WorkerFactory:
             services |= {} if (http := http_client()) is None else {"http": http}
             services |= {"count": lambda name, number: agent.limits.count(f"pipeline/{name}", number)}
             shared = OperatorContext(clock=self.clock, seed=config.seed, target="experiences", **services)
-            pipeline = pipelines().ExperiencePipeline.of_run(config, self.registry, shared, number)
+            served = config.data.pipeline.service is not None
+            kind = pipelines().ServedPipeline if served else pipelines().ExperiencePipeline
+            pipeline = kind.of_run(config, self.registry, shared, number)
             stack.push_async_callback(pipeline.close)
             if http is not None:
                 stack.push_async_callback(http.close)

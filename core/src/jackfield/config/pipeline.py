@@ -42,6 +42,11 @@ class PipelineConfig:
         None,
         "where the rows after each stage are kept, and found again by other runs; null: `data` in the run's folder",
     )
+    service: str | None = option(
+        None,
+        "the folder of a service (`jackfield data serve`), or its address.json, which applies all operators; null: "
+        "the run does",
+    )
 
     @property
     def entries(self) -> tuple[Mapping[str, Any], ...]:

@@ -1,8 +1,11 @@
-"""The commands ``jackfield data run`` and ``jackfield data trace``."""
+"""The commands of ``jackfield data`` on pipelines."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,9 @@ from jackfield_pipelines.lineage import trace as trace_row
 from jackfield_pipelines.row_sets import ROWS, RowSet
 from jackfield_pipelines.samples import rows_of_samples, steps_of_samples
 from jackfield_pipelines.tasks import pipeline_of
+
+_GRACE_SECONDS = 10.0  #: for closing operators after a signal
+_ASK_SECONDS = 10.0  #: for a service to say what it does
 
 
 @click.command("run")
@@ -91,3 +97,50 @@ def sets(folder: Path, as_json: bool) -> None:
                 {"chain": number, "set": made.folder.name, "operator": operator, **numbers, "bytes": size, **told}
             )
     show(rows, "chain", "set", "operator", "rows", "removed", "set_aside", "made", "bytes", "ended", "counters")
+
+
+@click.command("serve")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@json_option
+def serve(file: Path, as_json: bool) -> None:
+    """Serve pipelines to several runs, with the settings of FILE, until Ctrl-C or SIGTERM.
+
+    Runs name the folder of the service, or the file with the address, which is printed, in data.pipeline.service.
+    """
+    from jackfield.compose.builder import Stop
+    from jackfield_pipelines.serving import load, serving
+
+    config, stop = load(file), Stop(_GRACE_SECONDS)
+
+    async def main() -> None:
+        """Serve until a signal arrives."""
+        with stop.boundary(lambda: "with the requests that are under way given up"):
+            async with serving(config) as (server, address):
+                place = {"host": server.address.host, "port": server.address.port, "process": os.getpid()}
+                found = {"address": str(address.absolute()), **place}
+                said = f"serving pipelines; {found['address']} says where"
+                click.echo(json.dumps(found) if as_json else said)
+                sys.stdout.flush()
+                await stop.requested.wait()
+
+    with stop.listening():
+        asyncio.run(stop.bounded(main()))
+    sys.exit(stop.code)
+
+
+@click.command("served")
+@click.argument("address", type=click.Path(path_type=Path))
+@json_option
+def served(address: Path, as_json: bool) -> None:
+    """Show what the service at ADDRESS, its folder or its address.json, is doing."""
+    from jackfield.clock import Clock
+    from jackfield_pipelines.client import PipelineClient
+
+    async def ask() -> list[dict[str, Any]]:
+        client = PipelineClient(place=address, run="jackfield data served", seconds=_ASK_SECONDS, clock=Clock())
+        try:
+            return await client.call(lambda service: service.overview())
+        finally:
+            await client.close()
+
+    show(asyncio.run(ask()), "pipeline", "operators", "runs", "requests", "stages")

@@ -97,12 +97,16 @@ class ExperiencePipeline:
     def _state(self) -> list[Any]:
         return [copy.deepcopy(stage.operator.state()) for stage in self.stages]
 
-    async def shape(self, records: Mapping[str, Record], batch: int) -> Shaped:
-        """Apply the operators to experiences of whole groups of a batch."""
+    def remember(self, batch: int) -> None:
+        """Keep the states before the first experience of a batch."""
         if batch > self._newest:
             self._newest, self._states[batch] = batch, self._state()
             for number in sorted(self._states)[:-_KEPT]:
                 del self._states[number]
+
+    async def shape(self, records: Mapping[str, Record], batch: int) -> Shaped:
+        """Apply the operators to experiences of whole groups of a batch."""
+        self.remember(batch)
         left = {key: {**record, KEY: key} for key, record in records.items()}
         columns, removed, made = dict[str, dict[str, Any]](), dict[str, str](), dict[str, MadeRow]()
         for stage in self.stages:

@@ -86,9 +86,23 @@ class OperatorProcess:
         self.operators[number] = operator
         return number
 
-    def submit(self, work: Coroutine[Any, Any, T]) -> Awaitable[T]:
-        """Run work in the thread; cancelling cancels it there."""
-        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._running()))
+    async def submit(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run work in the thread. A cancellation cancels it there, and waits until it has ended."""
+        running, loop, ended, tasks = self._running(), asyncio.get_running_loop(), asyncio.Event(), list[Any]()
+
+        def begin() -> None:
+            tasks.append(running.create_task(work))
+            tasks[0].add_done_callback(lambda _: loop.is_closed() or loop.call_soon_threadsafe(ended.set))
+
+        running.call_soon_threadsafe(begin)
+        try:
+            await ended.wait()
+        except asyncio.CancelledError:
+            running.call_soon_threadsafe(lambda: tasks[0].cancel())
+            await ended.wait()
+            raise
+        result: T = tasks[0].result()
+        return result
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run work in the thread, and wait for it."""

@@ -18,7 +18,7 @@ from jackfield.files import replace_file, seal, sync_tree, unseal
 ROWS, LINEAGE, REMOVED, SET_ASIDE = "rows.jsonl", "lineage.jsonl", "removed.jsonl", "set_aside.jsonl"
 FILES = (ROWS, LINEAGE, REMOVED, SET_ASIDE)
 KEY = ROW  #: the column of a record with the row's key
-_MANIFEST, _PROGRESS = "manifest.json", "progress.json"
+MANIFEST, _PROGRESS = "manifest.json", "progress.json"
 _encode, _decode = msgspec.json.Encoder().encode, msgspec.json.Decoder().decode
 
 
@@ -51,7 +51,7 @@ class RowSet:
     def open(cls, folder: Path) -> RowSet | None:
         """Open a complete set; None: there is none. A damaged manifest raises ``data.row-set``."""
         try:
-            manifest = unseal((folder / _MANIFEST).read_bytes())
+            manifest = unseal((folder / MANIFEST).read_bytes())
             sizes = {name: (folder / name).stat().st_size for name in FILES}
         except FileNotFoundError:
             return None
@@ -108,7 +108,7 @@ class RowSetWriter:
         (self._partial / _PROGRESS).unlink(missing_ok=True)
         sizes = {name: (self._partial / name).stat().st_size for name in FILES}
         whole = {**manifest, "counts": self.counts, "sizes": sizes}
-        replace_file(self._partial / _MANIFEST, seal(json.dumps(whole)))
+        replace_file(self._partial / MANIFEST, seal(json.dumps(whole)))
         sync_tree(self._partial)
         self._partial.rename(self.folder)
         return RowSet(folder=self.folder, manifest=whole)

@@ -136,15 +136,16 @@ class Gate:
     async def generate(self, model: str, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> GeneratedText:
         """Ask a model."""
         if model == "policy":
-            self._check("policy")
+            self.check("policy")
         return await self.services.generate(model, messages, **sampling)
 
     async def score(self, values: Mapping[str, Any], response: str) -> float:
         """Ask the reward."""
-        self._check("reward")
+        self.check("reward")
         return await self.services.score(values, response)
 
-    def _check(self, use: Use) -> None:
+    def check(self, use: Use) -> None:
+        """Refuse what the operator does not say that it uses."""
         uses = () if self.operator is None else self.operator.uses
         if use not in uses:
             details: Any = {"where": self.name, "expected": f"{use} in Operator.uses", "found": uses}

@@ -142,6 +142,7 @@ class OperatorStage:
             result = await self.apply(records, batch=number)
             _write(writer, records, result, self.name, self.number)
             done += len(records)
+            await asyncio.sleep(0)  # a cancellation is noticed, although the operator may never wait
             self._refuse_many(writer, done, limits, result)
             if (now := self.clock.time()) - saved >= _SAVED_SECONDS:
                 state = {"operator": self.operator.state(), "counters": self.counters}

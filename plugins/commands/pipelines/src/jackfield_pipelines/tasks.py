@@ -23,8 +23,10 @@ from jackfield.data.tasks import TaskSet
 from jackfield.errors import ConfigError, DataError
 from jackfield.plugins.registry import Registry, discover
 from jackfield.settings import structure
+from jackfield_pipelines.client import prepare, sources_of
 from jackfield_pipelines.pipeline import FilePipeline, Step
 from jackfield_pipelines.process_operators import INTERPRETER, Interpreters
+from jackfield_pipelines.protocol import TaskJob
 from jackfield_pipelines.row_sets import KEY, ROWS, RowSet
 from jackfield_pipelines.services import Services
 from jackfield_pipelines.stages import Limits
@@ -121,7 +123,7 @@ def pipeline_of(config: RunConfig, tell: Callable[[RowSet, bool], None]) -> list
     data, settings = config.data, config.data.pipeline
     sets = sets_of(data.train, "data.train")
     registry = discover()
-    steps = steps_of(settings.tasks, registry, "data.pipeline.tasks", config)
+    steps = [] if settings.service else steps_of(settings.tasks, registry, "data.pipeline.tasks", config)
     form = _formats(config, sets)[0]
     names = {"prompt": form.messages_key or form.prompt_key, "answer": form.answer_key}
     names |= {"response": form.response_key, "rejected": form.rejected_key}
@@ -154,10 +156,16 @@ def pipeline_of(config: RunConfig, tell: Callable[[RowSet, bool], None]) -> list
         finally:
             await services.close()
 
+    async def served(files: Sequence[tuple[BinaryIO, str, str]]) -> list[RowSet]:
+        shared: Any = {name: getattr(pipeline, name) for name in ("seed", "limits", "rows", "seconds")}
+        job = TaskJob(operators=settings.tasks, files=sources_of(files), form=form, columns=columns, **shared)
+        return await prepare(config, job, [file for file, _, _ in files], pipeline.folder, tell)
+
     with ExitStack() as stack, ThreadPoolExecutor(1) as thread:  # the caller may be in an event loop
         opened = [stack.enter_context(readers().open_lines(each)) for each in sets]
         files = list(zip(opened, (each.path for each in sets), stems_of(sets), strict=True))
-        found = thread.submit(lambda: asyncio.run(run(files))).result()
+        work = run(files) if settings.service is None else served(files)
+        found = thread.submit(lambda: asyncio.run(work)).result()
     if not len(found[-1]):
         details: Any = {"where": "data.pipeline.tasks", "expected": "one row or more"}
         raise DataError("no task is left after the pipeline", code="data.empty", found="none", **details)
