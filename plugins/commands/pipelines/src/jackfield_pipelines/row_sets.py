@@ -18,7 +18,7 @@ from jackfield.files import replace_file, seal, sync_tree, unseal
 ROWS, LINEAGE, REMOVED, SET_ASIDE = "rows.jsonl", "lineage.jsonl", "removed.jsonl", "set_aside.jsonl"
 FILES = (ROWS, LINEAGE, REMOVED, SET_ASIDE)
 KEY = ROW  #: the column of a record with the row's key
-_MANIFEST, _PROGRESS = "manifest.json", "progress.json"
+MANIFEST, _PROGRESS = "manifest.json", "progress.json"
 _encode, _decode = msgspec.json.Encoder().encode, msgspec.json.Decoder().decode
 
 
@@ -41,6 +41,11 @@ class RowSet:
     def __len__(self) -> int:
         return int(self.manifest["counts"]["rows"])
 
+    def lines(self) -> Iterator[bytes]:
+        """Yield the lines of its rows, each with its end."""
+        with (self.folder / ROWS).open("rb") as file:
+            yield from file
+
     def records(self, name: str = ROWS) -> Iterator[dict[str, Any]]:
         """Yield the records of one of its files."""
         with (self.folder / name).open("rb") as file:
@@ -51,7 +56,7 @@ class RowSet:
     def open(cls, folder: Path) -> RowSet | None:
         """Open a complete set; None: there is none. A damaged manifest raises ``data.row-set``."""
         try:
-            manifest = unseal((folder / _MANIFEST).read_bytes())
+            manifest = unseal((folder / MANIFEST).read_bytes())
             sizes = {name: (folder / name).stat().st_size for name in FILES}
         except FileNotFoundError:
             return None
@@ -96,9 +101,13 @@ class RowSetWriter:
 
     def append(self, name: str, records: Sequence[Mapping[str, Any]]) -> None:
         """Append records to a file."""
-        if records:
-            self._files[name].write(b"".join(_encode(each) + b"\n" for each in records))
-            self.counts[_COUNTED[name]] += len(records)
+        self.append_lines(name, [_encode(each) + b"\n" for each in records])
+
+    def append_lines(self, name: str, lines: Sequence[bytes]) -> None:
+        """Append records that are lines of JSON to a file."""
+        if lines:
+            self._files[name].write(b"".join(lines))
+            self.counts[_COUNTED[name]] += len(lines)
 
     def progress(self, state: Any) -> None:
         """Save how far the set is, after a sync of its files."""
@@ -116,7 +125,7 @@ class RowSetWriter:
         _remove(self._partial / "scratch")
         sizes = {name: (self._partial / name).stat().st_size for name in FILES}
         whole = {**manifest, "counts": self.counts, "sizes": sizes}
-        replace_file(self._partial / _MANIFEST, seal(json.dumps(whole)))
+        replace_file(self._partial / MANIFEST, seal(json.dumps(whole)))
         sync_tree(self._partial)
         self._partial.rename(self.folder)
         return RowSet(folder=self.folder, manifest=whole)

@@ -133,6 +133,7 @@ def pipeline_of(config: RunConfig, tell: Callable[[RowSet, bool], None]) -> list
         ),
         rows=settings.rows_per_request,
         seconds=settings.seconds_per_request,
+        concurrent=settings.concurrent_requests,
         context=lambda context: attrs.evolve(context, columns=columns),
         tell=tell,
     )
