@@ -41,6 +41,7 @@ STAMPS = VENV / "jackfield-stamps.json"
 SERVERS = {"postgresql": "usr/lib/postgresql/*/bin/postgres", "redis-server": "usr/bin/redis-server"}
 VLLM = ROOT / "plugins" / "rollout" / "vllm" / "tests" / "environment.yaml"
 VEOMNI = ROOT / "plugins" / "engines" / "veomni" / "tests" / "environment.yaml"
+DATA_JUICER = ROOT / "plugins" / "operators" / "data_juicer" / "tests" / "environment.yaml"
 SGLANG = ROOT / "plugins" / "rollout" / "sglang" / "tests" / "requirements.txt"
 TRACKERS = ROOT / "plugins" / "libraries" / "trackers" / "tests" / "requirements.txt"
 CLIENTS = ROOT / "tests" / "integration" / "openai_clients" / "requirements.txt"
@@ -159,10 +160,10 @@ def install_servers() -> None:
 
 
 def make_interpreters() -> None:
-    """Make the environments that tests share, where they are not there as described: vLLM's and VeOmni's, with the
-    plugin that is installed in ``.venv``; SGLang's and the trackers', which lie over ``.venv``, where much of what they
-    want is; those of clients of OpenAI's API and of libraries of environments, with nothing of ours. Fetch what tests
-    load: a tokenizer, a model, torchao.
+    """Make the environments that tests share, where they are not there as described: those of vLLM, VeOmni and
+    Data-Juicer, with the plugin that is installed in ``.venv``; SGLang's and the trackers', which lie over ``.venv``,
+    where much of what they want is; those of clients of OpenAI's API and of libraries of environments, with nothing of
+    ours. Fetch what tests load: a tokenizer, a model, torchao.
     """
     fetch_tokenizer()
     command = [str(PYTHON), str(REAL_MODEL / "get_model.py"), str(SMOLLM2_FOLDER)]
@@ -170,7 +171,7 @@ def make_interpreters() -> None:
     if not (TORCHAO_FOLDER / "torchao" / "__init__.py").exists():
         # compiled, because its first import warns of its own source
         _uv("install", "--no-deps", "--compile-bytecode", "--target", str(TORCHAO_FOLDER), TORCHAO)
-    for name, file in (("vllm", VLLM), ("veomni", VEOMNI)):
+    for name, file in (("vllm", VLLM), ("veomni", VEOMNI), ("data_juicer", DATA_JUICER)):
         command = [str(VENV / "bin" / "jackfield"), "env", "create", name, str(file)]
         _run(command, installer_settings())
     make_environment("clients", CLIENTS, lies_over=False)

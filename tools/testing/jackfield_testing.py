@@ -81,6 +81,7 @@ TOOLS: dict[str, Callable[[], bool]] = {
     "agents": lambda: agents_python() is not None,
     "cc": lambda: shutil.which("cc") is not None,
     "clients": lambda: clients_python() is not None,
+    "data_juicer": lambda: data_juicer_python() is not None,
     "flock": lambda: shutil.which("flock") is not None,
     "git": lambda: shutil.which("git") is not None,
     "node": lambda: shutil.which("node") is not None,
@@ -103,6 +104,11 @@ def clients_python() -> Path | None:
 def agents_python() -> Path | None:
     """The interpreter that has verifiers and OpenEnv: ``JACKFIELD_AGENTS_PYTHON``, or that of ``make interpreters``."""
     return _python("agents")
+
+
+def data_juicer_python() -> Path | None:
+    """The interpreter that has Data-Juicer: ``JACKFIELD_DATA_JUICER_PYTHON``, or that of ``make interpreters``."""
+    return _python("data_juicer")
 
 
 def veomni_python() -> Path | None:

@@ -278,12 +278,15 @@ def create(name: str, file: str, overrides: tuple[str, ...], deadline: float) ->
     if workers and config.cluster.name == "ray":  # its workers access samples and need the same version of Ray
         shared.append("transfer_queue")
         settings = attrs.evolve(settings, requires=(*settings.requires, *requirement_as_installed("ray")))
-    records = [registry.resolve(getattr(config, kind).name, kind) for kind in (*workers, *shared)]
-    comes_along = tuple(dict.fromkeys(["jackfield", *(record.distribution for record in records)]))
+    there = [each.get("name") for each in config.data.pipeline.entries if each.get("interpreter") == name]
+    records = [registry.resolve(getattr(config, kind).name, kind) for kind in workers]
+    records += [registry.resolve(str(operator), "operator") for operator in dict.fromkeys(there)]
+    others = [registry.resolve(getattr(config, kind).name, kind) for kind in shared]
+    comes_along = tuple(dict.fromkeys(["jackfield", *(record.distribution for record in (*records, *others))]))
     folder = settings.path(name)
     made = create_environment(settings, folder, comes_along, deadline)
     click.echo(f"{folder}: made in {time.monotonic() - started:.0f} s" if made else f"{folder}: there already")
-    for record in records[: len(workers)]:
+    for record in records:
         found = look(environment_python(folder), record, _LOOK_SECONDS, importing=True)
         found.check(complete=False)
         for error in found.missing:

@@ -13,7 +13,11 @@ from jackfield.settings import option
 
 @attrs.frozen(kw_only=True)
 class PipelineConfig:
-    """Operators, each with its ``name`` and settings, in the order in which rows pass them."""
+    """Operators, each with its ``name`` and settings, in the order in which rows pass them.
+
+    The key ``interpreter`` of an operator has it run in a process of its own, with an interpreter of this path, or that
+    of this name under ``environments``.
+    """
 
     tasks: tuple[Mapping[str, Any], ...] = option((), "operators of the training tasks, which pass before the run")
     experiences: tuple[Mapping[str, Any], ...] = option(
@@ -41,3 +45,8 @@ class PipelineConfig:
         None,
         "where the rows after each stage are kept, and found again by other runs; null: `data` in the run's folder",
     )
+
+    @property
+    def entries(self) -> tuple[Mapping[str, Any], ...]:
+        """All operators."""
+        return (*self.tasks, *self.experiences)

@@ -24,6 +24,7 @@ NAMES = (
     "diversity",
     "length_reward",
     "novelty",
+    "quality_llm",
     "quality_rules",
     "reward_filter",
     "safety_penalty",
@@ -122,6 +123,41 @@ def test_safety_takes_a_penalty_for_each_category() -> None:
     assert [1.0, 0.0, 2.0] == [each["unsafe_categories"] for each in found.values()]
 
 
+@pytest.mark.parametrize(("unit", "beyond"), [("words", 0.2), ("characters", 0.8)])
+def test_length_is_counted_in_other_units(unit: str, beyond: float) -> None:
+    """Four words of 18 characters: one, or four, over the band, of a width of five."""
+    operator = made("length_reward", unit=unit, high={"words": 3, "characters": 14}[unit], width=5, weight=1.0)
+    found = run(operator, [experience("one  two three 444", 1.0)]).updates["r0"]
+    assert (beyond, 1.0 - beyond) == pytest.approx((found["length_loss"], found["reward"]))
+
+
+def test_tokens_that_are_not_counted_cost_nothing() -> None:
+    found = run(made("length_reward", high=1, width=1), [experience(response_tokens=None)])
+    assert ({}, {"reward": 1.0, "length_loss": 0.0}) == (found.set_aside, found.updates["r0"])
+
+
+@pytest.mark.parametrize(
+    ("response", "categories", "findings"),
+    [
+        ("a pipe\n bomb", 1, 1),
+        ("PIPE BOMB, pipe bomb", 1, 2),
+        ("a pipe bombardment", 0, 0),
+        ("a gun and the guns", 1, 1),
+        ("g\u00adun", 1, 1),
+        ("\uff47\uff55\uff4e", 1, 1),
+        ("maybe a gun, maybe", 2, 3),
+    ],
+)
+@pytest.mark.parametrize("per", ["category", "finding"])
+def test_unsafe_words_are_whole_ones(response: str, categories: int, findings: int, per: str) -> None:
+    words = {"arms": ["gun", "pipe bomb"], "doubt": ["maybe"]}
+    operator = made("safety_penalty", words=words, per=per, penalty=0.25, maximum=0.6)
+    found = run(operator, [experience(response)]).updates["r0"]
+    assert (categories, findings) == (found["unsafe_categories"], found["unsafe_findings"])
+    lost = min(0.25 * (categories if per == "category" else findings), 0.6)
+    assert 1.0 - lost == pytest.approx(found["reward"])
+
+
 def test_novelty_is_the_distance_from_the_nearest_that_came_before() -> None:
     """The first request has nothing to compare with; a known text has no novelty; the oldest are forgotten."""
     operator = made("novelty", weight=1.0, nearest=1, memory=2, embedder={"dimensions": 64})
@@ -137,6 +173,63 @@ def test_novelty_is_the_distance_from_the_nearest_that_came_before() -> None:
     first, second = (run(each, rows).updates for each in (operator, again))
     assert first == second
     assert -1.0 == first["r1"]["reward"], "only positive rewards get it"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_novelty_of_a_group_is_by_earlier_groups(size: int) -> None:
+    """By all cosines, computed here; requests of one or more groups give the same, and siblings do not count."""
+    texts = {"a": ["one two", "one two three"], "b": ["one two", "nothing like it"], "c": ["nothing like it!", "x"]}
+    embedder = make_embedder(EmbedderConfig(dimensions=64), OperatorContext())
+    expected, before = list[float](), list[Any]()
+    for own in texts.values():
+        vectors = asyncio.run(embedder.embed(own))
+        for vector in vectors:
+            nearest = sorted((float(vector @ other) for other in before), reverse=True)[:2]
+            expected.append(1.0 - sum(nearest) / len(nearest) if nearest else 0.0)
+        before = [*before, *vectors][-3:]
+    operator, names, found = made("novelty", nearest=2, memory=3, embedder={"dimensions": 64}), list(texts), []
+    for first in range(0, 3, size):
+        rows = [experience(text, 1.0, name) for name in names[first : first + size] for text in texts[name]]
+        found += [each["novelty"] for each in run(operator, rows).updates.values()]
+    assert expected == pytest.approx(found, abs=3e-3)
+    assert max(expected) > 0.3
+
+
+def test_a_request_that_is_cancelled_is_not_remembered() -> None:
+    operator = made("novelty")
+
+    async def cancelled() -> None:
+        request = OperatorRequest(rows=(Row(key="r0", values=experience("a text")),))
+        task = asyncio.ensure_future(operator.process(request))
+        task.cancel()
+        await asyncio.wait([task], timeout=10.0)
+
+    before = operator.state()
+    asyncio.run(cancelled())
+    assert before == operator.state()
+
+
+PARTS = ("reward", "advantage", "uncertainty", "surprise", "novelty")
+
+
+@given(
+    rewards=st.lists(st.floats(-2, 2), min_size=1, max_size=6),
+    weights=st.fixed_dictionaries({name: st.floats(0, 2) for name in PARTS}),
+)
+def test_utility_weighs_each_part(rewards: list[float], weights: dict[str, float]) -> None:
+    rows = [experience(reward=r, log_prob_mean=-r * r, novelty=r / 2) for r in rewards]
+    found = [each["utility"] for each in run(made("utility", **weights), rows).updates.values()]
+    mean, variance = float(np.mean(rewards)), float(np.var(rewards))
+    columns = [[r, abs(r - mean), variance, r * r, r / 2] for r in rewards]
+    assert np.dot(np.array(columns), [weights[name] for name in PARTS]).tolist() == pytest.approx(found, abs=1e-9)
+
+
+def test_utility_of_what_an_operator_made_is_known_without_log_probs() -> None:
+    """Null is no surprise; a column that is missing is a mistake in the settings, which the reason names."""
+    rows = [experience(log_prob_mean=None), experience(reward=0.0)]
+    found = run(made("utility", surprise=1.0), rows)
+    assert 0.75 == found.updates["r0"]["utility"]
+    assert "log_prob_mean" in found.set_aside["r1"]
 
 
 def test_utility_is_the_sum_of_its_parts() -> None:
@@ -166,6 +259,38 @@ def test_salience_keeps_what_tells_most(settings: dict[str, Any], kept: set[int]
     assert kept == decided(made("salience", **settings), rows)
 
 
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"by": "uncertainty", "share": 0.3}, {2, 3}),
+        ({"by": "uncertainty", "share": 0.6}, {0, 1, 2, 3}),
+        ({"by": "surprise", "share": 0.3}, {4, 5}),
+        ({"by": "surprise", "minimum": 0.6}, {2, 3, 4, 5}),
+        ({"by": "surprise", "log_prob": "min", "minimum": 5.0}, {0, 1}),
+        ({"by": "information", "share": 0.01}, {2, 3}),
+    ],
+)
+def test_salience_can_keep_whole_groups(settings: dict[str, Any], kept: set[int]) -> None:
+    """Means of the groups: surprise 0.5, 0.75 and 2, variance 0.04, 0.25 and 0, information 0.1, 0.375 and 0."""
+    told = {"a": ((0.6, 0.25), (1.0, 0.75)), "b": ((1.0, 0.5), (0.0, 1.0)), "c": ((1.0, 3.0), (1.0, 1.0))}
+    least = {"a": -6.0, "b": -4.0, "c": -4.0}
+    rows = [
+        experience(reward=r, group=name, log_prob_mean=-s, log_prob_min=least[name])
+        for name, own in told.items()
+        for r, s in own
+    ]
+    assert kept == decided(made("salience", of="groups", **settings), rows)
+
+
+def test_uncertainty_needs_no_log_probs() -> None:
+    rows = [experience(reward=reward) for reward in (0.0, 1.0)]
+    assert {0, 1} == decided(made("salience", by="uncertainty", minimum=0.2), rows)
+    operator = made("salience", by="surprise", minimum=0.0)
+    assert set() == decided(operator, rows)
+    rows = [Row(key="r0", values=run(operator, rows).updates["r0"])]
+    assert "there is no log_prob_mean" in operator.decide(rows)["r0"]
+
+
 def test_a_filter_by_reward_keeps_its_bounds() -> None:
     rows = [experience(reward=reward) for reward in (-1.0, 0.0, 0.5, 1.0)]
     assert {1, 2} == decided(made("reward_filter", minimum=0.0, maximum=0.5), rows)
@@ -179,11 +304,15 @@ def test_a_filter_by_reward_keeps_its_bounds() -> None:
         ("quality_rules", {"matches": {"broken": "("}}, "matches.broken"),
         ("quality_rules", {"repetition": None, "ends": False}, "quality_rules"),
         ("safety_penalty", {"patterns": {}}, "patterns"),
+        ("safety_penalty", {"words": {"arms": [" "]}}, "words.arms"),
         ("salience", {}, "salience"),
+        ("quality_llm", {"low": 3.0, "high": 3.0}, "high"),
+        ("quality_llm", {"template": "no response"}, "template"),
+        ("quality_llm", {"template": "{response} {messages.text}"}, "template"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(name: str, settings: dict[str, Any], where: str) -> None:
     with pytest.raises(JackfieldError) as caught:
         made(name, **settings)
     assert isinstance(caught.value, ConfigError)
-    assert where == caught.value.where
+    assert str(caught.value.where).endswith(where)

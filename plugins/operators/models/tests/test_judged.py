@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jackfield.abc.operator import OperatorContext, OperatorResult
 from jackfield.errors import ConfigError, JackfieldError
 from jackfield_bad_service import BadService, DeadlineOfHanging, bad_service
-from jackfield_operator_models.judged import read_rating
+from jackfield_model_requests import read_rating
 from jackfield_reward_requests import AiohttpClient
 
 

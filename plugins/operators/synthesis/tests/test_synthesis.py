@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from jackfield.abc.operator import NewRow, Operator, OperatorContext, OperatorRequest, OperatorResult, Row
 from jackfield.abc.reward import GeneratedText
-from jackfield.errors import ConfigError
+from jackfield.errors import ConfigError, RunError, WorkerLost
 from jackfield.plugins.registry import load_plugin
 from jackfield_reward_requests import AiohttpClient, loopback_server
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.timeout(120)
 Answers = Callable[[str, int], str]
 
 
-@attrs.define
+@attrs.define(slots=False)
 class Host:
     """A host that answers by a function of the last message and the number of the call, and scores by the truth."""
 
@@ -91,6 +92,68 @@ def test_failed_responses_are_repaired_and_right_ones_are_left() -> None:
     assert {"tokens": 14.0, "made": 1.0, "rejected": 1.0} == host.counts
 
 
+def test_what_was_measured_of_the_old_response_is_not_of_the_new_one() -> None:
+    """Tokens and log-probs are null where the row has them, and a new response has one turn."""
+    row = experience(6, response_tokens=9, log_prob_mean=-0.5, turns=3, log_prob_min=-2.0, topic="sums")
+    (new,) = processed(Host().make("repair"), [row]).made
+    unknown = {"response_tokens": None, "log_prob_mean": None, "log_prob_min": None}
+    assert {"response": "So 5.", "reward": 1.0, "turns": 1, **unknown} == new.values
+
+
+def test_a_failure_costs_no_experience(caplog: pytest.LogCaptureFixture) -> None:
+    """A model that fails is counted and logged, the row stays, and the others are not affected."""
+
+    def answers(asked: str, call: int) -> str:
+        if "So 7." in asked:
+            raise RunError("no replica is free")
+        return "So 5."
+
+    host = Host(answers=answers)
+    with caplog.at_level(logging.WARNING, "jackfield"):
+        found = processed(host.make("repair", asked={"retries": 0}), [experience(7), experience(6)])
+    assert (["r1"], {}) == ([new.parents[0] for new in found.made], dict(found.set_aside))
+    assert 1.0 == host.counts["failed"]
+    assert "no replica is free" in caplog.text
+
+
+def test_a_lost_worker_is_no_fault_of_a_row() -> None:
+    def answers(asked: str, call: int) -> str:
+        raise WorkerLost("it died")
+
+    with pytest.raises(WorkerLost):
+        processed(Host(answers=answers).make("repair"), [experience(6)])
+
+
+def test_what_is_made_at_the_deadline_is_kept() -> None:
+    """An answer that never comes is cancelled; the other row has its repair."""
+    host, cancelled = Host(), list[str]()
+
+    async def generate(model: str, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> GeneratedText:
+        if "So 7." in messages[-1]["content"]:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.append("So 7.")
+                raise
+        return GeneratedText(text="So 5.", tokens=7)
+
+    host.generate = generate  # type: ignore[method-assign]
+    rows = (Row(key="slow", values=experience(7)), Row(key="fast", values=experience(6)))
+    request = OperatorRequest(rows=rows, deadline_seconds=0.5)
+    found = asyncio.run(host.make("repair").process(request))
+    assert [("fast",)] == [new.parents for new in found.made]
+    assert ({}, ["So 7."], 1.0) == (dict(found.set_aside), cancelled, host.counts["failed"])
+
+
+@pytest.mark.parametrize(
+    "row", [{}, {"response": 3}, {"reward": "1"}, {"messages": ["text"]}, {"prompt": 3}], ids=lambda row: str([*row])
+)
+def test_rows_that_are_bad_are_set_aside(row: dict[str, Any]) -> None:
+    bad = {**experience(6), **row} if row else {"response": "So 6."}
+    found = processed(Host().make("repair"), [bad, experience(6)])
+    assert ({"r0"}, [("r1",)]) == (set(found.set_aside), [new.parents for new in found.made])
+
+
 def test_the_policy_can_simply_be_asked_once_more() -> None:
     host = Host()
     processed(host.make("repair", template="{prompt}"), [experience(6)])
@@ -130,6 +193,22 @@ def test_successes_are_amplified_by_different_answers_only() -> None:
     host = Host(answers=lambda asked, call: said[call])
     found = processed(host.make("amplify", variants=5), [experience(5), experience(6)])
     assert ["It is 5", "5"] == [text for _, text, _ in responses(found)]
+
+
+def test_variants_can_have_to_be_shorter() -> None:
+    said = ["So, as far as I can see, it has to be 5", "It is 5"]
+    host = Host(answers=lambda asked, call: said[call])
+    found = processed(host.make("amplify", variants=2, longest=0.5), [experience(5)])
+    assert ["It is 5"] == [text for _, text, _ in responses(found)]
+    assert (1.0, 1.0) == (host.counts["made"], host.counts["rejected"])
+
+
+def test_splices_can_have_to_improve_on_both_parents() -> None:
+    rows = [experience(6), {**experience(5), "reward": 0.7}]
+    rows[0]["response"], rows[1]["response"] = "One. So 6.", "Two. So 5."
+    for improvement, count in ((0.3, 1), (0.4, 0)):
+        gate = {"minimum": 0.0, "improvement": improvement}
+        assert count == len(processed(Host().make("splice", attempts=40, gate=gate), rows).made)
 
 
 def test_splices_join_two_responses_of_a_group() -> None:
@@ -183,6 +262,35 @@ def test_counterfactuals_change_a_number_and_its_truth(functions: str) -> None:
         assert 1.0 == new.values["reward"]
 
 
+def test_counterfactuals_change_a_word(functions: str) -> None:
+    """The verifier alone decides, so that nobody has to know the truth."""
+    gate = {"by": "verifier", "verifier": f"{functions}:verify"}
+    host = Host(answers=lambda asked, call: "9!" if "minus" in asked else "no")
+    operator = host.make("counterfactual", change="words", words={"and": "minus", "is": "was"}, gate=gate, variants=8)
+    found = processed(operator, [experience(5), {**experience(5), "prompt": "Iss 2+2?"}])
+    assert {"What is 2 minus 3?", "What was 2 and 3?"} == set(host.asked)
+    assert {"What is 2 minus 3?"} == {new.values["prompt"] for new in found.made}
+    assert {None} == {new.values["ground_truth"] for new in found.made}
+
+
+def test_counterfactuals_act_in_another_way_at_a_turn() -> None:
+    """The conversation ends before the turn, and the same action is no new one."""
+    said = ["look", "go", "look", "stay"]
+    messages = [{"role": "user", "content": "start"}]
+    for action in ("look", "go"):
+        messages += [{"role": "assistant", "content": action}, {"role": "user", "content": f"you {action}"}]
+    host = Host(answers=lambda asked, call: said[call % 4] + " 5")
+    row = experience(5, messages=[{**each, "content": f"{each['content']} 5"} for each in messages])
+    found = processed(host.make("counterfactual", change="turn", variants=12, attempts=4), [row]).made
+    assert {1, 3} == {len(new.values["messages"]) for new in found}
+    for new in found:
+        kept = new.values["messages"]
+        assert row["messages"][: len(kept)] == kept
+        assert row["messages"][len(kept)]["content"] != new.values["response"]
+        assert kept[-1]["content"] == new.values["prompt"]
+    assert () == processed(host.make("counterfactual", change="turn"), [experience(5)]).made
+
+
 def test_counterfactuals_of_a_function_have_its_columns(functions: str) -> None:
     host = Host(answers=lambda asked, call: "So 2.")
     operator = host.make("counterfactual", change="function", function=f"{functions}:other")
@@ -202,9 +310,9 @@ def test_a_verifier_is_a_gate(functions: str, by: str, passes: list[str]) -> Non
     assert passes == [text for _, text, _ in responses(found)]
 
 
-def test_a_verifier_that_fails_sets_the_row_aside(functions: str) -> None:
+def test_a_verifier_that_fails_can_set_the_row_aside(functions: str) -> None:
     gate = {"by": "verifier", "verifier": f"{functions}:broken"}
-    found = processed(Host().make("repair", gate=gate), [experience(6), experience(5)])
+    found = processed(Host().make("repair", gate=gate, on_failure="set_aside"), [experience(6), experience(5)])
     assert {"r0"} == set(found.set_aside)
     assert "no" in found.set_aside["r0"]
 
@@ -230,6 +338,33 @@ def test_the_middle_of_a_conversation_becomes_a_summary() -> None:
     assert "They counted." in kept[0]["content"]
     assert messages[-1] == kept[1]
     assert ("So 5.", 1.0) == (new.values["response"], new.values["reward"])
+
+
+def test_a_summary_can_keep_the_answer() -> None:
+    """No answer is asked for; the old one is scored beside the shorter conversation."""
+    messages = [{"role": "user", "content": "Add 2 and 3."}]
+    messages += [{"role": role, "content": f"step {n} " * 10} for n in range(4) for role in ("assistant", "user")]
+    scored = list[Mapping[str, Any]]()
+    host = Host(answers=lambda asked, call: "They counted.")
+
+    async def score(values: Mapping[str, Any], response: str) -> float:
+        scored.append(values)
+        return float(response.endswith("So 5."))
+
+    host.score = score  # type: ignore[method-assign]
+    settings = {"of": "messages", "answer": "old", "longer_than": 50}
+    rows = [experience(said, messages=messages, response_tokens=9) for said in (5, 6)]
+    (new,) = processed(host.make("summarize", **settings, attempts=1), rows).made
+    assert (rows[0]["response"], 1.0) == (new.values["response"], new.values["reward"])
+    assert [3, 3] == [len(values["messages"]) for values in scored]
+    assert 2 == len(host.asked)
+
+
+def test_pairs_need_a_good_response_and_are_no_samples() -> None:
+    rows = [experience(6), {**experience(4), "reward": 0.5}]
+    assert () == processed(Host().make("preference_pairs", minimum=0.6), rows).made
+    (new,) = processed(Host().make("preference_pairs", minimum=0.5), rows).made
+    assert (0.5, None) == (new.values["margin"], new.values["response"])
 
 
 @pytest.mark.parametrize(("pairs", "margins"), [("best_worst", [1.0]), ("all", [1.0, 0.5, 0.5])])
@@ -293,6 +428,10 @@ def test_a_model_at_an_address_is_asked(tmp_path: Path) -> None:
         ("repair", {"gate": {"by": "both", "verifier": "nothing.py:f"}}, "gate.verifier"),
         ("splice", {"keep": 5, "attempts": 2}, "keep"),
         ("counterfactual", {"function": "nothing.py:f"}, "function"),
+        ("counterfactual", {}, "function"),
+        ("counterfactual", {"change": "turn", "function": "nothing.py:f"}, "function"),
+        ("counterfactual", {"change": "turn", "words": {"a": "b"}}, "words"),
+        ("counterfactual", {"change": "words", "gate": {"by": "verifier", "verifier": "x.py:f"}}, "words"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(name: str, settings: dict[str, Any], where: str) -> None:

@@ -14,6 +14,7 @@ from jackfield.config import RunConfig
 from jackfield.errors import ConfigError
 from jackfield.plugins.registry import Registry
 from jackfield_pipelines.made import MadeRow, MadeRows
+from jackfield_pipelines.process_operators import end_processes
 from jackfield_pipelines.row_sets import KEY
 from jackfield_pipelines.stages import OperatorStage, Record
 from jackfield_pipelines.tasks import steps_of
@@ -47,7 +48,7 @@ class ExperiencePipeline:
         """Make the operators of a run, which are not started, for one of its reward workers."""
         stages = list[OperatorStage]()
         for number, step in enumerate(
-            steps_of(config.data.pipeline.experiences, registry, "data.pipeline.experiences"), 1
+            steps_of(config.data.pipeline.experiences, registry, "data.pipeline.experiences", config), 1
         ):
             operator = step.record.build(step.settings, context, step.name)
             if operator.selection is not None:
@@ -78,6 +79,7 @@ class ExperiencePipeline:
         """Close all operators."""
         for stage in reversed(self.stages):
             await stage.operator.close()
+        end_processes(stage.operator for stage in self.stages)
 
     def state_before(self, batch: int) -> list[Any]:
         """Return the states of the operators before the first experience of a batch, or a later one, came.

@@ -20,6 +20,7 @@ from jackfield.plugins.registry import PluginRecord
 from jackfield.settings import structure
 from jackfield_pipelines.guards import disk_errors, locked
 from jackfield_pipelines.lines import keyed
+from jackfield_pipelines.process_operators import end_processes
 from jackfield_pipelines.row_sets import KEY, ROWS, SET_ASIDE, RowSet, RowSetWriter
 from jackfield_pipelines.services import Gate, Services
 from jackfield_pipelines.stages import Limits, OperatorStage, decide, order
@@ -68,10 +69,13 @@ class FilePipeline:
         without a ``data_source`` get the stem as one.
         """
         with disk_errors(self.folder):
-            async with locked(self.folder, self.clock, self.lock_seconds):
-                sets = [self._source([(source, name, stem), *others])]
-                for number, step in enumerate(self.steps, 1):
-                    sets += await self._step(step, number, sets[-1])
+            try:
+                async with locked(self.folder, self.clock, self.lock_seconds):
+                    sets = [self._source([(source, name, stem), *others])]
+                    for number, step in enumerate(self.steps, 1):
+                        sets += await self._step(step, number, sets[-1])
+            finally:
+                end_processes(step.record for step in self.steps)
         return sets
 
     def _source(self, files: Sequence[tuple[BinaryIO, str, str]]) -> RowSet:
@@ -91,28 +95,28 @@ class FilePipeline:
         return self._made("0-source", about, copy)
 
     async def _step(self, step: Step, number: int, source: RowSet) -> list[RowSet]:
-        settings: Any = structure(step.record.settings_class, step.settings, step.name)
-        plain, cls = attrs.asdict(settings), step.record.cls
-        later = {name: plain.pop(name) for name in cls.decides_by}  # type: ignore[attr-defined]
-        about: dict[str, Any] = {"operator": step.name, "distribution": step.record.distribution, "settings": plain}
+        about: dict[str, Any] = {"operator": step.name, "distribution": step.record.distribution}
         about |= {"version": step.record.version, "seed": self.seed, "source": source.digest}
         place, counters = f"{number}-{step.name}", dict[str, float]()
         if limits := self.limits.given:
             about["limits"] = limits
         shared: Any = {"clock": self.clock, "seed": self.seed, "target": "tasks"}
-        scratch = self.folder / f".{place}-{_digest(about)[:12]}.scratch"  # a killed stage finds it again
+        named = _digest({**about, "given": step.settings})[:12]
+        scratch = self.folder / f".{place}-{named}.scratch"  # a killed stage finds it again
         scratch.mkdir(parents=True, exist_ok=True)
         context = self.context(OperatorContext(folder=scratch, count=partial(_add, counters), **shared))
         gate = None if self.services is None else Gate(step.name, self.services)
         given = context if gate is None else gate.given(context)
         operator: Operator = step.record.build(step.settings, given, step.name)
-        about["operator_version"] = operator.version
+        plain = attrs.asdict(structure(step.record.settings_class, step.settings, step.name))
+        later = {name: plain.pop(name) for name in operator.decides_by}
+        about |= {"settings": plain, "operator_version": operator.version}
         if gate is not None and operator.uses:
             gate.operator = operator
             about["uses"] = gate.services.identity(operator.uses)
         found = [await self._processed(place, number, about, operator, source, counters)]
         shutil.rmtree(scratch, ignore_errors=True)
-        if cls.type == "filter":  # type: ignore[attr-defined]
+        if operator.type == "filter":
             own = {**about, "settings": later, "source": found[-1].digest, "decides": True}
             before = found[-1]
             found.append(self._made(f"{place}-kept", own, lambda to: decide(operator, before.lines(), to, step.name)))

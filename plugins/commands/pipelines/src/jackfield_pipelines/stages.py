@@ -76,9 +76,9 @@ class OperatorStage:
 
     async def apply(self, records: Mapping[str, Record], *, batch: int = 0, steps: int = 0) -> OperatorResult:
         """Process records by key; rows with which the operator fails are set aside, each with its reason."""
-        everything = ALL in self.reads
+        everything, reads = ALL in self.reads, self.reads
         rows = [
-            Row(key=key, values=record if everything else {name: record[name] for name in self.reads if name in record})
+            Row(key=key, values=record if everything else {name: record[name] for name in reads if name in record})
             for key, record in records.items()
         ]
         try:

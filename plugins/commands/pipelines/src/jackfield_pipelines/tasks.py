@@ -24,6 +24,7 @@ from jackfield.errors import ConfigError, DataError
 from jackfield.plugins.registry import Registry, installed
 from jackfield.settings import structure
 from jackfield_pipelines.pipeline import FilePipeline, Step
+from jackfield_pipelines.process_operators import INTERPRETER, Interpreters
 from jackfield_pipelines.row_sets import KEY, ROWS, RowSet
 from jackfield_pipelines.services import Services
 from jackfield_pipelines.stages import Limits
@@ -31,17 +32,24 @@ from jackfield_pipelines.stages import Limits
 _FIRST = 8  #: records that say what all are
 
 
-def steps_of(given: Sequence[Mapping[str, Any]], registry: Registry, where: str) -> list[Step]:
-    """Return the operators that settings name; refuse unknown ones and wrong settings with their place."""
-    steps = list[Step]()
+def steps_of(
+    given: Sequence[Mapping[str, Any]], registry: Registry, where: str, config: RunConfig | None = None
+) -> list[Step]:
+    """Return the operators that settings name; refuse unknown ones and wrong settings with their place.
+
+    Settings whose class has a method ``stages`` stand for those that it returns, each a step of its own.
+    """
+    steps, interpreters = list[Step](), Interpreters(config)
     for number, settings in enumerate(given):
         place, own = f"{where}[{number}]", dict(settings)
         if not isinstance(name := own.pop("name", None), str):
             details = {"where": f"{place}.name", "expected": "the name of an operator", "found": repr(name)}
             raise ConfigError("an operator has no name", code="config.missing-key", **details)
-        record = registry.load("operator", name)
-        structure(record.settings_class, own, place)
-        steps.append(Step(record=record, settings=own))
+        interpreter = own.pop(INTERPRETER, None)
+        record = interpreters.record(registry, name, interpreter, f"{place}.{INTERPRETER}")
+        made: Any = structure(record.settings_class, own, place)
+        several = made.stages() if hasattr(made, "stages") else [own]
+        steps += [Step(record=record, settings=each) for each in several]
     return steps
 
 
@@ -112,7 +120,7 @@ def pipeline_of(config: RunConfig, tell: Callable[[RowSet, bool], None]) -> list
     """
     data, settings = config.data, config.data.pipeline
     sets = sets_of(data.train, "data.train")
-    steps = steps_of(settings.tasks, installed(), "data.pipeline.tasks")
+    steps = steps_of(settings.tasks, installed(), "data.pipeline.tasks", config)
     form = _formats(config, sets)[0]
     names = {"prompt": form.messages_key or form.prompt_key, "answer": form.answer_key}
     names |= {"response": form.response_key, "rejected": form.rejected_key}

@@ -153,7 +153,7 @@ def label(folder: Path, file: Path, by: str) -> None:
     Each line of FILE (.jsonl) has the key of a sample, and numbers by name. The run takes them between two steps:
     `reward` replaces the sample's reward, others are tags reward/NAME, which samplers of replay see.
     """
-    from jackfield.queue.labels import write_labels
+    from jackfield_queue.labelling import write_labels
 
     made = write_labels(folder, file, by)
     click.echo(f"version {made.version}: labels of {len(made.numbers)} samples by {made.by}")

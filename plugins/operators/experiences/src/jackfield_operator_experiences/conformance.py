@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jackfield_reward_requests import loopback_server
+
 _BAD = ({"response": "no reward", "group": "0/0"}, {"response": 3, "reward": 1.0}, {"response": "a", "reward": "1"})
 _REWARDS = (
     {"response": "no reward", "group": "0/0"},
@@ -34,6 +36,15 @@ def quality_rules(folder: Path) -> Mapping[str, Any]:
     return {"settings": {"matches": {"number": "[0-9]"}, "lacks": {"doubt": "I think"}}, "rows": _ROWS, "bad": _BAD}
 
 
+def quality_llm(folder: Path) -> Mapping[str, Any]:
+    """Ask a model on loopback, which rates by the number of words."""
+    asked = {"url": loopback_server("jackfield_operator_experiences.fake_model"), "model": "fake"}
+    rows = tuple({"prompt": "How many?", **row} for row in _ROWS)
+    unratable = {"prompt": "How many?", "response": "unratable", "reward": 1.0}
+    settings = {"asked": asked, "on_failure": "set_aside"}
+    return {"settings": settings, "rows": rows, "bad": (*_BAD, unratable)}
+
+
 def length_reward(folder: Path) -> Mapping[str, Any]:
     """Have some responses within the band, and some beyond it."""
     bad = ({"reward": 1.0}, {"reward": 1.0, "response_tokens": "9"}, {"response_tokens": 9})
@@ -43,7 +54,11 @@ def length_reward(folder: Path) -> Mapping[str, Any]:
 def safety_penalty(folder: Path) -> Mapping[str, Any]:
     """Search expressions of two categories."""
     patterns = {"doubt": "think|knows", "digits": "7"}
-    return {"settings": {"patterns": patterns}, "rows": _ROWS, "bad": _BAD}
+    return {
+        "settings": {"patterns": patterns, "words": {"doubt": ("unknown",)}, "per": "finding"},
+        "rows": _ROWS,
+        "bad": _BAD,
+    }
 
 
 def novelty(folder: Path) -> Mapping[str, Any]:
@@ -54,7 +69,7 @@ def novelty(folder: Path) -> Mapping[str, Any]:
 
 def utility(folder: Path) -> Mapping[str, Any]:
     """Weigh all parts."""
-    return {"settings": {"surprise": 0.5}, "rows": _ROWS, "bad": _REWARDS}
+    return {"settings": {"surprise": 0.5, "reward": 0.25}, "rows": _ROWS, "bad": _REWARDS}
 
 
 def salience(folder: Path) -> Mapping[str, Any]:

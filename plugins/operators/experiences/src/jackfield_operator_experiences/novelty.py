@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import attrs
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from jackfield.abc.operator import Operator, OperatorContext, OperatorRequest, OperatorResult, OperatorType
 from jackfield.sdk import option
 from jackfield_embeddings import EmbedderConfig, make_embedder
-from jackfield_operator_experiences.shaping import number_of, text_of
+from jackfield_operator_experiences.shaping import groups_of, number_of, text_of
 
 
 @attrs.frozen(kw_only=True)
@@ -32,13 +33,14 @@ class NoveltyConfig:
 class Novelty(Operator):
     """Adds weight * (1 - mean cosine similarity to the nearest earlier responses) to the reward.
 
-    Responses of one request are compared with those of earlier requests only. The novelty is 0 while none is
-    remembered. Vectors are remembered in half precision, and a checkpoint has them.
+    The responses of a group are compared with those of earlier groups only, so that the order of rollouts does not
+    matter. The novelty is 0 while none is remembered. Vectors are remembered in half precision, and a checkpoint has
+    them.
     """
 
     type: ClassVar[OperatorType] = "scorer"
     compares = True
-    reads = ("response", "reward")
+    reads = ("response", "reward", "group")
     writes = ("reward", "novelty")
 
     def __init__(self, config: NoveltyConfig, context: OperatorContext) -> None:
@@ -60,7 +62,7 @@ class Novelty(Operator):
         await self._embedder.close()
 
     async def process(self, request: OperatorRequest) -> OperatorResult:
-        """Compare with the memory, and then remember."""
+        """Compare each group with the memory, and then remember it."""
         aside, good = dict[str, str](), dict[str, tuple[str, float]]()
         for row in request.rows:
             try:
@@ -69,15 +71,23 @@ class Novelty(Operator):
                 aside[row.key] = f"{type(error).__name__}: {error}"
         if not good:
             return OperatorResult(set_aside=aside)
-        vectors = (await self._embedder.embed([text for text, _ in good.values()])).astype(np.float16)
-        updates = dict[str, dict[str, float]]()
-        for (key, (_, reward)), novelty in zip(good.items(), self._novelties(vectors), strict=True):
-            added = self.config.weight * novelty if reward > 0.0 or not self.config.only_positive else 0.0
-            updates[key] = {"reward": reward + added, "novelty": novelty}
-        order = sorted(range(len(good)), key=list(good).__getitem__)
-        known = self._memory.reshape(-1, vectors.shape[1])
-        self._memory = np.concatenate([known, vectors[order]])[-self.config.memory :]
+        embedded = (await self._embedder.embed([text for text, _ in good.values()])).astype(np.float16)
+        vectors, updates = dict(zip(good, embedded, strict=True)), dict[str, dict[str, float]]()
+        for rows in groups_of(request).values():  # nothing waits from here on: a cancelled request remembers nothing
+            keys = [row.key for row in rows if row.key in good]
+            if not keys:
+                continue
+            own = np.stack([vectors[key] for key in keys])
+            for key, novelty in zip(keys, self._novelties(own), strict=True):
+                reward = good[key][1]
+                added = self.config.weight * novelty if reward > 0.0 or not self.config.only_positive else 0.0
+                updates[key] = {"reward": reward + added, "novelty": novelty}
+            self._remember([vectors[key] for key in sorted(keys)])
         return OperatorResult(updates=updates, set_aside=aside)
+
+    def _remember(self, vectors: Sequence[NDArray[np.float16]]) -> None:
+        known = self._memory.reshape(-1, len(vectors[0]))
+        self._memory = np.concatenate([known, np.stack(vectors)])[-self.config.memory :]
 
     def _novelties(self, vectors: NDArray[np.float16]) -> list[float]:
         if not len(self._memory):

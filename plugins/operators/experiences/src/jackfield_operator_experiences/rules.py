@@ -1,28 +1,18 @@
-"""Parts of the reward by rules: quality, length and safety."""
+"""A part of the reward by rules on the quality of a response."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from math import cos, pi
-from typing import Any, ClassVar, Literal
+from typing import ClassVar
 
 import attrs
-from attrs.validators import ge, gt, in_, optional
+from attrs.validators import ge, optional
 
 from jackfield.abc.operator import Operator, OperatorContext, OperatorRequest, OperatorResult, OperatorType, Row
 from jackfield.errors import ConfigError
 from jackfield.sdk import option
-from jackfield_operator_experiences.shaping import each_row, number_of, text_of
-
-
-def expression(pattern: str, where: str) -> re.Pattern[str]:
-    """Return a compiled expression; raise a ``ConfigError`` with its place if it is none."""
-    try:
-        return re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        details: Any = {"where": where, "expected": "a regular expression of Python", "found": pattern}
-        raise ConfigError(f"a pattern cannot be read: {error}", **details) from error
+from jackfield_operator_experiences.shaping import each_row, expression, number_of, text_of
 
 
 @attrs.frozen(kw_only=True)
@@ -74,81 +64,3 @@ def _once(words: list[str], size: int) -> float:
     """Return the share of sequences of words that are not repetitions of earlier ones."""
     sequences = [tuple(words[at : at + size]) for at in range(len(words) - size + 1)]
     return len(set(sequences)) / len(sequences) if sequences else 1.0
-
-
-@attrs.frozen(kw_only=True)
-class LengthRewardConfig:
-    """Settings of ``length_reward``."""
-
-    weight: float = option(0.5, "what a response loses that is far too long or too short", ge(0.0))
-    low: int = option(0, "fewest tokens without a loss", ge(0))
-    high: int = option(help="most tokens without a loss", validator=ge(0))
-    width: int = option(help="tokens beyond the bounds at which the whole weight is lost", validator=gt(0))
-    shape: Literal["linear", "cosine"] = option("linear", "how the loss grows in between", in_(("linear", "cosine")))
-    only_positive: bool = option(False, "take it from positive rewards only")
-
-
-class LengthReward(Operator):
-    """Takes from the reward where a response is longer or shorter than a band of tokens.
-
-    With x = tokens beyond the band / width, at most 1, the loss is weight * x, or weight * (1 - cos(pi x)) / 2.
-    """
-
-    type: ClassVar[OperatorType] = "scorer"
-    reads = ("response_tokens", "reward")
-    writes = ("reward", "length_loss")
-
-    def __init__(self, config: LengthRewardConfig, context: OperatorContext) -> None:
-        super().__init__(config, context)
-        if config.high < config.low:
-            details: Any = {"where": "high", "expected": f"at least low ({config.low})", "found": config.high}
-            raise ConfigError("the band is empty", **details)
-
-    async def process(self, request: OperatorRequest) -> OperatorResult:
-        """Compare lengths with the band."""
-        return each_row(request, self._shaped)
-
-    def _shaped(self, row: Row) -> Mapping[str, float]:
-        config, reward, tokens = self.config, number_of(row, "reward"), number_of(row, "response_tokens")
-        beyond = min(max(tokens - config.high, config.low - tokens, 0.0) / config.width, 1.0)
-        loss = beyond if config.shape == "linear" else (1.0 - cos(pi * beyond)) / 2.0
-        loss *= config.weight if reward > 0.0 or not config.only_positive else 0.0
-        return {"reward": reward - loss, "length_loss": loss}
-
-
-@attrs.frozen(kw_only=True)
-class SafetyPenaltyConfig:
-    """Settings of ``safety_penalty``."""
-
-    patterns: Mapping[str, str] = option(help="expressions by category, which are searched in the response")
-    penalty: float = option(0.5, "what each category that is found takes from the reward", ge(0.0))
-    maximum: float = option(1.0, "most that all of them take", ge(0.0))
-    match_case: bool = option(False, "tell upper and lower case apart")
-
-
-class SafetyPenalty(Operator):
-    """Takes from the reward of responses in which expressions of unsafe categories are found."""
-
-    type: ClassVar[OperatorType] = "scorer"
-    reads = ("response", "reward")
-    writes = ("reward", "unsafe_categories")
-
-    def __init__(self, config: SafetyPenaltyConfig, context: OperatorContext) -> None:
-        super().__init__(config, context)
-        if not config.patterns:
-            raise ConfigError("there are no patterns", where="patterns", expected="one or more", found="none")
-        flags = re.NOFLAG if config.match_case else re.IGNORECASE
-        named = {name: expression(text, f"patterns.{name}").pattern for name, text in config.patterns.items()}
-        self._patterns = [re.compile(text, re.DOTALL | flags) for text in named.values()]
-
-    async def process(self, request: OperatorRequest) -> OperatorResult:
-        """Search all expressions."""
-        return each_row(request, self._shaped)
-
-    def _shaped(self, row: Row) -> Mapping[str, float]:
-        reward, text = number_of(row, "reward"), text_of(row, "response")
-        found = sum(each.search(text) is not None for each in self._patterns)
-        return {
-            "reward": reward - min(found * self.config.penalty, self.config.maximum),
-            "unsafe_categories": float(found),
-        }

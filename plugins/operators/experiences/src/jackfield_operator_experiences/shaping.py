@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jackfield.abc.operator import OperatorRequest, OperatorResult, Row
+from jackfield.errors import ConfigError
+
+
+def expression(pattern: str, where: str, flags: re.RegexFlag = re.DOTALL) -> re.Pattern[str]:
+    """Return a compiled expression; raise a ``ConfigError`` with its place if it is none."""
+    try:
+        return re.compile(pattern, flags)
+    except re.error as error:
+        details: Any = {"where": where, "expected": "a regular expression of Python", "found": pattern}
+        raise ConfigError(f"a pattern cannot be read: {error}", **details) from error
 
 
 def number_of(row: Row, column: str) -> float:

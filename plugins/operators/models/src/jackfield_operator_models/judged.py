@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import ClassVar
 
 import attrs
@@ -12,7 +11,7 @@ from attrs.validators import ge, le
 from jackfield.abc.operator import Operator, OperatorContext, OperatorRequest, OperatorResult, OperatorType, Row, Use
 from jackfield.errors import ConfigError, OperatorError, WorkerLost
 from jackfield.sdk import option
-from jackfield_model_requests import AskingConfig, Model
+from jackfield_model_requests import AskingConfig, Model, read_rating
 from jackfield_operator_models.texts import text_of
 from jackfield_reward_requests import fill_text, names
 
@@ -34,11 +33,6 @@ Answer with JSON in this form, and with nothing else: {form}"""
 _AGAIN = "I cannot read a rating in that. Answer with JSON in this form, and with nothing else: {form}"
 _NONE = "(not given)"
 _OWN = {"low", "high", "form"}
-
-_THOUGHT = re.compile(r"\A.*</(?:think|thinking|reasoning)>|\A\s*<(?:think|thinking|reasoning)>.*", re.DOTALL)
-_NUMBER = r"([-+]?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*(\d+(?:\.\d+)?))?(?![\w/%]|[.,]\d|\s*[-–]\s*\d|\s+to\s)"
-_NAMED = re.compile(rf"\b(?:difficulty|rating)\b[\s\"'*_`]*(?:is\b|of\b|[:=])[\s\"'*_`]*{_NUMBER}", re.IGNORECASE)
-_ALONE = re.compile(rf"\W*?{_NUMBER}\W*")
 
 
 @attrs.frozen(kw_only=True)
@@ -172,24 +166,3 @@ class DifficultyLlm(Operator):
             ]
         what, expected = "a model gave no rating", self._form
         raise OperatorError(what, code="operator.answer", where=self._model.name, expected=expected, found=last)
-
-
-def read_rating(text: str, low: float, high: float) -> float:
-    """Return the rating in an answer: ``"difficulty": 7`` in JSON, ``Difficulty: 7/10`` in a text, or a number alone.
-
-    A ``ValueError`` says what is there if there is none, or two that differ, or one that is out of range.
-    """
-    told = _THOUGHT.sub("", text, count=1).strip()
-    found = {_rating(number, of, high) for number, of in _NAMED.findall(told)}
-    if not found and (alone := _ALONE.fullmatch(told)):
-        found = {_rating(alone[1], alone[2], high)}
-    if len(found) != 1 or (rating := found.pop()) is None:
-        raise ValueError(f"{'two ratings' if found else 'no rating'} in {told[-300:]!r}")
-    if not low <= rating <= high:
-        raise ValueError(f"{rating:g}, which is not from {low:g} to {high:g}")
-    return rating
-
-
-def _rating(number: str, of: str | None, high: float) -> float | None:
-    """Return a number such as ``7/10``, if what it is out of is the end of the scale."""
-    return float(number) if not of or float(of) == high else None

@@ -11,7 +11,15 @@ from attrs.validators import gt, in_
 
 from jackfield.abc.operator import NewRow, Operator, OperatorRequest, OperatorResult, OperatorType, Row
 from jackfield.sdk import option
-from jackfield_operator_synthesis.synthesizer import conversation, described, number_of, text_of
+from jackfield_operator_synthesis.synthesizer import (
+    BadRow,
+    checked_messages,
+    conversation,
+    described,
+    number_of,
+    text_of,
+    value_of,
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -26,18 +34,19 @@ class PreferencePairsConfig:
     )
     pairs: Literal["best_worst", "all"] = option("best_worst", "pairs of each group", in_(("best_worst", "all")))
     minimum_margin: float = option(1e-6, "least difference of the rewards of a pair", gt(0.0))
+    minimum: float | None = option(None, "least reward of a chosen response; null: any")
     column: str = option("conversation", "with of: turns, column with the whole conversations")
 
 
 class PreferencePairs(Operator):
     """Makes rows with ``prompt``, ``chosen``, ``rejected`` and ``margin`` from groups whose rewards differ.
 
-    The rewards are the gate. Equal responses make no pair.
+    The rewards are the gate. Equal responses make no pair. A pair has no ``response``, so that it is no sample.
     """
 
     type: ClassVar[OperatorType] = "synthesizer"
     compares = True
-    writes = ("prompt", "chosen", "rejected", "margin")
+    writes = ("prompt", "chosen", "rejected", "margin", "response")
     config: PreferencePairsConfig
 
     @property
@@ -53,14 +62,14 @@ class PreferencePairs(Operator):
             try:
                 self._checked(row.values)
                 reward = number_of(row.values, "reward")
-            except (KeyError, TypeError, ValueError) as error:
+            except BadRow as error:
                 aside[row.key] = described(error)
                 continue
             groups.setdefault(str(row.values.get("group", row.key)), []).append((reward, row))
         for rows in groups.values():
             for better, worse in self._chosen(rows):
                 if (values := self._pair(better[1].values, worse[1].values)) is not None:
-                    values["margin"] = better[0] - worse[0]
+                    values |= {"margin": better[0] - worse[0], "response": None}
                     made.append(NewRow(parents=(better[1].key, worse[1].key), values=values))
         return OperatorResult(made=tuple(made), set_aside=aside)
 
@@ -69,18 +78,15 @@ class PreferencePairs(Operator):
             text_of(values, "response")
             conversation(values)
             return
-        found = values[self.config.column]
-        if not isinstance(found, list | tuple) or not all(
-            isinstance(each, Mapping) and "role" in each for each in found
-        ):
-            raise TypeError(f"column {self.config.column!r} has no conversation")
+        checked_messages(value_of(values, self.config.column), self.config.column)
 
     def _chosen(self, rows: Sequence[tuple[float, Row]]) -> Iterator[tuple[tuple[float, Row], tuple[float, Row]]]:
         """Yield pairs, the better row first."""
         ordered = sorted(rows, key=lambda each: -each[0])  # stable: equal ones stay in order
         pairs = combinations(ordered, 2) if self.config.pairs == "all" else [(ordered[0], ordered[-1])]
         for better, worse in pairs:
-            if better[0] - worse[0] >= self.config.minimum_margin:
+            passes = self.config.minimum is None or better[0] >= self.config.minimum
+            if passes and better[0] - worse[0] >= self.config.minimum_margin:
                 yield better, worse
 
     def _pair(self, better: Mapping[str, Any], worse: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -8,21 +8,24 @@ from typing import Any, Literal
 
 import attrs
 import xxhash
-from attrs.validators import ge, in_
+from attrs.validators import ge, gt, in_, optional
 
 from jackfield.abc.operator import NewRow, OperatorContext, OperatorRequest, OperatorResult, Row
 from jackfield.errors import ConfigError
 from jackfield.sdk import option
 from jackfield_operator_synthesis.synthesizer import (
+    RESPONSE_COLUMNS,
     AskedConfig,
+    BadRow,
     GatedConfig,
     Synthesizer,
-    collected,
     conversation,
     described,
     filled,
+    new_response,
     number_of,
     text_of,
+    value_of,
 )
 
 _REPAIR = """{prompt}
@@ -57,7 +60,7 @@ class RepairConfig(AskedConfig):
 class Repair(Synthesizer):
     """Makes right responses of failed ones: a model answers again, and what passes the gate is a new row."""
 
-    writes = ("response", "reward")
+    writes = RESPONSE_COLUMNS
     config: RepairConfig
 
     @property
@@ -69,7 +72,7 @@ class Repair(Synthesizer):
         """Ask until enough answers pass."""
         values, config = row.values, self.config
         reward, response = number_of(values, "reward"), text_of(values, "response")
-        hint = f"Feedback: {values[config.hint]}\n" if config.hint is not None else ""
+        hint = f"Feedback: {value_of(values, config.hint)}\n" if config.hint is not None else ""
         if reward >= config.below:
             return []
         messages, made = _asked(values, config.template, {"response": response, "feedback": hint}), list[NewRow]()
@@ -79,7 +82,7 @@ class Repair(Synthesizer):
             if answer in (new.values["response"] for new in made):
                 continue
             if (score := await self.gate.passed(values, answer, reward)) is not None:
-                made.append(NewRow(parents=(row.key,), values={"response": answer, "reward": score}))
+                made.append(NewRow(parents=(row.key,), values=new_response(values, answer, score)))
                 if len(made) == config.keep:
                     break
         return made
@@ -91,6 +94,9 @@ class AmplifyConfig(AskedConfig):
 
     minimum: float = option(1.0, "a response with at least this reward has succeeded")
     variants: int = option(1, "answers that are asked for", ge(1))
+    longest: float | None = option(
+        None, "most characters of a variant, as a share of the response's, such as 0.8; null: any", optional(gt(0.0))
+    )
     template: str = option(_VARIANT, "what the model is asked, with {prompt} and {response}")
 
 
@@ -98,7 +104,7 @@ class Amplify(Synthesizer):
     """Makes more of successful responses: a model writes them in other ways, and what passes the gate is a new row."""
 
     reads = ("*",)
-    writes = ("response", "reward")
+    writes = RESPONSE_COLUMNS
     config: AmplifyConfig
 
     async def make(self, row: Row) -> Sequence[NewRow]:
@@ -113,8 +119,11 @@ class Amplify(Synthesizer):
             answer = await self.answer(messages, row.key, variant)
             if answer.strip() == response.strip() or answer in made:
                 continue
-            if (score := await self.gate.passed(values, answer)) is not None:
-                made[answer] = NewRow(parents=(row.key,), values={"response": answer, "reward": score})
+            if self.config.longest is not None and len(answer) > self.config.longest * len(response):
+                self.context.count("rejected", 1)
+                continue
+            if (score := await self.gate.passed(values, answer, reward)) is not None:
+                made[answer] = NewRow(parents=(row.key,), values=new_response(values, answer, score))
         return list(made.values())
 
 
@@ -142,7 +151,7 @@ class Splice(Synthesizer):
     """
 
     reads = ("*",)
-    writes = ("response", "reward")
+    writes = RESPONSE_COLUMNS
     compares = True
     config: SpliceConfig
 
@@ -158,21 +167,25 @@ class Splice(Synthesizer):
         for row in request.rows:
             try:
                 text_of(row.values, "response")
+                number_of(row.values, "reward")
                 groups.setdefault(str(row.values.get("group", row.key)), []).append(row)
-            except (KeyError, TypeError) as error:
+            except BadRow as error:
                 aside[row.key] = described(error)
-        found = await collected({rows[0].key: self._spliced(rows) for rows in groups.values() if len(rows) > 1})
+        work = {rows[0].key: self._spliced(rows) for rows in groups.values() if len(rows) > 1}
+        found = await self.collected(work, request)
         return attrs.evolve(found, set_aside={**found.set_aside, **aside})
 
     async def _spliced(self, rows: Sequence[Row]) -> Sequence[NewRow]:
         known, made = {text_of(row.values, "response") for row in rows}, list[NewRow]()
+        rewards = {row.key: number_of(row.values, "reward") for row in rows}
         assert self.gate is not None
         for first, second, text in self._candidates(rows):
             if text in known:
                 continue
             known.add(text)
-            if (score := await self.gate.passed(first.values, text)) is not None:
-                values = {"response": text, "reward": score}
+            parent = max(rewards[first.key], rewards[second.key])
+            if (score := await self.gate.passed(first.values, text, parent)) is not None:
+                values = new_response(first.values, text, score)
                 made.append(NewRow(parents=(first.key, second.key), values=values))
                 if len(made) == self.config.keep:
                     break

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import logging
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import attrs
+from attrs.validators import ge, in_, le
 
 from jackfield.abc.operator import (
     NewRow,
@@ -19,7 +20,7 @@ from jackfield.abc.operator import (
     Use,
 )
 from jackfield.sdk import option
-from jackfield_model_requests import AskingConfig, Model
+from jackfield_model_requests import AskingConfig, Model, until_deadline
 from jackfield_operator_synthesis.gates import Gate, GateConfig
 
 Messages = Sequence[Mapping[str, Any]]
@@ -30,6 +31,12 @@ class GatedConfig:
     """Settings of all operators whose new responses pass a gate."""
 
     gate: GateConfig = option(factory=GateConfig, help="what a new response has to pass")
+    on_failure: Literal["keep", "set_aside"] = option(
+        "keep",
+        "a row with which a model, a reward or a verifier fails stays, without new rows, or is set aside; the counter "
+        "is `failed`",
+        in_(("keep", "set_aside")),
+    )
 
 
 @attrs.frozen(kw_only=True)
@@ -37,8 +44,8 @@ class AskedConfig(GatedConfig):
     """Settings of operators that ask a model."""
 
     asked: AskingConfig = option(factory=AskingConfig, help="the model that is asked; by default the run's policy")
-    temperature: float = option(1.0, "temperature of its answers")
-    max_tokens: int = option(512, "most tokens of an answer")
+    temperature: float = option(1.0, "temperature of its answers", [ge(0.0), le(100.0)])
+    max_tokens: int = option(512, "most tokens of an answer", ge(1))
 
 
 class Synthesizer(Operator):
@@ -79,7 +86,7 @@ class Synthesizer(Operator):
 
     async def process(self, request: OperatorRequest) -> OperatorResult:
         """Make rows of each row."""
-        return await collected({row.key: self.make(row) for row in request.rows})
+        return await self.collected({row.key: self.make(row) for row in request.rows}, request)
 
     async def make(self, row: Row) -> Sequence[NewRow]:
         """Return the new rows of a row; what it raises sets the row aside."""
@@ -93,52 +100,87 @@ class Synthesizer(Operator):
             answered = await self.model.ask(messages, seed=self.model.seed(*about), **sampling)
         return answered.text
 
+    async def collected(
+        self, work: Mapping[str, Coroutine[Any, Any, Sequence[NewRow]]], request: OperatorRequest
+    ) -> OperatorResult:
+        """Return what work on rows has given at the deadline, by key.
 
-async def collected(work: Mapping[str, Coroutine[Any, Any, Sequence[NewRow]]]) -> OperatorResult:
-    """Return what work on rows gives, by key; rows with which it fails are set aside."""
-    tasks = {key: asyncio.ensure_future(each) for key, each in work.items()}
-    try:
-        ended = await asyncio.gather(*tasks.values(), return_exceptions=True)
-    finally:
-        for task in tasks.values():
-            task.cancel()
-    made, aside = list[NewRow](), dict[str, str]()
-    for key, found in zip(tasks, ended, strict=True):
-        if isinstance(found, Exception):
-            aside[key] = described(found)
-        elif isinstance(found, BaseException):
-            raise found
-        else:
-            made += found
-    return OperatorResult(made=tuple(made), set_aside=aside)
+        Bad rows are set aside; those with which something else fails are counted, and treated as settings say.
+        """
+        who, made, aside, failed = f"new rows of {type(self).__name__}", list[NewRow](), dict[str, str](), []
+        found = await until_deadline(work, self.context.clock, request.deadline_seconds, who)
+        for key, each in found.items():
+            if not isinstance(each, Exception):
+                made += each
+                continue
+            is_bad = isinstance(each, BadRow)
+            if not is_bad:
+                failed.append(described(each))
+            if is_bad or self.config.on_failure == "set_aside":
+                aside[key] = described(each)
+        if failed:
+            self.context.count("failed", len(failed))
+            what = "%s: of %d rows nothing is made: %s"
+            logging.getLogger("jackfield").warning(what, type(self).__name__, len(failed), failed[0])
+        return OperatorResult(made=tuple(made), set_aside=aside)
+
+
+class BadRow(ValueError):
+    """A row does not have what it needs."""
 
 
 def described(error: Exception) -> str:
-    """Return why a row is set aside."""
-    return f"there is no column {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+    """Return why nothing is made of a row."""
+    return str(error) if isinstance(error, BadRow) else f"{type(error).__name__}: {error}"
+
+
+def value_of(values: Mapping[str, Any], column: str) -> Any:
+    """Return the value of a column; raise ``BadRow`` if there is none."""
+    if column not in values:
+        raise BadRow(f"there is no column {column!r}")
+    return values[column]
 
 
 def text_of(values: Mapping[str, Any], column: str) -> str:
-    """Return a text of a row; raise ``KeyError`` or ``TypeError`` if it has none."""
-    if not isinstance(values[column], str):
-        raise TypeError(f"column {column!r} has {type(values[column]).__name__}, not a text")
-    return str(values[column])
+    """Return a text of a row; raise ``BadRow`` if it has none."""
+    value = value_of(values, column)
+    if not isinstance(value, str):
+        raise BadRow(f"column {column!r} has {type(value).__name__}, not a text")
+    return value
 
 
 def number_of(values: Mapping[str, Any], column: str) -> float:
-    """Return a number of a row; raise ``KeyError`` or ``TypeError`` if it has none."""
-    value = values[column]
+    """Return a number of a row; raise ``BadRow`` if it has none."""
+    value = value_of(values, column)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"column {column!r} has {value!r:.100}, not a number")
+        raise BadRow(f"column {column!r} has {value!r:.100}, not a number")
     return float(value)
 
 
-def conversation(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+#: columns of a response as it was generated, which a new one does not have
+_GENERATED = ("response_tokens", "log_prob_mean", "log_prob_min")
+RESPONSE_COLUMNS = ("response", "reward", "turns", *_GENERATED)  #: what rows with a new response write
+
+
+def new_response(values: Mapping[str, Any], response: str, reward: float) -> dict[str, Any]:
+    """Return the columns of a new response to the task of a row: what was measured of the old one is null."""
+    unknown = {name: None for name in _GENERATED if name in values}
+    return {"response": response, "reward": reward, **({"turns": 1} if "turns" in values else {}), **unknown}
+
+
+def conversation(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the prompt as messages: those of the row, or its text as a user's."""
     messages = values.get("messages")
     if isinstance(messages, list | tuple) and messages:
-        return [dict(message) for message in messages]
+        return checked_messages(messages, "messages")
     return [{"role": "user", "content": text_of(values, "prompt")}]
+
+
+def checked_messages(messages: Any, column: str) -> list[dict[str, Any]]:
+    """Return a conversation; raise ``BadRow`` if a column has none."""
+    if isinstance(messages, list | tuple) and all(isinstance(each, Mapping) and "role" in each for each in messages):
+        return [dict(each) for each in messages]
+    raise BadRow(f"column {column!r} has no conversation")
 
 
 def filled(template: str, values: Mapping[str, Any]) -> str:

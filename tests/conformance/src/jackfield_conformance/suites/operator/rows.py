@@ -209,10 +209,10 @@ async def each_type_does_what_it_says(subject: Subject, operator: Operator) -> N
 @check("OPR-022", page=PAGE + "types")
 async def duplicates_are_those_that_come_later(subject: Subject) -> None:
     """A deduplicator removes the later of two equal rows, also of another request, and never the first."""
-    if subject.cls.type != "deduplicator":
-        raise NotApplicable(f"it is a {subject.cls.type}")
     row = rows_of(subject)[0]
     async with opened(subject) as operator:
+        if operator.type != "deduplicator":
+            raise NotApplicable(f"it is a {operator.type}")
         first = await processed(operator, request_of([row, row]))
         second = await processed(operator, request_of([row], 2, 1))
     assert {"row:1"} == {*first.removed}, f"of two equal rows, it removed {sorted(first.removed)}"
