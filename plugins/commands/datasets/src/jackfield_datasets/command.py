@@ -26,7 +26,7 @@ from jackfield_datasets.sets import open_tasks
 
 #: commands on pipelines, by the module that has them
 _PIPELINES = {
-    **dict.fromkeys(("run", "sets", "trace"), "jackfield_pipelines.commands"),
+    **dict.fromkeys(("label", "run", "sets", "trace"), "jackfield_pipelines.commands"),
     **dict.fromkeys(("plan", "statistics", "tighten", "clean"), "jackfield_data_plan.commands"),
 }
 _MARKS = "⟦", "⟧"  #: around what is trained on, where there are no colours

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,7 +77,7 @@ def _damaged(folder: Path, found: str) -> DataError:
 class RowSetWriter:
     """Writes a set of rows, and continues where a process that was killed has saved its :meth:`progress`.
 
-    What was appended after the last progress is cut off. ``state`` is what the writer's user saved with it.
+    What was appended after the last progress is cut off; if a file lacks what was before, all begins again. ``state`` is what the writer's user saved with it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -85,11 +86,10 @@ class RowSetWriter:
         self.counts: dict[str, float] = {"rows": 0, "removed": 0, "set_aside": 0, "made": 0}
         self.state: Any = None
         sizes = dict.fromkeys(FILES, 0)
-        try:
+        with contextlib.suppress(OSError, ValueError, LookupError):
             saved = unseal((self._partial / _PROGRESS).read_bytes())
-            sizes, self.counts, self.state = saved["sizes"], saved["counts"], saved["state"]
-        except (OSError, ValueError, LookupError):
-            sizes = dict.fromkeys(FILES, 0)
+            if all((self._partial / name).stat().st_size >= saved["sizes"][name] for name in FILES):
+                sizes, self.counts, self.state = saved["sizes"], saved["counts"], saved["state"]
         self._files = {name: _at(self._partial / name, size) for name, size in sizes.items()}
 
     @property
