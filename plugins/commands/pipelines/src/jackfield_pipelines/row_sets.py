@@ -77,7 +77,8 @@ def _damaged(folder: Path, found: str) -> DataError:
 class RowSetWriter:
     """Writes a set of rows, and continues where a process that was killed has saved its :meth:`progress`.
 
-    What was appended after the last progress is cut off; if a file lacks what was before, all begins again. ``state`` is what the writer's user saved with it.
+    What was appended after the last progress is cut off; if a file lacks what was before it, all begins again.
+    ``state`` is what the writer's user saved with it.
     """
 
     def __init__(self, folder: Path) -> None:

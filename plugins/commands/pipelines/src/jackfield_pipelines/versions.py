@@ -1,4 +1,4 @@
-"""Late labels of a set of rows: each file of labels makes another version of the set, whose source is the one before."""
+"""Late labels of a set of rows: each file of them makes another version, whose source is the version before."""
 
 from __future__ import annotations
 
@@ -104,7 +104,8 @@ def _changed(newest: RowSet, labels: Mapping[str, Mapping[str, Any]], file: Path
     for line in newest.lines():
         key, values = read(line)
         if (own := unknown.pop(key, None)) is not None and any(
-            name not in values or values[name] != value for name, value in own.items()
+            name not in values or msgspec.json.encode(values[name]) != msgspec.json.encode(value)
+            for name, value in own.items()
         ):
             changed[key] = own
     if unknown:
