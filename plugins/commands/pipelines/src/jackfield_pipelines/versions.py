@@ -21,6 +21,7 @@ LABELS = "labels"  #: the operator in the manifest of a version
 _MARK = f"-{LABELS}-"
 _PART = 4096  #: rows that are written together
 _LOCK_SECONDS = 600.0
+_encode = msgspec.json.Encoder().encode
 
 
 def versions(folder: Path) -> list[RowSet]:
@@ -61,7 +62,7 @@ async def label(folder: Path, file: Path, by: str, clock: Clock) -> tuple[RowSet
             if not changed:
                 return newest, 0
             about: dict[str, Any] = {"operator": LABELS, "settings": {"by": by}, "source": newest.digest}
-            told = msgspec.json.encode([about, sorted(changed.items())])
+            told = _encode([about, sorted(changed.items())])
             digest = xxhash.xxh3_128_hexdigest(told)
             root = newest.folder.name.partition(_MARK)[0]
             with contextlib.closing(RowSetWriter(parent / f"{root}{_MARK}{digest[:12]}")) as writer:
@@ -103,10 +104,8 @@ def _changed(newest: RowSet, labels: Mapping[str, Mapping[str, Any]], file: Path
     read, unknown, changed = reader(names), dict(labels), dict[str, Mapping[str, Any]]()
     for line in newest.lines():
         key, values = read(line)
-        if (own := unknown.pop(key, None)) is not None and any(
-            name not in values or msgspec.json.encode(values[name]) != msgspec.json.encode(value)
-            for name, value in own.items()
-        ):
+        own = unknown.pop(key, {})
+        if any(name not in values or _encode(values[name]) != _encode(value) for name, value in own.items()):
             changed[key] = own
     if unknown:
         key = next(iter(unknown))
