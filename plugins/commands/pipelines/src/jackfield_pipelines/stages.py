@@ -144,7 +144,7 @@ class OperatorStage:
         """Process all lines of a source, from where the writer's progress stands on; write in their order."""
         done, before = 0, 0.0
         if writer.state:
-            done, before = writer.state["read"], writer.state["seconds"]
+            done, before = writer.state["read"], writer.state.get("seconds", 0.0)
             self.operator.restore(writer.state["operator"])
             self.counters |= writer.state["counters"]
         saved = began = self.clock.time()
@@ -168,10 +168,8 @@ class OperatorStage:
         self, source: Iterable[bytes], done: int
     ) -> AsyncGenerator[tuple[Lines, Mapping[str, Record], OperatorResult], None]:
         """Yield what becomes of lines, part by part in their order."""
-        compares, pending = (
-            self.operator.compares,
-            deque[tuple[Lines, dict[str, Record], asyncio.Task[OperatorResult]]](),
-        )
+        compares = self.operator.compares
+        pending = deque[tuple[Lines, dict[str, Record], asyncio.Task[OperatorResult]]]()
         size = 2**62 if compares else self.rows
         most = 1 if compares or type(self.operator).state is not Operator.state else self.concurrent
         parts = enumerate(_parts(source, (*self.reads, *self.writes), size), done // self.rows)
