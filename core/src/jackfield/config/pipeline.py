@@ -25,6 +25,9 @@ class PipelineConfig:
     )
     rows_per_request: int = option(512, "rows that an operator gets at a time", gt(0))
     seconds_per_request: float = option(600.0, "deadline of a request", gt(0.0))
+    concurrent_requests: int = option(
+        1, "requests at a time of an operator on tasks; one of an operator that has a state or compares rows", gt(0)
+    )
     maximum_rows: int | None = option(None, "most rows that a stage reads; null: all", gt(0))
     maximum_seconds: float | None = option(
         None, "most time of a stage, after which the rows so far go on; null: any", gt(0.0)

@@ -26,7 +26,7 @@ from jackfield_datasets.sets import open_tasks
 
 #: commands of other packages, by the module that has them
 _ELSEWHERE = {
-    **dict.fromkeys(("run", "serve", "served", "sets", "trace"), "jackfield_pipelines.commands"),
+    **dict.fromkeys(("label", "run", "serve", "served", "sets", "trace"), "jackfield_pipelines.commands"),
     **dict.fromkeys(("plan", "statistics", "tighten", "clean"), "jackfield_data_plan.commands"),
     "format": "jackfield_formatter.command",
 }

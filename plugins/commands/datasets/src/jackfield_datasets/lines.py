@@ -7,6 +7,8 @@ import contextlib
 import itertools
 import tempfile
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,9 +16,11 @@ import msgspec
 
 from jackfield.config.data import DataSet
 from jackfield.data.formats import naming, refusal
+from jackfield.errors import PluginError
 from jackfield_datasets.files import READERS, Row, rows_of_folder, suffix_of
 from jackfield_datasets.hub import looks_like_a_name, rows_of_hub
 
+_ROW_SET = ("manifest.json", "rows.jsonl")  #: files of a set that a data pipeline has left
 FIRST = 8  #: so many first records say what all are
 
 
@@ -66,6 +70,9 @@ def rows_of(given: DataSet) -> Iterator[Row]:
         name, _, split = given.path.partition(":")
         if Path(name).is_dir() or looks_like_a_name(name):
             return rows_of(DataSet(path=name, split=split, config=given.config))
+    if path.is_dir() and all((path / name).is_file() for name in _ROW_SET):
+        _refuse(given, "config", "split")
+        return READERS[".jsonl"](_rows_of_set(path))
     if path.is_dir():
         _refuse(given, "config")
         return rows_of_folder(path, given.split)
@@ -79,6 +86,15 @@ def rows_of(given: DataSet) -> Iterator[Row]:
     if path.exists():
         found, fix = "a file with another ending", "convert it; if it has one JSON object per line, name it .jsonl"
     raise refusal("the set of tasks cannot be read", expected, found, fix, "data.missing", given.path)
+
+
+def _rows_of_set(folder: Path) -> Path:
+    """Return the file with the rows of a set that a data pipeline has left, in its newest version."""
+    if find_spec("jackfield_pipelines") is None:
+        fix = "pip install jackfield-pipelines"
+        raise PluginError("a set of a data pipeline needs jackfield-pipelines", where=str(folder), fix=fix)
+    found: Path = import_module("jackfield_pipelines.versions").rows_of(folder)
+    return found
 
 
 def _refuse(given: DataSet, *names: str) -> None:

@@ -144,3 +144,24 @@ def served(address: Path, as_json: bool) -> None:
             await client.close()
 
     show(asyncio.run(ask()), "pipeline", "operators", "runs", "requests", "stages")
+
+
+@click.command("label")
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--by", default="label", show_default=True, help="Person or program that labelled.")
+@json_option
+def label(folder: Path, file: Path, by: str, as_json: bool) -> None:
+    """Label rows of the set in FOLDER late, which makes a version of it.
+
+    Each line of FILE (.jsonl) has the `key` of a row, and columns with their values. A run with `data.train: FOLDER`
+    reads the newest version, one with the folder of a version just that.
+    """
+    from jackfield.clock import Clock
+    from jackfield_pipelines.versions import label as add_labels
+
+    made, count = asyncio.run(add_labels(folder, file, by, Clock()))
+    if as_json:
+        show({"version": str(made.folder), "rows": count})
+        return
+    click.echo(f"{made.folder}: labels of {count} rows by {by}" if count else f"{made.folder} has these labels")

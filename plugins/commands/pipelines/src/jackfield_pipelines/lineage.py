@@ -10,6 +10,7 @@ import attrs
 
 from jackfield.errors import DataError, did_you_mean
 from jackfield_pipelines.row_sets import KEY, LINEAGE, REMOVED, ROWS, SET_ASIDE, RowSet
+from jackfield_pipelines.versions import LABELS
 
 
 @attrs.frozen(kw_only=True)
@@ -21,7 +22,7 @@ class Event:
     operator: str
     version: str  #: of the operator's distribution
     settings: Mapping[str, Any]
-    what: str  #: read, made, changed, removed, set aside, or ordered
+    what: str  #: read, made, changed, labelled, removed, set aside, or ordered
     detail: Any = None  #: of read the place, of made the parents, of changed the columns, otherwise the reason
 
 
@@ -63,7 +64,8 @@ def trace(chain: Sequence[RowSet], row: str) -> list[Event]:
                 stem, _, line = key.rpartition(":")
                 events.append(_event(made, key, "read", f"{made.manifest['files'].get(stem, stem)}:{line}"))
             elif changed := {name: value for name, value in record.items() if before[key].get(name, ...) != value}:
-                events.append(_event(made, key, "changed", changed))
+                what = "labelled" if made.manifest["operator"] == LABELS else "changed"
+                events.append(_event(made, key, what, changed))
         before = now
     if not events:
         known = [record[KEY] for _, record in zip(range(1000), chain[0].records(), strict=False)]

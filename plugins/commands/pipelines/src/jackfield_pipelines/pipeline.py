@@ -19,10 +19,11 @@ from jackfield.clock import Clock
 from jackfield.plugins.registry import PluginRecord
 from jackfield.settings import structure
 from jackfield_pipelines.guards import disk_errors, locked
+from jackfield_pipelines.lines import keyed
 from jackfield_pipelines.process_operators import end_processes
 from jackfield_pipelines.row_sets import KEY, ROWS, SET_ASIDE, RowSet, RowSetWriter
 from jackfield_pipelines.services import Gate, Services
-from jackfield_pipelines.stages import Limits, OperatorStage, Record, decide, order
+from jackfield_pipelines.stages import Limits, OperatorStage, decide, order
 
 
 @attrs.frozen(kw_only=True)
@@ -53,6 +54,7 @@ class FilePipeline:
     limits: Limits = attrs.field(factory=Limits)
     rows: int = 512  #: of a request
     seconds: float = 600.0  #: deadline of a request
+    concurrent: int = 1  #: requests at a time, of operators without a state that compare nothing
     lock_seconds: float = 3600.0  #: to wait for another process that writes in ``folder``
     context: Callable[[OperatorContext], OperatorContext] = lambda context: context  #: adds names of columns
     services: Services | None = None  #: what operators may ask; None: nothing
@@ -117,7 +119,7 @@ class FilePipeline:
         if operator.type == "filter":
             own = {**about, "settings": later, "source": found[-1].digest, "decides": True}
             before = found[-1]
-            found.append(self._made(f"{place}-kept", own, lambda to: decide(operator, before.records(), to, step.name)))
+            found.append(self._made(f"{place}-kept", own, lambda to: decide(operator, before.lines(), to, step.name)))
         if (selection := operator.selection) is not None:
             own = {**about, "settings": attrs.asdict(selection), "source": found[-1].digest, "orders": True}
             ordered = found[-1]
@@ -145,11 +147,12 @@ class FilePipeline:
             clock=self.clock,
             rows=self.rows,
             seconds=self.seconds,
+            concurrent=self.concurrent,
             counters=counters,
         )
         with contextlib.closing(RowSetWriter(folder)) as writer:
             async with _started(operator):
-                await stage.run(source.records(), writer, self.limits)
+                await stage.run(source.lines(), writer, self.limits)
             used: dict[str, Any] = {"counters": stage.counters} if stage.counters else {}
             used |= {"ended": stage.ended} if stage.ended else {}
             made = writer.commit({**about, **used, "digest": digest})
@@ -190,7 +193,7 @@ def _digest(about: Mapping[str, Any]) -> str:
 
 def _copy(file: BinaryIO, stem: str, writer: RowSetWriter, more: Mapping[str, str]) -> None:
     """Write the records of a file of JSON lines with their keys (stem and line) and the columns that they lack."""
-    decode, part = msgspec.json.Decoder().decode, list[Record]()
+    decode, part = msgspec.json.Decoder().decode, list[bytes]()
     file.seek(0)
     for number, line in enumerate(file, 1):
         if not line.strip():
@@ -204,8 +207,8 @@ def _copy(file: BinaryIO, stem: str, writer: RowSetWriter, more: Mapping[str, st
             why = f"no JSON object: {error}"[:300]
             writer.append(SET_ASIDE, [{KEY: key, "why": why, "operator": "source"}])
             continue
-        part.append({**more, **record, KEY: key})
+        part.append(keyed(line, record, key, more))
         if len(part) == 4096:
-            writer.append(ROWS, part)
+            writer.append_lines(ROWS, part)
             part = []
-    writer.append(ROWS, part)
+    writer.append_lines(ROWS, part)

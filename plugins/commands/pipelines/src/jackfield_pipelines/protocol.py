@@ -42,6 +42,7 @@ class TaskJob:
     limits: Limits
     rows: int  #: of a request
     seconds: float  #: deadline of a request
+    concurrent: int = 1  #: requests at a time
 
 
 @attrs.frozen(kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,6 +42,11 @@ class RowSet:
     def __len__(self) -> int:
         return int(self.manifest["counts"]["rows"])
 
+    def lines(self) -> Iterator[bytes]:
+        """Yield the lines of its rows, each with its end."""
+        with (self.folder / ROWS).open("rb") as file:
+            yield from file
+
     def records(self, name: str = ROWS) -> Iterator[dict[str, Any]]:
         """Yield the records of one of its files."""
         with (self.folder / name).open("rb") as file:
@@ -71,7 +77,8 @@ def _damaged(folder: Path, found: str) -> DataError:
 class RowSetWriter:
     """Writes a set of rows, and continues where a process that was killed has saved its :meth:`progress`.
 
-    What was appended after the last progress is cut off. ``state`` is what the writer's user saved with it.
+    What was appended after the last progress is cut off; if a file lacks what was before it, all begins again.
+    ``state`` is what the writer's user saved with it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -80,18 +87,21 @@ class RowSetWriter:
         self.counts: dict[str, float] = {"rows": 0, "removed": 0, "set_aside": 0, "made": 0}
         self.state: Any = None
         sizes = dict.fromkeys(FILES, 0)
-        try:
+        with contextlib.suppress(OSError, ValueError, LookupError):
             saved = unseal((self._partial / _PROGRESS).read_bytes())
-            sizes, self.counts, self.state = saved["sizes"], saved["counts"], saved["state"]
-        except (OSError, ValueError, LookupError):
-            sizes = dict.fromkeys(FILES, 0)
+            if all((self._partial / name).stat().st_size >= saved["sizes"][name] for name in FILES):
+                sizes, self.counts, self.state = saved["sizes"], saved["counts"], saved["state"]
         self._files = {name: _at(self._partial / name, size) for name, size in sizes.items()}
 
     def append(self, name: str, records: Sequence[Mapping[str, Any]]) -> None:
         """Append records to a file."""
-        if records:
-            self._files[name].write(b"".join(_encode(each) + b"\n" for each in records))
-            self.counts[_COUNTED[name]] += len(records)
+        self.append_lines(name, [_encode(each) + b"\n" for each in records])
+
+    def append_lines(self, name: str, lines: Sequence[bytes]) -> None:
+        """Append records that are lines of JSON to a file."""
+        if lines:
+            self._files[name].write(b"".join(lines))
+            self.counts[_COUNTED[name]] += len(lines)
 
     def progress(self, state: Any) -> None:
         """Save how far the set is, after a sync of its files."""

@@ -193,6 +193,7 @@ class Pipelines(PipelineService):
                 limits=job.limits,
                 rows=job.rows,
                 seconds=job.seconds,
+                concurrent=job.concurrent,
                 context=lambda context: attrs.evolve(context, columns=job.columns),
                 services=asks,
                 tell=tell,

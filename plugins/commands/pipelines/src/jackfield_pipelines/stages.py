@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+from collections import deque
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, TypeAlias
 
 import attrs
@@ -14,12 +18,13 @@ import numpy as np
 from jackfield.abc.operator import NewRow, Operator, OperatorRequest, OperatorResult, Row, Selection
 from jackfield.clock import Clock
 from jackfield.errors import JackfieldError, OperatorError, WorkerLost
+from jackfield_pipelines.lines import ALL, Record, encoded, reader, updated
 from jackfield_pipelines.row_sets import KEY, LINEAGE, REMOVED, ROWS, SET_ASIDE, RowSet, RowSetWriter
 
-Record: TypeAlias = dict[str, Any]
+Lines: TypeAlias = dict[str, bytes]  #: by key
 _decode = msgspec.json.Decoder().decode
 _SAVED_SECONDS = 2.0  #: between two savings of a stage's progress
-_ALL = "*"
+_PART = 4096  #: rows that are written together where no operator processes them
 CONTRACT = "operator.contract"  #: the code of a result that the contract does not allow
 
 
@@ -59,6 +64,7 @@ class OperatorStage:
     clock: Clock = attrs.field(factory=Clock)
     rows: int = 512  #: rows of a request
     seconds: float = 600.0  #: deadline of a request
+    concurrent: int = 1  #: requests at a time, of an operator without a state that compares nothing
     counters: dict[str, float] = attrs.field(factory=dict)  #: what the operator has counted
     ended: str | None = attrs.field(default=None, init=False)  #: the limit at which it ended
     reads: frozenset[str] = attrs.field(init=False)
@@ -70,7 +76,7 @@ class OperatorStage:
 
     async def apply(self, records: Mapping[str, Record], *, batch: int = 0, steps: int = 0) -> OperatorResult:
         """Process records by key; rows with which the operator fails are set aside, each with its reason."""
-        everything, reads = _ALL in self.reads, self.reads
+        everything, reads = ALL in self.reads, self.reads
         rows = [
             Row(key=key, values=record if everything else {name: record[name] for name in reads if name in record})
             for key, record in records.items()
@@ -97,7 +103,7 @@ class OperatorStage:
 
     def decided(self, records: Mapping[str, Record]) -> Mapping[str, str]:
         """Return which records a filter does not keep, by its statistics, with the reasons."""
-        everything = _ALL in self.writes
+        everything = ALL in self.writes
         rows = [
             Row(key=key, values=record if everything else {name: record.get(name) for name in self.writes})
             for key, record in records.items()
@@ -118,8 +124,11 @@ class OperatorStage:
             raise self._broken("a key that is not in its request", "keys of the request", repr(unknown))
         if childless := next((row for row in result.made if not row.parents), None):
             raise self._broken("a row without parents", "keys of the request", str(childless.values)[:200])
-        if _ALL not in self.writes:
-            values = itertools.chain(result.updates.values(), (row.values for row in result.made))
+        values = itertools.chain(result.updates.values(), (row.values for row in result.made))
+        if ALL in self.writes:
+            if any(KEY in each for each in values):
+                raise self._broken("another key to a row", "columns of the row", KEY)
+        else:
             if other := next((extra for each in values if (extra := each.keys() - self.writes)), None):
                 raise self._broken("columns that it does not declare", str(sorted(self.writes)), str(sorted(other)))
 
@@ -131,32 +140,69 @@ class OperatorStage:
         """Return the records of rows that the operator made of others, with their keys."""
         return _made(rows, records, self.number)
 
-    async def run(self, source: Iterable[Record], writer: RowSetWriter, limits: Limits) -> None:
-        """Process all records of a source, from where the writer's progress stands on."""
-        done: int = writer.state["read"] if writer.state else 0
+    async def run(self, source: Iterable[bytes], writer: RowSetWriter, limits: Limits) -> None:
+        """Process all lines of a source, from where the writer's progress stands on; write in their order."""
+        done, before = 0, 0.0
         if writer.state:
+            done, before = writer.state["read"], writer.state.get("seconds", 0.0)
             self.operator.restore(writer.state["operator"])
             self.counters |= writer.state["counters"]
         saved = began = self.clock.time()
-        for number, records in _batches(itertools.islice(source, done, limits.rows), self._cut(done)):
-            result = await self.apply(records, batch=number)
-            _write(writer, records, result, self.name, self.number)
-            done += len(records)
-            await asyncio.sleep(0)  # a cancellation is noticed, although the operator may never wait
-            self._refuse_many(writer, done, limits, result)
-            if (now := self.clock.time()) - saved >= _SAVED_SECONDS:
-                state = {"operator": self.operator.state(), "counters": self.counters}
-                writer.progress({"read": done, **state})
-                saved = now
-            if (limit := limits.reached(now - began, self.counters)) is not None:
-                self.ended = limit
-                return
+        async with aclosing(self._results(itertools.islice(source, done, limits.rows), done)) as results:
+            async for lines, records, result in results:
+                self._write(writer, lines, records, result)
+                done += len(lines)
+                self._refuse_many(writer, done, limits, result)
+                used = before + (now := self.clock.time()) - began
+                if now - saved >= _SAVED_SECONDS:
+                    state = {"operator": self.operator.state(), "counters": self.counters, "seconds": used}
+                    writer.progress({"read": done, **state})
+                    saved = now
+                if (limit := limits.reached(used, self.counters)) is not None:
+                    self.ended = limit
+                    return
         if limits.rows is not None and done >= limits.rows:
             self.ended = "maximum_rows"
 
-    def _cut(self, done: int) -> tuple[int, int]:
-        """Return the number of the next batch, and how many rows it has."""
-        return done // self.rows, 2**62 if self.operator.compares else self.rows
+    async def _results(
+        self, source: Iterable[bytes], done: int
+    ) -> AsyncGenerator[tuple[Lines, Mapping[str, Record], OperatorResult], None]:
+        """Yield what becomes of lines, part by part in their order."""
+        compares = self.operator.compares
+        pending = deque[tuple[Lines, dict[str, Record], asyncio.Task[OperatorResult]]]()
+        size = 2**62 if compares else self.rows
+        most = 1 if compares or type(self.operator).state is not Operator.state else self.concurrent
+        parts = enumerate(_parts(source, (*self.reads, *self.writes), size), done // self.rows)
+        try:
+            for number, (lines, records) in parts:
+                pending.append((lines, records, asyncio.ensure_future(self.apply(records, batch=number))))
+                if len(pending) == most:
+                    yield *pending[0][:2], await pending[0][2]
+                    pending.popleft()
+            while pending:
+                yield *pending[0][:2], await pending[0][2]
+                pending.popleft()
+        finally:
+            for *_, task in pending:
+                task.cancel()
+            await asyncio.gather(*(task for *_, task in pending), return_exceptions=True)
+
+    def _write(self, writer: RowSetWriter, lines: Lines, records: Mapping[str, Record], result: OperatorResult) -> None:
+        """Write what becomes of lines, of which ``records`` has the columns that the operator reads or writes."""
+        lost = _write_lost(writer, result, self.name)
+        try:
+            for key, values in result.updates.items():
+                lines[key] = updated(lines[key], records[key], values)
+            parents = {key: _decode(lines[key]) for key in {row.parents[0] for row in result.made}}
+            made = self.made(result.made, parents)
+            new = [encoded(record) for record in made]
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise self._broken(
+                "a value that JSON cannot hold", "texts, numbers, lists and objects", str(error)
+            ) from error
+        writer.append_lines(ROWS, [*(line for key, line in lines.items() if key not in lost), *new])
+        lineage = [{KEY: record[KEY], "parents": row.parents} for record, row in zip(made, result.made, strict=True)]
+        writer.append(LINEAGE, lineage)
 
     def _refuse_many(self, writer: RowSetWriter, done: int, limits: Limits, result: OperatorResult) -> None:
         aside = writer.counts["set_aside"]
@@ -168,28 +214,19 @@ class OperatorStage:
             raise OperatorError(what, code="operator.set-aside", found=reason, fix=fix, **details)
 
 
-def _batches(source: Iterable[Record], first: tuple[int, int]) -> Iterator[tuple[int, dict[str, Record]]]:
-    number, size = first
-    source = iter(source)
-    while part := {record[KEY]: record for record in itertools.islice(source, size)}:
-        yield number, part
-        number += 1
+def _parts(source: Iterable[bytes], columns: Iterable[str], size: int) -> Iterator[tuple[Lines, dict[str, Record]]]:
+    """Yield so many lines at a time by their keys, and their columns."""
+    read, source = reader(columns), iter(source)
+    while part := list(itertools.islice(source, size)):
+        rows = list(map(read, part))
+        yield {key: line for (key, _), line in zip(rows, part, strict=True)}, dict(rows)
 
 
-def _write(
-    writer: RowSetWriter, records: Mapping[str, Record], result: OperatorResult, name: str, stage: int = 0
-) -> None:
-    """Write what becomes of records."""
+def _write_lost(writer: RowSetWriter, result: OperatorResult, name: str) -> set[str]:
+    """Write the reasons of rows that do not go on; return their keys."""
     for file, gone in ((REMOVED, result.removed), (SET_ASIDE, result.set_aside)):
         writer.append(file, [{KEY: key, "why": why, "operator": name} for key, why in gone.items()])
-    lost = {*result.removed, *result.set_aside}
-    kept = [record for key, record in records.items() if key not in lost] if lost else list(records.values())
-    for key, values in result.updates.items():
-        records[key].update(values)
-    made = _made(result.made, records, stage)
-    writer.append(ROWS, [*kept, *made])
-    lineage = [{KEY: record[KEY], "parents": row.parents} for record, row in zip(made, result.made, strict=True)]
-    writer.append(LINEAGE, lineage)
+    return {*result.removed, *result.set_aside}
 
 
 def _made(rows: Sequence[NewRow], records: Mapping[str, Record], stage: int) -> list[Record]:
@@ -202,33 +239,37 @@ def _made(rows: Sequence[NewRow], records: Mapping[str, Record], stage: int) -> 
     return made
 
 
-def decide(operator: Operator, source: Iterable[Record], writer: RowSetWriter, name: str, rows: int = 4096) -> None:
+def decide(operator: Operator, source: Iterable[bytes], writer: RowSetWriter, name: str) -> None:
     """Keep the rows that a filter keeps, by its statistics alone."""
-    columns = frozenset(operator.writes)
-    done: int = writer.state or 0
-    for _, records in _batches(itertools.islice(source, done, None), (0, rows)):
-        seen = [
-            Row(key=key, values=record if _ALL in columns else {each: record.get(each) for each in columns})
+    columns = tuple(operator.writes)
+    for lines, records in _parts(source, columns, _PART):
+        rows = [
+            Row(key=key, values=record if ALL in columns else {each: record.get(each) for each in columns})
             for key, record in records.items()
         ]
-        _write(writer, records, OperatorResult(removed=operator.decide(seen)), name)
+        lost = _write_lost(writer, OperatorResult(removed=operator.decide(rows)), name)
+        writer.append_lines(ROWS, [line for key, line in lines.items() if key not in lost])
 
 
 def order(selection: Selection, source: RowSet, writer: RowSetWriter, name: str) -> None:
     """Write rows in the order of a column; equal ones in the order of the source. Only numbers are kept in memory."""
-    numbers, offsets, end = list[float](), [0], 0
+    numbers, offsets, end, read = array.array("d"), array.array("Q", [0]), 0, reader([selection.by])
+    for line in source.lines():
+        value = read(line)[1].get(selection.by)
+        numbers.append(float(value) if isinstance(value, int | float) else float("nan"))
+        offsets.append(end := end + len(line))
+    keys = np.array(numbers)
+    places = np.argsort(-keys if selection.largest_first else keys, kind="stable")  # NaN comes last
+    limit = len(places) if selection.limit is None else selection.limit
     with (source.folder / ROWS).open("rb") as file:
-        for line in file:
-            value = _decode(line).get(selection.by)
-            numbers.append(float(value) if isinstance(value, int | float) else float("nan"))
-            offsets.append(end := end + len(line))
-        keys = np.array(numbers)
-        places = np.argsort(-keys if selection.largest_first else keys, kind="stable")  # NaN comes last
-        for at, place in enumerate(places.tolist()):
-            file.seek(offsets[place])
-            record = _decode(file.read(offsets[place + 1] - offsets[place]))
-            if selection.limit is None or at < selection.limit:
-                writer.append(ROWS, [record])
-            else:
-                why = f"{selection.by} is {numbers[place]:g}, and {selection.limit} rows come before"
-                writer.append(REMOVED, [{KEY: record[KEY], "why": why, "operator": name}])
+        descriptor = file.fileno()
+        for start in range(0, len(places), _PART):
+            part = places[start : start + _PART].tolist()
+            lines = [os.pread(descriptor, offsets[at + 1] - offsets[at], offsets[at]) for at in part]
+            kept = max(0, min(len(part), limit - start))
+            writer.append_lines(ROWS, lines[:kept])
+            gone = zip(part[kept:], lines[kept:], strict=True)
+            told = [
+                (read(line)[0], f"{selection.by} is {numbers[at]:g}, and {limit} rows come before") for at, line in gone
+            ]
+            writer.append(REMOVED, [{KEY: key, "why": why, "operator": name} for key, why in told])

@@ -144,6 +144,7 @@ def pipeline_of(config: RunConfig, tell: Callable[[RowSet, bool], None]) -> list
         ),
         rows=settings.rows_per_request,
         seconds=settings.seconds_per_request,
+        concurrent=settings.concurrent_requests,
         context=lambda context: attrs.evolve(context, columns=columns),
         tell=tell,
     )
@@ -157,7 +158,7 @@ def pipeline_of(config: RunConfig, tell: Callable[[RowSet, bool], None]) -> list
             await services.close()
 
     async def served(files: Sequence[tuple[BinaryIO, str, str]]) -> list[RowSet]:
-        shared: Any = {name: getattr(pipeline, name) for name in ("seed", "limits", "rows", "seconds")}
+        shared: Any = {name: getattr(pipeline, name) for name in ("seed", "limits", "rows", "seconds", "concurrent")}
         job = TaskJob(operators=settings.tasks, files=sources_of(files), form=form, columns=columns, **shared)
         return await prepare(config, job, [file for file, _, _ in files], pipeline.folder, tell)
 
