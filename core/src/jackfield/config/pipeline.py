@@ -53,5 +53,5 @@ class PipelineConfig:
 
     @property
     def entries(self) -> tuple[Mapping[str, Any], ...]:
-        """All operators."""
+        """Return the settings of all operators."""
         return (*self.tasks, *self.experiences)

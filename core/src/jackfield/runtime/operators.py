@@ -161,7 +161,7 @@ class OperatorHost:
             await operator.close()
 
     async def ping(self) -> None:
-        """Answer."""
+        """Answer that the process runs."""
 
     async def close_all(self) -> None:
         """Close all operators."""

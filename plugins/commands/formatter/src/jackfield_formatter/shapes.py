@@ -30,7 +30,7 @@ class Shape(ABC):
 
     @property
     def described(self) -> str:
-        """What it is, in words."""
+        """Return what it is in words."""
         return self.name
 
     @abstractmethod

@@ -53,32 +53,32 @@ class ProcessOperator(Operator):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """What the operator says."""
+        """Return the columns that the operator reads."""
         return self._declared.reads
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """What the operator says."""
+        """Return the columns that the operator writes."""
         return self._declared.writes
 
     @property
     def compares(self) -> bool:
-        """Return what the operator says."""
+        """Return whether the operator compares rows."""
         return self._declared.compares
 
     @property
     def uses(self) -> tuple[Use, ...]:
-        """Return what the operator says."""
+        """Return what of the run the operator uses."""
         return self._declared.uses
 
     @property
     def version(self) -> str:
-        """Return what the operator says."""
+        """Return the version of what the operator runs."""
         return self._declared.version
 
     @property
     def selection(self) -> Selection | None:
-        """Return what the operator says."""
+        """Return the order in which the operator puts rows."""
         return self._declared.selection
 
     def state(self) -> Any:

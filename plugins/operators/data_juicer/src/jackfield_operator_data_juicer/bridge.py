@@ -113,7 +113,7 @@ class Bridge:
         return None
 
     def restore(self, state: Any) -> None:
-        """Remember rows."""
+        """Remember the rows that a state has."""
 
     def each(self, rows: Sequence[Row], work: Callable[[dict[str, Any]], Any]) -> Iterator[tuple[Row, Any, str]]:
         """Yield each row with what becomes of its sample, or why it cannot be processed."""
@@ -165,7 +165,7 @@ class Filtering(Bridge):
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """The statistics."""
+        """Return the column of the statistics."""
         return (_STATS,)
 
     def work(self, rows: Sequence[Row]) -> OperatorResult:
@@ -272,7 +272,7 @@ class Deduplicating(Comparing):
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """Nothing."""
+        """Return that no column is written."""
         return ()
 
     def hashed(self, rows: Sequence[Row]) -> tuple[list[tuple[Row, dict[str, Any]]], dict[str, str]]:
@@ -327,7 +327,7 @@ class Rewriting(Deduplicating):
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """The text."""
+        """Return the column of the text."""
         return (str(self.op.text_key),)
 
     def work(self, rows: Sequence[Row]) -> OperatorResult:
