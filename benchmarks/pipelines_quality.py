@@ -113,7 +113,7 @@ def draw(curves: dict[str, dict[str, list[list[tuple[int, float]]]]], file: Path
     """Draw the mean held-out score over steps, one picture per question and one line per condition."""
     import matplotlib
 
-    matplotlib.use("svg")
+    matplotlib.use("agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, len(curves), figsize=(4 * len(curves), 3.6), sharey=True, layout="constrained")
@@ -131,7 +131,7 @@ def draw(curves: dict[str, dict[str, list[list[tuple[int, float]]]]], file: Path
         axis.legend(fontsize=8)
     figure.supylabel("held-out score")
     file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, format="svg")
+    figure.savefig(file, dpi=110)
 
 
 def main() -> None:
@@ -141,7 +141,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--questions", nargs="+", choices=list(CONDITIONS), default=list(CONDITIONS))
     parser.add_argument("--folder", type=Path, default=Path("runs/benchmark_pipelines"))
-    parser.add_argument("--plot", type=Path, help="file of the picture, SVG; default: in the folder")
+    parser.add_argument(
+        "--plot", type=Path, help="file of the picture (.png, .svg, .pdf); default: pipelines.svg in the folder"
+    )
     parser.add_argument("--quick", action="store_true", help="short runs of one seed")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     arguments = parser.parse_args()

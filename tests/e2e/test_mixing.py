@@ -93,6 +93,17 @@ def test_rows_of_another_run_are_mixed_in(small_run: Run, tmp_path: Path) -> Non
     ] == [line.split() for line in shown.splitlines()[1:]]
 
 
+def test_rows_of_another_program_have_one_number_as_their_reward(small_run: Run, tmp_path: Path) -> None:
+    """As the guide shows them, beside the run's own samples, whose rewards are lists."""
+    file = tmp_path / "rows.jsonl"
+    row = {"prompt_ids": [5, 6], "response_ids": [7, 8], "rollout_log_probs": [-0.1, -0.2]}
+    rows = [{"columns": {**row, "reward": reward}, "group": "a"} for reward in (1.0, 0)]
+    file.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    human = f"mixing.human={{ratio: 1, samples: {file}}}"
+    _, lines = small_run("human", "schedule.steps=1", "data.groups_per_batch=1", *SMALL[1:], human)
+    assert [2.0] == [line["samples/human"] for line in steps(lines)]
+
+
 def test_supervised_training_replays_and_mixes_too(small_run: Run, tmp_path: Path) -> None:
     """Offline, rows from elsewhere need no rewards."""
     file = tmp_path / "rows.jsonl"

@@ -133,8 +133,9 @@ def to_plain(cell: Cell) -> Any:
 def cell_of(name: str, value: Any, text: str | None = None) -> Cell:
     """Return the cell of a value of :func:`to_plain` and its type, or of another program's value in a column.
 
-    Without a type, lists of numbers are jagged and numbers are dense. Integers are int64 and others float32, except in
-    well-known columns; anything else is JSON. If type and value differ, raise ``queue.store`` or an error of torch.
+    Without a type, lists of numbers and a reward are jagged, and other numbers are dense. Integers are int64 and others
+    float32, except in well-known columns; anything else is JSON. If type and value differ, raise ``queue.store`` or an
+    error of torch.
     """
     import torch
 
@@ -147,6 +148,8 @@ def cell_of(name: str, value: Any, text: str | None = None) -> Cell:
     if dtype == "json" or not _is_numeric(value) if kind is None else kind.kind == "json":
         column = json_column([value])
     else:
+        if name == "reward" and kind is None and not isinstance(value, list):
+            value = [value]  # as runs write it
         values = torch.tensor(value, dtype=None if dtype is None else dtype_of(dtype))
         is_dense, shape = (values.dim() == 0, values.shape[1:]) if kind is None else (kind.kind == "dense", kind.shape)
         length = 1 if is_dense else len(values)

@@ -108,13 +108,15 @@ def test_plain_values_are_exact(values: list[float], json_value: Any) -> None:
 def test_other_peoples_rows_need_columns_only(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(
-        '{"columns": {"prompt_ids": [1, 2], "response_mask": [1, 0], "reward": 1, "note": "x", "w": [[1.5]]}}\n'
+        '{"columns": {"prompt_ids": [1, 2], "response_mask": [1, 0], "reward": 1, "quality": 0.5, "note": "x", '
+        '"w": [[1.5]]}}\n'
     )
     (row,) = read_samples(file)
     assert {
         "prompt_ids": ('["jagged","int64",[]]', 16),
         "response_mask": ('["jagged","bool",[]]', 2),
-        "reward": ('["dense","float32",[]]', 4),
+        "reward": ('["jagged","float32",[]]', 4),
+        "quality": ('["dense","float32",[]]', 4),
         "note": ('["json","uint8",[]]', 3),
         "w": ('["jagged","float32",[1]]', 4),
     } == {name: (text, len(content)) for name, (text, content) in row.cells.items()}
@@ -132,7 +134,7 @@ def test_other_peoples_parquet(tmp_path: Path) -> None:
     table = pyarrow.table({"columns.prompt_ids": [[1, 2], [3]], "columns.reward": [0.5, None], "group": ["a", "a"]})
     parquet.write_table(table, tmp_path / "rows.parquet")
     first, second = read_samples(tmp_path / "rows.parquet")
-    assert ("a", [1, 2], 0.5) == (first.group, to_plain(first.cells["prompt_ids"]), to_plain(first.cells["reward"]))
+    assert ("a", [1, 2], [0.5]) == (first.group, to_plain(first.cells["prompt_ids"]), to_plain(first.cells["reward"]))
     assert ["prompt_ids"] == list(second.cells)
     parquet.write_table(pyarrow.table({"prompt_ids": [1]}), tmp_path / "rows.parquet")
     with pytest.raises(QueueError, check=invalid_at(str(tmp_path / "rows.parquet"))):

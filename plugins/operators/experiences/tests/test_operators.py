@@ -75,6 +75,7 @@ def test_diversity_is_the_distance_from_the_mean_of_the_group() -> None:
         assert expected == pytest.approx([each["diversity"] for each in found.values()], abs=1e-9)
         rewards = [0.5 + weight * each for each in expected]
         assert rewards == pytest.approx([each["reward"] for each in found.values()], abs=1e-9)
+        assert found == run(made("diversity", steps=5), rows, batch, steps=90).updates
     assert expected[2] > expected[0] > 0.0
     wrong = run(made("diversity", only_correct=True), [experience("x", 0.0), experience("y", 1.0)]).updates
     assert (0.0, True) == (wrong["r0"]["reward"], wrong["r1"]["reward"] > 1.0)

@@ -13,10 +13,11 @@ from jackfield.abc.operator import OperatorContext
 from jackfield.config import RunConfig
 from jackfield.errors import ConfigError
 from jackfield.plugins.registry import Registry
+from jackfield_pipelines.lines import Record
 from jackfield_pipelines.made import MadeRow, MadeRows
 from jackfield_pipelines.process_operators import end_processes
 from jackfield_pipelines.row_sets import KEY
-from jackfield_pipelines.stages import OperatorStage, Record
+from jackfield_pipelines.stages import OperatorStage
 from jackfield_pipelines.tasks import steps_of
 
 _KEPT = 64  #: batches of which the states before them are kept

@@ -17,6 +17,7 @@ from jackfield.plugins.registry import Registry
 from jackfield.sdk.rpc import Connection
 from jackfield_pipelines.client import PipelineClient, client_of
 from jackfield_pipelines.experiences import ExperiencePipeline, Shaped
+from jackfield_pipelines.lines import Record
 from jackfield_pipelines.made import MadeRows
 from jackfield_pipelines.protocol import (
     FRAME_BYTES,
@@ -27,7 +28,6 @@ from jackfield_pipelines.protocol import (
     ShapeRequest,
     encode,
 )
-from jackfield_pipelines.stages import Record
 
 
 @attrs.define(kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import importlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import inspect
@@ -98,9 +99,16 @@ def _attribute(place: Any, name: str) -> Any:
     )
 
 
+class _Source(importlib.machinery.SourceFileLoader):
+    """Compiles a file as it is now: bytecode that is kept may be of another version of the same second and size."""
+
+    def get_code(self, fullname: str) -> Any:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def _file_module(path: str, alone: bool = False) -> Any:
     name = os.path.basename(path).removesuffix(".py")
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_Source(name, path))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

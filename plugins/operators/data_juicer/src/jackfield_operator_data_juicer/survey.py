@@ -28,7 +28,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "specified_field_filter": {"field_key": "source", "target_value": ["a"]},
     "specified_numeric_field_filter": {"field_key": "reward", "min_value": 0.5},
     "general_field_filter": {"filter_condition": "reward > 0.5"},
-    "suffix_filter": {"suffixes": ["a"], "suffix_key": "source"},
+    "suffix_filter": {"suffixes": ["a"]},
     "replace_content_mapper": {"pattern": "[0-9]+", "repl": "N"},
     "remove_specific_chars_mapper": {"chars_to_remove": "◆●■"},
     "text_chunk_mapper": {"max_len": 20, "split_pattern": None},

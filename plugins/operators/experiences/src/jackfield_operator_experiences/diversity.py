@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import attrs
 import numpy as np
-from attrs.validators import ge
+from attrs.validators import ge, gt, optional
 
 from jackfield.abc.operator import Operator, OperatorContext, OperatorRequest, OperatorResult, OperatorType
 from jackfield.sdk import option
@@ -19,7 +19,8 @@ class DiversityConfig:
     """Settings of ``diversity``."""
 
     weight: float = option(0.5, "weight of the diversity in the reward at the first step", ge(0.0))
-    last_weight: float = option(0.3, "weight at the last step; in between it changes evenly", ge(0.0))
+    last_weight: float = option(0.3, "weight at the end; in between it changes evenly", ge(0.0))
+    steps: int | None = option(None, "steps until the last weight; null: all steps of the run", optional(gt(1)))
     only_correct: bool = option(False, "add it only where the reward is positive")
     embedder: EmbedderConfig = option(factory=EmbedderConfig, help="what makes vectors of texts")
 
@@ -87,6 +88,6 @@ class Diversity(Operator):
         return OperatorResult(updates=updates, set_aside=aside)
 
     def _weight(self, request: OperatorRequest) -> float:
-        done = request.batch / max(request.steps - 1, 1)
+        done = request.batch / max((self.config.steps or request.steps) - 1, 1)
         first, last = self.config.weight, self.config.last_weight
         return float(first + (last - first) * min(done, 1.0))
