@@ -106,6 +106,29 @@ def test_another_threshold_finds_the_statistics(run: Callable[..., Any]) -> None
     assert [TASKS[2]] == [record["prompt"] for record in sets[-1].records()]
 
 
+def test_thresholds_are_tightened_from_the_statistics(
+    run: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a filter in a recipe, by its number; what is in the recipe is not written into the run's file."""
+    run()
+    given, file = "thresholds={min_len: 50}", str(tmp_path / "run.yaml")
+    with pytest.raises(SystemExit) as ended:
+        main(["data", "tighten", file, "3", given, "--json"])
+    assert 0 == ended.value.code
+    found = json.loads(capsys.readouterr().out)
+    assert (4, 2) == (found["kept_before"], found["kept_after"])
+    whys = {each["why"].partition(":")[0] for each in found["removed"]}
+    assert {"text_length_filter"} == whys
+    with pytest.raises(SystemExit) as ended:
+        main(["data", "tighten", file, "1", given])
+    assert 0 != ended.value.code
+    assert "a mapper" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["data", "tighten", file, "3", given, "--write"])
+    assert 0 != ended.value.code
+    assert "the recipe" in capsys.readouterr().err
+
+
 def test_what_cannot_be_used_is_refused_by_name_before_the_first_row() -> None:
     cases: list[tuple[dict[str, Any], type[JackfieldError], str]] = [
         ({"op": "token_num_filter"}, OperatorError, "it needs a model (huggingface)"),

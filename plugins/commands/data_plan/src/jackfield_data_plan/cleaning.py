@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -111,20 +112,21 @@ class Cleaning:
         stages = [stage for number in range(len(tasks)) if (stage := self._filter(tasks, number)) is not None]
         changed, told = [dict(task) for task in tasks], list[str]()
         for stage in stages:
-            old = tasks[stage.number]
-            names = [name for name in stage.numbers() if name in old]
-            if not names or not len(stage):
-                continue
-            before = len(stage.removed({}))
-            share = (self.rows / rows) ** (1 / len(stages)) * (1 - before / len(stage))
-            try:
-                new = {name: value for name, value in stage.found(names, share).items() if value != old[name]}
-            except DataError:
-                new = {}
-            if not new or len(stage.removed(new)) <= before:
-                new = next(({name: value} for name in names if (value := stage.stricter(name)) is not None), {})
-            changed[stage.number].update(new)
-            told += [f"{stage.name}.{name}: {old[name]} → {value}" for name, value in new.items()]
+            with contextlib.closing(stage):
+                old = tasks[stage.number]
+                names = [name for name in stage.numbers() if name in old]
+                if not names or not len(stage):
+                    continue
+                before = len(stage.removed({}))
+                share = (self.rows / rows) ** (1 / len(stages)) * (1 - before / len(stage))
+                try:
+                    new = {name: value for name, value in stage.found(names, share).items() if value != old[name]}
+                except DataError:
+                    new = {}
+                if not new or len(stage.removed(new)) <= before:
+                    new = next(({name: value} for name in names if (value := stage.stricter(name)) is not None), {})
+                changed[stage.number].update(new)
+                told += [f"{stage.name}.{name}: {old[name]} → {value}" for name, value in new.items()]
         return changed, told
 
     def _filter(self, tasks: Sequence[Mapping[str, Any]], number: int) -> Any:

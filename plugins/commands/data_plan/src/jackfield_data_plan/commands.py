@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from jackfield.errors import ConfigError, OperatorError
 from jackfield.plugins.registry import installed
 from jackfield_data_plan import files, shown, stage_reports
 from jackfield_data_plan.cleaning import Cleaning
-from jackfield_data_plan.parts import as_yaml
+from jackfield_data_plan.parts import TASKS, as_yaml
 from jackfield_data_plan.planning import ModelOptions, Planning
 from jackfield_data_plan.sources import config_of, open_source
 from jackfield_data_plan.thresholds import filter_stage
@@ -145,11 +146,19 @@ def tighten(
     computed again.
     """
     given, names = _thresholds(settings, keep)
-    stage = filter_stage(config_of(None, str(file)), operator, installed())
-    stage.check(given)
-    if keep is not None:
-        given = stage.found(names, keep)
-    found = stage.tightened(given)
+    with contextlib.closing(filter_stage(config_of(None, str(file)), operator, installed())) as stage:
+        stage.check(given)
+        if keep is not None:
+            given = stage.found(names, keep)
+        found = stage.tightened(given)
+    if write and stage.several:
+        details: Any = {
+            "where": f"{TASKS}[{stage.number}]",
+            "expected": "an entry for one operator",
+            "found": stage.name,
+        }
+        fix = "change the thresholds in the recipe, or leave --write out"
+        raise ConfigError("an entry stands for several operators", fix=fix, **details)
     if write:
         files.set_thresholds(file, found.number, found.after)
     if as_json:

@@ -44,15 +44,18 @@ class FilterStage:
     """A filter of a pipeline whose statistics are there."""
 
     config: RunConfig
-    number: int
+    number: int  #: of its entry in ``data.pipeline.tasks``, from 0
+    several: bool  #: the entry stands for several operators
     step: Any  #: the operator's record and settings
+    ends: Sequence[Any]  #: records whose processes end with it
+    operator: Operator
     made: Any  #: the rows with statistics
     names: Mapping[str, str]
     _records: dict[str, dict[str, Any]] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         """Read the statistics of all rows, which stay in memory."""
-        writes = {*self._operator({}).writes}
+        writes = {*self.operator.writes}
         self._records = {
             record[ROW_KEY]: {name: value for name, value in record.items() if name in writes or "*" in writes}
             for record in self.made.records()
@@ -66,7 +69,7 @@ class FilterStage:
     @property
     def thresholds(self) -> tuple[str, ...]:
         """Names of the settings that only the decision reads."""
-        return tuple(self.step.record.cls.decides_by)
+        return tuple(self.operator.decides_by)
 
     def numbers(self) -> dict[str, Any]:
         """Return the thresholds that are numbers, or may be, with their values."""
@@ -93,6 +96,10 @@ class FilterStage:
         context = OperatorContext(columns=self.names, seed=self.config.seed)
         built: Operator = self.step.record.build({**self.step.settings, **changed}, context, f"{TASKS}[{self.number}]")
         return built
+
+    def close(self) -> None:
+        """End the processes of operators that have another interpreter."""
+        pipeline_part("process_operators").end_processes(self.ends)
 
     def removed(self, changed: Mapping[str, Any]) -> Mapping[str, str]:
         """Return the rows that other thresholds remove, with the reasons."""
@@ -217,18 +224,27 @@ def filter_stage(config: RunConfig, operator: str, registry: Registry) -> Filter
 
     Raise ``config.invalid-value`` for another operator, and ``data.missing`` if the statistics are not there.
     """
-    steps = pipeline_part("tasks").steps_of(config.data.pipeline.tasks, registry, TASKS)
+    steps = pipeline_part("tasks").steps_of(config.data.pipeline.tasks, registry, TASKS, config)
     number = _number(operator, [step.name for step in steps])
-    step = steps[number]
-    if step.record.cls.type != "filter" or not step.record.cls.decides_by:
-        found = f"{step.name}, a {step.record.cls.type}"
-        details: Any = {"where": f"{TASKS}[{number}]", "expected": "a filter with thresholds", "found": found}
-        raise ConfigError("the operator has no thresholds", **details)
     given = only_set(config)
     with readers().open_lines(given, 8) as opened:
         names = names_of(form_of(opened, given, config))
-    made = _statistics(config, steps[: number + 1])
-    return FilterStage(config=config, number=number, step=step, made=made, names=names)
+    context = OperatorContext(columns=names, seed=config.seed)
+    records = [step.record for step in steps]
+    try:
+        built = [(step, step.record.build(step.settings, context, step.name)) for step in steps[: number + 1]]
+        step, own = built[-1]
+        if own.type != "filter" or not own.decides_by:
+            found = f"{step.name}, a {own.type}"
+            details: Any = {"where": f"{TASKS}[{step.entry}]", "expected": "a filter with thresholds", "found": found}
+            raise ConfigError("the operator has no thresholds", **details)
+        made = _statistics(config, built)
+        several = [each.entry for each in steps].count(step.entry) > 1
+        shared: Any = {"number": step.entry, "several": several, "operator": own, "made": made, "names": names}
+        return FilterStage(config=config, step=step, ends=records, **shared)
+    except BaseException:
+        pipeline_part("process_operators").end_processes(records)
+        raise
 
 
 def _number(operator: str, names: Sequence[str]) -> int:
@@ -243,7 +259,7 @@ def _number(operator: str, names: Sequence[str]) -> int:
     raise ConfigError(what, where=TASKS, expected=expected, found=operator, fix="give its number or its name")
 
 
-def _statistics(config: RunConfig, steps: Sequence[Any]) -> Any:
+def _statistics(config: RunConfig, steps: Sequence[tuple[Any, Operator]]) -> Any:
     """Return the newest rows with the statistics of the last step, with the steps before as they are in the file."""
     folder = Path(config.data.pipeline.folder or Path(config.folder, "data"))
     found = list[Any]()
@@ -252,27 +268,27 @@ def _statistics(config: RunConfig, steps: Sequence[Any]) -> Any:
         found = [made for chain in chains if (made := _matching(config, chain, steps)) is not None]
     if not found:
         fix = "run `jackfield data run` with this file first"
-        details: Any = {"where": str(folder), "expected": f"the stage {len(steps)}-{steps[-1].name}", "fix": fix}
+        details: Any = {"where": str(folder), "expected": f"the stage {len(steps)}-{steps[-1][0].name}", "fix": fix}
         raise DataError("the statistics of the stage are not there", code="data.missing", **details)
     return max(found, key=lambda made: (made.folder / "manifest.json").stat().st_mtime_ns)
 
 
-def _matching(config: RunConfig, chain: Sequence[Any], steps: Sequence[Any]) -> Any:
+def _matching(config: RunConfig, chain: Sequence[Any], steps: Sequence[tuple[Any, Operator]]) -> Any:
     manifests = [made.manifest for made in chain]
     if only_set(config).path not in manifests[0].get("files", {}).values():
         return None
     place = 1
-    for number, step in enumerate(steps, 1):
+    for number, (step, operator) in enumerate(steps, 1):
         settings: Any = structure(step.record.settings_class, step.settings, step.name)
         plain_settings = attrs.asdict(settings)
-        later = {name: plain_settings.pop(name) for name in step.record.cls.decides_by}
+        later = {name: plain_settings.pop(name) for name in operator.decides_by}
         expected = {"operator": step.name, "settings": plain_settings, "seed": config.seed}
         if place >= len(chain) or not _same(manifests[place], expected):
             return None
         if number == len(steps):
             return chain[place]
         place += 1
-        if step.record.cls.type == "filter":
+        if operator.type == "filter":
             if place >= len(chain) or not _same(manifests[place], {"settings": later, "decides": True}):
                 return None
             place += 1

@@ -32,6 +32,7 @@ class Step:
 
     record: PluginRecord
     settings: Mapping[str, Any]
+    entry: int = 0  #: its place in the settings, where one entry may stand for several operators
 
     @property
     def name(self) -> str:

@@ -51,7 +51,7 @@ def steps_of(
         record = interpreters.record(registry, name, interpreter, f"{place}.{INTERPRETER}")
         made: Any = structure(record.settings_class, own, place)
         several = made.stages() if hasattr(made, "stages") else [own]
-        steps += [Step(record=record, settings=each) for each in several]
+        steps += [Step(record=record, settings=each, entry=number) for each in several]
     return steps
 
 
